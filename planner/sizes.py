@@ -1,0 +1,44 @@
+"""Byte counts as people write them: ``"20GiB"``, ``"5 GB"``, ``1024``."""
+
+import re
+
+_UNITS = {"": 1, "b": 1}
+for _power, _letter in enumerate("kmgtpe", start=1):
+    _UNITS[_letter] = _UNITS[_letter + "b"] = 1000**_power
+    _UNITS[_letter + "i"] = _UNITS[_letter + "ib"] = 1024**_power
+
+_PATTERN = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*([a-zA-Z]*)\s*")
+
+
+def parse_bytes(text: str | int | float, name: str = "size") -> int:
+    """Bytes of ``text``, with dask's units: ``"5GB"`` is 5·10⁹, ``"5GiB"`` is 5·2³⁰.
+
+    ``name`` is what the error calls the value. Raises ``ValueError`` for anything that is not a
+    byte count ≥ 0 (a fraction of a byte is rounded down) and ``TypeError`` for other types.
+    """
+    if isinstance(text, bool) or not isinstance(text, str | int | float):
+        raise TypeError(
+            f"{name}={text!r} is not a byte count; pass a string such as '20GiB' or an int of bytes"
+        )
+    if isinstance(text, int | float):
+        if not 0 <= text < float("inf"):
+            raise ValueError(f"{name}={text!r} is not a byte count; it must be finite and ≥ 0")
+        return int(text)
+    match = _PATTERN.fullmatch(text)
+    if match is None or match[2].lower() not in _UNITS:
+        raise ValueError(
+            f"{name}={text!r} is not a byte count; write for example '20GiB' (2³⁰ bytes each), "
+            "'5GB' (10⁹ each), '512MiB' or a plain number of bytes"
+        )
+    scale = _UNITS[match[2].lower()]
+    return int(match[1]) * scale if match[1].isdigit() else int(float(match[1]) * scale)
+
+
+def format_bytes(count: int | float) -> str:
+    """``count`` bytes in the largest binary unit that keeps it ≥ 1, such as ``"1.50 GiB"``."""
+    size = float(count)
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if abs(size) < 1024 or unit == "TiB":
+            return f"{int(size)} B" if unit == "B" else f"{size:.2f} {unit}"
+        size /= 1024
+    raise AssertionError("unreachable")
