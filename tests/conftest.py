@@ -1,0 +1,69 @@
+"""Sample counts of the conformance suites, added up over xdist workers and printed at the end."""
+
+from collections import Counter
+from collections.abc import Iterator
+
+import pytest
+
+# Key: (suite, lane, dtype, outcome, detail); value: number of samples. A detail is the name of the
+# op, module or optimizer, with "reason: " before it if there is one, or nothing.
+Tally = Counter[tuple[str, str, str, str, str]]
+TALLY = pytest.StashKey[Tally]()
+OUTCOMES = ("passed", "within bound", "raised alike", "not comparable", "left out", "failed")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.stash[TALLY] = Counter()
+
+
+@pytest.fixture(scope="session")
+def tally(pytestconfig: pytest.Config) -> Tally:
+    return pytestconfig.stash[TALLY]
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if hasattr(session.config, "workeroutput"):
+        rows = [[*key, count] for key, count in session.config.stash[TALLY].items()]
+        session.config.workeroutput["tally"] = rows
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: object, error: object) -> None:
+    for *key, count in getattr(node, "workeroutput", {}).get("tally", []):
+        node.config.stash[TALLY][tuple(key)] += count
+
+
+def pytest_terminal_summary(
+    terminalreporter: pytest.TerminalReporter, config: pytest.Config
+) -> None:
+    tally = config.stash[TALLY]
+    if tally:
+        terminalreporter.section("conformance samples")
+        for line in _table(tally):
+            terminalreporter.write_line(line)
+
+
+def _table(tally: Tally) -> Iterator[str]:
+    heads = ("tried", *OUTCOMES)
+    yield f"{'suite':12}{'lane':17}{'dtype':11}" + "".join(f"{head:>16}" for head in heads)
+    groups: dict[tuple[str, str, str], Counter[str]] = {}
+    details: dict[tuple[str, str, str], Counter[str]] = {}
+    for (suite, lane, dtype, outcome, detail), count in tally.items():
+        groups.setdefault((suite, lane, dtype), Counter())[outcome] += count
+        if detail:
+            reason, _, name = detail.rpartition(": ")
+            details.setdefault((suite, outcome, reason), Counter())[name] += count
+    total: Counter[str] = Counter()
+    for key in sorted(groups):
+        total += groups[key]
+        yield _row(key, groups[key])
+    yield _row(("total", "", ""), total)
+    for suite, outcome, reason in sorted(details):
+        names = sorted(details[suite, outcome, reason].items())
+        why = f" because {reason}" if reason else ""
+        yield f"{suite}, {outcome}{why}: " + ", ".join(f"{name} ({n})" for name, n in names)
+
+
+def _row(key: tuple[str, str, str], outcomes: Counter[str]) -> str:
+    cells = [outcomes.total(), *(outcomes[outcome] for outcome in OUTCOMES)]
+    return "{:12}{:17}{:11}".format(*key) + "".join(f"{cell:>16,}" for cell in cells)

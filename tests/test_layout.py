@@ -1,0 +1,50 @@
+"""Who may import whom, by reading the sources."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+FOLDERS = ("pager", "kernels", "planner")
+
+
+def imports(path: Path) -> set[str]:
+    """Top-level names and our folders that the file at ``path`` imports."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name.split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            module = (node.module or "").split(".")
+            if node.level == 0:
+                found.add(module[0])
+            elif node.level == 2:
+                found.add(f"tensorpager.{module[0]}")
+    return found
+
+
+def sources(folder: str) -> list[Path]:
+    return sorted((ROOT / folder).rglob("*.py"))
+
+
+@pytest.mark.parametrize("path", sources("planner"), ids=lambda p: p.name)
+def test_planner_knows_no_torch(path: Path) -> None:
+    used = imports(path)
+    assert not used & {"torch", "triton", "tensorpager.pager", "tensorpager.kernels"}
+
+
+@pytest.mark.parametrize("path", sources("kernels"), ids=lambda p: p.name)
+def test_kernels_know_neither_pager_nor_planner(path: Path) -> None:
+    assert not imports(path) & {"tensorpager.pager", "tensorpager.planner", "tensorpager"}
+
+
+def test_kernels_is_no_package_at_the_root() -> None:
+    assert not (ROOT / "kernels" / "__init__.py").exists()
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_links_are_relative(folder: str) -> None:
+    link = ROOT / "tensorpager" / folder
+    assert link.is_symlink()
+    assert str(link.readlink()) == f"../{folder}"
