@@ -1,0 +1,1 @@
+"""The runtime: pages, tiers, migration, ``PagedTensor``, activation hooks, optimizers, CLI."""

@@ -1,0 +1,109 @@
+"""What the runtime asks of a device. Two implementations: ``cpu_backend`` and ``cuda_backend``.
+
+Note: stream order
+------------------
+Three streams: *compute* (the user's current stream), *out* (device → host), *in* (host → device).
+
+1. ``copy_out`` makes *out* wait for everything queued on *compute* so far: the last use of a page
+   is complete before its bytes leave.
+2. A frame that was emptied is filled again only after its bytes have left and its last use is
+   complete: ``copy_in`` makes *in* wait for *out* and for *compute*, and ``reuse_frames`` makes
+   *compute* wait for *out*.
+3. ``use_frames`` makes *compute* wait for *in*: an op never sees a page that is still arriving.
+4. The CPU touches host slots (disk I/O, checksums) only after ``host_ready``.
+5. A host slot given back by a write may be filled again at once: by rule 3 the copy-in that last
+   read it precedes that write on *compute*, and by rule 1 the next copy-out waits for *compute*.
+
+On the CPU backend every copy is complete when the call returns, so the waits do nothing.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from .dense_meter import Timeline
+
+Bytes = npt.NDArray[np.uint8]
+
+
+class Copy(NamedTuple):
+    """``len(host)`` bytes between the arena at byte ``offset`` and host memory."""
+
+    offset: int
+    host: Bytes
+
+
+class Backend(Protocol):
+    """Owns the arena, its streams and events, and knows the dense memory beside it."""
+
+    device: torch.device
+    arena: torch.Tensor  # uint8 [reserved bytes]; only what is committed may be touched
+    address: int
+    granularity: int  # bytes; the border is at a multiple of it
+    host_addressable: bool  # the CPU can read and write frames in place (disk I/O needs no staging)
+
+    def commit(self, nbytes: int) -> None:
+        """Move the border between arena and dense memory."""
+
+    def frames_view(self, offset: int, nbytes: int) -> Bytes:
+        """Arena bytes as host memory; only where ``host_addressable``."""
+
+    def register_host(self, memory: Bytes) -> None:
+        """Page-lock ``memory`` so that copies run at link speed."""
+
+    def unregister_host(self, memory: Bytes) -> None:
+        """Undo ``register_host``."""
+
+    def copy_out(self, copies: Sequence[Copy]) -> None:
+        """Queue arena → host copies (rule 1)."""
+
+    def copy_in(self, copies: Sequence[Copy]) -> None:
+        """Queue host → arena copies (rule 2)."""
+
+    def slide(self, moves: Sequence[tuple[int, int, int]]) -> None:
+        """Arena copies ``(source offset, destination offset, bytes)`` towards lower addresses, in
+        order; source and destination of one move may overlap. Compute-stream order."""
+
+    def reuse_frames(self) -> None:
+        """Rule 2 for frames that ops will write."""
+
+    def use_frames(self) -> None:
+        """Rule 3."""
+
+    def host_ready(self) -> None:
+        """Rule 4: blocks the caller, without the GIL, until queued copies are complete."""
+
+    def limit_dense(self, nbytes: int | None, *, roomy: bool = False) -> None:
+        """Make ``nbytes`` a hard cap of dense memory where the device can; ``None`` lifts it.
+        ``roomy``: there is plenty, so the allocator may keep freed memory for reuse."""
+
+    def meter_start(self) -> None:
+        """Begin to measure the peak of dense memory (temporaries inside ops included)."""
+
+    def meter_sample(self) -> None:
+        """Look now, where a peak can only be found by looking often."""
+
+    def meter_stop(self) -> int:
+        """Peak dense bytes since ``meter_start``, on top of what was alive then."""
+
+    def meter_timeline(self) -> Timeline:
+        """When dense memory was how large in the last measurement; empty where not known."""
+
+    def close(self) -> None:
+        """Give everything back. Idempotent."""
+
+
+def make_backend(device: torch.device, reserved_bytes: int, committed_bytes: int) -> Backend:
+    """The backend for ``device`` (``cpu`` or ``cuda``)."""
+    if device.type == "cpu":
+        from .cpu_backend import CpuBackend
+
+        return CpuBackend(reserved_bytes, committed_bytes)
+    if device.type == "cuda":
+        from .cuda_backend import CudaBackend
+
+        return CudaBackend(device, reserved_bytes, committed_bytes)
+    raise ValueError(f"device={str(device)!r} has no backend; pass 'cpu' or 'cuda'")

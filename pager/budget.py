@@ -1,0 +1,262 @@
+"""The border between the arena and dense memory, inside one byte-hard device budget.
+
+::
+
+    0                                    border                                 device_budget
+    |--------------- arena (frames) --------|------ dense reserve (temporaries) ------|
+
+What a training step allocates beside the arena is not known before it ran, so the first iteration
+is *metered*: the arena is kept as small as one operation allows, and by the time the first
+parameter would change the smallest budget that works is known exactly:
+
+    minimum = peak of dense bytes + page_size × (frames that one op pins, at most)
+
+If the budget is below it, ``InfeasibleBudget`` is raised there and nothing has changed. A metered
+iteration may use more than the budget to find that out, but never more than the minimum that it
+names. Otherwise the border moves once, at the end of the iteration, to what was measured plus a
+margin. An iteration with input shapes never seen before is metered again.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from ..planner.sizes import format_bytes
+from .backend import Backend
+from .dense_meter import in_backward
+from .errors import InfeasibleBudget, TierFull
+from .optimizer import StepNeed, probe_step
+from .residency import Residency
+
+_MARGIN = 16
+_MARGIN_BYTES = 1 << 20
+
+
+class DeviceBudget:
+    """Moves the border of ``residency``'s arena. ``reserve`` is dense bytes, or ``None`` (auto)."""
+
+    def __init__(
+        self,
+        budget_bytes: int,
+        page_size: int,
+        reserve: int | None,
+        residency: Residency,
+        backend: Backend,
+    ) -> None:
+        self.bytes = budget_bytes
+        self.page_size = page_size
+        self.fixed_reserve = reserve
+        self.reserve = budget_bytes - residency.pool.count * page_size
+        self.residency = residency
+        self.backend = backend
+        self.settled = False
+        self.metering = False
+        self.checked = False
+        self._before = 0, 0
+        self.dense_baseline = 0  # dense tensors that live on: buffers of paged modules
+        self.dense_peak = 0
+        self._stuck = False  # the metered arena could not be made smaller
+        self._frames_log: list[tuple[float, int]] = []  # while metering: when, frames in use
+        self._metered_peak = 0
+        residency.make_room = self._make_room
+        residency.make_way = self._make_way
+        residency.before_pinning = self._give_way
+        residency.minimum_bytes = lambda frames: self._minimum(frames)
+
+    # -- asked by residency ----------------------------------------------------------------------
+    def _make_room(self, frames: int) -> bool:
+        """More frames for one op: allowed while the border is not settled."""
+        most = self.backend.arena.numel() // self.page_size
+        if self.settled or frames > most:
+            return False
+        self.residency.resize(frames)
+        return True
+
+    def _make_way(self, frames: int) -> bool:
+        """More frames because the tiers below are full: allowed within the budget, likewise."""
+        most = self.bytes // self.page_size
+        count = self.residency.pool.count
+        if self.settled or self.fixed_reserve is not None or count >= most:
+            return False
+        self._stuck = True
+        self.residency.resize(min(most, count + frames))
+        return True
+
+    def _give_way(self) -> None:
+        """While metering, the arena is no larger than the largest need so far: then frames and
+        dense bytes together cannot exceed the minimum, whatever the dense peak turns out to be."""
+        if not self.metering:
+            return
+        frames = max(1, self.residency.largest_need)
+        if self.fixed_reserve is None and not self._stuck and frames < self.residency.pool.count:
+            try:
+                self.residency.resize(frames)
+            except TierFull:  # the tiers below cannot take it, so it stays
+                self._stuck = True
+        self.log_frames()
+
+    def log_frames(self) -> None:
+        """Note how many frames are in use now, while metering."""
+        if self.metering:
+            pool = self.residency.pool
+            self.backend.meter_sample()
+            self._frames_log.append((time.perf_counter(), pool.count - pool.free_count))
+
+    def _minimum(self, frames: int) -> int:
+        dense = self.dense_peak if self.fixed_reserve is None else self.fixed_reserve
+        return max(dense, self.reserve if self.settled else 0) + frames * self.page_size
+
+    def peak_bytes(self) -> int:
+        """Most device bytes in use so far: frames in use and dense bytes beside them."""
+        size = self.page_size
+        steady = self.residency.peak_frames * size + self.dense_peak if self.settled else 0
+        return max(steady, self._metered_peak)
+
+    # -- the metered iteration -------------------------------------------------------------------
+    def start(self) -> None:
+        """Begin to meter; the border may move again."""
+        self._before = self.dense_peak, self.residency.largest_need
+        self.metering, self.checked, self._stuck = True, False, False
+        self.settled = False
+        self.backend.limit_dense(None)
+        self.backend.meter_start()
+        self._give_way()
+
+    def check(self, optimizer: Any = None) -> None:
+        """Before the first parameter changes: raise ``InfeasibleBudget`` if the budget is below
+        what the forward and backward passes took and ``optimizer``'s step will take."""
+        if not self.metering or self.checked:
+            return
+        self.checked = True
+        self._note_peak()
+        frames = self.residency.largest_need
+        dense = self.dense_peak
+        # A step taken inside backward cannot be measured there; its dense bytes are not foreseen.
+        measurable = optimizer is not None and not in_backward()
+        need = probe_step(optimizer, self._measure) if measurable else None
+        if need is not None:
+            frames, dense = self._with_step(optimizer, need, frames, dense)
+            self.dense_peak = dense
+            self.residency.largest_need = frames
+        minimum = max(dense, self.fixed_reserve or 0) + frames * self.page_size
+        enough_reserve = self.fixed_reserve is None or dense <= self.fixed_reserve
+        if minimum > self.bytes or not enough_reserve:
+            self._forget()
+            raise InfeasibleBudget(self._refusal(dense, frames, minimum), minimum=minimum)
+        self.backend.meter_start()  # the rest of the iteration
+
+    def _with_step(
+        self, optimizer: Any, need: StepNeed, frames: int, dense: int
+    ) -> tuple[int, int]:
+        largest = max(
+            p.numel() * p.element_size()
+            for group in optimizer.param_groups
+            for p in group["params"]
+            if p.grad is not None
+        )
+        pages = -(-largest // self.page_size)
+        step_dense = self.dense_baseline + int(need.dense * largest) + 1
+        return max(frames, need.operands * pages), max(dense, step_dense)
+
+    def _refusal(self, dense: int, frames: int, minimum: int) -> str:
+        budget = format_bytes(self.bytes)
+        text = (
+            f"device_budget of {budget} ({self.bytes} bytes) is too small: this iteration takes "
+            f"{format_bytes(dense)} of dense temporaries and {frames} pages of "
+            f"{format_bytes(self.page_size)} at once in one operation. "
+        )
+        if self.fixed_reserve is not None and dense > self.fixed_reserve:
+            text += (
+                f"dense_reserve is {format_bytes(self.fixed_reserve)}; raise it or pass 'auto'. "
+            )
+        return text + (
+            f"The smallest device_budget that works for these shapes is {minimum} bytes "
+            f"({format_bytes(minimum)}). No parameter was changed."
+        )
+
+    def settle(self, dense_extra: int, *, roomy: bool) -> None:
+        """End of a metered iteration: put the border where it belongs.
+
+        ``dense_extra``: bytes beside the measured peak that may stay dense from now on;
+        ``roomy``: see ``Backend.limit_dense``.
+        """
+        self.check()
+        self._note_peak()
+        self.metering, self.settled = False, True
+        self.place(dense_extra, roomy=roomy)
+
+    def frames_at_least(self) -> int:
+        """Frames that the arena has for good, as far as is known now."""
+        if self.settled or self.fixed_reserve is not None:
+            return self.residency.pool.count
+        return min(self.residency.pool.count, self._frames_beside(self.dense_peak))
+
+    def _frames_beside(self, reserve: int) -> int:
+        frames = (self.bytes - reserve) // self.page_size
+        frames -= frames % max(1, self.backend.granularity // self.page_size)
+        return max(1, frames)
+
+    def place(self, dense_extra: int = 0, *, roomy: bool = False) -> None:
+        """Move the border to the measured dense peak plus a margin."""
+        reserve = self.fixed_reserve
+        if reserve is None:
+            reserve = self.dense_peak + dense_extra
+        least = self._frames_beside(reserve)
+        frames = least
+        if self.fixed_reserve is None:
+            margin = max(self.dense_peak // _MARGIN, _MARGIN_BYTES)
+            frames = max(self._frames_beside(reserve + margin), self.residency.largest_need)
+            frames = min(frames, least)
+        try:
+            self.residency.resize(frames)
+        except TierFull:  # the tiers below are full: the margin's frames must hold pages
+            self.residency.resize(least)
+        self.residency.peak_frames = self.residency.pool.count - self.residency.pool.free_count
+        self.reserve = self.bytes - self.residency.pool.count * self.page_size
+        self.backend.limit_dense(self.reserve, roomy=roomy)
+
+    def abandon(self) -> None:
+        """The metered iteration raised; the next one is metered instead."""
+        if self.metering:
+            self.backend.meter_stop()
+            self._forget()
+            self.backend.limit_dense(self.reserve)
+
+    def _forget(self) -> None:
+        """What a refused or broken iteration needed does not count for others."""
+        self.metering = False
+        self.dense_peak, self.residency.largest_need = self._before
+
+    def _note_peak(self) -> None:
+        dense = self.dense_baseline + self.backend.meter_stop()
+        self.dense_peak = max(self.dense_peak, dense)
+        self._metered_peak = max(self._metered_peak, self._peak_of_both(dense))
+        self._frames_log.clear()
+
+    def _peak_of_both(self, dense: int) -> int:
+        """Peak of frames and dense bytes together, from the two logs of the same clock."""
+        size = self.page_size
+        if not self._frames_log:
+            return 0
+        when, current = self.backend.meter_timeline()
+        frames = np.array([count for _, count in self._frames_log])
+        if not len(when):  # only the peaks are known
+            return int(frames.max()) * size + dense
+        turns = np.array([moment for moment, _ in self._frames_log])
+        # Frames in use when dense memory changed, and dense memory when the frames did.
+        at_alloc = frames[np.maximum(np.searchsorted(turns, when, "right") - 1, 0)]
+        at_turn = current[np.maximum(np.searchsorted(when, turns, "right") - 1, 0)]
+        both = max(int((at_alloc * size + current).max()), int((frames * size + at_turn).max()))
+        return both + self.dense_baseline
+
+    def _measure(self, action: Callable[[], None]) -> int:
+        self.backend.meter_start()
+        try:
+            action()
+        finally:
+            peak = self.backend.meter_stop()
+        return peak

@@ -1,0 +1,81 @@
+"""The device arena in RAM: the same runtime with no GPU."""
+
+import ctypes
+from collections.abc import Sequence
+
+import torch
+
+from .backend import Bytes, Copy
+from .dense_meter import DenseMeter, Timeline
+from .heap import ROOMY_BYTES, TIGHT_BYTES, map_blocks_from
+from .memory import Region
+
+
+class CpuBackend:
+    """Implements :class:`~.backend.Backend`; copies are complete when the call returns."""
+
+    host_addressable = True
+    granularity = 1
+
+    def __init__(self, reserved_bytes: int, committed_bytes: int) -> None:
+        self.device = torch.device("cpu")
+        self._region = Region(reserved_bytes, committed_bytes)
+        self._bytes = self._region.array()
+        self.arena = torch.from_numpy(self._bytes)
+        self.address = self._region.address
+        self._meter = DenseMeter()
+
+    def commit(self, nbytes: int) -> None:
+        self._region.commit(nbytes)
+
+    def frames_view(self, offset: int, nbytes: int) -> Bytes:
+        return self._bytes[offset : offset + nbytes]
+
+    def register_host(self, memory: Bytes) -> None:
+        pass
+
+    def unregister_host(self, memory: Bytes) -> None:
+        pass
+
+    def copy_out(self, copies: Sequence[Copy]) -> None:
+        for offset, host in copies:
+            torch.from_numpy(host).copy_(self.arena[offset : offset + len(host)])
+
+    def copy_in(self, copies: Sequence[Copy]) -> None:
+        for offset, host in copies:
+            self.arena[offset : offset + len(host)].copy_(torch.from_numpy(host))
+
+    def slide(self, moves: Sequence[tuple[int, int, int]]) -> None:
+        for source, target, nbytes in moves:
+            ctypes.memmove(self.address + target, self.address + source, nbytes)
+
+    def reuse_frames(self) -> None:
+        pass
+
+    def use_frames(self) -> None:
+        pass
+
+    def host_ready(self) -> None:
+        pass
+
+    def limit_dense(self, nbytes: int | None, *, roomy: bool = False) -> None:
+        # There is no cap on the CPU: the border is set from what the meter saw. What can be done
+        # is to give freed memory back at once.
+        map_blocks_from(ROOMY_BYTES if roomy else TIGHT_BYTES)
+
+    def meter_start(self) -> None:
+        self._meter.start()
+
+    def meter_sample(self) -> None:
+        self._meter.sample()
+
+    def meter_stop(self) -> int:
+        return self._meter.stop()
+
+    def meter_timeline(self) -> Timeline:
+        return self._meter.timeline
+
+    def close(self) -> None:
+        map_blocks_from(ROOMY_BYTES)
+        self.arena = torch.empty(0, dtype=torch.uint8)
+        self._region.close()

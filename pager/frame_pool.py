@@ -1,0 +1,150 @@
+"""Which frames of an arena, or slots of a file, are free.
+
+Free frames are kept as maximal runs: two free runs never touch, because ``free`` merges
+neighbours. Three views of the same runs, always in step:
+
+- ``_length_of``: start → length
+- ``_starts``: starts in order, to find the run around or beside a frame
+- ``_by_size``: (length, start) in order, to find the best fit
+
+A run is ``(start, length)`` and means the frames ``start <= frame < start + length``. Every
+operation costs O(log runs) for each run that it touches. Not thread-safe: the owner of the tier
+is the only caller.
+"""
+
+from sortedcontainers import SortedList  # type: ignore[import-untyped]
+
+Run = tuple[int, int]
+
+
+class FramePool:
+    """The free ones of ``count`` frames. All are free at first."""
+
+    def __init__(self, count: int) -> None:
+        assert count >= 0, f"a pool of {count} frames"
+        self._count = 0
+        self._free_count = 0
+        self._length_of: dict[int, int] = {}
+        self._starts = SortedList()
+        self._by_size = SortedList()
+        self.resize(count)
+
+    @property
+    def count(self) -> int:
+        """All frames, free or not."""
+        return self._count
+
+    @property
+    def free_count(self) -> int:
+        return self._free_count
+
+    @property
+    def largest_run(self) -> int:
+        """Length of the longest run of free frames: what ``allocate_run`` can serve at most."""
+        return self._by_size[-1][0] if self._by_size else 0
+
+    def runs(self) -> list[Run]:
+        """The free runs by address."""
+        return [(start, self._length_of[start]) for start in self._starts]
+
+    def is_free(self, start: int, n: int) -> bool:
+        """Whether all of the ``n`` frames from ``start`` on are free."""
+        assert n > 0, f"{n} frames"
+        return self._run_around(start, n) is not None
+
+    def allocate(self, n: int) -> list[Run] | None:
+        """Claims ``n`` frames in as few runs as possible; None, and no change, if fewer are free.
+
+        One run where possible: the shortest that holds ``n``, the lowest of equal ones. Otherwise
+        the longest runs are used up one after another, and the rest is placed by best fit.
+        """
+        assert n >= 0, f"{n} frames"
+        if n > self._free_count:
+            return None
+        allocated: list[Run] = []
+        while n:
+            start = self.allocate_run(n)
+            length = n
+            if start is None:
+                length = self.largest_run
+                start = self.allocate_run(length)
+                assert start is not None
+            allocated.append((start, length))
+            n -= length
+        return allocated
+
+    def allocate_run(self, n: int) -> int | None:
+        """Claims ``n`` consecutive frames by best fit; None, and no change, if no run is so long.
+
+        Returns the first one.
+        """
+        assert n > 0, f"{n} frames"
+        fit: Run | None = next(self._by_size.irange((n, 0)), None)
+        if fit is None:
+            return None
+        length, start = fit
+        self._remove_run(start)
+        if length > n:
+            self._insert_run(start + n, length - n)
+        self._free_count -= n
+        return start
+
+    def take(self, start: int, n: int) -> None:
+        """Claims exactly the ``n`` frames from ``start`` on, which must all be free."""
+        assert n > 0, f"{n} frames"
+        run = self._run_around(start, n)
+        assert run is not None, f"frames {start} to {start + n} are not all free"
+        run_start, run_length = run
+        self._remove_run(run_start)
+        if run_start < start:
+            self._insert_run(run_start, start - run_start)
+        if run_start + run_length > start + n:
+            self._insert_run(start + n, run_start + run_length - start - n)
+        self._free_count -= n
+
+    def free(self, start: int, n: int) -> None:
+        """Gives back the ``n`` frames from ``start`` on, none of which may be free."""
+        assert n > 0, f"{n} frames"
+        end = start + n
+        assert start >= 0, f"frame {start}"
+        assert end <= self._count, f"frames {start} to {end} of {self._count}"
+        before: int | None = next(self._starts.irange(None, end, (True, False), True), None)
+        before_end = 0 if before is None else before + self._length_of[before]
+        assert before_end <= start, f"frames {start} to {end} freed twice"
+        merged_start, merged_end = start, end
+        if before is not None and before_end == start:
+            self._remove_run(before)
+            merged_start = before
+        if end in self._length_of:
+            merged_end = end + self._remove_run(end)
+        self._insert_run(merged_start, merged_end - merged_start)
+        self._free_count += n
+
+    def resize(self, count: int) -> None:
+        """Adds free frames at the end, or removes frames there, which must all be free."""
+        old = self._count
+        if count > old:
+            self._count = count
+            self.free(old, count - old)
+        elif count < old:
+            assert count >= 0, f"a pool of {count} frames"
+            self.take(count, old - count)
+            self._count = count
+
+    def _run_around(self, start: int, n: int) -> Run | None:
+        """The free run that holds all of the ``n`` frames from ``start`` on."""
+        found: int | None = next(self._starts.irange(maximum=start, reverse=True), None)
+        if found is None or found + self._length_of[found] < start + n:
+            return None
+        return found, self._length_of[found]
+
+    def _insert_run(self, start: int, length: int) -> None:
+        self._length_of[start] = length
+        self._starts.add(start)
+        self._by_size.add((length, start))
+
+    def _remove_run(self, start: int) -> int:
+        length = self._length_of.pop(start)
+        self._starts.remove(start)
+        self._by_size.remove((length, start))
+        return length

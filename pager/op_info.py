@@ -1,0 +1,102 @@
+"""What the dispatcher needs to know of an op, read once from its schema."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+aten = torch.ops.aten
+
+# Ops that alias their input without saying so in `is_view`.
+_VIEWS = {
+    aten.detach.default,
+    aten.alias.default,
+    aten._unsafe_view.default,
+    aten._reshape_alias.default,
+    aten.lift_fresh.default,
+    aten.unsafe_split.Tensor,
+    aten.unsafe_split_with_sizes.default,
+    aten.unsafe_chunk.default,
+}
+# Composite functions that take another algorithm (other last bits) as soon as an operand is a
+# tensor subclass. Without gradients they run as one op on dense views instead.
+BRANCHES_ON_SUBCLASS = {
+    torch.linalg.svdvals,
+    torch.linalg.eigvalsh,
+    torch.linalg.eigvals,
+    torch.linalg.cond,
+    torch.linalg.matrix_rank,
+    torch.linalg.pinv,
+    torch.linalg.norm,
+    torch.linalg.matrix_norm,
+    torch.pinverse,
+    torch.Tensor.pinverse,
+    torch.norm,
+    torch.Tensor.norm,
+    torch.nuclear_norm,
+}
+_LIKE = {
+    aten.zeros_like.default,
+    aten.ones_like.default,
+    aten.full_like.default,
+    aten.empty_like.default,
+    aten.clone.default,
+}
+
+
+class OpInfo(NamedTuple):
+    """``kind``: "plain", "view", "inplace_view", "resize", "elementwise_list", "composite", "like",
+    "cast". ``writes``: positions of the arguments that the op mutates; ``writes_named``: keyword
+    names of such."""
+
+    kind: str
+    writes: tuple[int, ...]
+    writes_named: tuple[str, ...]
+
+
+def _is_elementwise_list(func: Any) -> bool:
+    name: str = func._schema.name
+    return name.startswith(("aten::_foreach_", "aten::_fused_", "aten::_amp_foreach_"))
+
+
+def _is_composite(func: Any) -> bool:
+    """Made of other ops on every device, with no kernel of its own that would round differently."""
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    name = func.name()
+    return has_kernel(name, "CompositeImplicitAutograd") and not has_kernel(name, "CPU")
+
+
+def describe(func: Any) -> OpInfo:
+    """The facts of OpOverload ``func``."""
+    writes, named = [], []
+    for position, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            if argument.kwarg_only:
+                named.append(argument.name)
+            else:
+                writes.append(position)
+                named.append(argument.name)
+    name = func._schema.name
+    if "batch_norm" in name:  # writes its running statistics without saying so
+        for position, argument in enumerate(func._schema.arguments):
+            if argument.name in ("running_mean", "running_var") and argument.name not in named:
+                writes.append(position)
+                named.append(argument.name)
+    if name in ("aten::set_", "aten::resize_", "aten::resize_as_"):
+        kind = "resize"
+    elif torch.Tag.inplace_view in func.tags:
+        kind = "inplace_view"
+    elif func in _VIEWS or (func.is_view and "copy" not in name):
+        kind = "view"
+    elif _is_elementwise_list(func):
+        kind = "elementwise_list"
+    elif func in _LIKE:
+        kind = "like"
+    elif func is aten._to_copy.default:
+        kind = "cast"
+    elif _is_composite(func):
+        kind = "composite"
+    else:
+        kind = "plain"
+    return OpInfo(kind, tuple(writes), tuple(named))

@@ -1,0 +1,393 @@
+"""Which runs are on the device, and which leave when frames are short (LRU).
+
+Ops need a run in *consecutive* frames to see it as a plain strided view, so victims are chosen as
+a window of frames: among all windows that are long enough and hold no pinned page, the one whose
+most recently used page is oldest. A window may cut a run in two; only the pages inside it leave.
+
+::
+
+    frames   | A A A | B B B B | free | C C | D D D |      need 4 frames; ages A=9 B=2 C=3 D=8
+                     |---------- window ----|              oldest "youngest page" (3): B, C leave
+
+If pinned pages leave no such window, runs slide together (compaction); if even that cannot make
+room, the run is placed in scattered frames and ops read it through the gather kernel.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from ..kernels.move import move_pages
+from .backend import Backend
+from .errors import InfeasibleBudget, TierFull
+from .frame_pool import FramePool
+from .migration import Migration, expand, merge
+from .page_table import BLANK, Int32, PageTable
+from .space import PageRun, Space, generations
+
+_PINNED = np.iinfo(np.int64).max
+
+
+def sliding_max(values: npt.NDArray[np.int64], width: int) -> npt.NDArray[np.int64]:
+    """``max(values[i:i+width])`` for every i, in O(len(values)) (van Herk's two sweeps)."""
+    count = len(values) - width + 1
+    if width == 1:
+        return values
+    padded = np.full(-(-len(values) // width) * width, np.iinfo(np.int64).min)
+    padded[: len(values)] = values
+    blocks = padded.reshape(-1, width)
+    ahead = np.maximum.accumulate(blocks, axis=1).ravel()
+    behind = np.maximum.accumulate(blocks[:, ::-1], axis=1)[:, ::-1].ravel()
+    return np.maximum(behind[:count], ahead[width - 1 : width - 1 + count])
+
+
+class Residency:
+    """Owns the frames of the arena. All methods run under the pager's lock.
+
+    ``make_room(frames)`` is asked when an op needs more frames than there are, ``make_way(frames)``
+    when the tiers below have no room for what should leave; they may move the border of the arena,
+    and return whether they did. ``before_pinning`` may move it too.
+    """
+
+    def __init__(
+        self,
+        table: PageTable,
+        space: Space,
+        migration: Migration,
+        backend: Backend,
+        frames: int,
+        page_size: int,
+    ) -> None:
+        self.table = table
+        self.space = space
+        self.migration = migration
+        self.backend = backend
+        self.page_size = page_size
+        self.pool = FramePool(frames)
+        self.tick = 0
+        self.ages: npt.NDArray[np.int64] = np.zeros(1024, np.int64)
+        self.faults = 0
+        self.compactions = 0
+        self.peak_frames = 0
+        self.largest_need = 0  # frames that one op had pinned, at most
+        self.scattered = False  # debug lane: never hand out consecutive frames
+        self.make_room: Callable[[int], bool] = lambda frames: False
+        self.make_way: Callable[[int], bool] = lambda frames: False
+        self.before_pinning: Callable[[], None] = lambda: None
+        self.minimum_bytes: Callable[[int], int] = lambda frames: frames * page_size
+
+    # -- pinning ---------------------------------------------------------------------------------
+    def touch(self, run: PageRun) -> None:
+        """``run`` is the most recently used one now."""
+        self.tick += 1
+        if run.id >= len(self.ages):
+            ages = np.zeros(max(2 * len(self.ages), run.id + 1), np.int64)
+            ages[: len(self.ages)] = self.ages
+            self.ages = ages
+        self.ages[run.id] = self.tick
+
+    def pin(self, runs: Sequence[PageRun]) -> None:
+        """Bring distinct ``runs`` onto the device and forbid their eviction. All or nothing.
+
+        Afterwards ``run.base`` is the first frame, or −1 for a run in scattered frames.
+        """
+        self.collect()
+        self.before_pinning()
+        for run in runs:
+            run.pins += 1
+            self.touch(run)
+        try:
+            self._check_need(runs)
+            for run in sorted(runs, key=lambda run: -run.count):
+                if run.base < 0 and not self._is_scattered(run):
+                    try:
+                        self._bring(run, runs)
+                    except TierFull:
+                        if not self.make_way(run.count):
+                            raise
+                        self._bring(run, runs)
+        except BaseException:
+            for run in runs:
+                run.pins -= 1
+            raise
+
+    def unpin(self, runs: Iterable[PageRun]) -> None:
+        for run in runs:
+            assert run.pins > 0
+            run.pins -= 1
+
+    def _is_scattered(self, run: PageRun) -> bool:
+        """In frames already, just not consecutive, and to be left so."""
+        return self.scattered and bool((self._frames_of(run) >= 0).all())
+
+    def _frames_of(self, run: PageRun) -> Int32:
+        return self.table.frame[run.first : run.first + run.count]
+
+    def _check_need(self, runs: Sequence[PageRun]) -> None:
+        mine = {run.id for run in runs}
+        need = sum(run.count for run in runs)
+        need += sum(r.count for r in self.space.runs.values() if r.pins and r.id not in mine)
+        self.largest_need = max(self.largest_need, need)
+        if need > self.pool.count and not self.make_room(need):
+            minimum = self.minimum_bytes(need)
+            raise InfeasibleBudget(
+                f"one operation needs {need} pages of {self.page_size} bytes on the device at "
+                f"once and the arena has {self.pool.count}; raise device_budget to at least "
+                f"{minimum} bytes",
+                minimum=minimum,
+            )
+
+    # -- bringing a run in -----------------------------------------------------------------------
+    def _bring(self, run: PageRun, wanted: Sequence[PageRun]) -> None:
+        frames = self._claim(run, wanted)
+        pages = np.arange(run.first, run.first + run.count, dtype=np.int32)
+        current = self.table.frame[pages]
+        moved = (current >= 0) & (current != frames)
+        try:
+            if moved.any():
+                self._move(pages[moved], frames[moved])
+            absent = current < 0
+            below = absent & ((self.table.flags[pages] & BLANK) == 0)
+            if below.any():
+                self.faults += 1
+                self.migration.fetch(pages[below], frames[below])
+            blank = absent & ~below
+            if blank.any():
+                self.backend.reuse_frames()
+                self.table.place(pages[blank], frames[blank])
+        except BaseException:
+            unused = np.sort(frames[self.table.frame_page[frames] < 0])
+            for start, _, length in merge(unused, unused):
+                self.pool.free(start, length)
+            self._settle(run)
+            raise
+        self._settle(run)
+        self.peak_frames = max(self.peak_frames, self.pool.count - self.pool.free_count)
+
+    def _settle(self, run: PageRun) -> None:
+        """Recompute ``run.base`` after its pages moved; dense views made before are stale."""
+        frames = self._frames_of(run)
+        whole = frames[0] >= 0 and bool((frames == frames[0] + np.arange(run.count)).all())
+        run.base = int(frames[0]) if whole and not (self.scattered and run.count > 1) else -1
+        run.generation = next(generations)
+        run.settled = False
+
+    def _claim(self, run: PageRun, wanted: Sequence[PageRun]) -> Int32:
+        """Frames for all pages of ``run``, empty or its own; taken from the pool."""
+        count = run.count
+        if self.scattered and count > 1:
+            return self._claim_scattered(run)
+        in_place = self._in_place_base(run)
+        if in_place is None:
+            start = self.pool.allocate_run(count)
+            if start is not None:
+                return np.arange(start, start + count, dtype=np.int32)
+        start = self._choose_window(run, in_place)
+        if start is None:
+            start = self._compact_for(run, wanted)
+            if start is None:
+                return self._claim_scattered(run)
+            return np.arange(start, start + count, dtype=np.int32)
+        window = np.arange(start, start + count, dtype=np.int32)
+        own = self._frames_of(run)
+        try:
+            self._evict_frames(window[~np.isin(window, own)])
+        except TierFull:  # nothing may leave: make do with what is free, if that is enough
+            start = self._compact_for(run, wanted)
+            if start is None:
+                raise
+            return np.arange(start, start + count, dtype=np.int32)
+        empty = window[self.table.frame_page[window] < 0]
+        for first, _, length in merge(empty, empty):
+            self.pool.take(first, length)
+        return window
+
+    def _in_place_base(self, run: PageRun) -> int | None:
+        """Where the window would begin if the pages that are resident stayed where they are."""
+        frames = self._frames_of(run)
+        resident = np.flatnonzero(frames >= 0)
+        if not len(resident):
+            return None
+        base = int(frames[resident[0]] - resident[0])
+        fits = base >= 0 and base + run.count <= self.pool.count
+        return base if fits and bool((frames[resident] - resident == base).all()) else -1
+
+    def _frame_ages(self) -> npt.NDArray[np.int64]:
+        """Age of the page in each frame: 0 where empty, the largest number where pinned."""
+        pages = self.table.frame_page
+        owners = self.table.owner[pages]
+        ages = np.where(pages >= 0, self.ages[owners], 0)
+        for run in self.space.runs.values():
+            if run.pins:
+                frames = self._frames_of(run)
+                ages[frames[frames >= 0]] = _PINNED
+        return ages
+
+    def _choose_window(self, run: PageRun, in_place: int | None) -> int | None:
+        if run.count > self.pool.count:
+            return None
+        ages = self._frame_ages()  # the run itself is pinned: its own frames are not to be had ...
+        worst = sliding_max(ages, run.count)
+        start = int(np.argmin(worst))
+        best = int(worst[start])
+        if in_place is not None and in_place >= 0:  # ... but for staying where they are
+            window = ages[in_place : in_place + run.count].copy()
+            window[np.flatnonzero(self._frames_of(run) >= 0)] = 0
+            if int(window.max()) <= best and window.max() != _PINNED:
+                return in_place
+        return None if best == _PINNED else start
+
+    def _claim_scattered(self, run: PageRun) -> Int32:
+        """Keep what is resident, take any frames for the rest."""
+        frames = self._frames_of(run).copy()
+        missing = np.flatnonzero(frames < 0)
+        self._free_up(len(missing))
+        runs = self.pool.allocate(len(missing))
+        assert runs is not None
+        taken = expand(runs)
+        if self.scattered:  # the debug lane wants no two pages side by side
+            taken = taken[::-1]
+        frames[missing] = taken
+        return frames
+
+    # -- room ------------------------------------------------------------------------------------
+    def _free_up(self, frames: int) -> None:
+        """Evict the least recently used pages until ``frames`` frames are free, anywhere."""
+        short = frames - self.pool.free_count
+        if short <= 0:
+            return
+        ages = self._frame_ages()
+        ages[self.table.frame_page < 0] = _PINNED
+        order = np.argsort(ages, kind="stable")[:short]
+        assert ages[order[-1]] != _PINNED, "_check_need let a need pass that cannot be met"
+        self._evict_frames(np.sort(order).astype(np.int32))
+
+    def _evict_frames(self, frames: Int32) -> None:
+        pages = self.table.frame_page[frames]
+        self.evict_pages(pages[pages >= 0])
+
+    def evict_pages(self, pages: Int32) -> None:
+        """Take these resident pages off the device, and their frames back into the pool."""
+        if not len(pages):
+            return
+        frames = np.sort(self.migration.evict(pages))
+        for start, _, length in merge(frames, frames):
+            self.pool.free(start, length)
+        for owner in np.unique(self.table.owner[pages]).tolist():
+            self._settle(self.space.runs[owner])
+
+    def evict_run(self, run: PageRun) -> Int32:
+        """Take all of an unpinned run off the device; the frames it had."""
+        assert not run.pins
+        frames = self._frames_of(run).copy()
+        pages = np.arange(run.first, run.first + run.count, dtype=np.int32)[frames >= 0]
+        self.evict_pages(pages)
+        return frames[frames >= 0]
+
+    def _compact_for(self, run: PageRun, wanted: Sequence[PageRun]) -> int | None:
+        """Slide runs together until ``run`` fits in one piece; its first frame, or ``None``.
+
+        Runs pinned by this very operation may move (nobody holds a view of them yet); runs pinned
+        by others may not.
+        """
+        own = self._frames_of(run)
+        if (own >= 0).any():  # must come together anyway; blanks are not evicted, they have no data
+            self._evict_frames(np.sort(own[own >= 0]))
+        self._free_up(run.count)
+        fixed = {r.id for r in self.space.runs.values() if r.pins} - {r.id for r in wanted}
+        if any(r.pins > 1 for r in wanted):
+            fixed |= {r.id for r in wanted if r.pins > 1}
+        self.compact(fixed)
+        return self.pool.allocate_run(run.count)
+
+    def compact(self, fixed: set[int]) -> None:
+        """Move every page towards frame 0, in order, except those of runs in ``fixed``."""
+        self.compactions += 1
+        self.backend.reuse_frames()
+        pages_of = self.table.frame_page
+        target, sources, targets = 0, [], []
+        for frame in np.flatnonzero(pages_of >= 0).tolist():
+            if int(self.table.owner[pages_of[frame]]) in fixed:
+                target = frame + 1
+                continue
+            if frame > target:
+                sources.append(frame)
+                targets.append(target)
+            target += 1
+        if not sources:
+            return
+        left, right = np.array(sources, np.int32), np.array(targets, np.int32)
+        pages = pages_of[left]
+        size = self.page_size
+        self.backend.slide([(a * size, b * size, n * size) for a, b, n in merge(left, right)])
+        for page, source, to in zip(pages.tolist(), sources, targets):
+            one = np.array([page], np.int32)
+            self.pool.take(to, 1)
+            self.table.move(one, np.array([to], np.int32))
+            self.pool.free(source, 1)
+        for owner in np.unique(self.table.owner[pages]).tolist():
+            self._settle(self.space.runs[owner])
+
+    def _move(self, pages: Int32, frames: Int32) -> None:
+        """Copy resident pages into other, empty frames of the arena."""
+        old = self.table.frame[pages].copy()
+        self.backend.reuse_frames()
+        device = self.backend.device
+        move_pages(
+            self.arena,
+            torch.from_numpy(old).to(device),
+            torch.from_numpy(frames.copy()).to(device),
+            self.page_size,
+        )
+        self.table.move(pages, frames)
+        freed = np.sort(old)
+        for start, _, length in merge(freed, freed):
+            self.pool.free(start, length)
+
+    @property
+    def arena(self) -> torch.Tensor:
+        """The committed part of the arena, uint8 [frames × page_size]."""
+        return self.backend.arena[: self.pool.count * self.page_size]
+
+    # -- the border ------------------------------------------------------------------------------
+    def resize(self, frames: int) -> None:
+        """Move the border of the arena. Shrinking evicts what no longer fits, and stops at the
+        last pinned frame."""
+        old = self.pool.count
+        for run in self.space.runs.values():
+            if run.pins:
+                frames = max(frames, int(self._frames_of(run).max()) + 1)
+        if frames < old:
+            self._free_up(old - frames)
+            pinned = {r.id for r in self.space.runs.values() if r.pins}
+            tail = self.table.frame_page[frames:]
+            if (tail >= 0).any():
+                self.compact(pinned)
+            self._evict_frames(np.arange(frames, old, dtype=np.int32))
+        self.table.resize_frames(frames)
+        self.pool.resize(frames)
+        self.backend.commit(frames * self.page_size)
+
+    # -- writes and ends -------------------------------------------------------------------------
+    def written(self, run: PageRun) -> None:
+        """A write to ``run`` is about to happen: copies below are void."""
+        if not run.settled:
+            pages = np.arange(run.first, run.first + run.count, dtype=np.int32)
+            self.migration.void_copies(pages)
+            run.settled = True
+
+    def collect(self) -> None:
+        """Give back everything of runs that nobody refers to any more."""
+        if not self.space.dead:
+            return
+        for run in self.space.drain():
+            pages = np.arange(run.first, run.first + run.count, dtype=np.int32)
+            self.migration.void_copies(pages)
+            resident = pages[self.table.frame[pages] >= 0]
+            if len(resident):
+                frames = np.sort(self.table.unplace(resident))
+                for start, _, length in merge(frames, frames):
+                    self.pool.free(start, length)
+            self.space.forget(run)
