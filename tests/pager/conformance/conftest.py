@@ -1,0 +1,66 @@
+"""One pager for all conformance tests of a worker, replaced when a test has failed with it."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+import tensorpager as tp
+
+from .worlds import PAGE_BYTES
+
+FAILED = pytest.StashKey[bool]()
+
+
+class _Shared:
+    """Holds the pager in use, so that a failed test can hand a fresh one to the next."""
+
+    def __init__(self) -> None:
+        self.pager: tp.Pager | None = None
+
+    def get(self) -> tp.Pager:
+        if self.pager is None:
+            self.pager = tp.Pager(
+                device_budget="64MiB",
+                host_budget="256MiB",
+                page_size=PAGE_BYTES,
+                dense_reserve="16MiB",
+                device="cpu",
+            )
+        return self.pager
+
+    def drop(self) -> None:
+        if self.pager is not None:
+            self.pager.close()
+            self.pager = None
+
+
+@pytest.fixture(scope="package")
+def shared_pager() -> Iterator[_Shared]:
+    shared = _Shared()
+    yield shared
+    shared.drop()
+
+
+@pytest.fixture
+def pager(shared_pager: _Shared, request: pytest.FixtureRequest) -> Iterator[tp.Pager]:
+    yield shared_pager.get()
+    if request.node.stash.get(FAILED, False):
+        shared_pager.drop()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo) -> Iterator[None]:
+    report = yield
+    if report.when == "call":
+        item.stash[FAILED] = report.failed
+    return report
+
+
+@pytest.fixture(scope="package", autouse=True)
+def one_thread() -> Iterator[None]:
+    """Bit equality assumes one number of threads; one suits small samples."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)

@@ -1,0 +1,48 @@
+"""How hard the pager is pressed while an op runs, and how many samples each run gets."""
+
+import os
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+
+import tensorpager as tp
+from tensorpager.pager.chaos import chaos, scattered
+
+FULL = os.environ.get("TENSORPAGER_FULL") == "1"
+
+
+@dataclass(frozen=True)
+class Lane:
+    """``chaos``: everything is evicted and its frames poisoned after each dispatch.
+
+    ``scattered``: frames are never consecutive, and small inputs lie across a page boundary,
+    so that every input is gathered and every result written back in parts.
+    """
+
+    name: str
+    chaos: bool = False
+    scattered: bool = False
+
+    @contextmanager
+    def on(self, pager: tp.Pager) -> Iterator[None]:
+        with ExitStack() as stack:
+            if self.scattered:
+                stack.enter_context(scattered(pager))
+            if self.chaos:
+                stack.enter_context(chaos(pager))
+            yield
+
+
+PLAIN = Lane("plain")
+CHAOS = Lane("chaos", chaos=True)
+SCATTERED = Lane("scattered", scattered=True)
+BOTH = Lane("chaos+scattered", chaos=True, scattered=True)
+
+LANES = (PLAIN, CHAOS, SCATTERED, BOTH) if FULL else (PLAIN, BOTH)
+
+
+def sample_limit(lane: Lane, *, quick: int, full: int | None = None) -> int | None:
+    """Samples of one op in ``lane``; None for all. A quick run presses hard on one of them."""
+    if FULL:
+        return full
+    return quick if lane == PLAIN else 1

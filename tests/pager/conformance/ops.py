@@ -1,0 +1,44 @@
+"""PyTorch's operator database as pytest parameters, one per op and dtype."""
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch.testing._internal.common_methods_invocations import op_db
+from torch.testing._internal.opinfo.core import OpInfo, SampleInput
+
+from .trials import seed
+
+DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.complex64)
+
+
+def op_params(
+    wanted: Callable[[OpInfo], object], dtypes: tuple[torch.dtype, ...] = DTYPES
+) -> list[pytest.param]:
+    return [
+        pytest.param(op, dtype, id=f"{op.full_name}-{dtype_name(dtype)}")
+        for op in op_db
+        if wanted(op)
+        for dtype in dtypes
+        if dtype in op.supported_dtypes("cpu")
+    ]
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def full_limit(dtype: torch.dtype) -> int | None:
+    """Every float32 sample, and three of each other type."""
+    return None if dtype == torch.float32 else 3
+
+
+def samples(
+    op: OpInfo, dtype: torch.dtype, *, requires_grad: bool = False
+) -> Iterator[SampleInput]:
+    seed(0)
+    yield from op.sample_inputs("cpu", dtype, requires_grad=requires_grad, set_seed=False)
+
+
+def inputs_of(sample: SampleInput) -> tuple[object, tuple, dict]:
+    return sample.input, sample.args, sample.kwargs

@@ -1,0 +1,70 @@
+"""Pagers under three kinds of pressure, and the comparison of a plain run with a paged one."""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import pytest
+import torch
+
+import tensorpager as tp
+from tensorpager.pager.chaos import chaos
+
+from .models import FRAMES, Script, World, beside_a_model, compare_runs, make_pager
+
+LANES = ("tight", "chaos", "fits")
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Bit equality assumes one number of threads; one suits small models."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(params=LANES)
+def lane(request: pytest.FixtureRequest) -> str:
+    """``tight``: far more live pages than frames. ``chaos``: as tight, and after each op all that
+    is not pinned is evicted and its frames are poisoned. ``fits``: nothing has to move."""
+    return request.param
+
+
+@contextmanager
+def _pager_in(lane: str, **options: Any) -> Iterator[tp.Pager]:
+    with make_pager(fits=lane == "fits", **options) as pager, ExitStack() as stack:
+        if lane == "chaos":
+            stack.enter_context(chaos(pager))
+        yield pager
+
+
+@pytest.fixture
+def lane_pager(lane: str, one_thread: None) -> Iterator[tp.Pager]:
+    with _pager_in(lane) as pager:
+        yield pager
+
+
+@pytest.fixture
+def tight_pager(one_thread: None) -> Iterator[tp.Pager]:
+    with make_pager() as pager:
+        yield pager
+
+
+@pytest.fixture
+def same(lane: str, one_thread: None) -> Callable[..., None]:
+    """``same(script)``: run it plain and paged; all that it returns has the same bits.
+
+    ``frames``: of the arena, where one op takes more than the default. ``pressed``: the
+    script has too few tensors to fill the arena, so a model trains beside it and presses them out.
+    """
+
+    def check(script: Script, *, frames: int = FRAMES, pressed: bool = False) -> None:
+        with _pager_in(lane, frames=frames) as pager:
+            compare_runs(
+                beside_a_model(script) if pressed else script,
+                World(pager),
+                must_move=lane != "fits",
+            )
+
+    return check

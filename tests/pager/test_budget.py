@@ -1,0 +1,266 @@
+"""Budgets that cannot work are refused with the exact minimum; nothing has changed by then."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import tensorpager as tp
+from tensorpager.pager.check import check_invariants
+
+PAGE = 64 << 10
+
+
+def mlp(seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(
+        nn.Linear(64, 512), nn.GELU(), nn.Linear(512, 512), nn.LayerNorm(512), nn.Linear(512, 10)
+    )
+
+
+def convnet(seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(
+        *(nn.Conv2d(3, 32, 3), nn.BatchNorm2d(32), nn.ReLU(), nn.Conv2d(32, 64, 3), nn.ReLU()),
+        *(nn.AdaptiveAvgPool2d(4), nn.Flatten(), nn.Linear(1024, 10)),
+    )
+
+
+MODELS = {"mlp": (mlp, (256, 64)), "convnet": (convnet, (16, 3, 20, 20))}
+OPTIMIZERS = {
+    "adamw": lambda p: torch.optim.AdamW(p, lr=1e-2),
+    "sgd": lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9),
+    "adamw_amsgrad": lambda p: torch.optim.AdamW(p, lr=1e-2, amsgrad=True),
+    "adafactor": lambda p: torch.optim.Adafactor(p),
+}
+
+
+def train(budget: int, model_name: str, optimizer_name: str, steps: int = 3, **options: object):  # type: ignore[no-untyped-def]
+    """Losses and final parameters; asserts the invariants and the device peak on the way."""
+    make, shape = MODELS[model_name]
+    model = make()
+    options = {"host_budget": "64MiB", "page_size": PAGE, "device": "cpu", **options}
+    with tp.Pager(budget, **options) as pager:
+        pager.page_module(model)
+        optimizer = pager.optimizer(OPTIMIZERS[optimizer_name](model.parameters()))
+        generator = torch.Generator().manual_seed(1)
+        losses = []
+        before = [p.to_dense().detach() for p in model.parameters()]
+        try:
+            for _ in range(steps):
+                x = torch.randn(shape, generator=generator)
+                y = torch.randint(0, 10, shape[:1], generator=generator)
+                with pager.iteration():
+                    loss = F.cross_entropy(model(x), y)
+                    loss.backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+                    losses.append(loss.item())
+                check_invariants(pager)
+        except tp.InfeasibleBudget:
+            after = [p.to_dense().detach() for p in model.parameters()]
+            assert all(torch.equal(a, b) for a, b in zip(after, before)), "a parameter changed"
+            assert not losses
+            raise
+        assert pager.stats()["peak_bytes"]["device"] <= budget
+        return losses, [p.to_dense().detach() for p in model.parameters()], pager.stats()
+
+
+@pytest.mark.parametrize("optimizer_name", OPTIMIZERS)
+@pytest.mark.parametrize("model_name", MODELS)
+def test_the_named_minimum_works_and_one_page_less_does_not(
+    model_name: str, optimizer_name: str
+) -> None:
+    with pytest.raises(tp.InfeasibleBudget, match="No parameter was changed") as refusal:
+        train(5 * PAGE, model_name, optimizer_name)
+    minimum = refusal.value.minimum
+    assert str(minimum) in str(refusal.value)
+    losses, parameters, _ = train(minimum, model_name, optimizer_name)
+    with pytest.raises(tp.InfeasibleBudget) as again:
+        train(minimum - PAGE, model_name, optimizer_name)
+    assert again.value.minimum == minimum
+    plenty, expected, stats = train(64 << 20, model_name, optimizer_name)
+    assert losses == plenty
+    assert all(torch.equal(a, b) for a, b in zip(parameters, expected))
+    assert stats["fits"]
+
+
+def test_a_refused_model_trains_on_with_a_larger_budget() -> None:
+    model = mlp()
+    with tp.Pager(8 * PAGE, host_budget="64MiB", page_size=PAGE, device="cpu") as pager:
+        pager.page_module(model)
+        optimizer = pager.optimizer(torch.optim.AdamW(model.parameters(), lr=1e-2))
+        x, y = torch.randn(256, 64), torch.randint(0, 10, (256,))
+
+        def step() -> float:
+            with pager.iteration():
+                loss = F.cross_entropy(model(x), y)
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                return loss.item()
+
+        with pytest.raises(tp.InfeasibleBudget) as refusal:
+            step()
+        optimizer.zero_grad()
+        pager.grow(device_budget=refusal.value.minimum)
+        paged = [step() for _ in range(3)]
+    plain_model = mlp()
+    optimizer = torch.optim.AdamW(plain_model.parameters(), lr=1e-2)
+    plain = []
+    for _ in range(3):
+        loss = F.cross_entropy(plain_model(x), y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        plain.append(loss.item())
+    assert paged == plain
+
+
+def test_larger_shapes_later_are_refused_before_anything_changes() -> None:
+    make, _ = MODELS["mlp"]
+    with pytest.raises(tp.InfeasibleBudget) as refusal:
+        train(5 * PAGE, "mlp", "adamw")
+    budget = refusal.value.minimum
+    model = make()
+    with tp.Pager(budget, host_budget="64MiB", page_size=PAGE, device="cpu") as pager:
+        pager.page_module(model)
+        optimizer = pager.optimizer(torch.optim.AdamW(model.parameters(), lr=1e-2))
+
+        def step(batch: int) -> None:
+            with pager.iteration():
+                F.cross_entropy(model(torch.randn(batch, 64)), torch.zeros(batch).long()).backward()
+                optimizer.step()
+            optimizer.zero_grad()
+
+        step(256)
+        before = [p.to_dense().detach() for p in model.parameters()]
+        with pytest.raises(tp.InfeasibleBudget) as larger:
+            step(1024)
+        assert larger.value.minimum > budget
+        after = [p.to_dense().detach() for p in model.parameters()]
+        assert all(torch.equal(a, b) for a, b in zip(after, before))
+        optimizer.zero_grad()
+        step(256)  # the shapes that it was sized for still work
+        check_invariants(pager)
+
+
+def test_a_fixed_reserve_that_is_too_small_is_named() -> None:
+    with pytest.raises(tp.InfeasibleBudget, match="dense_reserve") as refusal:
+        train(16 << 20, "mlp", "adamw", dense_reserve=PAGE)
+    assert refusal.value.minimum > 0
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        ({"device_budget": "20 apples"}, ValueError, ["device_budget", "20 apples", "GiB"]),
+        ({"device_budget": -1}, ValueError, ["device_budget", "-1"]),
+        ({"device_budget": None}, TypeError, ["device_budget", "None"]),
+        ({"device_budget": "1KiB"}, tp.InfeasibleBudget, ["1024", "one page"]),
+        ({"host_budget": "x"}, ValueError, ["host_budget"]),
+        ({"page_size": "100KiB"}, ValueError, ["page_size", "102400", "power of two"]),
+        ({"page_size": "32MiB"}, ValueError, ["page_size"]),
+        ({"policy": "fifo"}, ValueError, ["policy", "fifo", "lru"]),
+        ({"device": "meta"}, ValueError, ["meta", "cpu"]),
+        ({"disk_budget": "1MiB"}, ValueError, ["disk_path"]),
+        ({"disk_budget": "8MiB", "disk_path": "/no/such/dir"}, tp.PagerError, ["/no/such/dir"]),
+        ({"disk_budget": "9PB", "disk_path": "/tmp"}, tp.PagerError, ["/tmp"]),
+        ({"dense_reserve": "1GiB"}, tp.InfeasibleBudget, ["dense_reserve"]),
+    ],
+)
+def test_bad_arguments_are_refused_at_start(
+    options: dict[str, object], error: type[Exception], words: list[str]
+) -> None:
+    with pytest.raises(error) as refusal:
+        tp.Pager(**{"device_budget": "4MiB", "device": "cpu", **options})  # type: ignore[arg-type]
+    for word in words:
+        assert word in str(refusal.value)
+
+
+def test_full_tiers_lose_nothing_and_training_goes_on_after_growing() -> None:
+    model, twin = mlp(), mlp()
+    x, y = torch.randn(256, 64), torch.randint(0, 10, (256,))
+    plain_optimizer = torch.optim.AdamW(twin.parameters(), lr=1e-2)
+    expected = []
+    for _ in range(4):
+        loss = F.cross_entropy(twin(x), y)
+        loss.backward()
+        plain_optimizer.step()
+        plain_optimizer.zero_grad()
+        expected.append(loss.item())
+    with tp.Pager("5MiB", host_budget="1MiB", page_size=PAGE, device="cpu") as pager:
+        pager.page_module(model)
+        optimizer = pager.optimizer(torch.optim.AdamW(model.parameters(), lr=1e-2))
+        losses = []
+        refusals: list[str] = []
+        while len(losses) < 4:
+            try:
+                with pager.iteration():
+                    loss = F.cross_entropy(model(x), y)
+                    loss.backward()
+                    optimizer.step()
+                losses.append(loss.item())
+            except tp.TierFull as full:
+                refusals.append(str(full))
+                check_invariants(pager)
+                pager.grow(host_budget=pager.budget_bytes["host"] + (1 << 20))
+            optimizer.zero_grad()
+        assert refusals
+        assert all("host" in r for r in refusals)
+        assert all("raise host_budget" in r for r in refusals)
+        assert losses == expected
+
+
+def test_parameters_that_no_tier_holds_are_refused_before_any_is_moved() -> None:
+    model = nn.Linear(2048, 2048)
+    with tp.Pager("4MiB", host_budget="4MiB", page_size=PAGE, device="cpu") as pager:
+        with pytest.raises(tp.TierFull, match="parameters of Linear"):
+            pager.page_module(model)
+        assert type(model.weight) is nn.Parameter
+
+
+def test_a_corrupt_disk_page_is_never_a_wrong_number(tmp_path) -> None:  # type: ignore[no-untyped-def]
+    with tp.Pager(
+        "1MiB", disk_budget="8MiB", disk_path=tmp_path, page_size=PAGE, device="cpu"
+    ) as pager:
+        paged = pager.page(torch.randn(200_000))
+        from tensorpager.pager.chaos import scramble
+
+        scramble(pager)
+        assert paged.residency()["disk"] > 0
+        damage_disk_file(tmp_path)
+        with pytest.raises(tp.CorruptPage, match="checksum"):
+            paged.sum()
+        check_invariants(pager)
+
+
+def damage_disk_file(folder) -> None:  # type: ignore[no-untyped-def]
+    """Flip bytes in the paging file of this process, found from the outside through /proc."""
+    import os
+
+    for name in os.listdir("/proc/self/fd"):
+        link = f"/proc/self/fd/{name}"
+        try:
+            if str(folder) not in os.readlink(link):
+                continue
+        except OSError:
+            continue
+        with open(link, "r+b", buffering=0) as file:
+            file.seek(1234)
+            file.write(b"\xff\x00\xff\x00")
+            os.fsync(file.fileno())
+        return
+    raise AssertionError("no paging file is open")
+
+
+def test_verify_catches_damage_in_host_memory() -> None:
+    from tensorpager.pager.chaos import scramble
+
+    with tp.Pager("1MiB", host_budget="8MiB", page_size=PAGE, device="cpu", verify=True) as pager:
+        paged = pager.page(torch.randn(100_000))
+        scramble(pager)
+        pager.host.bytes[77] ^= 1
+        with pytest.raises(tp.CorruptPage, match="host slot 0"):
+            paged.sum()
+        check_invariants(pager)

@@ -1,0 +1,192 @@
+"""What the operating system sees: memory limits, RSS, files, killed processes."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+TRAIN = [sys.executable, str(ROOT / "scripts" / "train_lm.py"), "--device", "cpu"]
+MIB = 1 << 20
+
+
+def run(*arguments: object, prefix: tuple[str, ...] = (), timeout: float = 600) -> dict:
+    """Run a script, return what ``--json`` wrote and the child's peak RSS as the kernel saw it."""
+    result = subprocess.run(
+        [*prefix, *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        env={**os.environ, "OMP_NUM_THREADS": "2"},
+    )
+    return {"code": result.returncode, "out": result.stdout, "err": result.stderr}
+
+
+def train(folder: Path, *options: object, prefix: tuple[str, ...] = ()) -> dict:
+    report = folder / "report.json"
+    rss = folder / "rss"
+    wrapper = (
+        sys.executable,
+        "-c",
+        "import os,resource,subprocess,sys;"
+        "code=subprocess.call(sys.argv[2:]);"
+        "open(sys.argv[1],'w').write(str(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss));"
+        "sys.exit(code)",
+        str(rss),
+    )
+    done = run(*wrapper, *prefix, *TRAIN, "--json", report, *options)
+    if report.exists():
+        done |= json.loads(report.read_text())
+    done["rss_bytes"] = int(rss.read_text()) * 1024
+    return done
+
+
+ADAMW_STEP = """
+import resource, torch
+p = torch.nn.Linear(64, 64)
+o = torch.optim.AdamW(p.parameters())
+p(torch.randn(4, 64)).sum().backward()
+o.step()
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+"""
+
+
+def rss_of_a_tiny_step() -> int:
+    return int(run(sys.executable, "-c", ADAMW_STEP)["out"])
+
+
+def test_peak_rss_is_budget_and_a_tenth_above_a_tiny_process(tmp_path: Path) -> None:
+    device, host = 160 * MIB, 64 * MIB
+    paged = train(
+        tmp_path,
+        *("--preset", "10m", "--batch", 4, "--seq", 128, "--steps", 3),
+        *("--device-budget", device, "--host-budget", host),
+        *("--disk-budget", "1GiB", "--disk-path", tmp_path),
+    )
+    assert paged["code"] == 0, paged["err"]
+    assert paged["peak_bytes"]["disk"] > 0
+    assert paged["rss_bytes"] <= 1.1 * (device + host) + rss_of_a_tiny_step()
+
+
+@pytest.mark.slow
+def test_under_a_data_limit_plain_dies_and_paged_trains(tmp_path: Path) -> None:
+    """``prlimit --data``: 125m at batch 1, seq 128 needs some 1.4 GB of data segment."""
+    limit = ("prlimit", f"--data={1100 * MIB}")
+    work = ("--preset", "125m", "--batch", 1, "--seq", 128, "--steps", 2)
+    plain = train(tmp_path, *work, "--no-pager", prefix=limit)
+    assert plain["code"] != 0
+    assert "memory" in plain["err"].lower()
+    paged = train(
+        tmp_path,
+        *work,
+        *("--device-budget", "400MiB", "--host-budget", "100MiB"),
+        *("--disk-budget", "3GiB", "--disk-path", tmp_path),
+        prefix=limit,
+    )
+    assert paged["code"] == 0, paged["err"]
+    free = train(tmp_path, *work, "--no-pager")
+    assert paged["losses"] == free["losses"]
+    assert paged["final_parameters_sha256"] == free["final_parameters_sha256"]
+
+
+def paging_files(pid: int, folder: Path) -> list[os.stat_result]:
+    """Open files of ``pid`` that live under ``folder``."""
+    found = []
+    for link in Path(f"/proc/{pid}/fd").iterdir():
+        try:
+            if str(folder) in os.readlink(link):
+                found.append(os.stat(link))
+        except OSError:
+            continue
+    return found
+
+
+def test_kill_in_mid_step_leaves_nothing(tmp_path: Path) -> None:
+    before = set(os.listdir("/dev/shm"))
+    disk = 256 * MIB
+    process = subprocess.Popen(
+        [
+            *TRAIN,
+            *("--preset", "10m", "--batch", "4", "--seq", "128", "--steps", "1000"),
+            *("--device-budget", "160MiB", "--host-budget", "8MiB"),
+            *("--disk-budget", str(disk), "--disk-path", str(tmp_path)),
+        ],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    try:
+        deadline = time.monotonic() + 120
+        files: list[os.stat_result] = []
+        while not any(file.st_size == disk for file in files):
+            files = paging_files(process.pid, tmp_path)
+            assert process.poll() is None, "the run ended by itself"
+            assert time.monotonic() < deadline, "no paging file of that size was opened"
+            time.sleep(0.1)
+        assert len(files) == 1
+        assert files[0].st_nlink == 0, "the paging file has a name"
+        assert files[0].st_mode & 0o777 == 0o600
+        assert files[0].st_size == disk, "the paging file is not exactly its budget"
+        assert files[0].st_blocks * 512 >= disk, "the paging file is not preallocated"
+        time.sleep(3)  # somewhere in a step
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    assert list(tmp_path.iterdir()) == []
+    assert set(os.listdir("/dev/shm")) - before == set()
+
+
+USE_IN_CHILD = """
+import os, torch, tensorpager as tp
+pager = tp.Pager("4MiB", page_size="64KiB", device="cpu")
+paged = pager.page(torch.ones(100_000))
+child = os.fork()
+if child == 0:
+    try:
+        paged.sum()
+    except tp.PagerError as error:
+        os._exit(7 if "forked" in str(error) else 8)
+    os._exit(9)
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), paged.sum().item())
+"""
+
+
+def test_a_forked_child_is_told_and_the_parent_goes_on() -> None:
+    assert run(sys.executable, "-c", USE_IN_CHILD)["out"].split() == ["7", "100000.0"]
+
+
+GIVE_BACK = """
+import torch, tensorpager as tp
+def rss():
+    return int(open("/proc/self/statm").read().split()[1]) * 4096
+pager = tp.Pager("256MiB", page_size="2MiB", dense_reserve="2MiB", device="cpu")
+before = rss()
+paged = pager.page(torch.ones(50 << 20))
+full = rss()
+del paged
+pager.residency.collect()
+pager.residency.resize(4)
+shrunk = rss()
+pager.close()
+print(full - before, shrunk - before, rss() - before)
+"""
+
+
+def test_the_border_and_close_give_memory_back() -> None:
+    full, shrunk, closed = map(int, run(sys.executable, "-c", GIVE_BACK)["out"].split())
+    assert full >= 200 * MIB
+    assert shrunk <= 30 * MIB
+    assert closed <= shrunk
+
+
+def test_import_without_torch_is_possible_for_the_planner() -> None:
+    code = "import sys; sys.path[:0] = ['.']; import planner.sizes; print('torch' in sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True
+    )
+    assert done.stdout.strip() == "False"

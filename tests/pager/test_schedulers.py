@@ -1,0 +1,68 @@
+"""Learning rate schedulers on paged optimizers, made before and after paging."""
+
+import pytest
+import torch
+from torch.optim import lr_scheduler
+
+import tensorpager as tp
+
+from .models import World, mlp, train
+
+
+def test_scheduler_made_before_the_optimizer_is_paged(same) -> None:
+    def script(world: World) -> object:
+        model = world.module(mlp())
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        scheduler = lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+        optimizer = world.optimizer(optimizer)
+        losses = []
+        for _ in range(3):
+            losses += train(world, model, optimizer, 1)
+            scheduler.step()
+        state = optimizer.state[model[2].weight]["exp_avg"]
+        assert world.pager is None or isinstance(state, tp.PagedTensor)
+        return losses, model, optimizer
+
+    same(script)
+
+
+SCHEDULERS = {
+    "lambda": lambda opt: lr_scheduler.LambdaLR(opt, lambda epoch: 0.9**epoch),
+    "one cycle": lambda opt: lr_scheduler.OneCycleLR(opt, max_lr=0.1, total_steps=8),
+    "cosine": lambda opt: lr_scheduler.CosineAnnealingLR(opt, 5),
+    "sequential": lambda opt: lr_scheduler.SequentialLR(
+        opt,
+        [lr_scheduler.LinearLR(opt, 0.1, total_iters=2), lr_scheduler.ExponentialLR(opt, 0.9)],
+        milestones=[2],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", list(SCHEDULERS))
+@pytest.mark.filterwarnings("error")  # PyTorch warns of a scheduler that sees no step
+def test_scheduler(same, name: str) -> None:
+    def script(world: World) -> object:
+        model = world.module(mlp())
+        optimizer = world.optimizer(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+        assert isinstance(optimizer, torch.optim.SGD)
+        scheduler = SCHEDULERS[name](optimizer)
+        losses, rates = [], []
+        for _ in range(6):
+            losses += train(world, model, optimizer, 1)
+            scheduler.step()
+            rates.append((scheduler.get_last_lr(), optimizer.param_groups[0]["momentum"]))
+        return losses, rates, model, optimizer
+
+    same(script)
+
+
+def test_plateau_scheduler(same) -> None:
+    def script(world: World) -> object:
+        model = world.module(mlp())
+        optimizer = world.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        scheduler = lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
+        for _ in range(4):
+            scheduler.step(train(world, model, optimizer, 1)[0])
+        return model, scheduler.state_dict()
+
+    same(script)
