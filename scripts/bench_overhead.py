@@ -1,0 +1,147 @@
+#!/usr/bin/env python3
+"""What the pager costs when everything fits: paged steps against plain ones, in one process.
+
+Two models with the same weights train on the same batches. Their steps alternate (plain, paged,
+paged, plain, …), so what else the machine does hits both alike, and step number n of one is divided
+by step number n of the other. Exits 1 if the 95 % upper bound of the median ratio is above 1.05 or
+the losses differ.
+"""
+
+import os
+import sys
+import time
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+# Read by libraries when they load, hence before the imports below.
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # the profiler's, about older memory
+
+import click
+import numpy as np
+from lm.data import load_corpus
+from lm.memory import PagedMemory, PlainMemory
+from lm.model import PRESETS
+from lm.options import Options, UsageError, parse_options, resolve_budget
+from lm.report import run_facts, write_json
+from lm.trainer import Trainer
+
+import tensorpager as tp
+from tensorpager.planner.sizes import format_bytes
+
+WARMUP_STEPS = 3  # make optimizer states, measure dense memory
+ALLOWED_RATIO = 1.05
+RESAMPLES = 10_000
+
+
+def timed_step(trainer: Trainer) -> tuple[float, float]:
+    """Seconds and loss of one step."""
+    started = time.perf_counter()
+    loss = trainer.step()
+    return time.perf_counter() - started, loss
+
+
+def alternate(plain: Trainer, paged: Trainer, steps: int) -> np.ndarray:
+    """Times and losses of ``steps`` steps of both: float64 (steps, 2 runs, seconds and loss)."""
+    results = np.empty((steps, 2, 2))
+    for step in range(steps):
+        order = (0, 1) if step % 2 == 0 else (1, 0)
+        for run in order:
+            results[step, run] = timed_step((plain, paged)[run])
+    return results
+
+
+def upper_bound_of_median(ratios: np.ndarray) -> float:
+    """The 95th percentile of the medians of bootstrap resamples."""
+    rng = np.random.default_rng(0)
+    samples = rng.choice(ratios, size=(RESAMPLES, len(ratios)))
+    return float(np.quantile(np.median(samples, axis=1), 0.95))
+
+
+def measure(options: Options, budget: int | None) -> dict[str, Any]:
+    """Run both. ``budget``: device bytes of the pager, by default twice what the plain run needs.
+
+    Raises ``UsageError`` if the budget did not hold everything.
+    """
+    corpus = load_corpus(options.data, options.seq)
+    plain_memory = PlainMemory(options.device)
+    plain = Trainer(options, plain_memory, corpus)
+    first_losses = [plain.step() for _ in range(WARMUP_STEPS)]
+    needed = plain_memory.report().peak_bytes["device"]
+    with ExitStack() as stack:
+        pager = stack.enter_context(tp.Pager(budget or 2 * needed, device=options.device))
+        paged = Trainer(replace(options, pager=True), PagedMemory(pager), corpus)
+        same = [paged.step() for _ in range(WARMUP_STEPS)] == first_losses
+        before = pager.stats()
+        results = alternate(plain, paged, options.steps)
+        stats = pager.stats()
+        moved = sum(stats[key] - before[key] for key in ("bytes_out", "bytes_in"))
+        if moved:
+            raise UsageError(
+                f"--budget {format_bytes(stats['budget_bytes']['device'])} does not hold "
+                f"everything ({format_bytes(moved)} moved); give at least "
+                f"{format_bytes(1.1 * stats['needed_bytes'])}"
+            )
+        same = same and bool(np.array_equal(results[:, 0, 1], results[:, 1, 1]))
+        same = same and plain.parameters_sha256() == paged.parameters_sha256()
+    seconds = results[:, :, 0]
+    ratios = seconds[:, 1] / seconds[:, 0]
+    return {
+        "preset": options.preset,
+        "batch": options.batch,
+        "seq": options.seq,
+        "plain_seconds": seconds[:, 0].tolist(),
+        "paged_seconds": seconds[:, 1].tolist(),
+        "ratios": ratios.tolist(),
+        "median_ratio": float(np.median(ratios)),
+        "quartiles": np.quantile(ratios, [0.25, 0.75]).tolist(),
+        "upper_bound_95": upper_bound_of_median(ratios),
+        "losses_and_parameters_identical": same,
+        "pager": stats,
+        "facts": run_facts(options.device),
+    }
+
+
+@click.command(help=__doc__)
+@click.option("--preset", type=click.Choice(list(PRESETS)), default="125m", show_default=True)
+@click.option("--batch", type=click.IntRange(1), default=4, show_default=True)
+@click.option("--seq", type=click.IntRange(1), default=256, show_default=True)
+@click.option("--steps", type=click.IntRange(1), default=20, show_default=True, help="Pairs timed.")
+@click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True)
+@click.option("--budget", help="Device budget; by default twice what the plain run needs.")
+@click.option("--json", "json_path", type=click.Path(path_type=Path), help="Write results here.")
+def main(
+    preset: str,
+    batch: int,
+    seq: int,
+    steps: int,
+    device: str,
+    budget: str | None,
+    json_path: Path | None,
+) -> None:
+    chosen = {"preset": preset, "batch": batch, "seq": seq, "steps": steps, "device": device}
+    flags = [f"--{name}={value}" for name, value in chosen.items()]
+    try:
+        options = parse_options([*flags, "--no-pager"])
+        budget_bytes = None if budget is None else resolve_budget(budget, "--budget", None)
+        record = measure(options, budget_bytes)
+    except (UsageError, tp.InfeasibleBudget, tp.TierFull) as error:
+        raise click.UsageError(str(error)) from error
+    if json_path is not None:
+        write_json(json_path, record)
+    low, high = record["quartiles"]
+    same = record["losses_and_parameters_identical"]
+    fits = record["upper_bound_95"] <= ALLOWED_RATIO
+    print(f"{preset}, batch {batch}, seq {seq}: {steps} pairs of steps, paged / plain")
+    print(f"median plain step       {np.median(record['plain_seconds']):.4f} s")
+    print(f"median ratio            {record['median_ratio']:.4f} (quartiles {low:.4f}, {high:.4f})")
+    print(f"95 % upper bound        {record['upper_bound_95']:.4f} (allowed {ALLOWED_RATIO})")
+    print(f"identical losses, parameters: {'yes' if same else 'no'}")
+    sys.exit(0 if fits and same else 1)
+
+
+if __name__ == "__main__":
+    main()

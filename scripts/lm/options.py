@@ -1,0 +1,203 @@
+"""The command line of ``train_lm.py``: what is allowed, and what a wrong value is told."""
+
+import argparse
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+import torch
+
+from tensorpager.planner.sizes import parse_bytes
+
+from .model import PRESETS
+
+TIERS = ("device", "host", "disk")
+DTYPES = ("fp32", "bf16", "amp")
+
+
+class UsageError(Exception):
+    """A wrong option or input. The message says what, where, and what to do: exit code 2."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """One run. Budgets are still text: a share such as ``40%`` needs ``needed`` to be bytes."""
+
+    preset: str
+    dtype: str
+    device: str
+    steps: int
+    batch: int
+    seq: int
+    lr: float
+    warmup: int
+    decay_steps: int
+    clip: float
+    seed: int
+    data: Path | None
+    pager: bool
+    compare: bool
+    device_budget: str | None
+    host_budget: str | None
+    disk_budget: str | None
+    disk_path: Path | None
+    page_size: str
+    needed: int | None
+    resume: Path | None
+    save: Path | None
+    json: Path | None
+
+    def budget_bytes(self, tier: str, needed: int | None) -> int:
+        """Bytes of the tier's budget, 0 if not given. ``needed`` is what 100 % means."""
+        return resolve_budget(getattr(self, f"{tier}_budget") or "0", f"--{tier}-budget", needed)
+
+
+def resolve_budget(text: str, name: str, needed: int | None) -> int:
+    """Bytes of ``text``, a byte count or a percentage of ``needed`` bytes."""
+    if not text.strip().endswith("%"):
+        try:
+            return parse_bytes(text, name)
+        except ValueError as error:
+            raise UsageError(f"{error}, or a share such as '40%'") from None
+    try:
+        share = float(text.strip()[:-1]) / 100
+    except ValueError:
+        share = -1.0
+    if not 0 <= share < float("inf"):
+        raise UsageError(f"{name}={text!r} is not a percentage; write for example '40%'")
+    if needed is None:
+        raise UsageError(
+            f"{name}={text!r} is a share of what the run needs, which is not known here; add "
+            "--compare (measures it first) or --needed BYTES (a --no-pager run prints it)"
+        )
+    return int(share * needed)
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{message} (--help lists the options)")
+
+
+def _build_parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="train_lm.py",
+        description="Train a byte-level GPT inside a memory budget, or without one (--no-pager).",
+        epilog="Exit codes: 0 fine, 1 --compare found a difference, 2 bad usage or budget.",
+    )
+    add = parser.add_argument
+    add("--preset", choices=PRESETS, default="tiny", help="model size (default %(default)s)")
+    add("--dtype", choices=DTYPES, default="fp32", help="parameters fp32 or bf16; amp: autocast")
+    add("--device", choices=("cpu", "cuda"), default="cpu")
+    add("--steps", type=int, default=50, help="last step, counted from the start, also on --resume")
+    add("--batch", type=int, help="sequences per step (default by preset)")
+    add("--seq", type=int, help="bytes per sequence (default by preset)")
+    add("--lr", type=float, help="peak learning rate (default by preset)")
+    add("--warmup", type=int, default=10, help="steps of linear warm-up (default %(default)s)")
+    add("--decay-steps", type=int, default=1000, help="step where the cosine ends, at lr/10")
+    add("--clip", type=float, default=1.0, help="largest gradient norm; 0: no clipping")
+    add("--seed", type=int, default=0)
+    add("--data", type=Path, help="file to learn (default: the Python standard library's source)")
+    add("--device-budget", metavar="SIZE", help="such as 20GiB, or 40%% of the need")
+    add("--host-budget", metavar="SIZE", help="second tier (default none)")
+    add("--disk-budget", metavar="SIZE", help="third tier (default none)")
+    add("--disk-path", type=Path, help="folder of the disk tier's file")
+    add("--page-size", default="2MiB", metavar="SIZE", help="default %(default)s")
+    add("--needed", metavar="SIZE", help="what 100%% of a budget means")
+    add("--no-pager", dest="pager", action="store_false", help="plain PyTorch; measures the need")
+    add("--compare", action="store_true", help="plain, then paged, each in a process of its own")
+    add("--resume", type=Path, metavar="FILE", help="go on from a checkpoint")
+    add("--save", type=Path, metavar="FILE", help="write a checkpoint at the end")
+    add("--json", type=Path, metavar="FILE", help="write losses, times and peaks")
+    return parser
+
+
+def parse_options(arguments: list[str]) -> Options:
+    """Checked options. Raises ``UsageError``; exits only for ``--help``."""
+    values = vars(_build_parser().parse_args(arguments))
+    preset = PRESETS[values["preset"]]
+    for name in ("batch", "seq", "lr"):
+        if values[name] is None:
+            values[name] = getattr(preset, name)
+    try:
+        values["needed"] = None if values["needed"] is None else parse_bytes(values["needed"])
+        parse_bytes(values["page_size"], "--page-size")
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+    options = Options(**values)
+    _check_numbers(options)
+    _check_combination(options)
+    _check_paths(options)
+    return options
+
+
+def _check_numbers(options: Options) -> None:
+    for name in ("steps", "batch", "seq", "decay_steps"):
+        if getattr(options, name) < 1:
+            flag = name.replace("_", "-")
+            raise UsageError(f"--{flag}={getattr(options, name)} must be at least 1")
+    for name in ("lr", "warmup", "clip", "seed"):
+        if not 0 <= getattr(options, name) < float("inf"):
+            raise UsageError(f"--{name}={getattr(options, name)} must be a number ≥ 0")
+    context = PRESETS[options.preset].shape.context
+    if options.seq > context:
+        raise UsageError(
+            f"--seq={options.seq} is longer than the {context} positions of preset "
+            f"{options.preset}; take at most {context}"
+        )
+
+
+def _check_combination(options: Options) -> None:
+    budgets = [tier for tier in TIERS if getattr(options, f"{tier}_budget") is not None]
+    if options.device == "cuda" and not torch.cuda.is_available():
+        raise UsageError("--device=cuda, but PyTorch sees no CUDA device here; use --device cpu")
+    if not options.pager and (options.compare or budgets):
+        other = "--compare" if options.compare else f"--{budgets[0]}-budget"
+        raise UsageError(f"--no-pager and {other} exclude each other; drop one")
+    if options.pager and options.device_budget is None:
+        raise UsageError("--device-budget is missing; give one (such as 1GiB), or --no-pager")
+    if options.disk_budget is not None and options.disk_path is None:
+        raise UsageError("--disk-budget needs --disk-path, the folder that the file goes to")
+    if options.compare and options.save is not None:
+        raise UsageError("--compare writes no checkpoint; drop --save")
+    for tier in budgets:
+        # A dry run: with --compare the need is measured later, so any value stands in for it.
+        options.budget_bytes(tier, 1 if options.compare else options.needed)
+
+
+def _check_paths(options: Options) -> None:
+    """Refuse before training what would fail after it."""
+    for flag, path in (("--save", options.save), ("--json", options.json)):
+        if path is not None and not path.absolute().parent.is_dir():
+            raise UsageError(f"{flag}={path}: there is no folder {path.absolute().parent}")
+        if path is not None and path.is_dir():
+            raise UsageError(f"{flag}={path} is a folder; name a file in it")
+    if options.disk_path is not None and not options.disk_path.is_dir():
+        raise UsageError(f"--disk-path={options.disk_path} is not a folder; make it first")
+
+
+def plain_arguments(options: Options, json: Path) -> list[str]:
+    """The command line of the run that ``options`` compares with."""
+    return [*_common_arguments(options), "--no-pager", f"--json={json}"]
+
+
+def paged_arguments(options: Options, json: Path, needed: int) -> list[str]:
+    """The command line of the paged run, its budgets in bytes."""
+    budgets = [f"--{tier}-budget={options.budget_bytes(tier, needed)}" for tier in TIERS]
+    if options.disk_budget is None:
+        budgets.pop()
+    where = [f"--disk-path={options.disk_path}"] if options.disk_path is not None else []
+    return [
+        *_common_arguments(options),
+        *budgets,
+        *where,
+        f"--page-size={options.page_size}",
+        f"--json={json}",
+    ]
+
+
+def _common_arguments(options: Options) -> list[str]:
+    names = ("preset", "dtype", "device", "steps", "batch", "seq", "lr", "warmup", "decay_steps")
+    optional = ("data", "resume")
+    given = [name for name in optional if getattr(options, name) is not None]
+    flags = (*names, "clip", "seed", *given)
+    return [f"--{name.replace('_', '-')}={getattr(options, name)}" for name in flags]

@@ -1,0 +1,155 @@
+"""What a run shows: progress while it trains, a table at its end, a JSON file for others."""
+
+import datetime
+import json
+import os
+import platform
+import statistics
+import sys
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+import tensorpager as tp
+from tensorpager.planner.sizes import format_bytes
+
+from .memory import MemoryReport
+from .options import TIERS, Options
+
+UNTIMED_STEPS = 2  # measured, recorded or warming up: not typical
+
+
+class StepPrinter:
+    """A progress bar on a terminal, about twenty plain lines elsewhere."""
+
+    def __init__(self, name: str, options: Options, first_step: int) -> None:
+        self._name = name
+        self._options = options
+        self._every = max(1, (options.steps - first_step) // 20)
+        self._bar: Progress | None = None
+        console = Console()
+        if console.is_terminal:
+            self._bar = Progress(
+                TextColumn("{task.description}"),
+                BarColumn(),
+                MofNCompleteColumn(),
+                TextColumn("{task.fields[facts]}"),
+                TimeRemainingColumn(),
+                console=console,
+            )
+            self._task = self._bar.add_task(
+                name, total=options.steps, completed=first_step, facts=""
+            )
+
+    def __enter__(self) -> "StepPrinter":
+        if self._bar is not None:
+            self._bar.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def step(self, step: int, loss: float, seconds: float, peaks: dict[str, int] | None) -> None:
+        """Show step number ``step`` (from 0). ``peaks``: bytes by tier so far, if known."""
+        rate = self._options.batch * self._options.seq / seconds
+        facts = f"loss {loss:.4f}  {rate:,.0f} tokens/s"
+        for tier in TIERS if peaks is not None else ():
+            facts += f"  {tier} {format_bytes(peaks[tier])}" if peaks and peaks[tier] else ""
+        if self._bar is not None:
+            self._bar.update(self._task, completed=step + 1, facts=facts)
+        elif (step + 1) % self._every == 0 or step + 1 == self._options.steps:
+            print(f"{self._name} step {step + 1}/{self._options.steps}  {facts}", flush=True)
+
+
+def tokens_per_second(options: Options, step_seconds: list[float]) -> float:
+    """From the median step, without the first ones where there are others."""
+    timed = step_seconds[UNTIMED_STEPS:] or step_seconds
+    return options.batch * options.seq / statistics.median(timed)
+
+
+def make_record(
+    options: Options,
+    first_step: int,
+    losses: list[float],
+    step_seconds: list[float],
+    memory: MemoryReport,
+    parameters_sha256: str,
+) -> dict[str, Any]:
+    """What ``--json`` writes. Times in seconds, memory in bytes."""
+    return {
+        "mode": "paged" if options.pager else "plain",
+        "first_step": first_step,
+        "losses": losses,
+        "final_parameters_sha256": parameters_sha256,
+        "step_seconds": step_seconds,
+        "tokens_per_second": tokens_per_second(options, step_seconds),
+        "peak_bytes": memory.peak_bytes,
+        "budget_bytes": memory.budget_bytes,
+        "needed_bytes": memory.needed_bytes,
+        "pager": memory.pager,
+        "facts": run_facts(options.device),
+    }
+
+
+def run_facts(device: str) -> dict[str, Any]:
+    """Where, when and with what a figure was measured."""
+    gpu = torch.cuda.get_device_name() if device == "cuda" else None
+    return {
+        "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "machine": platform.machine(),
+        "system": platform.platform(),
+        "cpus": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "gpu": gpu,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "tensorpager": tp.__version__,
+    }
+
+
+def write_json(path: Path, record: dict[str, Any]) -> None:
+    path.write_text(json.dumps(record, indent=2) + "\n")
+
+
+def print_summary(record: dict[str, Any]) -> None:
+    """The table at the end of one run."""
+    table = Table(title=f"train_lm: {record['mode']} run", title_justify="left")
+    table.add_column("")
+    table.add_column("value", justify="right")
+    for name, value in _summary_rows(record):
+        table.add_row(name, value)
+    Console().print(table)
+
+
+def _summary_rows(record: dict[str, Any]) -> list[tuple[str, str]]:
+    rows = [
+        ("loss, first step", f"{record['losses'][0]:.4f}"),
+        ("loss, last step", f"{record['losses'][-1]:.4f}"),
+        ("tokens/s, median", f"{record['tokens_per_second']:,.0f}"),
+        ("step, median", f"{statistics.median(record['step_seconds']):.3f} s"),
+    ]
+    rows += [(f"{tier} peak", tier_text(record, tier)) for tier in TIERS]
+    if record["needed_bytes"] is not None:
+        needed = record["needed_bytes"]
+        rows.append(("would fit in", f"{format_bytes(needed)} ({needed} bytes)"))
+    return rows
+
+
+def tier_text(record: dict[str, Any], tier: str) -> str:
+    """Such as ``"96.00 MiB of 100.00 MiB"``."""
+    peak = format_bytes(record["peak_bytes"][tier])
+    if record["budget_bytes"] is None:
+        return peak
+    return f"{peak} of {format_bytes(record['budget_bytes'][tier])}"
