@@ -17,6 +17,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from .dense_step import step_as_dense
 from .errors import PagerError
 from .module import known_parameter
 
@@ -32,6 +33,7 @@ class PagedOptimizer:
 
     _tp_pager: Pager
     _tp_done: set[int]  # parameters already updated by a step that was interrupted
+    _tp_stepped: bool  # has made the states that it makes
     param_groups: list[dict[str, Any]]
     state: Any
 
@@ -52,12 +54,17 @@ class PagedOptimizer:
         raw = _raw_step(type(self))
         try:
             pager.stepping = True
-            for parameter in _one_at_a_time(self):
-                if id(parameter) in self._tp_done:
-                    continue
-                raw(self)
-                page_state(pager, self.state.get(parameter))
-                self._tp_done.add(id(parameter))
+            if not self._tp_done and step_as_dense(self, raw):
+                for state in self.state.values():  # some make one later, when a setting changes
+                    page_state(pager, state)
+            else:
+                for parameter in _one_at_a_time(self):
+                    if id(parameter) in self._tp_done:
+                        continue
+                    raw(self)
+                    page_state(pager, self.state.get(parameter))
+                    self._tp_done.add(id(parameter))
+                self._tp_stepped = True
         finally:
             pager.stepping = False
         self._tp_done.clear()
@@ -103,6 +110,7 @@ def page_optimizer(pager: Pager, optimizer: torch.optim.Optimizer) -> None:
     optimizer.__class__ = paged_kind
     optimizer._tp_pager = pager  # type: ignore[attr-defined]
     optimizer._tp_done = set()  # type: ignore[attr-defined]
+    optimizer._tp_stepped = False  # type: ignore[attr-defined]
     for state in optimizer.state.values():
         page_state(pager, state)
 

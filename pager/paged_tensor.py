@@ -11,6 +11,7 @@ Four rules keep it correct (``pager/README.md`` says what happens without each):
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -192,12 +193,7 @@ class _Operands:
     def dense(self, tensor: PagedTensor) -> torch.Tensor:
         run = tensor._storage.run
         if run.base >= 0:
-            if tensor._view is not None and tensor._view_generation == run.generation:
-                view = tensor._view
-            else:
-                view = dense_view(tensor, self.pager.address_of(tensor._storage))
-                tensor._view = view
-                tensor._view_generation = run.generation
+            view = direct_view(tensor)
         else:
             buffer = self.buffers.get(run.id)
             if buffer is None:
@@ -212,6 +208,24 @@ class _Operands:
             buffer = self.buffers.get(run.id)
             if buffer is not None:
                 self.pager.scatter(run, buffer)
+
+
+def direct_view(tensor: PagedTensor) -> torch.Tensor:
+    """The zero-copy view of a tensor that is pinned in consecutive frames."""
+    run = tensor._storage.run
+    if tensor._view is None or tensor._view_generation != run.generation:
+        tensor._view = dense_view(tensor, tensor._storage.pager.address_of(tensor._storage))
+        tensor._view_generation = run.generation
+    return tensor._view
+
+
+def withdraw(tensors: Iterable[PagedTensor], views: Iterable[torch.Tensor]) -> None:
+    """Take the memory from ``views`` of ``tensors``: after an error the frames of its traceback
+    hold them, and a debugger may print them when the arena is gone."""
+    for tensor in tensors:
+        tensor._view = None
+    for view in views:
+        view.set_()  # type: ignore[call-overload]
 
 
 def dense_view(tensor: PagedTensor, address: int) -> torch.Tensor:
@@ -293,6 +307,9 @@ def run_dense(func: Any, info: OpInfo, args: Any, kwargs: dict[str, Any]) -> Any
         for tensor in writes:
             _follow(tensor, operands)
         return _restore(out, operands)
+    except BaseException:
+        withdraw(paged, operands.views)
+        raise
     finally:
         pager.unpin(runs)
 

@@ -304,6 +304,8 @@ class Pager:
             for p in group["params"]
             if p.grad is not None and not optimizer.state.get(p)
         ]
+        if optimizer._tp_stepped and not optimizer.state:  # of the kind that keeps none
+            fresh = []
         self.budget.check(optimizer)
         if fresh:
             need = _optimizer.probe_step(optimizer, lambda action: (action(), 0)[1])  # type: ignore[func-returns-value]

@@ -227,3 +227,19 @@ def test_another_pager_after_close_takes_the_model(one_thread) -> None:
         twin.load_state_dict(state)
         assert_same(plain(twin.state_dict()), plain(state))
         train(World(pager), twin, pager.optimizer(torch.optim.AdamW(twin.parameters())), 1)
+
+
+def test_what_a_traceback_holds_can_be_printed_after_close(one_thread: None) -> None:
+    with make_pager() as pager:
+        weight = pager.page(torch.randn(128, 128))
+        with pytest.raises(RuntimeError, match="cannot be multiplied") as caught:
+            torch.mm(weight, torch.randn(3, 3))
+    held = []
+    frame = caught.value.__traceback__
+    while frame is not None:
+        for value in frame.tb_frame.f_locals.values():
+            items = value if isinstance(value, list | tuple) else [value]
+            held += [v for v in items if type(v) is torch.Tensor]
+        frame = frame.tb_next
+    assert any(v.numel() == 0 for v in held), "no view of the arena was in reach"
+    assert all(isinstance(repr(v), str) for v in held)

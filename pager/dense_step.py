@@ -1,0 +1,126 @@
+"""An optimizer's step where everything fits: on plain views, past the dispatcher.
+
+An update is many small ops (Adam: 14 for a parameter), and one op on a PagedTensor costs some 30 µs
+of Python. Where all operands stay on the device in consecutive frames anyway, their pages are held
+for the whole step and the optimizer is given plain views of them, once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from .paged_tensor import PagedTensor, direct_view, withdraw
+
+if TYPE_CHECKING:
+    from .runtime import Pager
+
+
+def step_as_dense(optimizer: Any, raw: Callable[..., Any]) -> bool:
+    """Run ``raw`` (the optimizer's own step) with all paged parameters, gradients and states seen
+    as plain views. Values, states and groups are as after a step on the paged ones.
+
+    ``False``, and nothing done, where not everything is kept on the device, where states would be
+    made (one parameter at a time is less at once), or where the class is a user's own, which may
+    look at what it is given.
+    """
+    pager: Pager = optimizer._tp_pager
+    if not pager.fits or pager.budget.metering or pager.after_op is not None:
+        return False
+    if not f"{type(optimizer).__mro__[2].__module__}.".startswith("torch.optim."):
+        return False
+    with torch._C.DisableTorchFunctionSubclass():
+        if not _has_its_states(optimizer) or not _grads_match(optimizer):
+            return False
+        with _views(pager, _operands(optimizer)) as views:
+            if views is None:
+                return False
+            with _in_place_of_paged(optimizer, views):
+                raw(optimizer)
+    return True
+
+
+def _stepped(optimizer: Any) -> Iterator[torch.Tensor]:
+    for group in optimizer.param_groups:
+        yield from (p for p in group["params"] if p.grad is not None)
+
+
+def _has_its_states(optimizer: Any) -> bool:
+    state = optimizer.state
+    if not state:  # of the kind that keeps none, if it has stepped before
+        return bool(optimizer._tp_stepped)
+    return all(state.get(parameter) for parameter in _stepped(optimizer))
+
+
+def _grads_match(optimizer: Any) -> bool:
+    """Only a gradient of the parameter's own dtype can be a plain view's."""
+    return all(p.grad is None or p.grad.dtype == p.dtype for p in _stepped(optimizer))
+
+
+def _operands(optimizer: Any) -> list[PagedTensor]:
+    found = []
+    for parameter in _stepped(optimizer):
+        values = (parameter, parameter.grad, *optimizer.state.get(parameter, {}).values())
+        found += [value for value in values if type(value) is PagedTensor]
+    return found
+
+
+@contextmanager
+def _views(
+    pager: Pager, tensors: list[PagedTensor]
+) -> Iterator[dict[PagedTensor, torch.Tensor] | None]:
+    """Zero-copy views, about to be written, of tensors held on the device; ``None`` if the frames
+    of one of them are scattered."""
+    runs = list({tensor._storage.run.id: tensor._storage.run for tensor in tensors}.values())
+    pager.pin(runs)
+    try:
+        if any(run.base < 0 for run in runs):
+            yield None
+            return
+        for run in runs:
+            pager.will_write(run)
+        views = {tensor: direct_view(tensor) for tensor in tensors}
+        try:
+            yield views
+        except BaseException:
+            withdraw(tensors, views.values())
+            raise
+    finally:
+        pager.unpin(runs)
+
+
+@contextmanager
+def _in_place_of_paged(optimizer: Any, views: dict[Any, torch.Tensor]) -> Iterator[None]:
+    """The optimizer sees ``views``; what it does to them is done to the paged tensors."""
+    groups, states = optimizer.param_groups, optimizer.state
+    before = [(group, group["params"], group.get("foreach")) for group in groups]
+    twins = {views[p]: p for p in _stepped(optimizer) if p in views}
+    for twin, parameter in twins.items():
+        twin.grad = views.get(parameter.grad, parameter.grad)
+        if parameter in states:
+            states[twin] = {
+                key: views.get(value, value) if type(value) is PagedTensor else value
+                for key, value in states[parameter].items()
+            }
+    for group in groups:
+        group["params"] = [views.get(parameter, parameter) for parameter in group["params"]]
+        if group.get("foreach", False) is None:
+            group["foreach"] = False  # what it decides for a PagedTensor
+    paged = {view: tensor for tensor, view in views.items()}
+    try:
+        yield
+    finally:
+        for group, parameters, foreach in before:
+            group["params"] = parameters
+            if "foreach" in group:
+                group["foreach"] = foreach
+        for twin, parameter in twins.items():
+            twin.grad = None
+            made = states.pop(twin, None)
+            if made is not None:
+                states[parameter].update(
+                    {k: paged.get(v, v) if type(v) is torch.Tensor else v for k, v in made.items()}
+                )

@@ -1,0 +1,125 @@
+"""Where everything fits, an optimizer's step runs on plain views: same bits, no paged op."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import tensorpager as tp
+
+from .models import World, batch, make_pager, mlp
+
+KINDS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1),
+    "momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+    "adamw": lambda p: torch.optim.AdamW(p, lr=0.1, amsgrad=True),
+    "adafactor": lambda p: torch.optim.Adafactor(p, lr=0.1),
+    "rprop": lambda p: torch.optim.Rprop(p, lr=0.1),
+}
+
+
+class OnPages(TorchDispatchMode):
+    """Counts the ops that were given a PagedTensor."""
+
+    count = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        self.count += any(type(t) is tp.PagedTensor for t in tree_leaves((args, kwargs)))
+        return func(*args, **(kwargs or {}))
+
+
+def step(world: World, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
+    """One iteration; how many ops of the optimizer's step were given a PagedTensor."""
+    with world.iteration():
+        model(batch()[0]).square().mean().backward()
+        with OnPages() as seen:
+            optimizer.step()
+        optimizer.zero_grad()
+    return seen.count
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_op_of_a_step_is_on_pages_once_everything_fits(kind: str, one_thread: None) -> None:
+    with make_pager(fits=True) as pager:
+        world = World(pager)
+        model = world.module(mlp())
+        optimizer = world.optimizer(KINDS[kind](model.parameters()))
+        counts = [step(world, model, optimizer) for _ in range(3)]
+        assert pager.stats()["fits"]
+        assert counts[0] > 0, "the first step makes its states one parameter at a time"
+        assert counts[2] == 0
+        assert all(type(p) is tp.PagedTensor for g in optimizer.param_groups for p in g["params"])
+        kept = [v for state in optimizer.state.values() for v in state.values()]
+        big = [v for v in kept if isinstance(v, torch.Tensor) and v.numel() * v.itemsize >= 512]
+        assert all(type(v) is tp.PagedTensor for v in big)
+        assert all(type(p) is tp.PagedTensor for p in optimizer.state)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_same_bits(same: Callable[..., None], kind: str) -> None:
+    def script(world: World) -> object:
+        model = world.module(mlp())
+        optimizer = world.optimizer(KINDS[kind](model.parameters()))
+        for _ in range(4):
+            step(world, model, optimizer)
+        return model, optimizer
+
+    same(script)
+
+
+def test_a_setting_that_starts_a_state_later(same: Callable[..., None]) -> None:
+    def script(world: World) -> object:
+        model = world.module(mlp())
+        optimizer = world.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        for number in range(4):
+            optimizer.param_groups[0]["momentum"] = 0.9 if number >= 2 else 0.0
+            step(world, model, optimizer)
+        if world.pager is not None:
+            states = [s["momentum_buffer"] for s in optimizer.state.values()]
+            big = [s for s in states if s.numel() * s.itemsize >= 512]
+            assert big
+            assert all(type(s) is tp.PagedTensor for s in big)
+        return model, optimizer
+
+    same(script)
+
+
+def test_an_optimizer_of_the_users_own_sees_paged_parameters(one_thread: None) -> None:
+    seen = set()
+
+    class Own(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:
+            seen.update(type(p) for group in self.param_groups for p in group["params"])
+            super().step(closure)
+
+    with make_pager(fits=True) as pager:
+        world = World(pager)
+        model = world.module(mlp())
+        optimizer = world.optimizer(Own(model.parameters(), lr=0.1))
+        for _ in range(3):
+            seen.clear()  # the first step also tries itself on a small plain stand-in
+            step(world, model, optimizer)
+    assert seen == {tp.PagedTensor}
+
+
+def test_a_step_that_raises_puts_everything_back(one_thread: None) -> None:
+    with make_pager(fits=True) as pager:
+        world = World(pager)
+        model = world.module(mlp())
+        optimizer = world.optimizer(torch.optim.AdamW(model.parameters(), lr=0.1))
+        for _ in range(2):
+            step(world, model, optimizer)
+        optimizer.param_groups[0]["betas"] = (0.9,)  # too few
+        with pytest.raises((ValueError, IndexError)):
+            step(world, model, optimizer)
+        assert all(type(p) is tp.PagedTensor for g in optimizer.param_groups for p in g["params"])
+        assert set(optimizer.state) == set(model.parameters())
+        optimizer.param_groups[0]["betas"] = (0.9, 0.95)
+        optimizer.zero_grad()
+        assert step(world, model, optimizer) == 0
