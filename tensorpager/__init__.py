@@ -1,8 +1,18 @@
-"""tensorpager: train PyTorch models that do not fit, inside a byte-hard memory budget."""
+"""tensorpager: train PyTorch models that do not fit, inside a byte-hard memory budget.
 
-from .pager.errors import CorruptPage, InfeasibleBudget, PagerError, TierFull, TraceError
-from .pager.paged_tensor import PagedTensor
-from .pager.runtime import Pager
+The names below are loaded when they are first used, so that ``tensorpager.planner`` and most of the
+command line work without PyTorch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .pager.errors import CorruptPage, InfeasibleBudget, PagerError, TierFull, TraceError
+    from .pager.paged_tensor import PagedTensor
+    from .pager.runtime import Pager
 
 __all__ = [
     "CorruptPage",
@@ -15,3 +25,16 @@ __all__ = [
     "__version__",
 ]
 __version__ = "0.1.0"
+_HOMES = {"PagedTensor": ".pager.paged_tensor", "Pager": ".pager.runtime"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module 'tensorpager' has no attribute {name!r}")
+    value = getattr(import_module(_HOMES.get(name, ".pager.errors"), __name__), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,32 @@
+"""What can go wrong in planning, by name. The runtime's errors build on these."""
+
+
+class PagerError(Exception):
+    """Base of all tensorpager errors."""
+
+
+class InfeasibleBudget(PagerError):  # noqa: N818 (public name, fixed by the design)
+    """The device budget is smaller than the largest working set.
+
+    ``minimum`` is the smallest device budget in bytes that works for what was asked.
+    """
+
+    def __init__(self, message: str, *, minimum: int) -> None:
+        super().__init__(message)
+        self.minimum = minimum
+
+
+class TraceError(PagerError):
+    """A file that cannot be read as a trace. The message names the place and the reason."""
+
+
+class PlanError(PagerError):
+    """A file that cannot be read as a plan, or a plan for another trace."""
+
+
+class HardwareError(PagerError):
+    """A hardware description that misses a value or holds an impossible one."""
+
+
+class PolicyRefusal(PagerError):  # noqa: N818 (an honest answer of a policy, not a fault)
+    """A policy that has no plan for this trace on this hardware, and says why."""

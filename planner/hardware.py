@@ -1,0 +1,150 @@
+"""The machine that a plan is for: tiers, rates, page size. TOML files and presets."""
+
+from __future__ import annotations
+
+import math
+import tomllib
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from .errors import HardwareError
+from .sizes import format_bytes, parse_bytes
+
+MIN_PAGE, MAX_PAGE = 64 << 10, 16 << 20
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """Sizes in bytes (``inf``: no limit), rates in bytes per second, latency in µs."""
+
+    device_bytes: float
+    host_bytes: float = 0
+    disk_bytes: float = 0
+    d2h_bytes_per_s: float = 15.754e9
+    h2d_bytes_per_s: float = 15.754e9
+    disk_read_bytes_per_s: float = 3.2e9
+    disk_write_bytes_per_s: float = 3.2e9
+    transfer_latency_us: float = 0.0
+    page_size: int = 2 << 20
+
+    def __post_init__(self) -> None:
+        for name, value in asdict(self).items():
+            if isinstance(value, bool) or not isinstance(value, int | float) or math.isnan(value):
+                raise HardwareError(f"{name} = {value!r} is not a number")
+            if value < 0:
+                raise HardwareError(f"{name} = {value!r} is negative")
+        for name in ("device_bytes", "page_size", *(n for n in _names() if n.endswith("_per_s"))):
+            if getattr(self, name) == 0:
+                raise HardwareError(f"{name} = 0: it must be more")
+        if not float(self.page_size).is_integer() or math.isinf(self.transfer_latency_us):
+            raise HardwareError(
+                f"page_size = {self.page_size} must be whole, "
+                f"transfer_latency_us = {self.transfer_latency_us} finite"
+            )
+
+    @property
+    def device_pages(self) -> float:
+        """Whole pages that fit (an int, or ``inf``)."""
+        return _pages(self.device_bytes, self.page_size)
+
+    @property
+    def host_pages(self) -> float:
+        return _pages(self.host_bytes, self.page_size)
+
+    @property
+    def disk_pages(self) -> float:
+        return _pages(self.disk_bytes, self.page_size)
+
+    def page_us(self, rate: str) -> float:
+        """µs that a page takes at ``rate`` (a field's name), alone and without latency."""
+        return self.page_size / float(getattr(self, rate)) * 1e6
+
+    def with_(self, **changes: Any) -> Hardware:
+        """A copy with some fields changed; ``None`` leaves a field as it is."""
+        return replace(self, **{name: v for name, v in changes.items() if v is not None})
+
+
+def _names() -> list[str]:
+    return [item.name for item in fields(Hardware)]
+
+
+def _pages(nbytes: float, page_size: int) -> float:
+    return math.inf if math.isinf(nbytes) else int(nbytes) // int(page_size)
+
+
+GiB = 1 << 30
+PRESETS = {
+    # As G10's authors assume, with our page size.
+    "g10": Hardware(40 * GiB, 128 * GiB, math.inf),
+    # Data sheets: link rates are what a copy reaches of PCIe 4 or 5 x16, disks one good NVMe drive.
+    "a100": Hardware(40 * GiB, 256 * GiB, math.inf, 25e9, 25e9, 6.5e9, 4e9, 10.0),
+    "h200": Hardware(141 * 10**9, 1024 * GiB, math.inf, 55e9, 55e9, 12e9, 8e9, 10.0),
+    "rtx4090": Hardware(24 * GiB, 64 * GiB, math.inf, 25e9, 25e9, 6.5e9, 5e9, 10.0),
+    "cpu": Hardware(8 * GiB, 16 * GiB, math.inf, 8e9, 8e9, 2e9, 1.5e9, 5.0),
+}
+
+
+def load_hardware(name_or_path: str | Path) -> Hardware:
+    """A preset by name, or a TOML file with the fields of :class:`Hardware`.
+
+    Raises ``HardwareError`` naming the file, the key and the remedy.
+    """
+    text = str(name_or_path)
+    if text in PRESETS:
+        return PRESETS[text]
+    path = Path(text)
+    try:
+        content = tomllib.loads(path.read_text())
+    except FileNotFoundError as error:
+        raise HardwareError(
+            f"--hardware {text}: no such file, and no preset of that name "
+            f"(presets: {', '.join(PRESETS)})"
+        ) from error
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise HardwareError(f"--hardware {text}: {error}") from error
+    return from_mapping(content, text)
+
+
+def from_mapping(content: dict[str, Any], where: str) -> Hardware:
+    """From a TOML or JSON object, called ``where`` in errors. The size "inf" has no limit."""
+    unknown = sorted(set(content) - set(_names()))
+    if unknown:
+        raise HardwareError(f"{where}: unknown key '{unknown[0]}' (known: {', '.join(_names())})")
+    if "device_bytes" not in content:
+        raise HardwareError(f"{where}: device_bytes is missing")
+    values: dict[str, Any] = {}
+    for name, value in content.items():
+        try:
+            values[name] = _number(name, value)
+        except (ValueError, TypeError) as error:
+            raise HardwareError(f"{where}: {error}") from error
+    try:
+        return Hardware(**values)
+    except HardwareError as error:
+        raise HardwareError(f"{where}: {error}") from error
+
+
+def _number(name: str, value: Any) -> Any:
+    if isinstance(value, str) and name != "transfer_latency_us":
+        return math.inf if value.strip().lower() == "inf" else parse_bytes(value, name)
+    return value
+
+
+def describe(hardware: Hardware) -> str:
+    """One line for people."""
+    tiers = (
+        f"{tier} {'unlimited' if math.isinf(size) else format_bytes(size)}"
+        for tier, size in (
+            ("device", hardware.device_bytes),
+            ("host", hardware.host_bytes),
+            ("disk", hardware.disk_bytes),
+        )
+    )
+    return (
+        f"{', '.join(tiers)}; link {hardware.d2h_bytes_per_s / 1e9:g} out, "
+        f"{hardware.h2d_bytes_per_s / 1e9:g} GB/s in; disk "
+        f"{hardware.disk_write_bytes_per_s / 1e9:g} write, "
+        f"{hardware.disk_read_bytes_per_s / 1e9:g} GB/s read; "
+        f"pages of {format_bytes(hardware.page_size)}, latency {hardware.transfer_latency_us:g} µs"
+    )

@@ -1,0 +1,1 @@
+"""Traces from public formats."""

@@ -1,0 +1,1 @@
+"""Dense packing of lifetimes into one arena; ``planner/offsets.py`` is the way in."""

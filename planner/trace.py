@@ -1,0 +1,156 @@
+"""One recorded iteration in memory: what every part of the planner reads.
+
+Columns, not objects: a trace has up to a million accesses. Tensors are numbered 0 … T−1 here in the
+order of their first access; ``tensor_ids`` has the numbers of the file, which plans use.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Ints = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float64]
+Bools = npt.NDArray[np.bool_]
+
+READ, WRITE, READWRITE = 1, 2, 3  # bit 1: reads, bit 2: writes
+ACCESS_NAMES = {READ: "read", WRITE: "write", READWRITE: "readwrite"}
+KINDS = ("parameter", "gradient", "optimizer", "activation", "input", "workspace")
+
+
+@dataclass(frozen=True, eq=False)
+class Trace:
+    """``ops`` in the order they run; ``accesses`` sorted by op, at most one per op and tensor is
+    not guaranteed (two rows may touch two page ranges).
+
+    Page ranges count within the tensor in pages of ``page_size`` bytes.
+    """
+
+    page_size: int
+    op_names: list[str]
+    op_start_us: Floats  # [ops]
+    op_duration_us: Floats  # [ops]
+    tensor_ids: Ints  # [tensors], as in the file and in plans
+    tensor_names: list[str | None]
+    tensor_bytes: Ints  # [tensors], > 0
+    tensor_kinds: list[str]
+    tensor_persistent: Bools  # [tensors]
+    access_op: Ints  # [accesses], not falling
+    access_tensor: Ints  # [accesses], index of a tensor
+    access_mode: npt.NDArray[np.int8]  # [accesses], READ, WRITE or READWRITE
+    access_first_page: Ints  # [accesses]
+    access_page_count: Ints  # [accesses]
+    source: str = ""
+    sha256: str = ""  # of the file that it was read from, or that it was written to
+    device: str = ""
+    metadata: dict[str, Any] = field(default_factory=dict)  # free keys
+
+    @property
+    def ops(self) -> int:
+        return len(self.op_names)
+
+    @property
+    def tensors(self) -> int:
+        return len(self.tensor_ids)
+
+    @cached_property
+    def ideal_us(self) -> float:
+        """Iteration time if nothing ever had to wait."""
+        return float(self.op_duration_us.sum())
+
+    @cached_property
+    def first_op(self) -> Ints:
+        """First op that touches each tensor, [tensors]."""
+        first = np.full(self.tensors, self.ops, np.int64)
+        np.minimum.at(first, self.access_tensor, self.access_op)
+        return first
+
+    @cached_property
+    def last_op(self) -> Ints:
+        """Last op that touches each tensor, [tensors]."""
+        last = np.full(self.tensors, -1, np.int64)
+        np.maximum.at(last, self.access_tensor, self.access_op)
+        return last
+
+    def pages(self, page_size: int) -> Ints:
+        """Pages of each tensor when a page has ``page_size`` bytes, [tensors]."""
+        return -(-self.tensor_bytes // page_size)
+
+    def access_ranges(self, page_size: int) -> tuple[Ints, Ints]:
+        """First page and end page (exclusive) of each access in pages of ``page_size`` bytes."""
+        first, count = self.access_first_page, self.access_page_count
+        if page_size == self.page_size:
+            return first, first + count
+        nbytes = self.tensor_bytes[self.access_tensor]
+        begin = first * self.page_size // page_size
+        end = -(-np.minimum((first + count) * self.page_size, nbytes) // page_size)
+        return begin, end
+
+    @cached_property
+    def access_offsets(self) -> Ints:
+        """Where each op's accesses begin, and the end: rows ``offsets[k]:offsets[k + 1]`` are op
+        k's, [ops + 1]."""
+        return np.searchsorted(self.access_op, np.arange(self.ops + 1)).astype(np.int64)
+
+    def name_of(self, tensor: int) -> str:
+        """The tensor's name, or its number in the file."""
+        return self.tensor_names[tensor] or f"tensor {self.tensor_ids[tensor]}"
+
+
+def make_trace(
+    tensors: list[tuple[int, int, bool]],
+    ops: list[tuple[str, float, list[int], list[int]]],
+    *,
+    page_size: int,
+    names: dict[int, str] | None = None,
+    kinds: dict[int, str] | None = None,
+    source: str = "",
+    device: str = "",
+    metadata: dict[str, Any] | None = None,
+) -> Trace:
+    """A trace from ``tensors`` (id, bytes, persistent) and ``ops`` (name, duration in µs, ids read,
+    ids written), run back to back, each access to a whole tensor. Tensors that no op touches are
+    left out."""
+    size = {identity: nbytes for identity, nbytes, _ in tensors}
+    persistent = {identity: lasting for identity, _, lasting in tensors}
+    index: dict[int, int] = {}
+    rows: list[tuple[int, int, int]] = []
+    for number, (_, _, reads, writes) in enumerate(ops):
+        modes: dict[int, int] = {}
+        for identity in reads:
+            modes[identity] = modes.get(identity, 0) | READ
+        for identity in writes:
+            modes[identity] = modes.get(identity, 0) | WRITE
+        for identity, mode in modes.items():
+            rows.append((number, index.setdefault(identity, len(index)), mode))
+    table = np.array(rows, np.int64).reshape(-1, 3)
+    ids = list(index)
+    nbytes = np.array([size[i] for i in ids], np.int64)
+    durations = np.array([op[1] for op in ops], np.float64)
+    starts = np.concatenate([[0.0], np.cumsum(durations)[:-1]]) if ops else durations
+    pages = -(-nbytes // page_size)
+    return Trace(
+        page_size=page_size,
+        op_names=[op[0] for op in ops],
+        op_start_us=starts,
+        op_duration_us=durations,
+        tensor_ids=np.array(ids, np.int64),
+        tensor_names=[(names or {}).get(i) for i in ids],
+        tensor_bytes=nbytes,
+        tensor_kinds=[
+            (kinds or {}).get(i, "parameter" if persistent[i] else "activation") for i in ids
+        ],
+        tensor_persistent=np.array([persistent[i] for i in ids], np.bool_),
+        access_op=table[:, 0].copy(),
+        access_tensor=table[:, 1].copy(),
+        access_mode=table[:, 2].astype(np.int8),
+        access_first_page=np.zeros(len(table), np.int64),
+        access_page_count=pages[table[:, 1]] if len(table) else np.zeros(0, np.int64),
+        source=source,
+        device=device,
+        metadata=metadata or {},
+    )
