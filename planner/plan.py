@@ -17,8 +17,8 @@ ACTIONS = ("out", "in", "drop")
 
 
 class Move(NamedTuple):
-    """``page_count`` pages of a tensor (its number in the trace file) from ``first_page`` on, queued
-    when op ``issue_op`` may start."""
+    """``page_count`` pages of a tensor (its number in the trace file) from ``first_page`` on,
+    queued when op ``issue_op`` may start."""
 
     tensor: int
     first_page: int
