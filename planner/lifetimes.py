@@ -1,0 +1,175 @@
+"""When tensors are used, when they are idle, and how much is live.
+
+A *segment* is a range of a tensor's pages that every access touches whole or not at all; most
+tensors are one. A *gap* (inactive period) is the time between two uses of a segment with at least
+one op in between. A *version* is what lies between two writes: within it a copy made below the
+device stays good. Op numbers are positions in the iteration; a gap that ends at op ``b`` of the next
+iteration has ``end = ops + b``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from .trace import WRITE, Bools, Ints, Trace
+
+
+@dataclass(frozen=True, eq=False)
+class Segments:
+    """Pages ``first_page`` to ``first_page + pages`` of ``tensor`` (index), per segment."""
+
+    tensor: Ints
+    first_page: Ints
+    pages: Ints
+
+
+@dataclass(frozen=True, eq=False)
+class Uses:
+    """Uses of segments, sorted by segment and op, one per segment and op."""
+
+    segment: Ints
+    op: Ints
+    writes: Bools
+
+
+@dataclass(frozen=True, eq=False)
+class Gaps:
+    """Sorted by version, and in the order of time within a version.
+
+    ``begin``: op of the last use before; ``end``: op of the next use after, ≥ ops if it is in the
+    next iteration. ``version``: number that gaps of one version share. ``lasting``: the version has
+    no write at all (a persistent segment that is only read), so a copy is good for ever.
+    """
+
+    segment: Ints
+    tensor: Ints
+    first_page: Ints
+    pages: Ints
+    begin: Ints
+    end: Ints
+    version: Ints
+    lasting: Bools
+
+    def __len__(self) -> int:
+        return len(self.begin)
+
+    def pick(self, which: npt.NDArray[np.bool_]) -> Gaps:
+        """Those where ``which`` is true."""
+        return Gaps(*(getattr(self, name)[which] for name in self.__dataclass_fields__))
+
+
+def segments(trace: Trace, page_size: int) -> tuple[Segments, Uses]:
+    """Cut tensors where accesses begin and end, and say which segments each op uses."""
+    first, last = trace.access_ranges(page_size)
+    count = trace.pages(page_size)
+    whole = (first == 0) & (last == count[trace.access_tensor])
+    split = np.unique(trace.access_tensor[~whole])
+    cuts: dict[int, Ints] = {}
+    for tensor in split.tolist():
+        mine = trace.access_tensor == tensor
+        edges = np.concatenate([[0, count[tensor]], first[mine], last[mine]])
+        cuts[tensor] = np.unique(edges)
+    pieces = np.ones(trace.tensors, np.int64)
+    for tensor, edges in cuts.items():
+        pieces[tensor] = len(edges) - 1
+    base = np.concatenate([[0], np.cumsum(pieces)])
+    tensor_of = np.repeat(np.arange(trace.tensors), pieces)
+    first_page, pages = np.zeros(len(tensor_of), np.int64), count[tensor_of]
+    for tensor, edges in cuts.items():
+        part = slice(base[tensor], base[tensor + 1])
+        first_page[part], pages[part] = edges[:-1], np.diff(edges)
+    in_one = pieces[trace.access_tensor] == 1
+    used = [base[trace.access_tensor[in_one]]]
+    ops = [trace.access_op[in_one]]
+    modes = [trace.access_mode[in_one]]
+    for row in np.flatnonzero(~in_one).tolist():
+        tensor = int(trace.access_tensor[row])
+        low, high = np.searchsorted(cuts[tensor], (first[row], last[row]))
+        span = np.arange(base[tensor] + low, base[tensor] + high)
+        used.append(span)
+        ops.append(np.full(len(span), trace.access_op[row]))
+        modes.append(np.full(len(span), trace.access_mode[row]))
+    uses = _merge(np.concatenate(used), np.concatenate(ops), np.concatenate(modes), trace.ops)
+    return Segments(tensor_of, first_page, pages), uses
+
+
+def _merge(segment: Ints, op: Ints, mode: npt.NDArray[np.int8], ops: int) -> Uses:
+    """Sort, and make one use of several in the same op."""
+    key = segment * max(ops, 1) + op
+    order = np.argsort(key, kind="stable")
+    key, writes = key[order], (mode[order] & WRITE) != 0
+    begins = np.flatnonzero(np.concatenate([[True], key[1:] != key[:-1]])) if len(key) else key
+    merged = np.logical_or.reduceat(writes, begins) if len(key) else writes
+    return Uses(segment[order][begins], op[order][begins], merged)
+
+
+def gaps(trace: Trace, page_size: int) -> Gaps:
+    """All gaps of a trace; of persistent segments also the one around the iteration's end."""
+    cut, uses = segments(trace, page_size)
+    total = len(cut.tensor)
+    begins = np.searchsorted(uses.segment, np.arange(total))
+    ends = np.searchsorted(uses.segment, np.arange(total), "right")
+    persistent = trace.tensor_persistent[cut.tensor]
+    after = np.concatenate([uses.op[1:], [0]]) if len(uses.op) else uses.op
+    is_last = np.zeros(len(uses.op), bool)
+    used = ends > begins
+    is_last[ends[used] - 1] = True
+    wraps = is_last & persistent[uses.segment]
+    after = np.where(wraps, uses.op[begins[uses.segment]] + trace.ops, after)
+    # Writes before and at each use, within its segment.
+    counted = np.cumsum(uses.writes)
+    before = np.concatenate([[0], counted])[begins]
+    number = counted - before[uses.segment]
+    total_writes = np.concatenate([[0], counted])[ends] - before
+    of_segment = total_writes[uses.segment]
+    cyclic = persistent[uses.segment] & (number == of_segment)
+    version = (
+        np.where(cyclic, 0, number) + (np.cumsum(total_writes + 1) - total_writes - 1)[uses.segment]
+    )
+    # In the version that wraps, what follows the last write comes before the iteration's begin.
+    late = cyclic & (of_segment > 0)
+    place = uses.op + np.where(persistent[uses.segment] & ~late, trace.ops, 0)
+    kept = np.flatnonzero((~is_last | wraps) & (after > uses.op + 1))
+    kept = kept[np.lexsort((place[kept], version[kept]))]
+    segment = uses.segment[kept]
+    return Gaps(
+        segment=segment,
+        tensor=cut.tensor[segment],
+        first_page=cut.first_page[segment],
+        pages=cut.pages[segment],
+        begin=uses.op[kept],
+        end=after[kept],
+        version=version[kept],
+        lasting=persistent[segment] & (of_segment[kept] == 0),
+    )
+
+
+def live_pages(trace: Trace, page_size: int) -> Ints:
+    """Pages that exist while each op runs, [ops]: all persistent tensors, and the others from the
+    first op that touches them to the last one."""
+    count = trace.pages(page_size)
+    change = np.zeros(trace.ops + 1, np.int64)
+    passing = ~trace.tensor_persistent
+    np.add.at(change, trace.first_op[passing], count[passing])
+    np.add.at(change, trace.last_op[passing] + 1, -count[passing])
+    return np.cumsum(change[:-1]) + int(count[trace.tensor_persistent].sum())
+
+
+def working_set_pages(trace: Trace, page_size: int) -> Ints:
+    """Pages that each op needs on the device at once, [ops]: what it accesses, and the tensors
+    that it is the first to touch whole."""
+    cut, uses = segments(trace, page_size)
+    need = np.bincount(uses.op, weights=cut.pages[uses.segment], minlength=trace.ops)
+    # A new tensor takes frames for all its pages, also those that the op does not touch.
+    tensor = cut.tensor[uses.segment]
+    new = (trace.first_op[tensor] == uses.op) & ~trace.tensor_persistent[tensor]
+    touched = np.bincount(
+        tensor[new], weights=cut.pages[uses.segment][new], minlength=trace.tensors
+    )
+    passing = np.flatnonzero(~trace.tensor_persistent)
+    rest = trace.pages(page_size)[passing] - touched[passing]
+    np.add.at(need, trace.first_op[passing], rest)
+    return need.astype(np.int64)

@@ -1,0 +1,304 @@
+"""The linear program: the least stall with which a trace can run inside the tiers.
+
+Time has two slots per step: the stall before it (its length y is a variable) and its run. Per slot
+and tier there are flows out (o) and in (i), in pages, and three stocks: queued to go out (q), on
+the tier below (e), and brought back before it is due (p). Each gap has z pages off the device per
+tier, of which w have to be written there first; the others have a good copy from an earlier gap of
+the same version. Only sums over gaps appear per slot, so there are some 20 variables per step and a
+few per gap.
+
+It bounds every plan that sends a page out at most once between two uses. Pages may be split, since a
+page is small against a tensor.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from ..trace import Floats, Ints
+from .problem import Problem
+
+MOVE_COST, DISK_WRITE_COST = 1e-5, 1e-5  # of a page, in the time that a page takes on the link
+
+
+@dataclass(frozen=True, eq=False)
+class Solution:
+    """``stall_us`` in all; per tier ``off`` pages by gap, and flows by slot (0: stall before step
+    0, 1: its run, …)."""
+
+    stall_us: float
+    step_stall_us: Floats
+    off: list[Floats]
+    flow_out: list[Floats]
+    flow_in: list[Floats]
+
+
+@dataclass
+class _Rows:
+    """Rows of a sparse matrix under construction, with right-hand sides."""
+
+    count: int = 0
+    row: list[Any] = field(default_factory=list)
+    column: list[Any] = field(default_factory=list)
+    value: list[Any] = field(default_factory=list)
+    right: list[Any] = field(default_factory=list)
+
+    def new(self, right: Any) -> Ints:
+        """Rows with these right-hand sides; their numbers."""
+        right = np.atleast_1d(np.asarray(right, np.float64))
+        self.right.append(right)
+        self.count += len(right)
+        return np.arange(self.count - len(right), self.count)
+
+    def add(self, row: Any, column: Any, value: float | Floats) -> None:
+        row, column = np.broadcast_arrays(row, column)
+        self.row.append(row.ravel())
+        self.column.append(column.ravel())
+        self.value.append(np.broadcast_to(np.asarray(value, np.float64), row.shape).ravel())
+
+    def matrix(self, columns: int) -> tuple[Any, Floats]:
+        from scipy.sparse import csr_matrix
+
+        if not self.count:
+            return None, np.zeros(0)
+        entries = (np.concatenate(self.row), np.concatenate(self.column))
+        shape = (self.count, columns)
+        matrix = csr_matrix((np.concatenate(self.value), entries), shape=shape)
+        return matrix, np.concatenate(self.right)
+
+
+class _Columns:
+    """Hands out variable numbers."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def new(self, number: int) -> Ints:
+        self.count += number
+        return np.arange(self.count - number, self.count)
+
+
+class _TierColumns:
+    def __init__(self, columns: _Columns, slots: int, gaps: int) -> None:
+        self.out, self.into = columns.new(slots), columns.new(slots)
+        self.queued, self.below, self.early = (columns.new(slots) for _ in range(3))
+        self.off, self.written = columns.new(gaps), columns.new(gaps)
+
+
+def solve(
+    problem: Problem,
+    *,
+    reserve_pages: float = 0,
+    copies_keep_slots: bool = False,
+    time_limit_s: float = 60,
+) -> Solution | None:
+    """``None`` if nothing is feasible. ``reserve_pages`` of the device are left free, and with
+    ``copies_keep_slots`` a copy holds its slot until its version ends: both for plans, not for the
+    bound."""
+    from scipy.optimize import linprog
+
+    if not problem.tiers or not len(problem.gaps):
+        return _nothing_moves(problem, reserve_pages)
+    builder = _Builder(problem, reserve_pages, copies_keep_slots)
+    equal, equal_right = builder.equal.matrix(builder.columns.count)
+    below, below_right = builder.below.matrix(builder.columns.count)
+    result = linprog(
+        builder.cost(),
+        A_ub=below,
+        b_ub=below_right,
+        A_eq=equal,
+        b_eq=equal_right,
+        bounds=builder.bounds(),
+        method="highs-ipm",
+        options={"time_limit": time_limit_s},
+    )
+    if result.x is None or result.status not in (0, 1):
+        return None
+    return builder.solution(result.x)
+
+
+def _nothing_moves(problem: Problem, reserve_pages: float) -> Solution | None:
+    if problem.steps and problem.live.max() > problem.device_pages - reserve_pages:
+        return None
+    slots = np.zeros(2 * problem.steps)
+    tiers = len(problem.tiers)
+    none = [np.zeros(len(problem.gaps))] * tiers
+    return Solution(0.0, np.zeros(problem.steps), none, [slots] * tiers, [slots] * tiers)
+
+
+class _Builder:
+    """Variables and rows. Time is in page-times of the link out, so that numbers are near 1."""
+
+    def __init__(self, problem: Problem, reserve_pages: float, copies_keep_slots: bool) -> None:
+        self.problem = problem
+        self.room = problem.device_pages - reserve_pages
+        self.equal, self.below, self.columns = _Rows(), _Rows(), _Columns()
+        steps, gaps = problem.steps, problem.gaps
+        self.slots = 2 * steps
+        self.stall = self.columns.new(steps)
+        self.parts = [_TierColumns(self.columns, self.slots, len(gaps)) for _ in problem.tiers]
+        self.released = (2 * (gaps.begin + 1)) % self.slots  # the stall after the last use
+        self.due = 2 * (gaps.end % steps) + 1  # the run of the next use
+        self.wraps = np.flatnonzero(gaps.end >= steps)
+        for part in self.parts:
+            self._stocks(part)
+            self._clean_copies(part)
+        self._sizes()
+        self._frames()
+        self._channels()
+        for tier, part in zip(problem.tiers, self.parts):
+            if np.isfinite(tier.pages):
+                self._slots_below(part, tier.pages, copies_keep_slots)
+
+    def _stocks(self, part: _TierColumns) -> None:
+        """What flows changes what is queued, below, early; all return to where they began."""
+        now = np.arange(self.slots)
+        then = (now + 1) % self.slots
+        zero = np.zeros(self.slots)
+        rows = self.equal
+        row = rows.new(zero)[then]  # queued' = queued + written of gaps that begin - out
+        rows.add(row, part.queued[then], 1)
+        rows.add(row, part.queued, -1)
+        rows.add(row, part.out, 1)
+        begin = row.min() + self.released
+        rows.add(begin, part.written, -1)
+        row = rows.new(zero)[then]  # below' = below + out + clean of gaps that begin - in
+        rows.add(row, part.below[then], 1)
+        rows.add(row, part.below, -1)
+        rows.add(row, part.out, -1)
+        rows.add(row, part.into, 1)
+        begin = row.min() + self.released
+        rows.add(begin, part.off, -1)
+        rows.add(begin, part.written, 1)
+        row = rows.new(zero)[then]  # early' = early + in - off of gaps that are due
+        rows.add(row, part.early[then], 1)
+        rows.add(row, part.early, -1)
+        rows.add(row, part.into, -1)
+        rows.add(row.min() + self.due, part.off, 1)
+        start = rows.new(0.0)  # when the iteration begins: what its wrapping gaps have off
+        rows.add(start, np.array([part.queued[0], part.below[0], part.early[0]]), 1)
+        rows.add(np.full(len(self.wraps), start), part.off[self.wraps], -1)
+
+    def _clean_copies(self, part: _TierColumns) -> None:
+        """Within a version what is off was written by this gap or an earlier one."""
+        gaps = self.problem.gaps
+        index = np.flatnonzero(~gaps.lasting)
+        if not len(index):
+            return
+        version = gaps.version[index]
+        first = np.searchsorted(version, version)  # sorted by version
+        row = self.below.new(np.zeros(len(index)))
+        self.below.add(row, part.off[index], 1)
+        lengths = np.arange(len(index)) - first + 1
+        rows = np.repeat(row, lengths)
+        offsets = np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+        self.below.add(rows, part.written[index[np.repeat(first, lengths) + offsets]], -1)
+
+    def _sizes(self) -> None:
+        row = self.below.new(self.problem.most)
+        for part in self.parts:
+            self.below.add(row, part.off, 1)
+            less = self.below.new(np.zeros(len(self.problem.gaps)))
+            self.below.add(less, part.written, 1)
+            self.below.add(less, part.off, -1)
+
+    def _frames(self) -> None:
+        """Resident pages fit, when a step begins to run and when it ends."""
+        run = np.arange(1, self.slots, 2)
+        right = self.room - self.problem.live
+        begin, end = self.below.new(right), self.below.new(right)
+        for part in self.parts:
+            self.below.add(begin, part.below[run], -1)
+            self.below.add(end, part.below[run], -1)
+            self.below.add(end, part.out[run], -1)
+            self.below.add(end, part.into[run], 1)
+            enough = self.below.new(np.zeros(self.slots))  # in ≤ below + out
+            self.below.add(enough, part.into, 1)
+            self.below.add(enough, part.below, -1)
+            self.below.add(enough, part.out, -1)
+
+    def _channels(self) -> None:
+        problem, unit = self.problem, 1 / self.problem.out_rate
+        stall, run = np.arange(0, self.slots, 2), np.arange(1, self.slots, 2)
+        for outward in (True, False):
+            link = problem.out_rate if outward else problem.in_rate
+            flows = [part.out if outward else part.into for part in self.parts]
+            limits = [(link, flows)]
+            for tier, flow in zip(problem.tiers, flows):
+                rate = tier.out_rate if outward else tier.in_rate
+                if rate < link:
+                    limits.append((rate, [flow]))
+            for rate, group in limits:
+                running = self.below.new(rate * problem.duration_us)
+                waiting = self.below.new(np.zeros(problem.steps))
+                for flow in group:
+                    self.below.add(running, flow[run], 1)
+                    self.below.add(waiting, flow[stall], 1)
+                self.below.add(waiting, self.stall, -rate * unit)
+
+    def _slots_below(self, part: _TierColumns, pages: float, copies_keep_slots: bool) -> None:
+        """What a tier holds: what is there now, or every copy until its version ends."""
+        if not copies_keep_slots:
+            for extra in (False, True):
+                row = self.below.new(np.full(self.slots, pages))
+                self.below.add(row, part.below, 1)
+                if extra:
+                    self.below.add(row, part.out, 1)
+                    self.below.add(row, part.into, -1)
+            return
+        gaps = self.problem.gaps
+        held = self.columns.new(self.slots)
+        now = np.arange(self.slots)
+        then = (now + 1) % self.slots
+        row = self.equal.new(np.zeros(self.slots))[then]
+        self.equal.add(row, held[then], 1)
+        self.equal.add(row, held, -1)
+        start = self.equal.new(0.0)
+        self.equal.add(start, held[:1], 1)
+        changing = np.flatnonzero(~gaps.lasting)
+        version = gaps.version[changing]
+        last = changing[np.searchsorted(version, version, "right") - 1]
+        taken, given = self.released[changing], self.due[last]
+        self.equal.add(row.min() + taken, part.written[changing], -1)
+        self.equal.add(row.min() + given, part.written[changing], 1)
+        across = changing[(taken > given) | (taken == 0)]
+        self.equal.add(np.full(len(across), start), part.written[across], -1)
+        lasting = np.flatnonzero(gaps.lasting)
+        top = self.below.new(np.full(self.slots, pages))
+        self.below.add(top, held, 1)
+        if len(lasting):
+            kinds, index = np.unique(gaps.version[lasting], return_inverse=True)
+            copies = self.columns.new(len(kinds))  # of segments that are only read
+            row = self.below.new(np.zeros(len(lasting)))
+            self.below.add(row, part.off[lasting], 1)
+            self.below.add(row, copies[index], -1)
+            self.below.add(np.repeat(top, len(kinds)), np.tile(copies, self.slots), 1)
+
+    def cost(self) -> Floats:
+        cost = np.zeros(self.columns.count)
+        cost[self.stall] = 1.0
+        for tier, part in zip(self.problem.tiers, self.parts):
+            cost[part.out] = MOVE_COST + (DISK_WRITE_COST if tier.index else 0.0)
+            cost[part.into] = MOVE_COST
+        return cost
+
+    def bounds(self) -> Floats:
+        bounds = np.zeros((self.columns.count, 2))
+        bounds[:, 1] = np.inf
+        for part in self.parts:  # a copy of what is only read was made in an earlier iteration
+            bounds[part.written[self.problem.gaps.lasting], 1] = 0.0
+        return bounds
+
+    def solution(self, x: Floats) -> Solution:
+        unit = 1 / self.problem.out_rate
+        stall = np.maximum(x[self.stall], 0) * unit
+        return Solution(
+            stall_us=float(stall.sum()),
+            step_stall_us=stall,
+            off=[np.maximum(x[part.off], 0) for part in self.parts],
+            flow_out=[np.maximum(x[part.out], 0) for part in self.parts],
+            flow_in=[np.maximum(x[part.into], 0) for part in self.parts],
+        )

@@ -1,0 +1,487 @@
+"""What the simulator knows of pages, tiers and queues at one instant."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+
+import numpy as np
+
+from .hardware import Hardware
+from .plan import Move, Plan, StartRun
+from .trace import Floats, Trace
+
+EPSILON_US = 1e-6  # what lies closer together happens at one instant
+NO_LIMIT = 1 << 60
+NONE, VALID, COMING, STALE = 0, 1, 2, 3  # a page's copy in a lower tier
+TIER_INDEX = {"host": 0, "disk": 1}
+Range = tuple[int, int]  # half-open
+
+
+class Infeasible(Exception):  # noqa: N818 (a verdict on a plan)
+    """The plan cannot be carried out; the message says what is wrong, and where."""
+
+
+def _limit(pages: float) -> int:
+    return NO_LIMIT if math.isinf(pages) else int(pages)
+
+
+class Pages:
+    """Every page of every tensor, numbered from 0 through all tensors, and the tiers' free room.
+
+    ``there``: usable by ops. ``going``: 1 + tier that it is on its way out to, still in its frame.
+    ``coming``: 1 + tier of an ``in`` queued for it. ``copies[tier]``: NONE, VALID, COMING (an
+    ``out`` is queued) or STALE (one is queued, and the page was written since).
+    """
+
+    unborn = NO_LIMIT
+
+    def __init__(self, trace: Trace, hardware: Hardware, plan: Plan) -> None:
+        self.trace = trace
+        self.page_size = hardware.page_size
+        self.count = trace.pages(hardware.page_size)
+        self.base = np.concatenate([[0], np.cumsum(self.count)])[:-1]
+        self._base: list[int] = self.base.tolist()
+        self._count: list[int] = self.count.tolist()
+        total = int(self.count.sum())
+        self.there = bytearray(total)
+        self.going = bytearray(total)
+        self.coming = bytearray(total)
+        self.copies = (bytearray(total), bytearray(total))
+        self.caps = (_limit(hardware.host_pages), _limit(hardware.disk_pages))
+        self.used = [0, 0]
+        self.used_peak = [0, 0]
+        self.frames = _limit(hardware.device_pages)
+        self.missing = [self.unborn] * trace.tensors
+        self.drops: dict[int, tuple[int, set[str]]] = {}  # page → tier, what it waits for
+        self.out_pages = self.in_pages = self.disk_pages = 0
+        self._owners = np.repeat(np.arange(trace.tensors), self.count).tolist()
+        self._index = {int(number): i for i, number in enumerate(trace.tensor_ids)}
+        self.moves = [self._known(move, f"moves[{i}]") for i, move in enumerate(plan.moves)]
+        self._lay_out(plan)
+
+    def _known(self, move: Move, where: str) -> Move:
+        """The move with the tensor's index for its number."""
+        if not 0 <= move.issue_op < self.trace.ops:
+            raise Infeasible(f"{where}: op {move.issue_op} is not one of {self.trace.ops}")
+        return move._replace(tensor=self._tensor(move, where))
+
+    def _tensor(self, run: Move | StartRun, where: str) -> int:
+        tensor = self._index.get(run.tensor)
+        if tensor is None:
+            raise Infeasible(f"{where}: the trace has no tensor {run.tensor}")
+        if not 0 <= run.first_page < run.first_page + run.page_count <= self._count[tensor]:
+            raise Infeasible(
+                f"{where}: pages {run.first_page} to {run.first_page + run.page_count} are not in "
+                f"'{self.trace.name_of(tensor)}', which has {self._count[tensor]}"
+            )
+        return tensor
+
+    def _lay_out(self, plan: Plan) -> None:
+        """The state in which the first iteration begins."""
+        start = np.zeros(len(self.there), np.int8)  # 1 + tier of persistent pages that are off
+        for index, run in enumerate(plan.start):
+            where = f"start[{index}]"
+            tensor = self._tensor(run, where)
+            if not self.trace.tensor_persistent[tensor]:
+                raise Infeasible(f"{where}: '{self.trace.name_of(tensor)}' is not persistent")
+            first = self._base[tensor] + run.first_page
+            part = start[first : first + run.page_count]
+            if part.any():
+                raise Infeasible(f"{where}: pages of '{self.trace.name_of(tensor)}' named twice")
+            part[:] = 1 + TIER_INDEX[run.tier]
+        self._start = start
+        self._lasting = np.repeat(self.trace.tensor_persistent, self.count)
+        resident = self._lasting & (start == 0)
+        self.there[:] = resident.astype(np.uint8).tobytes()
+        for tier, name in enumerate(TIER_INDEX):
+            self.copies[tier][:] = (start == 1 + tier).astype(np.uint8).tobytes()
+            self.used[tier] = self.used_peak[tier] = int((start == 1 + tier).sum())
+            if self.used[tier] > self.caps[tier]:
+                raise Infeasible(
+                    f"start: {self.used[tier]} pages are in the {name} tier, which holds "
+                    f"{self.caps[tier]}"
+                )
+        self.free = self.least_free = self.frames - int(resident.sum())
+        if self.free < 0:
+            raise Infeasible(
+                f"start: {self.frames - self.free} persistent pages are on the device, which holds "
+                f"{self.frames}"
+            )
+        for tensor in np.flatnonzero(self.trace.tensor_persistent).tolist():
+            first = self._base[tensor]
+            self.missing[tensor] = self.there.count(0, first, first + self._count[tensor])
+
+    def owner(self, page: int) -> int:
+        """The tensor that a page belongs to."""
+        return self._owners[page]
+
+    # -- frames and slots ------------------------------------------------------------------------
+    def take_frames(self, pages: int) -> None:
+        self.free -= pages
+        if self.free < self.least_free:
+            self.least_free = self.free
+
+    def take_slots(self, tier: int, pages: int) -> None:
+        self.used[tier] += pages
+        if self.used[tier] > self.used_peak[tier]:
+            self.used_peak[tier] = self.used[tier]
+
+    def peaks_bytes(self) -> tuple[int, int, int]:
+        """Most bytes ever held on the device, the host, the disk."""
+        peaks = (self.frames - self.least_free, *self.used_peak)
+        return peaks[0] * self.page_size, peaks[1] * self.page_size, peaks[2] * self.page_size
+
+    def start_counting(self) -> None:
+        self.out_pages = self.in_pages = self.disk_pages = 0
+
+    def counted_bytes(self) -> tuple[int, int, int]:
+        """Out, in and disk writes of the moves queued since ``start_counting``."""
+        size = self.page_size
+        return self.out_pages * size, self.in_pages * size, self.disk_pages * size
+
+    # -- ops -------------------------------------------------------------------------------------
+    def bear(self, tensor: int) -> None:
+        first, count = self._base[tensor], self._count[tensor]
+        self.take_frames(count)
+        self.there[first : first + count] = b"\1" * count
+        self.missing[tensor] = 0
+
+    def write(self, first: int, last: int) -> None:
+        """Copies below of pages ``first`` to ``last`` become void and give their slots back."""
+        for tier, copies in enumerate(self.copies):
+            valid = copies.count(VALID, first, last)
+            if valid == last - first:
+                copies[first:last] = bytes(valid)
+            elif valid or copies.find(COMING, first, last) >= 0:
+                after = {NONE: NONE, VALID: NONE, COMING: STALE, STALE: STALE}
+                copies[first:last] = bytes(after[copy] for copy in copies[first:last])
+            self.used[tier] -= valid
+
+    def die(self, tensor: int, queues: tuple[Queue, ...], now: float) -> None:
+        """Everything of ``tensor`` is given back, in every tier; moves of it still queued end."""
+        first = self._base[tensor]
+        last = first + self._count[tensor]
+        if any(self.going[first:last]) or any(self.coming[first:last]):
+            for queue in queues:
+                queue.cancel(first, last, now)
+        frames = self.there.count(1, first, last)
+        frames += last - first - self.going.count(0, first, last)
+        self.free += frames
+        blank = bytes(last - first)
+        for tier, copies in enumerate(self.copies):
+            self.used[tier] -= copies.count(VALID, first, last)
+            copies[first:last] = blank
+        self.there[first:last] = self.going[first:last] = self.coming[first:last] = blank
+        self.missing[tensor] = self.unborn
+        if self.drops:
+            self.drops = {g: d for g, d in self.drops.items() if not first <= g < last}
+
+    def check_coming(self, tensor: int, first: int, last: int, op: int) -> None:
+        """Every page of an op's access that is off the device has an ``in`` queued for it."""
+        page = self.there.find(0, first, last)
+        while page >= 0:
+            if not self.coming[page]:
+                raise Infeasible(
+                    f"op {op} '{self.trace.op_names[op]}' accesses page "
+                    f"{page - self._base[tensor]} of '{self.trace.name_of(tensor)}', which is off "
+                    "the device, with no 'in' queued for it"
+                )
+            page = self.there.find(0, page + 1, last)
+
+    def channel_of(self, first: int, last: int) -> str:
+        """Which queue the first missing page of a range comes through."""
+        page = self.there.find(0, first, last)
+        return "disk-in" if self.coming[page] == 2 else "host-in"
+
+    # -- moves -----------------------------------------------------------------------------------
+    def _range(self, move: Move) -> Range:
+        first = self._base[move.tensor] + move.first_page
+        return first, first + move.page_count
+
+    def _refuse(self, move: Move, page: int, why: str) -> Infeasible:
+        return Infeasible(
+            f"'{move.action}' at op {move.issue_op}: page {page - self._base[move.tensor]} of "
+            f"'{self.trace.name_of(move.tensor)}' {why}"
+        )
+
+    def queue_out(self, move: Move) -> list[Range]:
+        """Pages become lost to ops; the ranges that must be transferred."""
+        first, last = self._range(move)
+        page = self.there.find(0, first, last)
+        if page >= 0:
+            raise self._refuse(move, page, "is not on the device")
+        tier = TIER_INDEX[move.tier]
+        copies = self.copies[tier]
+        todo = _runs_without(copies, VALID, first, last)
+        self.there[first:last] = bytes(last - first)
+        self.missing[move.tensor] += last - first
+        self.free += last - first
+        for a, b in todo:
+            if any(self.going[a:b]):
+                raise self._refuse(move, a, "is still on its way out")
+            self.free -= b - a
+            copies[a:b] = bytes([COMING]) * (b - a)
+            self.going[a:b] = bytes([1 + tier]) * (b - a)
+            self.out_pages += b - a
+            self.disk_pages += (b - a) * tier
+        return todo
+
+    def queue_in(self, move: Move) -> list[Range]:
+        first, last = self._range(move)
+        if self.missing[move.tensor] >= self.unborn:
+            raise self._refuse(move, first, "does not exist then")
+        page = self.there.find(1, first, last)
+        if page >= 0:
+            raise self._refuse(move, page, "is on the device already")
+        if any(self.coming[first:last]):
+            raise self._refuse(move, first, "has another 'in' queued")
+        tier = TIER_INDEX[move.tier]
+        for state in (NONE, STALE):
+            page = self.copies[tier].find(state, first, last)
+            if page >= 0:
+                raise self._refuse(move, page, f"has no copy in the {move.tier} tier")
+        self.coming[first:last] = bytes([1 + tier]) * (last - first)
+        self.in_pages += last - first
+        return [(first, last)]
+
+    def drop(self, move: Move) -> None:
+        first, last = self._range(move)
+        tier = TIER_INDEX[move.tier]
+        for page in range(first, last):
+            waits = {
+                name for name, state in (("out", self.going), ("in", self.coming)) if state[page]
+            }
+            if waits:
+                self.drops[page] = (tier, waits)
+            elif self.copies[tier][page] == VALID:
+                self._drop_now(page, tier)
+
+    def _drop_now(self, page: int, tier: int) -> None:
+        if not self.there[page] and self.copies[1 - tier][page] != VALID:
+            tensor = self.owner(page)
+            raise Infeasible(
+                f"'drop' of the only copy of page {page - self._base[tensor]} of "
+                f"'{self.trace.name_of(tensor)}'"
+            )
+        if self.copies[tier][page] == VALID:
+            self.copies[tier][page] = NONE
+            self.used[tier] -= 1
+
+    def arrived(self, page: int, what: str) -> None:
+        """A drop that waited for this arrival takes place if it was the last."""
+        waiting = self.drops.get(page)
+        if waiting is None:
+            return
+        waiting[1].discard(what)
+        if not waiting[1]:
+            del self.drops[page]
+            self._drop_now(page, waiting[0])
+
+    # -- the end of an iteration -----------------------------------------------------------------
+    def check_end(self) -> None:
+        """When all queued moves have arrived, persistent pages are where ``start`` has them."""
+        there = np.frombuffer(self.there, np.uint8) | (np.frombuffer(self.coming, np.uint8) > 0)
+        off = self._lasting & (there == 0)
+        wrong = off != (self._start > 0)
+        for tier in (0, 1):
+            copy = np.frombuffer(self.copies[tier], np.uint8)
+            wrong |= off & (self._start == 1 + tier) & (copy != VALID) & (copy != COMING)
+        if wrong.any():
+            page = int(np.flatnonzero(wrong)[0])
+            tensor = self.owner(page)
+            tier = int(self._start[page])
+            place = ("on the device", "in the host tier", "in the disk tier")[tier]
+            raise Infeasible(
+                f"at the end of the iteration page {page - self._base[tensor]} of "
+                f"'{self.trace.name_of(tensor)}' is not {place}, as 'start' has it"
+            )
+
+
+def _runs_without(copies: bytearray, state: int, first: int, last: int) -> list[Range]:
+    """The ranges of ``first`` to ``last`` whose pages are not in ``state``."""
+    matching = copies.count(state, first, last)
+    if matching == 0:
+        return [(first, last)]
+    if matching == last - first:
+        return []
+    other = np.frombuffer(copies, np.uint8)[first:last] != state
+    edges = np.flatnonzero(np.diff(np.concatenate([[False], other, [False]]).astype(np.int8)))
+    return [(first + int(a), first + int(b)) for a, b in edges.reshape(-1, 2)]
+
+
+class Queue:
+    """One first-in first-out queue of a direction: its moves, and the page that is moving.
+
+    ``event_us``: when the moving page arrives or the head's latency is over; ``inf`` if neither.
+    """
+
+    __slots__ = (
+        "_end", "_fresh", "_left", "_page", "_pages", "_ready_us", "_since", "alone_us", "entries",
+        "event_us", "is_out", "latency_us", "moving", "name", "pace_us", "tier",
+    )  # fmt: skip
+
+    def __init__(
+        self, name: str, tier: int, is_out: bool, alone_us: float, latency_us: float, pages: Pages
+    ) -> None:
+        self.name, self.tier, self.is_out = name, tier, is_out
+        self.alone_us = alone_us  # of a page while nothing shares the link
+        self.latency_us = latency_us
+        self.entries: deque[deque[Range]] = deque()  # moves; each the ranges still to be moved
+        self.moving = False
+        self.event_us = math.inf
+        self.pace_us = alone_us
+        self._pages = pages
+        self._page = self._end = 0  # the head's next page, and the end of its range
+        self._ready_us = 0.0
+        self._since = self._left = 0.0
+        self._fresh = False
+
+    def append(self, todo: list[Range], now: float) -> None:
+        self.entries.append(deque(todo))
+        if len(self.entries) == 1:
+            self._new_head(now)
+
+    def _new_head(self, now: float) -> None:
+        self._page, self._end = self.entries[0].popleft()
+        self._ready_us = now + self.latency_us
+
+    def begin(self, now: float) -> None:
+        """The head's next page starts moving, if nothing holds it up."""
+        if now < self._ready_us - EPSILON_US:
+            self.event_us = self._ready_us
+            return
+        pages = self._pages
+        if self.is_out:
+            if pages.used[self.tier] >= pages.caps[self.tier]:
+                return
+            pages.take_slots(self.tier, 1)
+        else:
+            if pages.free <= 0 or pages.copies[self.tier][self._page] != VALID:
+                return
+            pages.take_frames(1)
+        self.moving = self._fresh = True
+
+    def set_pace(self, pace_us: float, now: float) -> None:
+        """µs for a whole page from now on; also for the rest of the one that is moving."""
+        if self._fresh:
+            self._fresh = False
+            self._left = 1.0
+        elif pace_us == self.pace_us:
+            return
+        else:
+            self._left -= (now - self._since) / self.pace_us
+        self.pace_us = pace_us
+        self._since = now
+        self.event_us = now + self._left * pace_us if pace_us < math.inf else math.inf
+
+    def arrive(self) -> None:
+        """The moving page is there; the head is then the next page."""
+        now = self.event_us
+        page = self._page
+        pages = self._pages
+        self.moving = False
+        self.event_us = math.inf
+        self._page = page + 1
+        if self._page == self._end:
+            self._next_range(now)
+        self._land(page, page + 1)
+        if pages.drops:
+            pages.arrived(page, "out" if self.is_out else "in")
+
+    def _next_range(self, now: float) -> None:
+        if self.entries[0]:
+            self._page, self._end = self.entries[0].popleft()
+            return
+        self.entries.popleft()
+        if self.entries:
+            self._new_head(now)
+
+    def _land(self, first: int, last: int) -> None:
+        """Pages ``first`` to ``last`` have arrived."""
+        pages = self._pages
+        count = last - first
+        if self.is_out:
+            pages.free += count
+            pages.going[first:last] = bytes(count)
+            copies = pages.copies[self.tier]
+            if copies.find(STALE, first, last) < 0:
+                copies[first:last] = bytes([VALID]) * count
+                return
+            for page in range(first, last):
+                stale = copies[page] == STALE
+                copies[page] = NONE if stale else VALID
+                pages.used[self.tier] -= stale
+            return
+        pages.there[first:last] = b"\1" * count
+        pages.coming[first:last] = bytes(count)
+        pages.missing[pages.owner(first)] -= count
+
+    def cancel(self, first: int, last: int, now: float) -> None:
+        """Moves of pages ``first`` to ``last`` end; what the moving page took is given back."""
+        kept: deque[deque[Range]] = deque()
+        for index, entry in enumerate(self.entries):
+            head = index == 0
+            mine = self._page if head else entry[0][0]
+            if first <= mine < last:
+                if head:
+                    self._stop()
+                continue
+            kept.append(entry)
+        changed_head = bool(self.entries) and (not kept or kept[0] is not self.entries[0])
+        self.entries = kept
+        if changed_head and kept:
+            self._new_head(now)
+
+    def _stop(self) -> None:
+        if self.moving:
+            if self.is_out:
+                self._pages.used[self.tier] -= 1
+            else:
+                self._pages.free += 1
+        self.moving = False
+        self.event_us = math.inf
+
+    def why_blocked(self) -> str:
+        pages = self._pages
+        tensor = pages.owner(self._page)
+        what = f"the {self.name} queue waits with '{pages.trace.name_of(tensor)}'"
+        if self.is_out:
+            return f"{what} for a free slot"
+        if pages.copies[self.tier][self._page] != VALID:
+            return f"{what} for its copy"
+        return f"{what} for a free frame"
+
+    # -- many pages at once ----------------------------------------------------------------------
+    def last_page_us(self) -> float:
+        """When the last page of the moving range arrives if nothing changes."""
+        return self.event_us + (self._end - 1 - self._page) * self.pace_us
+
+    def pages_before(self, limit_us: float) -> int:
+        """Pages that arrive clearly before ``limit_us``; as many begin after them."""
+        span = limit_us - 3 * EPSILON_US - self.event_us
+        if span < 0 or math.isinf(self.pace_us):
+            return 0
+        return min(int(span / self.pace_us) + 1, self._end - 1 - self._page)
+
+    def arrivals_us(self, count: int) -> Floats:
+        """When the next ``count`` pages arrive if nothing changes."""
+        return np.arange(count, dtype=np.float64) * self.pace_us + self.event_us
+
+    def can_coast(self, count: int) -> bool:
+        pages = self._pages
+        if self.is_out:
+            return pages.used[self.tier] + count <= pages.caps[self.tier]
+        following = pages.copies[self.tier][self._page + 1 : self._page + 1 + count]
+        return following.count(VALID) == count
+
+    def coast(self, count: int) -> None:
+        """``count`` pages arrive, and the one after them is moving."""
+        first, last = self._page, self._page + count
+        self._land(first, last)
+        if self.is_out:
+            self._pages.take_slots(self.tier, count)
+        self._page = last
+        begin = self.event_us + (count - 1) * self.pace_us
+        self._since, self._left = begin, 1.0
+        self.event_us = begin + self.pace_us
