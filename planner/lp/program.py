@@ -7,8 +7,8 @@ tier, of which w have to be written there first; the others have a good copy fro
 the same version. Only sums over gaps appear per slot, so there are some 20 variables per step and a
 few per gap.
 
-It bounds every plan that sends a page out at most once between two uses. Pages may be split, since a
-page is small against a tensor.
+It bounds every plan that sends a page out at most once between two uses. Pages may be split: a page
+is small against a tensor.
 """
 
 from __future__ import annotations
@@ -26,14 +26,17 @@ MOVE_COST, DISK_WRITE_COST = 1e-5, 1e-5  # of a page, in the time that a page ta
 
 @dataclass(frozen=True, eq=False)
 class Solution:
-    """``stall_us`` in all; per tier ``off`` pages by gap, and flows by slot (0: stall before step
-    0, 1: its run, …)."""
+    """``stall_us`` in all; per tier ``off`` pages by gap, flows by slot (0: stall before step 0,
+    1: its run, …), and of the pages whose gap crosses the iteration's begin those that are back
+    early then and those that are below."""
 
     stall_us: float
     step_stall_us: Floats
     off: list[Floats]
     flow_out: list[Floats]
     flow_in: list[Floats]
+    early_at_start: list[float]
+    below_at_start: list[float]
 
 
 @dataclass
@@ -126,7 +129,9 @@ def _nothing_moves(problem: Problem, reserve_pages: float) -> Solution | None:
     slots = np.zeros(2 * problem.steps)
     tiers = len(problem.tiers)
     none = [np.zeros(len(problem.gaps))] * tiers
-    return Solution(0.0, np.zeros(problem.steps), none, [slots] * tiers, [slots] * tiers)
+    flows = [slots] * tiers
+    at_start = [0.0] * tiers
+    return Solution(0.0, np.zeros(problem.steps), none, flows, flows, at_start, at_start)
 
 
 class _Builder:
@@ -142,7 +147,7 @@ class _Builder:
         self.parts = [_TierColumns(self.columns, self.slots, len(gaps)) for _ in problem.tiers]
         self.released = (2 * (gaps.begin + 1)) % self.slots  # the stall after the last use
         self.due = 2 * (gaps.end % steps) + 1  # the run of the next use
-        self.wraps = np.flatnonzero(gaps.end >= steps)
+        self.wraps = np.flatnonzero((gaps.end >= steps) & (gaps.begin + 1 < steps))
         for part in self.parts:
             self._stocks(part)
             self._clean_copies(part)
@@ -154,8 +159,9 @@ class _Builder:
                 self._slots_below(part, tier.pages, copies_keep_slots)
 
     def _stocks(self, part: _TierColumns) -> None:
-        """What flows changes what is queued, below, early; all return to where they began."""
+        """Stocks when a slot begins, before what it releases; all return to where they began."""
         now = np.arange(self.slots)
+        freed = (self.released + 1) % self.slots
         then = (now + 1) % self.slots
         zero = np.zeros(self.slots)
         rows = self.equal
@@ -163,14 +169,14 @@ class _Builder:
         rows.add(row, part.queued[then], 1)
         rows.add(row, part.queued, -1)
         rows.add(row, part.out, 1)
-        begin = row.min() + self.released
+        begin = row.min() + freed
         rows.add(begin, part.written, -1)
         row = rows.new(zero)[then]  # below' = below + out + clean of gaps that begin - in
         rows.add(row, part.below[then], 1)
         rows.add(row, part.below, -1)
         rows.add(row, part.out, -1)
         rows.add(row, part.into, 1)
-        begin = row.min() + self.released
+        begin = row.min() + freed
         rows.add(begin, part.off, -1)
         rows.add(begin, part.written, 1)
         row = rows.new(zero)[then]  # early' = early + in - off of gaps that are due
@@ -301,4 +307,6 @@ class _Builder:
             off=[np.maximum(x[part.off], 0) for part in self.parts],
             flow_out=[np.maximum(x[part.out], 0) for part in self.parts],
             flow_in=[np.maximum(x[part.into], 0) for part in self.parts],
+            early_at_start=[float(x[part.early[0]]) for part in self.parts],
+            below_at_start=[float(x[part.below[0]]) for part in self.parts],
         )
