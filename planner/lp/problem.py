@@ -81,31 +81,43 @@ def _tiers(hardware: Hardware) -> tuple[Tier, ...]:
     return tuple(tier for tier in (host, disk) if tier.pages > 0)
 
 
-def merged(problem: Problem, steps: int) -> Problem:
-    """The same with neighbouring steps joined, about ``steps`` of them of equal duration each.
+def merged(problem: Problem, steps: int, *, relaxed: bool) -> tuple[Problem, Ints]:
+    """The same with neighbouring steps joined to at most ``steps`` buckets, and the first step of
+    each bucket.
 
-    A relaxation: of the ops in a bucket only the one with the fewest live pages counts, a gap may
-    begin and end anywhere in its buckets, and gaps within one bucket are left out.
+    ``relaxed`` (for a bound): a gap may use all of the buckets that it begins and ends in, and of a
+    bucket's steps the one with the fewest live pages counts. Else (for a plan) it may use neither,
+    and the step with the most counts.
     """
-    if problem.steps <= steps:
-        return problem
-    ends = np.cumsum(problem.duration_us)
-    total = ends[-1] if ends[-1] > 0 else 1.0
-    # Half by time, half by number, so that neither long nor many short ops end up in one bucket.
-    place = ends / total + np.arange(1, problem.steps + 1) / problem.steps
-    bucket = np.minimum((place / 2 * steps).astype(np.int64), steps - 1)
-    _, bucket = np.unique(bucket, return_inverse=True)
-    count = int(bucket[-1]) + 1
-    begins = np.searchsorted(bucket, np.arange(count))
-    old, ops = problem.gaps, problem.steps
-    begin = bucket[old.begin]
-    end = bucket[old.end % ops] + np.where(old.end >= ops, count, 0)
-    kept = end > begin
-    picked = old.pick(kept)
-    return replace(
+    first = _buckets(problem.duration_us, steps)
+    count = len(first)
+    bucket = np.repeat(np.arange(count), np.diff(np.append(first, problem.steps)))
+    gaps, ops = problem.gaps, problem.steps
+    begin = bucket[gaps.begin]
+    end = bucket[gaps.end % ops] + np.where(gaps.end >= ops, count, 0)
+    if relaxed:
+        begin = begin - 1
+        end = np.minimum(end + 1, begin + count)
+    kept = end > begin + 1
+    extreme = np.minimum if relaxed else np.maximum
+    joined = replace(
         problem,
-        duration_us=np.add.reduceat(problem.duration_us, begins),
-        live=np.minimum.reduceat(problem.live, begins),
-        gaps=replace(picked, begin=begin[kept], end=end[kept]),
+        duration_us=np.add.reduceat(problem.duration_us, first),
+        live=extreme.reduceat(problem.live, first),
+        gaps=replace(gaps, begin=begin, end=end).pick(kept),
         most=problem.most[kept],
     )
+    return joined, first
+
+
+def _buckets(duration_us: Floats, steps: int) -> Ints:
+    """First steps of at most ``steps`` buckets: half by time and half by number, so that neither
+    long steps nor many short ones end up in one."""
+    number = len(duration_us)
+    if number <= steps:
+        return np.arange(number)
+    ends = np.cumsum(duration_us)
+    share = ends / ends[-1] if ends[-1] > 0 else 0.0
+    place = (share + np.arange(1, number + 1) / number) / 2
+    bucket = np.minimum((place * steps).astype(np.int64), steps - 1)
+    return np.unique(bucket, return_index=True)[1].astype(np.int64)

@@ -98,29 +98,45 @@ def solve(
     copies_keep_slots: bool = False,
     time_limit_s: float = 60,
 ) -> Solution | None:
-    """``None`` if nothing is feasible. ``reserve_pages`` of the device are left free, and with
-    ``copies_keep_slots`` a copy holds its slot until its version ends: both for plans, not for the
-    bound."""
-    from scipy.optimize import linprog
-
+    """``None`` if nothing is feasible, or nothing was found in time. ``reserve_pages`` of the
+    device are left free, and with ``copies_keep_slots`` a copy holds its slot until its version
+    ends: both for plans, not for the bound."""
     if not problem.tiers or not len(problem.gaps):
         return _nothing_moves(problem, reserve_pages)
-    builder = _Builder(problem, reserve_pages, copies_keep_slots)
+    builder = _Builder(problem, problem.device_pages - reserve_pages, copies_keep_slots)
+    x = _run(builder, builder.cost(), time_limit_s)
+    return None if x is None else builder.solution(x)
+
+
+def least_device_pages(problem: Problem, time_limit_s: float = 60) -> float | None:
+    """Fewest pages of device memory with which anything runs, however slowly; ``None`` if the
+    tiers below are too small for every device."""
+    if not problem.tiers or not len(problem.gaps):
+        return float(problem.live.max()) if problem.steps else 0.0
+    builder = _Builder(problem, None, copies_keep_slots=True)
+    cost = np.zeros(builder.columns.count)
+    cost[builder.device] = 1.0
+    x = _run(builder, cost, time_limit_s)
+    return None if x is None else float(x[builder.device])
+
+
+def _run(builder: _Builder, cost: Floats, time_limit_s: float) -> Floats | None:
+    from scipy.optimize import linprog
+
     equal, equal_right = builder.equal.matrix(builder.columns.count)
     below, below_right = builder.below.matrix(builder.columns.count)
     result = linprog(
-        builder.cost(),
+        cost,
         A_ub=below,
         b_ub=below_right,
         A_eq=equal,
         b_eq=equal_right,
         bounds=builder.bounds(),
         method="highs-ipm",
-        options={"time_limit": time_limit_s},
+        options={"time_limit": max(time_limit_s, 1.0)},
     )
-    if result.x is None or result.status not in (0, 1):
-        return None
-    return builder.solution(result.x)
+    x: Floats | None = result.x
+    return x if result.status == 0 else None
 
 
 def _nothing_moves(problem: Problem, reserve_pages: float) -> Solution | None:
@@ -137,10 +153,14 @@ def _nothing_moves(problem: Problem, reserve_pages: float) -> Solution | None:
 class _Builder:
     """Variables and rows. Time is in page-times of the link out, so that numbers are near 1."""
 
-    def __init__(self, problem: Problem, reserve_pages: float, copies_keep_slots: bool) -> None:
+    def __init__(
+        self, problem: Problem, device_pages: float | None, copies_keep_slots: bool
+    ) -> None:
+        """``device_pages``: ``None`` makes them a variable, ``device``."""
         self.problem = problem
-        self.room = problem.device_pages - reserve_pages
+        self.room = device_pages
         self.equal, self.below, self.columns = _Rows(), _Rows(), _Columns()
+        self.device = int(self.columns.new(1)[0])
         steps, gaps = problem.steps, problem.gaps
         self.slots = 2 * steps
         self.stall = self.columns.new(steps)
@@ -214,8 +234,10 @@ class _Builder:
     def _frames(self) -> None:
         """Resident pages fit, when a step begins to run and when it ends."""
         run = np.arange(1, self.slots, 2)
-        right = self.room - self.problem.live
+        right = (self.room or 0.0) - self.problem.live
         begin, end = self.below.new(right), self.below.new(right)
+        if self.room is None:
+            self.below.add(np.concatenate([begin, end]), self.device, -1)
         for part in self.parts:
             self.below.add(begin, part.below[run], -1)
             self.below.add(end, part.below[run], -1)

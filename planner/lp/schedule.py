@@ -146,7 +146,7 @@ class _Assignment:
             if due <= now + 1:  # too late to be of use: it stays on the device
                 heapq.heappop(self.to_go)
                 continue
-            take = min(count, int(credit + 0.5))
+            take = min(count, int(credit + 0.999))
             if take <= 0:
                 return credit
             credit -= take
@@ -161,7 +161,7 @@ class _Assignment:
     def _bring(self, now: int, credit: float) -> float:
         while self.to_come:
             due, gap, first, count = self.to_come[0]
-            take = count if due <= now else min(count, int(credit + 0.5))
+            take = count if due <= now else min(count, int(credit + 1e-6))
             if take <= 0:
                 return credit
             credit -= take
@@ -190,9 +190,10 @@ class _Assignment:
 
 # -- moves ---------------------------------------------------------------------------------------
 def to_moves(
-    trace: Trace, problem: Problem, schedule: Schedule
+    trace: Trace, problem: Problem, schedule: Schedule, first_op: Ints
 ) -> tuple[list[Move], list[StartRun]]:
-    """Moves in queue order, and the pages that are off the device when an iteration begins."""
+    """Moves in queue order, and the pages that are off the device when an iteration begins.
+    ``first_op``: of each step."""
     keyed: list[tuple[int, int, int, Move]] = []
     start: list[StartRun] = []
     steps = problem.steps
@@ -208,13 +209,14 @@ def to_moves(
         for order, chunk in enumerate(schedule.outs[part]):
             run = _pages(trace, problem, chunk, from_back)
             step = chunk.step % steps
-            keyed.append((step, 0, order, Move(*run, name, "out", step)))
+            keyed.append((step, 0, order, Move(*run, name, "out", int(first_op[step]))))
         for order, chunk in enumerate(schedule.ins[part]):
             run = _pages(trace, problem, chunk, from_back)
             step = chunk.step % steps
-            keyed.append((step, 1, int(ends[chunk.gap]) - chunk.step, Move(*run, name, "in", step)))
+            op = int(first_op[step])
+            keyed.append((step, 1, int(ends[chunk.gap]) - chunk.step, Move(*run, name, "in", op)))
             if drops[part][chunk.gap]:
-                keyed.append((step, 2, order, Move(*run, name, "drop", step)))
+                keyed.append((step, 2, order, Move(*run, name, "drop", op)))
     keyed.sort(key=lambda entry: entry[:3])
     return [entry[3] for entry in keyed], start
 

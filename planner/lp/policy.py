@@ -1,0 +1,276 @@
+"""Policy ``lp``: the linear program's plan, and how far it is from the bound.
+
+The program (DESIGN: the planner) says how many pages of each gap are off the device where, and the
+flows through time; ``schedule`` gives the flows to pages. One solution serves both as the bound and
+as the first plan. Where that plan does not run as well as the bound says, the program is solved
+again with some of the device left free, with copies that hold their slots, or without gaps that are
+too short to be worth it, and the plan that is fastest in the simulator is kept.
+
+Where it differs from a bound over all plans: a page goes out at most once between two uses, and the
+latency of transfers is not in the program (the simulator has it).
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import NoReturn
+
+import numpy as np
+
+from ..errors import InfeasibleBudget, PolicyRefusal
+from ..hardware import Hardware
+from ..lifetimes import live_pages, working_set_pages
+from ..plan import Bound, Plan
+from ..simulation import Simulation
+from ..simulator import simulate
+from ..sizes import format_bytes
+from ..trace import Ints, Trace
+from .problem import Problem, make_problem, merged
+from .program import Solution, least_device_pages, solve
+from .schedule import make_schedule, to_moves
+
+Progress = Callable[[str, float], None]
+GOOD_ENOUGH = 99.5  # percent of the bound at which the search ends
+FULL_SECONDS, QUICK_SECONDS = 50.0, 12.0
+MAX_STEPS, QUICK_STEPS = 2500, 1600  # above, steps are merged
+MAX_GAPS = 25_000  # the largest, by pages times duration
+
+
+@dataclass(frozen=True)
+class _Settings:
+    """How a program for a plan differs from the one for the bound."""
+
+    reserve_pages: int = 0
+    copies_keep_slots: bool = False
+    shortest: float = 0.0  # gaps shorter than this many times their transfer time are left out
+
+
+@dataclass(frozen=True, eq=False)
+class _Candidate:
+    plan: Plan
+    simulation: Simulation
+
+
+def plan(
+    trace: Trace, hardware: Hardware, *, quick: bool = False, progress: Progress | None = None
+) -> Plan:
+    """The fastest plan found, with ``predicted``, ``bound`` and the settings that gave it.
+
+    ``quick`` looks at fewer programs. ``progress(what, share done)`` is called now and then.
+
+    Raises ``InfeasibleBudget`` with the smallest device budget that works, and ``PolicyRefusal``
+    where the tiers below the device are too small for any.
+    """
+    search = _Search(trace, hardware, quick, progress or (lambda what, share: None))
+    return search.run()
+
+
+def bound(trace: Trace, hardware: Hardware, *, quick: bool = False) -> float:
+    """Iteration time in µs that no plan beats (see above for what it is a bound over). Raises as
+    :func:`plan` does."""
+    search = _Search(trace, hardware, quick, lambda what, share: None)
+    if search.fits:
+        return trace.ideal_us
+    search.check_budget()
+    solution = search.solve_bound()
+    return trace.ideal_us + (solution.stall_us if solution else 0.0)
+
+
+class _Search:
+    def __init__(self, trace: Trace, hardware: Hardware, quick: bool, progress: Progress) -> None:
+        self.trace, self.hardware = trace, hardware
+        self.quick, self.progress = quick, progress
+        self.until = time.monotonic() + (QUICK_SECONDS if quick else FULL_SECONDS)
+        self.limit = QUICK_STEPS if quick else MAX_STEPS
+        self.live = live_pages(trace, hardware.page_size)
+        self.fits = not trace.ops or bool(self.live.max() <= hardware.device_pages)
+        if not self.fits:
+            self.problem = make_problem(trace, hardware)
+
+    def run(self) -> Plan:
+        if self.fits:
+            empty = self._plan_of([], [])
+            simulation = simulate(self.trace, self.hardware, empty)
+            limit = Bound(self.trace.ideal_us, 100.0)
+            return replace(empty, predicted=simulation.predicted, bound=limit)
+        self.check_budget()
+        self.progress("solving for the bound", 0.0)
+        solution = self.solve_bound()
+        if solution is None:
+            self._refuse()
+        least_us = self.trace.ideal_us + solution.stall_us
+        best: _Candidate | None = None
+        for settings, problem, first_op, answer in self._programs(solution):
+            if answer is None:
+                continue
+            candidate = self._candidate(settings, problem, first_op, answer)
+            if candidate is not None and _faster(candidate, best):
+                best = candidate
+            done = _percent(least_us, best)
+            self.progress(f"best plan so far: {done:.2f} % of the bound", min(done, 99.0) / 100)
+            if best is not None and (done >= GOOD_ENOUGH or time.monotonic() > self.until):
+                break
+        if best is None:
+            raise self._no_plan()
+        self.progress("done", 1.0)
+        predicted = best.simulation.predicted
+        limit = Bound(least_us, min(100.0, _percent(least_us, best)))
+        return replace(best.plan, predicted=predicted, bound=limit)
+
+    # -- programs --------------------------------------------------------------------------------
+    def solve_bound(self) -> Solution | None:
+        """The relaxed program. Exact, and good for a plan too, if no steps are merged."""
+        problem = self.problem
+        if problem.steps > self.limit:
+            problem, _ = merged(problem, self.limit // 2, relaxed=True)
+        problem = _largest(problem, MAX_GAPS, relaxed=True)
+        return solve(problem, time_limit_s=4 * FULL_SECONDS)
+
+    def _programs(
+        self, solution: Solution
+    ) -> Iterator[tuple[_Settings, Problem, Ints, Solution | None]]:
+        """The bound's own solution, then others, the most promising first."""
+        steps = np.arange(self.problem.steps)
+        whole = self.problem.steps <= self.limit and len(self.problem.gaps) <= MAX_GAPS
+        if whole:
+            yield _Settings(), self.problem, steps, solution
+        for settings in self._settings():
+            if whole:
+                problem, first_op = self.problem, steps
+            else:
+                problem, first_op = merged(self.problem, self.limit // 2, relaxed=False)
+                problem = _largest(problem, MAX_GAPS, relaxed=False)
+            problem = _without_short(problem, settings.shortest)
+            problem = _less_room(problem, settings.reserve_pages)
+            self.progress(f"solving with {settings}", 0.5)
+            answer = solve(
+                problem,
+                reserve_pages=settings.reserve_pages,
+                copies_keep_slots=settings.copies_keep_slots,
+                time_limit_s=max(20.0, self.until - time.monotonic()),
+            )
+            yield settings, problem, first_op, answer
+
+    def _settings(self) -> list[_Settings]:
+        need = int(working_set_pages(self.trace, self.hardware.page_size).max())
+        spare = max(0, int(self.hardware.device_pages) - need)
+        found = [_Settings(min(spare // 4, 32), True), _Settings(0, True)]
+        if not self.quick:
+            found.insert(1, _Settings(min(spare // 4, 128), True, 2.0))
+            found.insert(2, _Settings(min(spare // 4, 256), True, 6.0))
+        return found
+
+    def _candidate(
+        self, settings: _Settings, problem: Problem, first_op: Ints, solution: Solution
+    ) -> _Candidate | None:
+        schedule = make_schedule(problem, solution)
+        moves, start = to_moves(self.trace, problem, schedule, first_op)
+        made = replace(self._plan_of(moves, start), extra={"settings": vars(settings).copy()})
+        simulation = simulate(self.trace, self.hardware, made)
+        return _Candidate(made, simulation) if simulation.feasible else None
+
+    def _plan_of(self, moves: list, start: list) -> Plan:  # type: ignore[type-arg]
+        hardware = self.hardware
+        return Plan(
+            policy="lp",
+            page_size=hardware.page_size,
+            device_bytes=hardware.device_bytes,
+            host_bytes=hardware.host_bytes,
+            disk_bytes=hardware.disk_bytes,
+            moves=moves,
+            start=start,
+            trace_sha256=self.trace.sha256,
+        )
+
+    # -- budgets ---------------------------------------------------------------------------------
+    def check_budget(self) -> None:
+        """An op's own pages must fit, whatever is moved."""
+        need = working_set_pages(self.trace, self.hardware.page_size)
+        op = int(need.argmax())
+        if need[op] > self.hardware.device_pages:
+            self._refuse(
+                f"op {op} '{self.trace.op_names[op]}' alone needs "
+                f"{format_bytes(int(need[op]) * self.hardware.page_size)}"
+            )
+
+    def _refuse(self, why: str = "the tiers below cannot hold the rest") -> NoReturn:
+        """Raise with the smallest device budget for which there is a plan."""
+        problem = self.problem
+        if problem.steps > self.limit:
+            problem, _ = merged(problem, self.limit // 2, relaxed=False)
+        least = least_device_pages(_largest(problem, MAX_GAPS, relaxed=False))
+        page = self.hardware.page_size
+        pages = math.ceil(least - 1e-6) if least is not None else int(self.live.max())
+        raise InfeasibleBudget(
+            f"a device budget of {format_bytes(self.hardware.device_bytes)} is too small: {why}; "
+            f"the smallest that works is {pages * page} bytes ({format_bytes(pages * page)})",
+            minimum=pages * page,
+        )
+
+    def _no_plan(self) -> PolicyRefusal:
+        return PolicyRefusal(
+            "no plan of the linear program ran in the simulator at "
+            f"{format_bytes(self.hardware.device_bytes)} of device memory; give it a little more, "
+            "or a larger tier below"
+        )
+
+
+def _faster(candidate: _Candidate, best: _Candidate | None) -> bool:
+    new = candidate.simulation.predicted
+    old = best.simulation.predicted if best else None
+    return new is not None and (old is None or new.iteration_us < old.iteration_us)
+
+
+def _percent(least_us: float, best: _Candidate | None) -> float:
+    if best is None or best.simulation.predicted is None:
+        return 0.0
+    taken = best.simulation.predicted.iteration_us
+    return 100.0 * least_us / taken if taken else 100.0
+
+
+def _without_short(problem: Problem, shortest: float) -> Problem:
+    """Leave out gaps shorter than ``shortest`` times what their pages take out and in."""
+    if not shortest:
+        return problem
+    gaps = problem.gaps
+    begins = np.concatenate([[0.0], np.cumsum(problem.duration_us)])
+    ends = begins[gaps.end % problem.steps] + np.where(gaps.end >= problem.steps, begins[-1], 0.0)
+    length_us = ends - begins[gaps.begin + 1]
+    transfer_us = gaps.pages * (1 / problem.out_rate + 1 / problem.in_rate)
+    return problem.narrowed(length_us > shortest * transfer_us)
+
+
+def _less_room(problem: Problem, reserve_pages: int) -> Problem:
+    """Leave a little of the tiers below free too, for pages that rounding adds."""
+    tiers = tuple(
+        replace(tier, pages=tier.pages - min(reserve_pages, tier.pages // 50))
+        if math.isfinite(tier.pages)
+        else tier
+        for tier in problem.tiers
+    )
+    return replace(problem, tiers=tiers)
+
+
+def _largest(problem: Problem, most: int, *, relaxed: bool) -> Problem:
+    """At most ``most`` gaps: the largest by pages times duration. For a bound the pages of the
+    others count as if they were off the device all the time."""
+    gaps = problem.gaps
+    if len(gaps) <= most:
+        return problem
+    begins = np.concatenate([[0.0], np.cumsum(problem.duration_us)])
+    total = begins[-1]
+    ends = begins[gaps.end % problem.steps] + np.where(gaps.end >= problem.steps, total, 0.0)
+    begin_us = begins[np.minimum(gaps.begin + 1, problem.steps)]
+    keep = np.zeros(len(gaps), bool)
+    keep[np.argsort(-(gaps.pages * (ends - begin_us)))[:most]] = True
+    left = problem.narrowed(keep)
+    if not relaxed:
+        return left
+    change = np.zeros(2 * problem.steps + 1)
+    np.add.at(change, gaps.begin[~keep] + 1, -problem.most[~keep])
+    np.add.at(change, gaps.end[~keep], problem.most[~keep])
+    off = np.cumsum(change[:-1]).reshape(2, problem.steps).sum(axis=0)
+    return replace(left, live=(left.live + off).astype(np.int64))
