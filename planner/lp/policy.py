@@ -28,6 +28,7 @@ from ..simulation import Simulation
 from ..simulator import simulate
 from ..sizes import format_bytes
 from ..trace import Ints, Trace
+from .fit import fit
 from .problem import Problem, make_problem, merged
 from .program import Solution, least_device_pages, solve
 from .schedule import make_schedule, to_moves
@@ -150,7 +151,7 @@ class _Search:
                 problem,
                 reserve_pages=settings.reserve_pages,
                 copies_keep_slots=settings.copies_keep_slots,
-                time_limit_s=max(20.0, self.until - time.monotonic()),
+                time_limit_s=max(30.0, self.until - time.monotonic()),
             )
             yield settings, problem, first_op, answer
 
@@ -166,7 +167,7 @@ class _Search:
     def _candidate(
         self, settings: _Settings, problem: Problem, first_op: Ints, solution: Solution
     ) -> _Candidate | None:
-        schedule = make_schedule(problem, solution)
+        schedule = fit(problem, make_schedule(problem, solution))
         moves, start = to_moves(self.trace, problem, schedule, first_op)
         made = replace(self._plan_of(moves, start), extra={"settings": vars(settings).copy()})
         simulation = simulate(self.trace, self.hardware, made)

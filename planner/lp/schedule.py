@@ -42,14 +42,20 @@ class Schedule:
 
 
 def whole_pages(problem: Problem, solution: Solution) -> list[Ints]:
-    """Pages off the device per tier and gap: fractions are rounded up where there is room."""
-    room = problem.gaps.pages.copy()
-    off = []
-    for part in solution.off:
-        pages = np.minimum(np.ceil(part - 0.02).astype(np.int64), room)
-        room = room - pages
-        off.append(pages)
-    return off
+    """Pages off the device per tier and gap. What a gap has off in all is rounded up; of a gap in
+    two tiers the first gets its share on average over the gaps in the order they begin."""
+    total = np.ceil(sum(solution.off) - 1e-3).astype(np.int64)
+    total = np.minimum(total, problem.gaps.pages)
+    if len(solution.off) == 1:
+        return [total]
+    first = np.zeros_like(total)
+    wanted = solution.off[0].tolist()
+    carry = 0.0
+    for gap in np.argsort(problem.gaps.begin, kind="stable").tolist():
+        carry += wanted[gap]
+        first[gap] = min(max(int(carry + 1e-6), 0), total[gap])
+        carry -= float(first[gap])
+    return [first, total - first]
 
 
 def written_pages(problem: Problem, off: Ints) -> Ints:
@@ -143,7 +149,7 @@ class _Assignment:
     def _send(self, now: int, credit: float) -> float:
         while self.to_go:
             due, gap, first, count = self.to_go[0]
-            if due <= now + 1:  # too late to be of use: it stays on the device
+            if due <= now:  # too late to be of use: it stays on the device
                 heapq.heappop(self.to_go)
                 continue
             take = min(count, int(credit + 0.999))
@@ -262,18 +268,3 @@ def _last_of_versions(problem: Problem, schedule: Schedule) -> list[list[bool]]:
             last[gap] = not bool(problem.gaps.lasting[gap])
         result.append(last)
     return result
-
-
-def resident_pages(problem: Problem, schedule: Schedule) -> Ints:
-    """Pages with a frame by the schedule at each step, if every move were instantaneous."""
-    change = np.zeros(problem.steps + 1, np.int64)
-    steps = problem.steps
-    base = 0
-    for outs, ins in zip(schedule.outs, schedule.ins):
-        for chunks, sign in ((outs, -1), (ins, 1)):
-            for chunk in chunks:
-                change[chunk.step % steps] += sign * chunk.count
-        base -= sum(chunk.count for chunk in ins if chunk.step >= steps)
-        base += sum(chunk.count for chunk in outs if chunk.step >= steps)
-    total: Ints = problem.live + base + np.cumsum(change[:-1])
-    return total
