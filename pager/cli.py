@@ -1,127 +1,61 @@
-"""The ``tensorpager`` command."""
+"""The ``tensorpager`` command: subcommands by name, each loaded when it is used."""
 
-import json
-import os
-import resource
-import shutil
-import sys
-from dataclasses import asdict, dataclass
-from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
+from __future__ import annotations
+
+from functools import partial
+from importlib import import_module
+from typing import Any
 
 import click
-from rich.console import Console
 
-from ..planner.sizes import format_bytes
-from .disk import DiskTier
-from .errors import PagerError
+from ..planner.commands import failures
 
-_PROBE_PAGES, _PROBE_PAGE_BYTES = 2, 64 << 10
-
-
-@dataclass(frozen=True)
-class Finding:
-    """One line of ``doctor``. ``state``: "ok", "warning" (works, but slower or with less) or
-    "problem" (will not work)."""
-
-    what: str
-    state: str
-    detail: str
+# Name on the command line → where the click command is, relative to this package.
+COMMANDS = {
+    "doctor": ".doctor:doctor",
+    "import": "..planner.commands.import_trace:import_trace",
+    "show": "..planner.commands.show:show",
+    "plan": "..planner.commands.plan:plan",
+    "simulate": "..planner.commands.simulate:simulate",
+    "compare": "..planner.commands.compare:compare",
+}
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"]})
-@click.version_option(package_name="tensorpager")
-def main() -> None:
-    """Train PyTorch models that do not fit, inside a byte-hard memory budget."""
+class LazyGroup(click.Group):
+    """A group that imports a subcommand only when it is run or listed. Whatever goes wrong with
+    the input ends in one line on stderr and an exit code, never in a traceback."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in COMMANDS:
+            return None
+        module, _, attribute = COMMANDS[cmd_name].partition(":")
+        command: click.Command = getattr(import_module(module, __package__), attribute)
+        return command
+
+    def make_context(self, *args: Any, **kwargs: Any) -> click.Context:
+        with failures.closed_pipe_ends_quietly():
+            return super().make_context(*args, **kwargs)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        with failures.closed_pipe_ends_quietly(), failures.in_one_line(ctx):
+            return super().invoke(ctx)
+
+    def main(self, *args: Any, standalone_mode: bool = True, **extra: Any) -> Any:
+        run = partial(super().main, *args, standalone_mode=False, **extra)
+        return failures.run_and_exit(run) if standalone_mode else run()
 
 
-@main.command()
-@click.option(
-    "--disk-path",
-    type=click.Path(path_type=Path),
-    default=Path(),
-    help="Folder that a paging file would be in (default: the current one).",
+@click.group(
+    cls=LazyGroup,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    invoke_without_command=True,
 )
-@click.option("--json", "as_json", is_flag=True, help="Print the findings as JSON.")
-def doctor(disk_path: Path, as_json: bool) -> None:
-    """Say what this machine can do for tensorpager.
-
-    \b
-    Example:
-      tensorpager doctor --disk-path /nvme
-
-    Exits with 1 if something would not work.
-    """
-    findings = [_torch(), _triton(), *_gpu(), _page_locking(), _disk(disk_path)]
-    if as_json:
-        click.echo(json.dumps([asdict(finding) for finding in findings], indent=2))
-    else:
-        console = Console()
-        colors = {"ok": "green", "warning": "yellow", "problem": "red"}
-        for finding in findings:
-            label = f"[{colors[finding.state]}]{finding.state:<8}[/]"
-            console.print(f"{label} {finding.what}: {finding.detail}", highlight=False)
-    if any(finding.state == "problem" for finding in findings):
-        sys.exit(1)
-
-
-def _installed(name: str) -> str | None:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None
-
-
-def _torch() -> Finding:
-    import torch
-
-    cuda = torch.version.cuda
-    return Finding("PyTorch", "ok", f"{torch.__version__}" + (f", CUDA {cuda}" if cuda else ""))
-
-
-def _triton() -> Finding:
-    found = _installed("triton")
-    if found is None:
-        return Finding(
-            "Triton", "warning", "not installed; needed on a GPU only (pip install triton)"
-        )
-    return Finding("Triton", "ok", found)
-
-
-def _gpu() -> list[Finding]:
-    import torch
-
-    if not torch.cuda.is_available():
-        return [
-            Finding("GPU", "warning", "none that PyTorch can use; the device arena will be in RAM")
-        ]
-    free, total = torch.cuda.mem_get_info()
-    name = torch.cuda.get_device_name()
-    findings = [Finding("GPU", "ok", f"{name}, {format_bytes(free)} of {format_bytes(total)} free")]
-    if _installed("cuda-bindings") is None:
-        remedy = "not installed; the GPU arena needs it (pip install cuda-bindings)"
-        findings.append(Finding("cuda-bindings", "problem", remedy))
-    return findings
-
-
-def _page_locking() -> Finding:
-    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    if soft == resource.RLIM_INFINITY:
-        return Finding("page-locked memory", "ok", "no limit (ulimit -l)")
-    return Finding("page-locked memory", "ok", f"limited to {format_bytes(soft)} (ulimit -l)")
-
-
-def _disk(folder: Path) -> Finding:
-    what = f"disk path {os.fspath(folder.absolute())}"
-    try:
-        tier = DiskTier(folder, _PROBE_PAGES * _PROBE_PAGE_BYTES, _PROBE_PAGE_BYTES)
-    except PagerError as error:
-        return Finding(what, "problem", str(error))
-    direct = tier.direct
-    tier.close()
-    free = format_bytes(shutil.disk_usage(folder).free)
-    if not direct:
-        return Finding(
-            what, "warning", f"{free} free; no O_DIRECT, so transfers go through the page cache"
-        )
-    return Finding(what, "ok", f"{free} free, O_DIRECT works")
+@click.version_option(package_name="tensorpager")
+@click.pass_context
+def main(context: click.Context) -> None:
+    """Train PyTorch models that do not fit, inside a byte-hard memory budget."""
+    if context.invoked_subcommand is None:
+        click.echo(context.get_help())

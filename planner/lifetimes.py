@@ -3,8 +3,8 @@
 A *segment* is a range of a tensor's pages that every access touches whole or not at all; most
 tensors are one. A *gap* (inactive period) is the time between two uses of a segment with at least
 one op in between. A *version* is what lies between two writes: within it a copy made below the
-device stays good. Op numbers are positions in the iteration; a gap that ends at op ``b`` of the next
-iteration has ``end = ops + b``.
+device stays good. Op numbers are positions in the iteration; a gap that ends at op ``b`` of the
+next iteration has ``end = ops + b``.
 """
 
 from __future__ import annotations

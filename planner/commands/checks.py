@@ -1,0 +1,59 @@
+"""What commands look at before they begin: does the plan belong to the trace, can the budget do?"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ..errors import InfeasibleBudget, PlanError
+from ..sizes import format_bytes
+
+if TYPE_CHECKING:
+    from ..hardware import Hardware
+    from ..plan import Plan
+    from ..trace import Trace
+
+
+def require_working_sets(trace: Trace, hardware: Hardware) -> None:
+    """Raises ``InfeasibleBudget`` if some op needs more at once than the device holds: no plan of
+    any policy could help."""
+    from ..lifetimes import working_set_pages
+
+    needs = working_set_pages(trace, hardware.page_size)
+    op = int(needs.argmax())
+    if needs[op] <= hardware.device_pages:
+        return
+    minimum = int(needs[op]) * hardware.page_size
+    raise InfeasibleBudget(
+        f"device budget {format_bytes(hardware.device_bytes)}: op {op} '{trace.op_names[op]}' "
+        f"needs {format_bytes(minimum)} at once; the smallest device budget is {minimum} bytes",
+        minimum=minimum,
+    )
+
+
+def require_same_trace(plan: Plan, plan_path: Path, trace: Trace, trace_path: Path) -> None:
+    """Raises ``PlanError`` for a plan that was made for another trace, or names tensors that this
+    one has not. A plan that says nothing of its trace is taken at its word."""
+    if plan.trace_sha256 and plan.trace_sha256 != trace.sha256:
+        raise PlanError(
+            f"{plan_path} is a plan for another trace (sha256 {plan.trace_sha256[:12]}…) than "
+            f"{trace_path} ({trace.sha256[:12]}…); plan again"
+        )
+    known = set(trace.tensor_ids.tolist())
+    rows = [("moves", index, move.tensor) for index, move in enumerate(plan.moves)]
+    rows += [("start", index, run.tensor) for index, run in enumerate(plan.start)]
+    for name, index, tensor in rows:
+        if tensor not in known:
+            raise PlanError(
+                f"{plan_path}: {name}[{index}] names tensor {tensor}, which {trace_path} has not; "
+                "plan again"
+            )
+
+
+def require_same_pages(plan: Plan, plan_path: Path, hardware: Hardware) -> None:
+    """Raises ``PlanError`` if the plan counts in pages of another size than the hardware."""
+    if plan.page_size != hardware.page_size:
+        raise PlanError(
+            f"{plan_path} has pages of {plan.page_size} bytes, the hardware of "
+            f"{hardware.page_size}; give --page-size {plan.page_size}, or plan again"
+        )

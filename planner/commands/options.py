@@ -1,0 +1,164 @@
+"""Options that several commands share: the trace, the machine and its overrides, JSON."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import wraps
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+from ..errors import HardwareError
+from ..hardware import PRESETS, Hardware, load_hardware
+from ..sizes import parse_bytes
+
+if TYPE_CHECKING:
+    from ..trace import Trace
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+@dataclass(frozen=True)
+class Share:
+    """A part of the trace's peak, 1.0 for all of it."""
+
+    of_peak: float
+
+
+def size(text: str) -> int:
+    """Bytes: ``24GiB``, ``5GB`` or a number."""
+    try:
+        return parse_bytes(text)
+    except ValueError as error:
+        raise click.BadParameter(f"{error}.") from error
+
+
+def limit(text: str) -> float:
+    """Bytes, or ``inf`` for no limit."""
+    return math.inf if text.strip().lower() == "inf" else size(text)
+
+
+def limit_or_share(text: str) -> float | Share:
+    """Bytes, ``inf``, or a share of the trace's peak: ``50%``."""
+    if not text.strip().endswith("%"):
+        return limit(text)
+    try:
+        percent = float(text.strip()[:-1])
+    except ValueError:
+        percent = math.nan
+    if not 0 < percent < math.inf:
+        raise click.BadParameter(f"{text!r} is no share of the peak; write for example '50%'.")
+    return Share(percent / 100)
+
+
+def rate(text: str) -> int:
+    """Bytes per second: ``25GB`` or ``25GB/s``."""
+    return size(text.strip().removesuffix("/s"))
+
+
+def page(text: str) -> int:
+    """Bytes of a page, at least 1."""
+    if not (found := size(text)):
+        raise click.BadParameter(f"{text!r}: a page has at least 1 byte; usual is '2MiB'.")
+    return found
+
+
+trace_argument = click.argument("trace_path", metavar="TRACE", type=click.Path(path_type=Path))
+json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables.")
+
+
+def page_size_option(default: str | None, help_text: str) -> Callable[[F], F]:
+    return click.option("--page-size", type=page, metavar="SIZE", default=default, help=help_text)
+
+
+@dataclass(frozen=True)
+class Machine:
+    """The hardware that was asked for; a share of the peak needs a trace to become bytes."""
+
+    base: Hardware
+    share: Share | None
+
+    def for_trace(self, trace: Trace) -> Hardware:
+        """Shares are of the peak in whole pages, so that ``100%`` is room for everything, and are
+        rounded down to pages."""
+        if self.share is None:
+            return self.base
+        from ..lifetimes import live_pages
+
+        page_size = self.base.page_size
+        peak_pages = int(live_pages(trace, page_size).max(initial=0))
+        pages = max(1, math.floor(peak_pages * self.share.of_peak + 1e-9))
+        return self.base.with_(device_bytes=pages * page_size)
+
+
+_HARDWARE_OPTIONS = [
+    click.option(
+        "--hardware",
+        required=True,
+        metavar="NAME|FILE",
+        help=f"The machine: {', '.join(PRESETS)}, or a TOML file.",
+    ),
+    click.option(
+        "--device-bytes",
+        type=limit_or_share,
+        metavar="SIZE|%",
+        help="Device memory, such as 24GiB, or 50% of the trace's peak.",
+    ),
+    click.option("--host-bytes", type=limit, metavar="SIZE", help="Host memory, or inf."),
+    click.option("--disk-bytes", type=limit, metavar="SIZE", help="Disk space, or inf."),
+    click.option(
+        "--d2h", "d2h_bytes_per_s", type=rate, metavar="RATE", help="Link, device to host: 25GB."
+    ),
+    click.option(
+        "--h2d", "h2d_bytes_per_s", type=rate, metavar="RATE", help="Link, host to device."
+    ),
+    click.option(
+        "--disk-read", "disk_read_bytes_per_s", type=rate, metavar="RATE", help="Disk to device."
+    ),
+    click.option(
+        "--disk-write", "disk_write_bytes_per_s", type=rate, metavar="RATE", help="Device to disk."
+    ),
+    click.option(
+        "--latency-us", "transfer_latency_us", type=float, metavar="US", help="µs before a move."
+    ),
+    page_size_option(None, "Bytes of a page (default: the machine's)."),
+]
+
+
+def hardware_options(command: F) -> F:
+    """``--hardware`` and its overrides; the command gets them as ``machine``, a Machine."""
+
+    @wraps(command)
+    def with_machine(hardware: str, device_bytes: Any, **values: Any) -> Any:
+        overrides = {name: values.pop(name) for name in _OVERRIDES}
+        share = device_bytes if isinstance(device_bytes, Share) else None
+        overrides["device_bytes"] = None if share else device_bytes
+        return command(machine=Machine(_apply(hardware, overrides), share), **values)
+
+    wrapped: Any = with_machine
+    for option in reversed(_HARDWARE_OPTIONS):
+        wrapped = option(wrapped)
+    return wrapped  # type: ignore[no-any-return]
+
+
+_OVERRIDES = (
+    "host_bytes",
+    "disk_bytes",
+    "d2h_bytes_per_s",
+    "h2d_bytes_per_s",
+    "disk_read_bytes_per_s",
+    "disk_write_bytes_per_s",
+    "transfer_latency_us",
+    "page_size",
+)
+
+
+def _apply(name: str, overrides: dict[str, Any]) -> Hardware:
+    base = load_hardware(name)
+    try:
+        return base.with_(**overrides)
+    except HardwareError as error:
+        raise HardwareError(f"--hardware {name} with overrides: {error}") from error

@@ -1,0 +1,127 @@
+"""``tensorpager plan``: which pages move when."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from ..hardware import describe
+from .checks import require_working_sets
+from .failures import CheckFailed
+from .options import Machine, hardware_options, json_option, trace_argument
+from .output import Progress, emit, emit_json, output_path, progress_bar, whole_file
+from .tables import format_us, pairs, predicted_json, predicted_table
+
+if TYPE_CHECKING:
+    from ..hardware import Hardware
+    from ..plan import Plan
+    from ..simulation import Simulation
+    from ..trace import Trace
+
+AGREEMENT = 1e-3  # simulator and validator settle on an iteration time each by 0.01 %
+
+
+@click.command()
+@trace_argument
+@hardware_options
+@click.option("--policy", default="lp", show_default=True, help="Which policy plans.")
+@click.option("--quick", is_flag=True, help="A shorter search (policy lp).")
+@click.option(
+    "-o",
+    "--output",
+    required=True,
+    type=click.Path(path_type=Path),
+    callback=output_path,
+    help="The plan, a JSON file.",
+)
+@json_option
+def plan(
+    trace_path: Path, machine: Machine, policy: str, quick: bool, output: Path, as_json: bool
+) -> None:
+    """Plan a trace's migrations for a machine.
+
+    The plan is run through the machine model twice, by the simulator and by an independent
+    validator, before it is written. Exits with 1 if they do not agree that it works.
+
+    \b
+    Example:
+      tensorpager plan bert-256.parquet --hardware a100 --device-bytes 24GiB -o plan.json
+    """
+    from ..plan import plan_to_json
+    from ..policies.registry import find
+    from ..trace_file import read_trace
+
+    find(policy)
+    trace = read_trace(trace_path)
+    hardware = machine.for_trace(trace)
+    require_working_sets(trace, hardware)
+    began = time.perf_counter()
+    with progress_bar() as progress:
+        made = make_plan(policy, trace, hardware, quick=quick, progress=progress)
+    seconds = time.perf_counter() - began
+    made = checked(trace, hardware, made)
+    with whole_file(output) as part:
+        part.write_text(json.dumps(plan_to_json(made), allow_nan=False) + "\n")
+    assert made.predicted is not None
+    if as_json:
+        content = plan_to_json(made)
+        emit_json({"predicted": predicted_json(made.predicted), "bound": content["bound"]})
+        return
+    heading = pairs(
+        [
+            ("trace", f"{trace_path}, {trace.ops} ops in {format_us(trace.ideal_us)}"),
+            ("hardware", describe(hardware)),
+            ("plan", f"{output}, {len(made.moves)} moves by {made.policy} in {seconds:.1f} s"),
+        ]
+    )
+    emit(heading, "", predicted_table(made.predicted, made.bound))
+
+
+def make_plan(
+    policy: str, trace: Trace, hardware: Hardware, *, quick: bool, progress: Progress | None = None
+) -> Plan:
+    """The plan of the policy of that name, as the policy made it."""
+    from ..policies.registry import find
+
+    if policy == "lp":
+        from ..lp.policy import plan as plan_lp
+
+        return plan_lp(trace, hardware, quick=quick, progress=progress)
+    return find(policy)(trace, hardware)
+
+
+def checked(trace: Trace, hardware: Hardware, made: Plan) -> Plan:
+    """The plan with the trace's sha256 and what the simulator predicts. Raises ``CheckFailed`` if
+    simulator and validator do not both find it feasible, in the same time."""
+    from ..simulator import simulate
+    from ..validator import validate
+
+    simulated, validated = simulate(trace, hardware, made), validate(trace, hardware, made)
+    for who, result in (("simulator", simulated), ("validator", validated)):
+        if not result.feasible:
+            raise CheckFailed(
+                f"the {who} finds the plan of {made.policy} infeasible: {result.reason}; "
+                "nothing was written"
+            )
+    if not _agree(simulated, validated):
+        raise CheckFailed(
+            f"simulator and validator do not agree on the plan of {made.policy}: "
+            f"{_iteration_us(simulated):.3f} and {_iteration_us(validated):.3f} µs; "
+            "nothing was written"
+        )
+    return replace(made, trace_sha256=trace.sha256, predicted=simulated.predicted)
+
+
+def _agree(one: Simulation, other: Simulation) -> bool:
+    a, b = _iteration_us(one), _iteration_us(other)
+    return abs(a - b) <= AGREEMENT * max(a, b)
+
+
+def _iteration_us(simulation: Simulation) -> float:
+    assert simulation.predicted is not None
+    return simulation.predicted.iteration_us

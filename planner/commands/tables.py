@@ -1,0 +1,109 @@
+"""Numbers for people, and the tables that several commands print. 80 columns are enough."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from ..sizes import format_bytes
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from ..plan import Bound, Predicted
+
+
+TEXT_WIDTH = 22
+
+
+def format_us(us: float) -> str:
+    """A time in the unit that suits it: ``"17.3 µs"``, ``"4.20 ms"``, ``"7.31 s"``."""
+    for limit, scale, unit in ((1e3, 1.0, "µs"), (1e6, 1e3, "ms"), (math.inf, 1e6, "s")):
+        if abs(us) < limit * 0.9995 or unit == "s":
+            return f"{us / scale:.3g} {unit}" if abs(us) < scale * 1e3 else f"{us / scale:.0f} s"
+    raise AssertionError("unreachable")
+
+
+def format_percent(value: float | None) -> str:
+    return "" if value is None else f"{value:.2f} %"
+
+
+def format_share(part: float, whole: float) -> str:
+    return f"{100 * part / whole:.1f} %" if whole else "0.0 %"
+
+
+def short(text: str, width: int = TEXT_WIDTH) -> str:
+    """Names as files give them, fit for a terminal: no control characters, the middle cut out."""
+    text = "".join(letter if letter.isprintable() else "?" for letter in text)
+    if len(text) <= width:
+        return text
+    tail = (width - 1) * 2 // 3  # names differ at their ends
+    return f"{text[: width - 1 - tail]}…{text[-tail:]}"
+
+
+def table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, title: str = "") -> Table:
+    """Columns whose head begins with ``<`` are text, to the left, cut to ``TEXT_WIDTH``; the others
+    are numbers."""
+    from rich import box
+    from rich.table import Table
+
+    result = Table(
+        box=box.SIMPLE_HEAD,
+        title=title or None,
+        title_justify="left",
+        show_edge=False,
+        pad_edge=False,
+        padding=(0, 1, 0, 0),
+    )
+    text = [head.startswith("<") for head in columns]
+    for head, is_text in zip(columns, text):
+        result.add_column(head.lstrip("<"), justify="left" if is_text else "right", no_wrap=True)
+    for row in rows:
+        result.add_row(*(short(cell) if is_text else cell for cell, is_text in zip(row, text)))
+    return result
+
+
+def pairs(rows: Iterable[tuple[str, str]]) -> Table:
+    """What on the left, how much on the right of it."""
+    from rich.table import Table
+
+    result = Table.grid(padding=(0, 2))
+    result.add_column(no_wrap=True)
+    result.add_column(overflow="fold")
+    for row in rows:
+        result.add_row(*row)
+    return result
+
+
+def predicted_json(predicted: Predicted | None) -> dict[str, Any] | None:
+    if predicted is None:
+        return None
+    return {**asdict(predicted), "percent_of_ideal": predicted.percent_of_ideal}
+
+
+def predicted_table(predicted: Predicted, bound: Bound | None = None) -> Table:
+    """What the machine model says of a plan, and how close to the bound that is."""
+    rows = [
+        (
+            "iteration",
+            f"{format_us(predicted.iteration_us)} (ideal {format_us(predicted.ideal_us)})",
+        ),
+        ("speed", f"{format_percent(predicted.percent_of_ideal)} of the ideal"),
+    ]
+    if bound:
+        at_best = f"no plan is faster than {format_us(bound.iteration_us)}"
+        rows.append(("", f"{format_percent(bound.percent_of_bound)} of the bound; {at_best}"))
+    rows += [
+        ("stalls", format_us(predicted.stall_us)),
+        ("peak on the device", format_bytes(predicted.peak_device_bytes)),
+        ("peak in host memory", format_bytes(predicted.peak_host_bytes)),
+        ("peak on disk", format_bytes(predicted.peak_disk_bytes)),
+        (
+            "moved out, in",
+            f"{format_bytes(predicted.bytes_out)}, {format_bytes(predicted.bytes_in)}",
+        ),
+        ("written to disk", format_bytes(predicted.disk_bytes_written)),
+    ]
+    return pairs(rows)

@@ -1,0 +1,133 @@
+"""The command itself, and the pieces that subcommands share."""
+
+import os
+import stat
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tensorpager.pager.cli import COMMANDS
+from tensorpager.planner.commands import options, output, tables
+
+from .command_line import run
+
+
+def in_new_process(*arguments: object, **options: Any) -> subprocess.CompletedProcess[str]:
+    """The command in a process of its own, which then prints what it had to load."""
+    program = (
+        "import sys\n"
+        "from tensorpager.pager.cli import main\n"
+        "try: main(sys.argv[1:])\n"
+        "except SystemExit as end: code = end.code\n"
+        "heavy = {'torch', 'triton', 'scipy', 'pyarrow', 'numpy'} & set(sys.modules)\n"
+        "print('loaded', *sorted(heavy), file=sys.stderr)\n"
+        "sys.exit(code)"
+    )
+    command = [sys.executable, "-c", program, *map(str, arguments)]
+    return subprocess.run(command, timeout=60, **{"text": True, **options})
+
+
+def test_show_works_without_torch(trace_path: Path) -> None:
+    result = in_new_process("show", trace_path, capture_output=True)
+    assert result.returncode == 0
+    assert result.stderr.split() == ["loaded", "numpy", "pyarrow"]
+
+
+def test_help_loads_nothing_heavy() -> None:
+    result = in_new_process("--help", capture_output=True)
+    assert result.returncode == 0
+    assert result.stderr.split() == ["loaded"]
+    assert all(f"\n  {name} " in result.stdout for name in COMMANDS)
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_has_help_with_an_example(name: str) -> None:
+    result = run(name, "--help")
+    assert result.exit_code == 0
+    assert f"tensorpager {name} " in result.stdout.partition("Example:")[2]
+
+
+def test_no_command_is_a_question_for_help() -> None:
+    result = run()
+    assert result.exit_code == 0
+    assert "Commands:" in result.stdout
+
+
+def test_a_closed_pipe_is_no_error(trace_path: Path) -> None:
+    for arguments in (["show", trace_path], ["show", trace_path, "--json"], ["--help"]):
+        reader, writer = os.pipe()
+        os.close(reader)
+        result = in_new_process(*arguments, stdout=writer, stderr=subprocess.PIPE)
+        os.close(writer)
+        assert result.returncode == 0
+        assert result.stderr.count("\n") == 1  # what this test prints itself
+        assert result.stderr.startswith("loaded")
+
+
+def test_a_terminal_without_box_drawing_gets_its_table(trace_path: Path) -> None:
+    result = in_new_process(
+        "show",
+        trace_path,
+        capture_output=True,
+        env={**os.environ, "PYTHONIOENCODING": "latin-1"},
+        encoding="latin-1",
+    )
+    assert result.returncode == 0
+    assert "30 µs if nothing waits" in result.stdout
+    assert "?????" in result.stdout
+
+
+def test_whole_file_leaves_the_old_one_after_an_error(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    path.write_text("old")
+    with pytest.raises(ZeroDivisionError), output.whole_file(path) as part:
+        part.write_text(f"half {1 / 0}")
+    assert path.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_whole_file_follows_links_and_writes_into_devices(tmp_path: Path) -> None:
+    real, link = tmp_path / "real", tmp_path / "link"
+    real.write_text("old")
+    link.symlink_to(real)
+    with output.whole_file(link) as part:
+        part.write_text("new")
+    assert link.is_symlink()
+    assert real.read_text() == "new"
+    with output.whole_file(Path(os.devnull)) as part:
+        part.write_text("gone")
+    assert stat.S_ISCHR(os.stat(os.devnull).st_mode)
+
+
+def test_progress_is_for_terminals_only(capsys: pytest.CaptureFixture[str]) -> None:
+    with output.progress_bar() as report:
+        assert report is None
+    with output.progress_bar(terminal=True) as report:
+        assert report is not None
+        report("solving", 0.5)
+    assert "solving" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("us", "text"),
+    [(0, "0 µs"), (17.25, "17.2 µs"), (999.9, "1 ms"), (4200, "4.2 ms"), (7.285e6, "7.29 s")],
+)
+def test_times_for_people(us: float, text: str) -> None:
+    assert tables.format_us(us) == text
+    assert tables.format_us(1234e6) == "1234 s"
+
+
+def test_short_keeps_both_ends() -> None:
+    assert tables.short("model.layers.0.attention.weight", 20) == "model.l…ntion.weight"
+    assert len(tables.short("x" * 99, 20)) == 20
+    assert tables.short("a\x1bb\n") == "a?b?"
+
+
+def test_sizes_on_the_command_line() -> None:
+    assert options.limit(" INF ") == float("inf")
+    assert options.limit_or_share("12.5%") == options.Share(0.125)
+    assert options.limit_or_share("1GiB") == 1 << 30
+    assert options.rate("25GB/s") == options.rate("25GB") == 25 * 10**9
