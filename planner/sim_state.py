@@ -53,7 +53,7 @@ class Pages:
         self.used_peak = [0, 0]
         self.frames = _limit(hardware.device_pages)
         self.missing = [self.unborn] * trace.tensors
-        self.drops: dict[int, tuple[int, set[str]]] = {}  # page → tier, what it waits for
+        self.drops: dict[int, list[tuple[int, set[str]]]] = {}  # page → tier, what it waits for
         self.out_pages = self.in_pages = self.disk_pages = 0
         self._owners = np.repeat(np.arange(trace.tensors), self.count).tolist()
         self._index = {int(number): i for i, number in enumerate(trace.tensor_ids)}
@@ -62,6 +62,8 @@ class Pages:
 
     def _known(self, move: Move, where: str) -> Move:
         """The move with the tensor's index for its number."""
+        if move.tier not in TIER_INDEX:
+            raise Infeasible(f"{where}: '{move.tier}' is no tier below the device")
         if not 0 <= move.issue_op < self.trace.ops:
             raise Infeasible(f"{where}: op {move.issue_op} is not one of {self.trace.ops}")
         return move._replace(tensor=self._tensor(move, where))
@@ -136,7 +138,7 @@ class Pages:
         self.out_pages = self.in_pages = self.disk_pages = 0
 
     def counted_bytes(self) -> tuple[int, int, int]:
-        """Out, in and disk writes of the moves queued since ``start_counting``."""
+        """Out, in and disk writes of the pages that arrived since ``start_counting``."""
         size = self.page_size
         return self.out_pages * size, self.in_pages * size, self.disk_pages * size
 
@@ -211,6 +213,8 @@ class Pages:
         page = self.there.find(0, first, last)
         if page >= 0:
             raise self._refuse(move, page, "is not on the device")
+        if any(self.going[first:last]):
+            raise self._refuse(move, first, "is still on its way out")
         tier = TIER_INDEX[move.tier]
         copies = self.copies[tier]
         todo = _runs_without(copies, VALID, first, last)
@@ -218,13 +222,9 @@ class Pages:
         self.missing[move.tensor] += last - first
         self.free += last - first
         for a, b in todo:
-            if any(self.going[a:b]):
-                raise self._refuse(move, a, "is still on its way out")
             self.free -= b - a
             copies[a:b] = bytes([COMING]) * (b - a)
             self.going[a:b] = bytes([1 + tier]) * (b - a)
-            self.out_pages += b - a
-            self.disk_pages += (b - a) * tier
         return todo
 
     def queue_in(self, move: Move) -> list[Range]:
@@ -242,7 +242,6 @@ class Pages:
             if page >= 0:
                 raise self._refuse(move, page, f"has no copy in the {move.tier} tier")
         self.coming[first:last] = bytes([1 + tier]) * (last - first)
-        self.in_pages += last - first
         return [(first, last)]
 
     def drop(self, move: Move) -> None:
@@ -253,7 +252,7 @@ class Pages:
                 name for name, state in (("out", self.going), ("in", self.coming)) if state[page]
             }
             if waits:
-                self.drops[page] = (tier, waits)
+                self.drops.setdefault(page, []).append((tier, waits))
             elif self.copies[tier][page] == VALID:
                 self._drop_now(page, tier)
 
@@ -269,14 +268,16 @@ class Pages:
             self.used[tier] -= 1
 
     def arrived(self, page: int, what: str) -> None:
-        """A drop that waited for this arrival takes place if it was the last."""
-        waiting = self.drops.get(page)
-        if waiting is None:
-            return
-        waiting[1].discard(what)
-        if not waiting[1]:
-            del self.drops[page]
-            self._drop_now(page, waiting[0])
+        """Drops that waited for this arrival take place if it was the last."""
+        waiting = self.drops.pop(page, ())
+        for _, waits in waiting:
+            waits.discard(what)
+        left = [entry for entry in waiting if entry[1]]
+        if left:
+            self.drops[page] = left
+        for tier, waits in waiting:
+            if not waits:
+                self._drop_now(page, tier)
 
     # -- the end of an iteration -----------------------------------------------------------------
     def check_end(self) -> None:
@@ -402,6 +403,8 @@ class Queue:
         pages = self._pages
         count = last - first
         if self.is_out:
+            pages.out_pages += count
+            pages.disk_pages += count * self.tier
             pages.free += count
             pages.going[first:last] = bytes(count)
             copies = pages.copies[self.tier]
@@ -413,6 +416,7 @@ class Queue:
                 copies[page] = NONE if stale else VALID
                 pages.used[self.tier] -= stale
             return
+        pages.in_pages += count
         pages.there[first:last] = b"\1" * count
         pages.coming[first:last] = bytes(count)
         pages.missing[pages.owner(first)] -= count

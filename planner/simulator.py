@@ -58,7 +58,7 @@ class _Machine:
         self.waiting = False
         self.wait_since = 0.0
         self.wait_for: tuple[int, str] = (-1, "")
-        self.op_end = 0.0
+        self.op_end = math.inf
         self.now = 0.0
         self.stalls: list[Stall] = []
         self.starts = np.zeros(trace.ops)
@@ -120,16 +120,22 @@ class _Machine:
         """From the end of the last op to the end of the last op of the next iteration."""
         last = self.trace.ops - 1
         self._next_op(0)
-        self._begin_transfers()
         while True:
+            # Ops that take no time follow each other before transfers begin.
+            while self.op_end <= self.now + EPSILON_US and self.op < last:
+                self._end_op()
+                self._next_op(self.op + 1)
+            if self.op_end <= self.now + EPSILON_US:
+                self._end_op()
+                return  # the next iteration's moves are queued at this same instant
+            self._begin_transfers()
             ended = self._advance()
             if ended and self.op == last:
-                return  # the next iteration's moves are queued at this same instant
+                return
             if ended:
                 self._next_op(self.op + 1)
             elif self.waiting:
                 self._try_start()
-            self._begin_transfers()
 
     def _advance(self) -> bool:
         """On to the next instant; pages arrive, and ``True`` if the running op ends."""
@@ -150,11 +156,14 @@ class _Machine:
                     queue.event_us = math.inf  # its latency is over
         if self.op_end > horizon:
             return False
+        self._end_op()
+        return True
+
+    def _end_op(self) -> None:
         self.op_end = math.inf
         self.ends[self.op] = self.now
         for tensor in self.dead[self.op]:
             self.pages.die(tensor, self.queues, self.now)
-        return True
 
     # -- ops -------------------------------------------------------------------------------------
     def _next_op(self, op: int) -> None:
