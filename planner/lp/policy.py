@@ -29,6 +29,7 @@ from ..simulator import simulate
 from ..sizes import format_bytes
 from ..trace import Ints, Trace
 from .fit import fit
+from .groups import grouped
 from .problem import Problem, make_problem, merged
 from .program import Solution, least_device_pages, solve
 from .schedule import make_schedule, to_moves
@@ -37,7 +38,8 @@ Progress = Callable[[str, float], None]
 GOOD_ENOUGH = 99.5  # percent of the bound at which the search ends
 FULL_SECONDS, QUICK_SECONDS = 50.0, 12.0
 MAX_STEPS, QUICK_STEPS = 2500, 1600  # above, steps are merged
-MAX_GAPS = 25_000  # the largest, by pages times duration
+MERGED_STEPS, QUICK_MERGED_STEPS = 1000, 600
+MAX_GAPS = 20_000  # that the program can tell apart: the largest, by pages times duration
 
 
 @dataclass(frozen=True)
@@ -86,6 +88,7 @@ class _Search:
         self.quick, self.progress = quick, progress
         self.until = time.monotonic() + (QUICK_SECONDS if quick else FULL_SECONDS)
         self.limit = QUICK_STEPS if quick else MAX_STEPS
+        self.merged_steps = QUICK_MERGED_STEPS if quick else MERGED_STEPS
         self.live = live_pages(trace, hardware.page_size)
         self.fits = not trace.ops or bool(self.live.max() <= hardware.device_pages)
         if not self.fits:
@@ -126,8 +129,8 @@ class _Search:
         """The relaxed program. Exact, and good for a plan too, if no steps are merged."""
         problem = self.problem
         if problem.steps > self.limit:
-            problem, _ = merged(problem, self.limit // 2, relaxed=True)
-        problem = _largest(problem, MAX_GAPS, relaxed=True)
+            problem, _ = merged(problem, self.merged_steps, relaxed=True)
+        problem = _largest(problem, relaxed=True)
         return solve(problem, time_limit_s=4 * FULL_SECONDS)
 
     def _programs(
@@ -135,15 +138,15 @@ class _Search:
     ) -> Iterator[tuple[_Settings, Problem, Ints, Solution | None]]:
         """The bound's own solution, then others, the most promising first."""
         steps = np.arange(self.problem.steps)
-        whole = self.problem.steps <= self.limit and len(self.problem.gaps) <= MAX_GAPS
+        whole = self.problem.steps <= self.limit and not _too_many(self.problem)
         if whole:
             yield _Settings(), self.problem, steps, solution
         for settings in self._settings():
             if whole:
                 problem, first_op = self.problem, steps
             else:
-                problem, first_op = merged(self.problem, self.limit // 2, relaxed=False)
-                problem = _largest(problem, MAX_GAPS, relaxed=False)
+                problem, first_op = merged(self.problem, self.merged_steps, relaxed=False)
+                problem = _largest(problem, relaxed=False)
             problem = _without_short(problem, settings.shortest)
             problem = _less_room(problem, settings.reserve_pages)
             self.progress(f"solving with {settings}", 0.5)
@@ -201,8 +204,8 @@ class _Search:
         """Raise with the smallest device budget for which there is a plan."""
         problem = self.problem
         if problem.steps > self.limit:
-            problem, _ = merged(problem, self.limit // 2, relaxed=False)
-        least = least_device_pages(_largest(problem, MAX_GAPS, relaxed=False))
+            problem, _ = merged(problem, self.merged_steps, relaxed=False)
+        least = least_device_pages(_largest(problem, relaxed=False))
         page = self.hardware.page_size
         pages = math.ceil(least - 1e-6) if least is not None else int(self.live.max())
         raise InfeasibleBudget(
@@ -255,18 +258,22 @@ def _less_room(problem: Problem, reserve_pages: int) -> Problem:
     return replace(problem, tiers=tiers)
 
 
-def _largest(problem: Problem, most: int, *, relaxed: bool) -> Problem:
-    """At most ``most`` gaps: the largest by pages times duration. For a bound the pages of the
-    others count as if they were off the device all the time."""
+def _too_many(problem: Problem) -> bool:
+    return len(problem.gaps) > MAX_GAPS and len(grouped(problem)[0].gaps) > MAX_GAPS
+
+
+def _largest(problem: Problem, *, relaxed: bool) -> Problem:
+    """If the program would have too many gaps, the largest by pages times duration. For a bound the
+    pages of the others count as if they were off the device all the time."""
     gaps = problem.gaps
-    if len(gaps) <= most:
+    if not _too_many(problem):
         return problem
     begins = np.concatenate([[0.0], np.cumsum(problem.duration_us)])
     total = begins[-1]
     ends = begins[gaps.end % problem.steps] + np.where(gaps.end >= problem.steps, total, 0.0)
     begin_us = begins[np.minimum(gaps.begin + 1, problem.steps)]
     keep = np.zeros(len(gaps), bool)
-    keep[np.argsort(-(gaps.pages * (ends - begin_us)))[:most]] = True
+    keep[np.argsort(-(gaps.pages * (ends - begin_us)))[:MAX_GAPS]] = True
     left = problem.narrowed(keep)
     if not relaxed:
         return left

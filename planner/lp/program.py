@@ -13,12 +13,13 @@ is small against a tensor.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
 from ..trace import Floats, Ints
+from .groups import grouped, shared_out
 from .problem import Problem
 
 MOVE_COST, DISK_WRITE_COST = 1e-5, 1e-5  # of a page, in the time that a page takes on the link
@@ -103,9 +104,13 @@ def solve(
     ends: both for plans, not for the bound."""
     if not problem.tiers or not len(problem.gaps):
         return _nothing_moves(problem, reserve_pages)
-    builder = _Builder(problem, problem.device_pages - reserve_pages, copies_keep_slots)
+    small, group = grouped(problem)
+    builder = _Builder(small, problem.device_pages - reserve_pages, copies_keep_slots)
     x = _run(builder, builder.cost(), time_limit_s)
-    return None if x is None else builder.solution(x)
+    if x is None:
+        return None
+    found = builder.solution(x)
+    return replace(found, off=shared_out(found.off, group, problem.most))
 
 
 def least_device_pages(problem: Problem, time_limit_s: float = 60) -> float | None:
@@ -113,7 +118,7 @@ def least_device_pages(problem: Problem, time_limit_s: float = 60) -> float | No
     tiers below are too small for every device."""
     if not problem.tiers or not len(problem.gaps):
         return float(problem.live.max()) if problem.steps else 0.0
-    builder = _Builder(problem, None, copies_keep_slots=True)
+    builder = _Builder(grouped(problem)[0], None, copies_keep_slots=True)
     cost = np.zeros(builder.columns.count)
     cost[builder.device] = 1.0
     x = _run(builder, cost, time_limit_s)

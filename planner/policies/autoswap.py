@@ -19,6 +19,8 @@ counts as a candidate; where an `in` finds no room as early as timed, it is issu
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -27,7 +29,7 @@ from ..errors import PolicyRefusal
 from ..hardware import Hardware
 from ..plan import Plan
 from ..trace import Floats, Ints, Trace
-from .savings import Saving, saving_at
+from .savings import saving_at
 from .whole import (
     Clock,
     Decision,
@@ -73,12 +75,12 @@ def plan(
     return build(trace, hardware, name, decisions)
 
 
-def largest_reduction(trace: Trace, hardware: Hardware, score: Score = "swdoa") -> Reduction:
-    """The smallest budget whose plan never stalls, found by bisection over whole pages (a plan
-    for less room may be faster, so a smaller one may be missed)."""
-    saving: Saving = saving_at(
-        lambda trace, hardware: plan(trace, hardware, score=score), trace, hardware, 0.0
-    )
+def largest_reduction(
+    trace: Trace, hardware: Hardware, score: Score = "swdoa", *, samples: int = 8
+) -> Reduction:
+    """The smallest budget found whose plan never stalls. ``samples`` as in ``saving_at``: with a
+    limit near the peak, wdoa and swdoa take absences too short to hide, and a lower one may do."""
+    saving = saving_at(partial(plan, score=score), trace, hardware, 0.0, samples=samples)
     return Reduction(saving.saved_bytes, saving.peak_bytes, saving.device_bytes, saving.plan)
 
 
@@ -106,40 +108,32 @@ def absence_us(trace: Trace, hardware: Hardware, gaps: WholeGaps) -> Floats:
     return idle - out_us - transfer_us(hardware, "host", "in", gaps.pages)
 
 
-class _Scorer:
-    """Scores of gaps; those of swdoa depend on the load."""
-
-    def __init__(self, gaps: WholeGaps, fixed: Floats | None, limit: float, ops: int) -> None:
-        self.gaps, self.fixed, self.limit, self.ops = gaps, fixed, limit, ops
-
-    def __call__(self, load: Ints) -> Floats:
-        if self.fixed is not None:
-            return self.fixed
-        return weighted_absence(self.gaps, load, self.limit)
-
-
 def weighted_absence(gaps: WholeGaps, load: Ints, limit: float) -> Floats:
     """Sum of load − limit over ops last_op ≤ j < next_op, per gap, in pages."""
     over = np.concatenate([[0.0], np.cumsum(np.tile(load - limit, 2))])
     return np.asarray(over[gaps.next_op] - over[gaps.last_op])
 
 
-def _scorer(trace: Trace, hardware: Hardware, gaps: WholeGaps, score: Score) -> _Scorer:
+def _scorer(
+    trace: Trace, hardware: Hardware, gaps: WholeGaps, score: Score
+) -> Callable[[Ints], Floats]:
+    """What gives the gaps' scores for a load in pages; only those of swdoa depend on it."""
     limit = hardware.device_pages
-    fixed: Floats | None = None
-    if score in ("doa", "aoa"):
+    if score == "swdoa":
+        return lambda load: weighted_absence(gaps, load, limit)
+    if score == "wdoa":
+        fixed = weighted_absence(gaps, Room(trace, hardware).used["device"], limit)
+    elif score in ("doa", "aoa"):
         fixed = absence_us(trace, hardware, gaps)
         if score == "aoa":
             nbytes = trace.tensor_bytes[gaps.tensor]
             fixed = np.where(fixed >= 0, fixed * nbytes, fixed / nbytes)
-    elif score == "wdoa":
-        fixed = weighted_absence(gaps, Room(trace, hardware).used["device"], limit)
-    elif score != "swdoa":
+    else:
         raise PolicyRefusal(f"autoswap: no score '{score}' (known: {', '.join(SCORES)})")
-    return _Scorer(gaps, fixed, limit, trace.ops)
+    return lambda load: fixed
 
 
-def _take(gaps: WholeGaps, scorer: _Scorer, room: Room) -> list[Decision]:
+def _take(gaps: WholeGaps, scorer: Callable[[Ints], Floats], room: Room) -> list[Decision]:
     """Best score first until the device's load fits; a tensor the host has no slots for stays."""
     open_ = np.ones(len(gaps), np.bool_)
     decisions: list[Decision] = []

@@ -10,8 +10,8 @@ the first of nothing, `conv`, `all` that fits.
 
 A trace has ops, not layers. The forward pass ends where most is live; each of its ops is a layer,
 of a kind that its name tells. Where a trace has more matrix products than convolutions, they stand
-for the convolutions (a transformer has few others); else they are the fully connected layers. An op
-of the backward pass belongs to the latest layer whose tensors it reads.
+for the convolutions (a transformer has few others); else they are the fully connected layers. Ops
+of the backward pass belong to layers by the tensors that they read.
 
 vDNN waits after each layer until its offload and its prefetch are done. A plan can't say "wait", so
 it is expressed by a *fence*: a small tensor that an op needs is sent out behind the offloads and
@@ -106,15 +106,17 @@ def find_layers(trace: Trace, hardware: Hardware) -> Layers:
 
 
 def _backward_layers(trace: Trace, count: int) -> Ints:
-    """For each op of the backward pass the latest forward op that used a tensor it reads, never
-    rising from op to op."""
+    """For each op of the backward pass the layer it has come down to, never rising.
+
+    What layer i reads or writes was last used by layer i or a later one; so of the layers that were
+    the last to use what a backward op reads, the first is its own, if that reads its own input.
+    """
     latest = np.full(trace.tensors, -1, np.int64)
     forward = trace.access_op < count
     np.maximum.at(latest, trace.access_tensor[forward], trace.access_op[forward])
-    latest[trace.tensor_persistent] = -1
-    layer = np.full(trace.ops - count, -1, np.int64)
-    np.maximum.at(layer, trace.access_op[~forward] - count, latest[trace.access_tensor[~forward]])
-    layer[layer < 0] = count
+    latest[latest < 0] = count
+    layer = np.full(trace.ops - count, count, np.int64)
+    np.minimum.at(layer, trace.access_op[~forward] - count, latest[trace.access_tensor[~forward]])
     return np.minimum.accumulate(layer) if len(layer) else layer
 
 

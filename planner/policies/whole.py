@@ -238,9 +238,9 @@ def build(
         keyed.append(((issue_out, -1, place), Move(*run, "out", issue_out)))
         end = used_end.get((next_op % trace.ops, tensor), run[2])
         parts = [(end, run[2] - end), (0, end)] if end < run[2] else [(0, run[2])]
-        for part in parts:
-            keyed.append(((issue_in, due, place), Move(run[0], *part, tier, "in", issue_in)))
-        keyed.append(((issue_in, due, place), Move(*run, "drop", issue_in)))
+        back = [Move(run[0], *part, tier, "in", issue_in) for part in parts]
+        back.append(Move(*run, "drop", issue_in))
+        keyed.extend(((issue_in, due, place), move) for move in back)
         if out_op < trace.ops <= in_op:
             start.append(StartRun(*run))
     keyed.extend(((m.issue_op, -2, n), m) for n, m in enumerate(first_moves))
