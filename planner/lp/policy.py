@@ -29,7 +29,7 @@ from ..simulator import simulate
 from ..sizes import format_bytes
 from ..trace import Ints, Trace
 from .fit import fit
-from .groups import grouped
+from .narrow import largest, less_room, too_many, without_short
 from .problem import Problem, make_problem, merged
 from .program import Solution, least_device_pages, solve
 from .schedule import make_schedule, to_moves
@@ -37,9 +37,10 @@ from .schedule import make_schedule, to_moves
 Progress = Callable[[str, float], None]
 GOOD_ENOUGH = 99.5  # percent of the bound at which the search ends
 FULL_SECONDS, QUICK_SECONDS = 50.0, 12.0
-MAX_STEPS, QUICK_STEPS = 2500, 1600  # above, steps are merged
-MERGED_STEPS, QUICK_MERGED_STEPS = 1000, 600
-MAX_GAPS = 20_000  # that the program can tell apart: the largest, by pages times duration
+MAX_STEPS, MERGED_STEPS = 2500, 1000  # of a longer trace steps are merged
+QUICK_MAX_STEPS, QUICK_MERGED_STEPS, QUICK_BOUND_STEPS = 1500, 800, 300
+POOR = 98.0  # percent of the bound below which the published policies are asked too
+OTHERS = ("g10", "appobmem", "autoswap-aoa", "lru")
 
 
 @dataclass(frozen=True)
@@ -87,7 +88,7 @@ class _Search:
         self.trace, self.hardware = trace, hardware
         self.quick, self.progress = quick, progress
         self.until = time.monotonic() + (QUICK_SECONDS if quick else FULL_SECONDS)
-        self.limit = QUICK_STEPS if quick else MAX_STEPS
+        self.limit = QUICK_MAX_STEPS if quick else MAX_STEPS
         self.merged_steps = QUICK_MERGED_STEPS if quick else MERGED_STEPS
         self.live = live_pages(trace, hardware.page_size)
         self.fits = not trace.ops or bool(self.live.max() <= hardware.device_pages)
@@ -107,16 +108,17 @@ class _Search:
             self._refuse()
         least_us = self.trace.ideal_us + solution.stall_us
         best: _Candidate | None = None
-        for settings, problem, first_op, answer in self._programs(solution):
-            if answer is None:
-                continue
-            candidate = self._candidate(settings, problem, first_op, answer)
+        for candidate in self._candidates(solution):
             if candidate is not None and _faster(candidate, best):
                 best = candidate
             done = _percent(least_us, best)
             self.progress(f"best plan so far: {done:.2f} % of the bound", min(done, 99.0) / 100)
-            if best is not None and (done >= GOOD_ENOUGH or time.monotonic() > self.until):
+            if done >= GOOD_ENOUGH or (done >= POOR and time.monotonic() > self.until):
                 break
+        for name in OTHERS if _percent(least_us, best) < POOR else ():
+            candidate = self._other(name)
+            if candidate is not None and _faster(candidate, best):
+                best = candidate
         if best is None:
             raise self._no_plan()
         self.progress("done", 1.0)
@@ -127,28 +129,29 @@ class _Search:
     # -- programs --------------------------------------------------------------------------------
     def solve_bound(self) -> Solution | None:
         """The relaxed program. Exact, and good for a plan too, if no steps are merged."""
-        problem = self.problem
-        if problem.steps > self.limit:
-            problem, _ = merged(problem, self.merged_steps, relaxed=True)
-        problem = _largest(problem, relaxed=True)
+        problem, steps = self.problem, self.merged_steps
+        if self.quick:
+            problem, _ = merged(problem, QUICK_BOUND_STEPS, relaxed=True)
+        elif problem.steps > self.limit:
+            problem, _ = merged(problem, steps, relaxed=True)
+        problem = largest(problem, relaxed=True)
         return solve(problem, time_limit_s=4 * FULL_SECONDS)
 
-    def _programs(
-        self, solution: Solution
-    ) -> Iterator[tuple[_Settings, Problem, Ints, Solution | None]]:
+    def _candidates(self, solution: Solution) -> Iterator[_Candidate | None]:
         """The bound's own solution, then others, the most promising first."""
         steps = np.arange(self.problem.steps)
-        whole = self.problem.steps <= self.limit and not _too_many(self.problem)
-        if whole:
-            yield _Settings(), self.problem, steps, solution
+        whole = self.problem.steps <= self.limit and not too_many(self.problem)
+        exact = self.problem.steps <= (QUICK_BOUND_STEPS if self.quick else self.limit)
+        if whole and exact:
+            yield self._candidate(_Settings(), self.problem, steps, solution)
         for settings in self._settings():
             if whole:
                 problem, first_op = self.problem, steps
             else:
                 problem, first_op = merged(self.problem, self.merged_steps, relaxed=False)
-                problem = _largest(problem, relaxed=False)
-            problem = _without_short(problem, settings.shortest)
-            problem = _less_room(problem, settings.reserve_pages)
+                problem = largest(problem, relaxed=False)
+            problem = without_short(problem, settings.shortest)
+            problem = less_room(problem, settings.reserve_pages)
             self.progress(f"solving with {settings}", 0.5)
             answer = solve(
                 problem,
@@ -156,7 +159,8 @@ class _Search:
                 copies_keep_slots=settings.copies_keep_slots,
                 time_limit_s=max(30.0, self.until - time.monotonic()),
             )
-            yield settings, problem, first_op, answer
+            if answer is not None:
+                yield self._candidate(settings, problem, first_op, answer)
 
     def _settings(self) -> list[_Settings]:
         need = int(working_set_pages(self.trace, self.hardware.page_size).max())
@@ -173,6 +177,18 @@ class _Search:
         schedule = fit(problem, make_schedule(problem, solution))
         moves, start = to_moves(self.trace, problem, schedule, first_op)
         made = replace(self._plan_of(moves, start), extra={"settings": vars(settings).copy()})
+        simulation = simulate(self.trace, self.hardware, made)
+        return _Candidate(made, simulation) if simulation.feasible else None
+
+    def _other(self, name: str) -> _Candidate | None:
+        """What a published policy makes of it; on small traces whole tensors may be as good."""
+        from ..policies.registry import POLICIES
+
+        try:
+            found = POLICIES[name](self.trace, self.hardware)
+        except (PolicyRefusal, InfeasibleBudget):
+            return None
+        made = replace(found, policy="lp", extra={"settings": {"from": name}})
         simulation = simulate(self.trace, self.hardware, made)
         return _Candidate(made, simulation) if simulation.feasible else None
 
@@ -205,14 +221,36 @@ class _Search:
         problem = self.problem
         if problem.steps > self.limit:
             problem, _ = merged(problem, self.merged_steps, relaxed=False)
-        least = least_device_pages(_largest(problem, relaxed=False))
-        page = self.hardware.page_size
-        pages = math.ceil(least - 1e-6) if least is not None else int(self.live.max())
+        least = least_device_pages(largest(problem, relaxed=False))
+        pages = self._smallest(math.ceil(least - 1e-6) if least is not None else 0)
+        nbytes = pages * int(self.hardware.page_size)
         raise InfeasibleBudget(
             f"a device budget of {format_bytes(self.hardware.device_bytes)} is too small: {why}; "
-            f"the smallest that works is {pages * page} bytes ({format_bytes(pages * page)})",
-            minimum=pages * page,
+            f"the smallest that works is {nbytes} bytes ({format_bytes(nbytes)})",
+            minimum=nbytes,
         )
+
+    def _smallest(self, pages: int) -> int:
+        """From ``pages`` on, the first device size tried for which there is a plan."""
+        most = int(self.live.max())
+        step = 1
+        while 0 < pages < most:
+            size = pages * int(self.hardware.page_size)
+            search = _Search(
+                self.trace, self.hardware.with_(device_bytes=size), True, self.progress
+            )
+            if any(search._other(name) for name in ("lru", "g10")):
+                return pages
+            try:
+                search.run()
+            except PolicyRefusal:
+                pages += step
+                step *= 2
+            except InfeasibleBudget as error:
+                return error.minimum // int(self.hardware.page_size)
+            else:
+                return pages
+        return most
 
     def _no_plan(self) -> PolicyRefusal:
         return PolicyRefusal(
@@ -233,52 +271,3 @@ def _percent(least_us: float, best: _Candidate | None) -> float:
         return 0.0
     taken = best.simulation.predicted.iteration_us
     return 100.0 * least_us / taken if taken else 100.0
-
-
-def _without_short(problem: Problem, shortest: float) -> Problem:
-    """Leave out gaps shorter than ``shortest`` times what their pages take out and in."""
-    if not shortest:
-        return problem
-    gaps = problem.gaps
-    begins = np.concatenate([[0.0], np.cumsum(problem.duration_us)])
-    ends = begins[gaps.end % problem.steps] + np.where(gaps.end >= problem.steps, begins[-1], 0.0)
-    length_us = ends - begins[gaps.begin + 1]
-    transfer_us = gaps.pages * (1 / problem.out_rate + 1 / problem.in_rate)
-    return problem.narrowed(length_us > shortest * transfer_us)
-
-
-def _less_room(problem: Problem, reserve_pages: int) -> Problem:
-    """Leave a little of the tiers below free too, for pages that rounding adds."""
-    tiers = tuple(
-        replace(tier, pages=tier.pages - min(reserve_pages, tier.pages // 50))
-        if math.isfinite(tier.pages)
-        else tier
-        for tier in problem.tiers
-    )
-    return replace(problem, tiers=tiers)
-
-
-def _too_many(problem: Problem) -> bool:
-    return len(problem.gaps) > MAX_GAPS and len(grouped(problem)[0].gaps) > MAX_GAPS
-
-
-def _largest(problem: Problem, *, relaxed: bool) -> Problem:
-    """If the program would have too many gaps, the largest by pages times duration. For a bound the
-    pages of the others count as if they were off the device all the time."""
-    gaps = problem.gaps
-    if not _too_many(problem):
-        return problem
-    begins = np.concatenate([[0.0], np.cumsum(problem.duration_us)])
-    total = begins[-1]
-    ends = begins[gaps.end % problem.steps] + np.where(gaps.end >= problem.steps, total, 0.0)
-    begin_us = begins[np.minimum(gaps.begin + 1, problem.steps)]
-    keep = np.zeros(len(gaps), bool)
-    keep[np.argsort(-(gaps.pages * (ends - begin_us)))[:MAX_GAPS]] = True
-    left = problem.narrowed(keep)
-    if not relaxed:
-        return left
-    change = np.zeros(2 * problem.steps + 1)
-    np.add.at(change, gaps.begin[~keep] + 1, -problem.most[~keep])
-    np.add.at(change, gaps.end[~keep], problem.most[~keep])
-    off = np.cumsum(change[:-1]).reshape(2, problem.steps).sum(axis=0)
-    return replace(left, live=(left.live + off).astype(np.int64))

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..plan import Move, StartRun
-from ..trace import Ints, Trace
+from ..trace import Floats, Ints, Trace
 from .problem import DISK, Problem
 from .program import Solution
 
@@ -82,6 +82,11 @@ def make_schedule(problem: Problem, solution: Solution) -> Schedule:
     return Schedule(off, outs, ins)
 
 
+def _scaled(flow: Floats, pages: int) -> Floats:
+    total = float(flow.sum())
+    return flow * (pages / total) if total > 0 else flow
+
+
 class _Assignment:
     """Gives one tier's flows to pages, slot by slot, over three iterations; the chunks of the gaps
     that begin in the second one are those of the steady state."""
@@ -92,7 +97,10 @@ class _Assignment:
         self.written = written_pages(problem, off)
         self.early = int(solution.early_at_start[part] + 0.5)
         self.below = int(solution.below_at_start[part] + 0.5)
-        self.flow_out, self.flow_in = solution.flow_out[part], solution.flow_in[part]
+        # Rounding has changed the sums a little; without a correction every iteration would lag
+        # more behind the flows than the one before.
+        self.flow_out = _scaled(solution.flow_out[part], int(self.written.sum()))
+        self.flow_in = _scaled(solution.flow_in[part], int(off.sum()))
         gaps = problem.gaps
         self.begin, self.end = gaps.begin.tolist(), gaps.end.tolist()
         self.starting: list[list[int]] = [[] for _ in range(self.steps)]
@@ -162,7 +170,7 @@ class _Assignment:
                 heapq.heappop(self.to_go)
             else:
                 self.to_go[0][2:] = [first + take, count - take]
-        return min(credit, 1.0)
+        return credit
 
     def _bring(self, now: int, credit: float) -> float:
         while self.to_come:
@@ -176,7 +184,7 @@ class _Assignment:
                 heapq.heappop(self.to_come)
             else:
                 self.to_come[0][2:] = [first + take, count - take]
-        return min(credit, 1.0)
+        return credit
 
     def _note(
         self, chunks: list[Chunk], gap: int, first: int, take: int, now: int, due: int

@@ -1,0 +1,62 @@
+"""Programs with fewer gaps or less room than the problem has, for plans and for long traces."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import numpy as np
+
+from .groups import grouped
+from .problem import Problem
+
+MAX_GAPS = 20_000  # that the program can tell apart
+
+
+def without_short(problem: Problem, shortest: float) -> Problem:
+    """Leave out gaps shorter than ``shortest`` times what their pages take out and in."""
+    if not shortest:
+        return problem
+    gaps = problem.gaps
+    begins = np.concatenate([[0.0], np.cumsum(problem.duration_us)])
+    ends = begins[gaps.end % problem.steps] + np.where(gaps.end >= problem.steps, begins[-1], 0.0)
+    length_us = ends - begins[gaps.begin + 1]
+    transfer_us = gaps.pages * (1 / problem.out_rate + 1 / problem.in_rate)
+    return problem.narrowed(length_us > shortest * transfer_us)
+
+
+def less_room(problem: Problem, reserve_pages: int) -> Problem:
+    """Leave a little of the tiers below free too, for pages that rounding adds."""
+    tiers = tuple(
+        replace(tier, pages=tier.pages - min(reserve_pages, tier.pages // 50))
+        if math.isfinite(tier.pages)
+        else tier
+        for tier in problem.tiers
+    )
+    return replace(problem, tiers=tiers)
+
+
+def too_many(problem: Problem) -> bool:
+    return len(problem.gaps) > MAX_GAPS and len(grouped(problem)[0].gaps) > MAX_GAPS
+
+
+def largest(problem: Problem, *, relaxed: bool) -> Problem:
+    """If the program would have too many gaps, the largest by pages times duration. For a bound the
+    pages of the others count as if they were off the device all the time."""
+    gaps = problem.gaps
+    if not too_many(problem):
+        return problem
+    begins = np.concatenate([[0.0], np.cumsum(problem.duration_us)])
+    total = begins[-1]
+    ends = begins[gaps.end % problem.steps] + np.where(gaps.end >= problem.steps, total, 0.0)
+    begin_us = begins[np.minimum(gaps.begin + 1, problem.steps)]
+    keep = np.zeros(len(gaps), bool)
+    keep[np.argsort(-(gaps.pages * (ends - begin_us)))[:MAX_GAPS]] = True
+    left = problem.narrowed(keep)
+    if not relaxed:
+        return left
+    change = np.zeros(2 * problem.steps + 1)
+    np.add.at(change, gaps.begin[~keep] + 1, -problem.most[~keep])
+    np.add.at(change, gaps.end[~keep], problem.most[~keep])
+    off = np.cumsum(change[:-1]).reshape(2, problem.steps).sum(axis=0)
+    return replace(left, live=(left.live + off).astype(np.int64))

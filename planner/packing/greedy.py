@@ -1,0 +1,81 @@
+"""Place buffers one after another into holes: SmartPool, and a portfolio of orders and rules."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import numpy as np
+
+from ..trace import Ints
+from .buffers import Buffers, Packing, footprint
+from .overlaps import Overlaps
+
+ORDERS = ("size", "area", "life", "start", "size+life")
+
+
+def smartpool(buffers: Buffers, *, best: bool = True) -> Packing:
+    """SmartPool (arXiv 1903.06631): by size falling, then birth, each in the best-fitting hole that
+    the blocks placed before leave during its lifetime (or the first one that fits)."""
+    start = time.perf_counter()
+    order = np.lexsort([buffers.lower, -buffers.size])
+    offsets = place(buffers, Overlaps(buffers), order, best=best)
+    name = "smartpool" if best else "smartpool-first-fit"
+    size = footprint(buffers, offsets)
+    seconds = time.perf_counter() - start
+    return Packing(name, offsets, size, size == buffers.peak_live_bytes, seconds)
+
+
+def portfolio(buffers: Buffers, overlaps: Overlaps) -> Iterator[Ints]:
+    """Offsets by every order and rule in turn, SmartPool's own first."""
+    for name in ORDERS:
+        for best in (True, False):
+            yield place(buffers, overlaps, order_of(buffers, name), best=best)
+
+
+def order_of(buffers: Buffers, name: str) -> Ints:
+    """Largest first by ``name``, one of ``ORDERS`` (earliest first by "start")."""
+    life = buffers.upper - buffers.lower
+    keys = {
+        "size": (-buffers.size, buffers.lower),
+        "area": (-(buffers.size.astype(np.float64) * life), -buffers.size),
+        "life": (-life, -buffers.size),
+        "start": (buffers.lower, -buffers.size),
+        "size+life": (-(_share(buffers.size) + _share(life)), buffers.lower),
+    }
+    first, second = keys[name]
+    return np.lexsort([second, first]).astype(np.int64)
+
+
+def place(buffers: Buffers, overlaps: Overlaps, order: Ints, *, best: bool) -> Ints:
+    """Offsets in bytes when the buffers are placed in ``order``, each in the lowest hole that holds
+    it, or in the smallest such hole, or on top of everything that it meets in time."""
+    count = len(buffers)
+    begins, ends = np.full(count, -1, np.int64), np.zeros(count, np.int64)
+    sizes = buffers.size.tolist()
+    for buffer in order.tolist():
+        near = overlaps.of(buffer)
+        near = near[begins[near] >= 0]
+        offset = hole(begins[near], ends[near], sizes[buffer], best=best)
+        begins[buffer], ends[buffer] = offset, offset + sizes[buffer]
+    return begins
+
+
+def hole(begins: Ints, ends: Ints, size: int, *, best: bool) -> int:
+    """Where ``size`` bytes fit among the taken ranges [begins, ends), which may overlap."""
+    if not len(begins):
+        return 0
+    by_begin = np.argsort(begins)
+    begins, ends = begins[by_begin], np.maximum.accumulate(ends[by_begin])
+    gaps = begins.copy()  # free bytes below each range
+    gaps[1:] -= ends[:-1]
+    fitting = np.flatnonzero(gaps >= size)
+    if not len(fitting):
+        return int(ends[-1])
+    chosen = int(fitting[np.argmin(gaps[fitting])] if best else fitting[0])
+    return int(ends[chosen - 1]) if chosen else 0
+
+
+def _share(values: Ints) -> Ints:
+    """Each value as millionths of the largest."""
+    return values * 1_000_000 // max(int(values.max(initial=0)), 1)
