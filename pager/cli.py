@@ -18,6 +18,7 @@ COMMANDS = {
     "plan": "..planner.commands.plan:plan",
     "simulate": "..planner.commands.simulate:simulate",
     "compare": "..planner.commands.compare:compare",
+    "pool": "..planner.commands.pool:pool",
 }
 
 
