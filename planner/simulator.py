@@ -14,7 +14,8 @@ import numpy as np
 
 from .hardware import Hardware
 from .plan import Plan, Predicted
-from .sim_state import EPSILON_US, Infeasible, Pages, Queue
+from .sim_pages import EPSILON_US, Infeasible, Pages
+from .sim_queue import Queue
 from .simulation import Simulation, Stall
 from .trace import WRITE, Trace
 

@@ -62,8 +62,8 @@ class Search:
         self._why_deferred: dict[int, Bools] = {}
         self._placed = np.zeros(count, np.bool_)
         self._stack: list[int] = []  # the placed ones in order
-        self._demand = problem.demand.astype(_narrow_type(self._capacity))
-        self._open = problem.demand.sum(axis=0)  # [sections], units not placed yet
+        self._demand = problem.demand.astype(_narrow_type(self._capacity), copy=False)
+        self._open = problem.demand.sum(axis=0, dtype=np.int64)  # [sections], units not placed yet
         self.nodes = 0
 
     def run(self) -> Ints | None:

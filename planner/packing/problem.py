@@ -21,9 +21,11 @@ class Problem:
         self.first, self.last = sections.first, sections.last  # sections, both inclusive
         number = np.arange(sections.count)
         member = (self.first[:, None] <= number) & (number <= self.last[:, None])
-        self.demand = np.where(member, self.size[:, None], 0)  # [buffers, sections]
-        live = self.demand.sum(axis=0)
-        self.load = np.where(member, live, 0).max(axis=1, initial=0)  # most around each buffer
+        kind = np.int32 if self.size.max(initial=0) < 1 << 31 else np.int64
+        self.demand = member * self.size.astype(kind)[:, None]  # [buffers, sections]
+        live = self.demand.sum(axis=0, dtype=np.int64)
+        around = [live[a : b + 1].max() for a, b in zip(self.first, self.last)]
+        self.load = np.array(around, np.int64)  # the most that lives around each buffer
         self.meets: Bools = (self.first[:, None] <= self.last) & (
             self.first <= self.last[:, None]
         )  # [buffers, buffers]: share a time

@@ -15,7 +15,7 @@ from .restarts import find_packing
 from .sections import Sections
 from .split import Piece, split
 
-_LARGEST_TABLE = 4_000_000  # buffers × sections that an exact search is tried on
+_LARGEST_TABLE = 40_000_000  # buffers × sections that an exact search is tried on (160 MB)
 _CLOSE_ENOUGH = 1e-4  # of the footprint: no more searching below that
 
 
@@ -89,7 +89,8 @@ def _improve(
     """Search for ``goal`` bytes in ``share`` of the time left, then for targets halfway to the
     best, each in the same share of what is left then."""
     found = _Found(offsets, footprint(buffers, offsets), buffers.peak_live_bytes)
-    if len(buffers) * Sections(buffers).count > _LARGEST_TABLE:
+    too_large = len(buffers) * Sections(buffers).count > _LARGEST_TABLE
+    if too_large or time.perf_counter() >= deadline:
         return found
     problem = Problem(buffers)
     low = target = max(goal, found.floor)  # less than low is not looked for any more
