@@ -1,6 +1,6 @@
 """Policy ``lp``: the linear program's plan, and how far it is from the bound.
 
-The program (DESIGN: the planner) says how many pages of each gap are off the device where, and the
+The program says how many pages of each gap are off the device where, and the
 flows through time; ``schedule`` gives the flows to pages. One solution serves both as the bound and
 as the first plan. Where that plan does not run as well as the bound says, the program is solved
 again with some of the device left free, with copies that hold their slots, or without gaps that are
@@ -31,16 +31,17 @@ from ..trace import Ints, Trace
 from .fit import fit
 from .narrow import largest, less_room, too_many, without_short
 from .problem import Problem, make_problem, merged
-from .program import Solution, least_device_pages, solve
+from .program import Solution, Unsolved, least_device_pages, solve
 from .schedule import make_schedule, to_moves
 
 Progress = Callable[[str, float], None]
-GOOD_ENOUGH = 99.5  # percent of the bound at which the search ends
+GOOD_ENOUGH = 99.8  # percent of the bound at which no further program is solved
+PERFECT = 99.9995  # at which the published policies are not asked
 FULL_SECONDS, QUICK_SECONDS = 50.0, 12.0
 MAX_STEPS, MERGED_STEPS = 2500, 1000  # of a longer trace steps are merged
 QUICK_MAX_STEPS, QUICK_MERGED_STEPS, QUICK_BOUND_STEPS = 1500, 800, 300
-POOR = 98.0  # percent of the bound below which the published policies are asked too
-OTHERS = ("g10", "appobmem", "autoswap-aoa", "lru")
+POOR = 98.0  # percent of the bound below which a search out of time goes on
+OTHERS = ("appobmem", "autoswap-doa", "g10", "lru")
 
 
 @dataclass(frozen=True)
@@ -104,9 +105,7 @@ class _Search:
         self.check_budget()
         self.progress("solving for the bound", 0.0)
         solution = self.solve_bound()
-        if solution is None:
-            self._refuse()
-        least_us = self.trace.ideal_us + solution.stall_us
+        least_us = self.trace.ideal_us + (solution.stall_us if solution else 0.0)
         best: _Candidate | None = None
         for candidate in self._candidates(solution):
             if candidate is not None and _faster(candidate, best):
@@ -115,7 +114,9 @@ class _Search:
             self.progress(f"best plan so far: {done:.2f} % of the bound", min(done, 99.0) / 100)
             if done >= GOOD_ENOUGH or (done >= POOR and time.monotonic() > self.until):
                 break
-        for name in OTHERS if _percent(least_us, best) < POOR else ():
+        for name in self._others(best):
+            if _percent(least_us, best) >= PERFECT:
+                break
             candidate = self._other(name)
             if candidate is not None and _faster(candidate, best):
                 best = candidate
@@ -128,21 +129,28 @@ class _Search:
 
     # -- programs --------------------------------------------------------------------------------
     def solve_bound(self) -> Solution | None:
-        """The relaxed program. Exact, and good for a plan too, if no steps are merged."""
-        problem, steps = self.problem, self.merged_steps
+        """The relaxed program; exact, and good for a plan too, if no steps are merged. Raises
+        ``InfeasibleBudget`` if it has no solution; ``None`` if none was found in time."""
+        problem = self.problem
         if self.quick:
             problem, _ = merged(problem, QUICK_BOUND_STEPS, relaxed=True)
         elif problem.steps > self.limit:
-            problem, _ = merged(problem, steps, relaxed=True)
+            problem, _ = merged(problem, self.merged_steps, relaxed=True)
         problem = largest(problem, relaxed=True)
-        return solve(problem, time_limit_s=4 * FULL_SECONDS)
+        try:
+            solution = solve(problem, time_limit_s=4 * FULL_SECONDS)
+        except Unsolved:
+            return None  # the ideal time is a bound too
+        if solution is None:
+            self._refuse()
+        return solution
 
-    def _candidates(self, solution: Solution) -> Iterator[_Candidate | None]:
+    def _candidates(self, solution: Solution | None) -> Iterator[_Candidate | None]:
         """The bound's own solution, then others, the most promising first."""
         steps = np.arange(self.problem.steps)
         whole = self.problem.steps <= self.limit and not too_many(self.problem)
         exact = self.problem.steps <= (QUICK_BOUND_STEPS if self.quick else self.limit)
-        if whole and exact:
+        if whole and exact and solution is not None:
             yield self._candidate(_Settings(), self.problem, steps, solution)
         for settings in self._settings():
             if whole:
@@ -153,14 +161,20 @@ class _Search:
             problem = without_short(problem, settings.shortest)
             problem = less_room(problem, settings.reserve_pages)
             self.progress(f"solving with {settings}", 0.5)
-            answer = solve(
+            answer = self._solve(problem, settings)
+            if answer is not None:
+                yield self._candidate(settings, problem, first_op, answer)
+
+    def _solve(self, problem: Problem, settings: _Settings) -> Solution | None:
+        try:
+            return solve(
                 problem,
                 reserve_pages=settings.reserve_pages,
                 copies_keep_slots=settings.copies_keep_slots,
                 time_limit_s=max(30.0, self.until - time.monotonic()),
             )
-            if answer is not None:
-                yield self._candidate(settings, problem, first_op, answer)
+        except Unsolved:
+            return None
 
     def _settings(self) -> list[_Settings]:
         need = int(working_set_pages(self.trace, self.hardware.page_size).max())
@@ -180,8 +194,15 @@ class _Search:
         simulation = simulate(self.trace, self.hardware, made)
         return _Candidate(made, simulation) if simulation.feasible else None
 
+    def _others(self, best: _Candidate | None) -> tuple[str, ...]:
+        """Published policies to ask: no plan of ours may be slower than theirs, and where hardly
+        anything has to move, whole tensors are as good. They are not made for long traces."""
+        if best is not None and (self.quick or self.trace.ops > MAX_STEPS):
+            return ()
+        return OTHERS
+
     def _other(self, name: str) -> _Candidate | None:
-        """What a published policy makes of it; on small traces whole tensors may be as good."""
+        """What a published policy makes of it."""
         from ..policies.registry import POLICIES
 
         try:
@@ -221,7 +242,10 @@ class _Search:
         problem = self.problem
         if problem.steps > self.limit:
             problem, _ = merged(problem, self.merged_steps, relaxed=False)
-        least = least_device_pages(largest(problem, relaxed=False))
+        try:
+            least = least_device_pages(largest(problem, relaxed=False))
+        except Unsolved:
+            least = float(working_set_pages(self.trace, self.hardware.page_size).max())
         pages = self._smallest(math.ceil(least - 1e-6) if least is not None else 0)
         nbytes = pages * int(self.hardware.page_size)
         raise InfeasibleBudget(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -55,6 +56,7 @@ class Problem:
 def make_problem(trace: Trace, hardware: Hardware) -> Problem:
     """One step per op."""
     page = hardware.page_size
+    hardware = _finite(trace, hardware)
     found = gaps(trace, page)
     return Problem(
         duration_us=trace.op_duration_us,
@@ -66,6 +68,14 @@ def make_problem(trace: Trace, hardware: Hardware) -> Problem:
         in_rate=hardware.h2d_bytes_per_s / page / 1e6,
         tiers=_tiers(hardware),
     )
+
+
+def _finite(trace: Trace, hardware: Hardware) -> Hardware:
+    """Rates without limit become such that everything moves in a thousandth of the time."""
+    total = float(trace.pages(hardware.page_size).sum()) * hardware.page_size
+    most = 1e9 * total / max(trace.ideal_us, 1.0)
+    rates = [name for name in vars(hardware) if name.endswith("_per_s")]
+    return hardware.with_(**{n: most for n in rates if math.isinf(getattr(hardware, n))})
 
 
 def _tiers(hardware: Hardware) -> tuple[Tier, ...]:

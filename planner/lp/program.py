@@ -22,7 +22,12 @@ from ..trace import Floats, Ints
 from .groups import grouped, shared_out
 from .problem import Problem
 
+SOLVED, INFEASIBLE = 0, 2  # scipy's status
 MOVE_COST, DISK_WRITE_COST = 1e-5, 1e-5  # of a page, in the time that a page takes on the link
+
+
+class Unsolved(Exception):  # noqa: N818 (it says nothing about the problem)
+    """The solver ran out of time, or into numerical trouble."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,9 +104,9 @@ def solve(
     copies_keep_slots: bool = False,
     time_limit_s: float = 60,
 ) -> Solution | None:
-    """``None`` if nothing is feasible, or nothing was found in time. ``reserve_pages`` of the
-    device are left free, and with ``copies_keep_slots`` a copy holds its slot until its version
-    ends: both for plans, not for the bound."""
+    """``None`` if nothing is feasible. ``reserve_pages`` of the device are left free, and with
+    ``copies_keep_slots`` a copy holds its slot until its version ends: both for plans, not for the
+    bound. Raises ``Unsolved`` if the solver ends without an answer."""
     if not problem.tiers or not len(problem.gaps):
         return _nothing_moves(problem, reserve_pages)
     small, group = grouped(problem)
@@ -140,8 +145,12 @@ def _run(builder: _Builder, cost: Floats, time_limit_s: float) -> Floats | None:
         method="highs-ipm",
         options={"time_limit": max(time_limit_s, 1.0)},
     )
-    x: Floats | None = result.x
-    return x if result.status == 0 else None
+    if result.status == INFEASIBLE:
+        return None
+    if result.status != SOLVED:
+        raise Unsolved(result.message)
+    x: Floats = result.x
+    return x
 
 
 def _nothing_moves(problem: Problem, reserve_pages: float) -> Solution | None:

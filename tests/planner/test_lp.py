@@ -13,9 +13,9 @@ from tensorpager.planner.errors import InfeasibleBudget, PolicyRefusal
 from tensorpager.planner.hardware import Hardware
 from tensorpager.planner.lp.fit import fit, resident_pages
 from tensorpager.planner.lp.groups import grouped
-from tensorpager.planner.lp.policy import bound, plan
+from tensorpager.planner.lp.policy import OTHERS, bound, plan
 from tensorpager.planner.lp.problem import Problem, make_problem, merged
-from tensorpager.planner.lp.program import least_device_pages, solve
+from tensorpager.planner.lp.program import Unsolved, least_device_pages, solve
 from tensorpager.planner.lp.schedule import Schedule, make_schedule
 from tensorpager.planner.policies.registry import POLICIES
 from tensorpager.planner.simulator import simulate
@@ -109,8 +109,8 @@ def test_no_policy_beats_the_bound_nor_lp(seed: int) -> None:
             continue
         assert other.predicted is not None
         assert other.predicted.iteration_us >= least * (1 - 1e-6), name
-        if name in ("g10", "lru") and taken > least / 0.98:  # then lp has looked at them
-            assert taken <= other.predicted.iteration_us * (1 + 1e-9), name
+        if name in OTHERS:
+            assert taken <= other.predicted.iteration_us * (1 + 1e-5), name
 
 
 # -- a trace with known answers ------------------------------------------------------------------
@@ -278,3 +278,23 @@ def test_whole_pages_and_flows_balance() -> None:
     for part in range(len(problem.tiers)):
         outs, ins = (sum(c.count for c in x[part]) for x in (schedule.outs, schedule.ins))
         assert outs == ins == schedule.off[part].sum()
+
+
+def test_rates_without_limit() -> None:
+    rates = ("d2h", "h2d", "disk_read", "disk_write")
+    hardware = machine(250, **{f"{name}_bytes_per_s": math.inf for name in rates})
+    taken, _ = runs(chain(10), hardware)
+    assert taken == pytest.approx(chain(10).ideal_us)
+
+
+def test_a_solver_that_gives_up_leaves_a_plan_and_a_true_bound(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def give_up(*args: object, **options: object) -> None:
+        raise Unsolved("time limit")
+
+    monkeypatch.setattr("tensorpager.planner.lp.policy.solve", give_up)
+    trace = chain(8)
+    taken, least = runs(trace, machine(250))
+    assert least == trace.ideal_us
+    assert taken > least
