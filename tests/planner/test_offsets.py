@@ -1,0 +1,377 @@
+from collections.abc import Callable
+from itertools import permutations
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tensorpager.planner import offsets as pool
+from tensorpager.planner.offsets import Buffers, Packing
+from tensorpager.planner.packing.exact import GaveUp, Limits, Search
+from tensorpager.planner.packing.heap import Heap
+from tensorpager.planner.packing.overlaps import Overlaps
+from tensorpager.planner.packing.problem import Problem
+from tensorpager.planner.packing.sections import Sections
+from tensorpager.planner.packing.split import split
+from tensorpager.planner.trace import make_trace
+
+MINIMALLOC = Path(__file__).resolve().parents[3] / "shared" / "data" / "minimalloc"
+MIB = 1 << 20
+GAP = (
+    *((0, 1, 4), (0, 1, 1), (1, 2, 4), (2, 3, 2), (1, 4, 1)),
+    *((3, 4, 1), (4, 5, 2), (2, 5, 2), (3, 6, 1), (5, 6, 4)),
+)
+Boxes = list[tuple[int, int, int, int]]
+ALLOCATORS: list[Callable[[Buffers], Packing]] = [
+    pool.pack,
+    pool.smartpool,
+    lambda buffers: pool.smartpool(buffers, best=False),
+    pool.best_fit,
+    pool.cnmem,
+    pool.caching_allocator,
+]
+
+
+def buffers(*rows: tuple[int, int, int]) -> Buffers:
+    """From (lower, upper, size)."""
+    table = np.array(rows, np.int64).reshape(-1, 3)
+    return Buffers([str(n) for n in range(len(rows))], table[:, 0], table[:, 1], table[:, 2])
+
+
+def some_buffers(most: int, times: int = 12, size: int = 9) -> st.SearchStrategy[Buffers]:
+    row = st.tuples(st.integers(0, times - 1), st.integers(1, times), st.integers(1, size)).map(
+        lambda row: (row[0], row[0] + row[1], row[2])
+    )
+    return st.lists(row, min_size=1, max_size=most).map(lambda rows: buffers(*rows))
+
+
+def smallest_footprint(given: Buffers) -> int:
+    """By trying every order of resting each buffer on those below it."""
+    rows = list(zip(given.lower.tolist(), given.upper.tolist(), given.size.tolist()))
+    best = sum(size for _, _, size in rows)
+    for order in permutations(range(len(rows))):
+        tops: dict[int, int] = {}
+        for one in order:
+            lower, upper, size = rows[one]
+            below = [t for o, t in tops.items() if rows[o][0] < upper and lower < rows[o][1]]
+            tops[one] = max(below, default=0) + size
+        best = min(best, max(tops.values()))
+    return best
+
+
+def fits(given: Buffers, capacity: int, placed: tuple[int, ...] = ()) -> bool:
+    """By trying every offset of every buffer."""
+    if len(placed) == len(given):
+        return True
+    rows = list(zip(given.lower.tolist(), given.upper.tolist(), given.size.tolist()))
+    lower, upper, size = rows[len(placed)]
+    met = [
+        (at, at + rows[one][2])
+        for one, at in enumerate(placed)
+        if rows[one][0] < upper and lower < rows[one][1]
+    ]
+    return any(
+        fits(given, capacity, (*placed, at))
+        for at in range(capacity - size + 1)
+        if all(at + size <= begin or end <= at for begin, end in met)
+    )
+
+
+@settings(max_examples=60, derandomize=True, deadline=None)
+@given(some_buffers(30))
+@pytest.mark.parametrize("allocate", ALLOCATORS)
+def test_every_packing_holds_and_is_no_smaller_than_the_bound(
+    allocate: Callable[[Buffers], Packing], given: Buffers
+) -> None:
+    packing = allocate(given)
+    assert packing.offsets is not None
+    assert pool.check(given, packing.offsets, packing.footprint_bytes) == []
+    assert packing.footprint_bytes >= given.peak_live_bytes
+    assert packing.optimal or packing.footprint_bytes > given.peak_live_bytes
+
+
+@settings(max_examples=60, derandomize=True, deadline=None)
+@given(some_buffers(40))
+def test_ours_is_never_worse_than_smartpool(given: Buffers) -> None:
+    ours = pool.pack(given, seconds=2.0).footprint_bytes
+    assert ours <= pool.smartpool(given).footprint_bytes
+    assert ours <= pool.smartpool(given, best=False).footprint_bytes
+
+
+@settings(max_examples=150, derandomize=True, deadline=None)
+@given(some_buffers(6, times=6))
+def test_ours_finds_the_smallest_footprint(given: Buffers) -> None:
+    packing = pool.pack(given)
+    assert packing.footprint_bytes == smallest_footprint(given)
+    assert packing.optimal
+
+
+@settings(max_examples=150, derandomize=True, deadline=None)
+@given(some_buffers(6, times=6), st.integers(-3, 3), st.randoms(use_true_random=False))
+def test_the_exact_search_decides_like_brute_force(given: Buffers, off: int, random) -> None:  # type: ignore[no-untyped-def]
+    """Without the steps that make problems easier before the search, at any priority."""
+    smallest = smallest_footprint(given)
+    capacity = smallest + off
+    priority = list(range(len(given)))
+    random.shuffle(priority)
+    search = Search(Problem(given), capacity, np.array(priority), Limits(deadline=float("inf")))
+    found = search.run()
+    assert (found is not None) == (capacity >= smallest)
+    if found is not None:
+        assert pool.check(given, found, capacity) == []
+
+
+def dissect(random: np.random.Generator, box: tuple[int, int, int, int], count: int) -> Boxes:
+    """Cut a box (time from, to, address from, to) into about ``count`` boxes that fill it."""
+    left, right, bottom, top = box
+    if count <= 1 or (right - left < 2 and top - bottom < 2):
+        return [box]
+    some = int(random.integers(1, count))
+    if top - bottom < 2 or (right - left >= 2 and random.random() < 0.5):
+        at = int(random.integers(left + 1, right))
+        parts = (left, at, bottom, top), (at, right, bottom, top)
+    else:
+        at = int(random.integers(bottom + 1, top))
+        parts = (left, right, bottom, at), (left, right, at, top)
+    return dissect(random, parts[0], some) + dissect(random, parts[1], count - some)
+
+
+@pytest.mark.parametrize(("pieces", "seeds"), [(14, 3000), (30, 200)])
+def test_what_fits_without_a_gap_is_never_called_impossible(pieces: int, seeds: int) -> None:
+    """No byte to spare at any time, so the search has to go back often, and to the right place.
+
+    A wrong jump shows in few of them, hence their number.
+    """
+    solved = 0
+    for seed in range(seeds):
+        random = np.random.default_rng(seed)
+        capacity = int(random.integers(6, 40))
+        boxes = dissect(random, (0, int(random.integers(4, 16)), 0, capacity), pieces)
+        given = buffers(*((left, right, top - bottom) for left, right, bottom, top in boxes))
+        priority = np.random.default_rng(seed).permutation(len(given))
+        limits = Limits(float("inf"), nodes=1500)
+        try:
+            found = Search(Problem(given), capacity, priority, limits).run()
+        except GaveUp:
+            continue
+        assert found is not None, f"seed {seed}"
+        assert pool.check(given, found, capacity) == []
+        solved += 1
+    assert solved > 0.95 * seeds
+
+
+def test_a_gap_above_the_bound_is_proven_in_time_and_else_left_open() -> None:
+    """5 bytes live at every time, and no way to lay them out needs less than 6."""
+    given = buffers(*GAP)
+    assert given.live_bytes.tolist() == [5, 5, 5, 5, 5, 5, 0]
+    assert fits(given, 6)
+    assert not fits(given, 5)
+    packing = pool.pack(given)
+    assert packing.footprint_bytes == 6
+    assert packing.optimal
+    in_no_time = pool.pack(given, seconds=0.0)
+    assert in_no_time.footprint_bytes >= 6
+    assert not in_no_time.optimal
+
+
+def test_the_search_gives_up_at_its_limits() -> None:
+    random = np.random.default_rng(7)
+    lower = random.integers(0, 40, 80)
+    rows = zip(lower, lower + random.integers(1, 20, 80), random.integers(1, 100, 80))
+    hard = buffers(*((int(a), int(b), int(c)) for a, b, c in rows))
+    problem = Problem(hard)
+    with pytest.raises(GaveUp):
+        Search(problem, hard.peak_live_bytes, np.arange(80), Limits(float("inf"), nodes=10)).run()
+    with pytest.raises(GaveUp):
+        Search(problem, hard.peak_live_bytes, np.arange(80), Limits(deadline=0.0)).run()
+
+
+@settings(max_examples=100, derandomize=True, deadline=None)
+@given(some_buffers(200, times=60))
+def test_overlaps_and_sections_say_who_meets_whom(given: Buffers) -> None:
+    overlaps, sections = Overlaps(given), Sections(given)
+    meets = (given.lower[:, None] < given.upper) & (given.lower < given.upper[:, None])
+    np.fill_diagonal(meets, False)
+    for one in range(len(given)):
+        assert sorted(overlaps.of(one).tolist()) == np.flatnonzero(meets[one]).tolist()
+    shares = (sections.first[:, None] <= sections.last) & (sections.first <= sections.last[:, None])
+    np.fill_diagonal(shares, False)
+    assert (shares == meets).all()
+
+
+def test_splitting_settles_what_lives_all_the_time_and_cuts_the_rest() -> None:
+    """The first lives all the time; so does, after the cut at 7, the first of the last three."""
+    chain = [(0, 2, 2), (1, 4, 3), (3, 6, 4), (5, 7, 1)]
+    given = buffers((0, 9, 5), *chain, (7, 9, 7), (7, 8, 1), (8, 9, 2))
+    parts = split(given)
+    assert parts.settled.tolist() == [0, -1, -1, -1, -1, 5, 12, 12]
+    assert [piece.which.tolist() for piece in parts.pieces] == [[1, 2, 3, 4]]
+    assert parts.pieces[0].base_bytes == 5
+
+
+@settings(max_examples=100, derandomize=True, deadline=None)
+@given(some_buffers(25))
+def test_pieces_packed_one_by_one_make_a_packing(given: Buffers) -> None:
+    parts = split(given)
+    offsets = parts.settled.copy()
+    for piece in parts.pieces:
+        inside = pool.smartpool(given.take(piece.which)).offsets
+        assert inside is not None
+        assert (offsets[piece.which] == -1).all()
+        offsets[piece.which] = inside + piece.base_bytes
+    assert pool.check(given, offsets, pool.footprint(given, offsets)) == []
+
+
+def test_the_check_names_what_is_wrong() -> None:
+    two = buffers((0, 5, 10), (4, 6, 10))
+    assert pool.check(two, np.array([0, 10]), 20) == []
+    assert pool.check(two, np.array([0, 9]), 20) == ["at time 4 buffers 0 and 1 share [9, 10)"]
+    assert pool.check(two, np.array([0, 10]), 19) == ["buffer 1 lies in [10, 20), not in [0, 19)"]
+    assert pool.check(two, np.array([0]), 20) == ["1 offsets for 2 buffers"]
+    after = buffers((0, 5, 10), (5, 6, 10))
+    assert pool.check(after, np.array([0, 0]), 10) == []
+
+
+@settings(max_examples=100, derandomize=True, deadline=None)
+@given(some_buffers(12), st.data())
+def test_the_check_finds_every_clash(given: Buffers, data: st.DataObject) -> None:
+    offsets = np.array([data.draw(st.integers(0, 40)) for _ in given.ids])
+    ends, count = offsets + given.size, len(given)
+    clash = any(
+        given.lower[a] < given.upper[b]
+        and given.lower[b] < given.upper[a]
+        and offsets[a] < ends[b]
+        and offsets[b] < ends[a]
+        for a in range(count)
+        for b in range(a)
+    )
+    assert bool(pool.check(given, offsets, 1000)) == clash
+
+
+def test_smartpool_takes_the_hole_that_fits_best() -> None:
+    """What ends at time 3 leaves holes of 7 bytes at 12 and of 5 bytes at 25; then come 4 bytes."""
+    given = buffers((0, 9, 12), (0, 3, 7), (0, 9, 6), (0, 3, 5), (0, 9, 4), (4, 9, 4))
+    best = pool.smartpool(given).offsets
+    first = pool.smartpool(given, best=False).offsets
+    assert best is not None
+    assert first is not None
+    assert best.tolist() == [0, 12, 19, 25, 30, 25]
+    assert first.tolist() == [0, 12, 19, 25, 30, 12]
+
+
+def test_the_caching_allocator_reserves_as_pytorch_does() -> None:
+    def reserved(*rows: tuple[int, int, int]) -> int:
+        return pool.caching_allocator(buffers(*rows)).footprint_bytes
+
+    assert reserved((0, 1, 1)) == 2 * MIB  # the small pool
+    assert reserved((0, 1, MIB), (0, 1, MIB)) == 2 * MIB  # two in one segment
+    assert reserved((0, 1, MIB), (0, 1, MIB), (0, 1, 1)) == 4 * MIB
+    assert reserved((0, 1, MIB + 1)) == 20 * MIB  # a segment of the middle size
+    assert reserved((0, 1, 6 * MIB), (0, 1, 6 * MIB), (0, 1, 6 * MIB)) == 20 * MIB
+    assert reserved((0, 1, 10 * MIB)) == 10 * MIB  # one of its own, in whole 2 MiB
+    assert reserved((0, 1, 11 * MIB)) == 12 * MIB
+    assert reserved((0, 1, 16 * MIB), (1, 2, 15 * MIB), (1, 2, MIB + 1)) == 36 * MIB  # no split
+    assert reserved((0, 1, 16 * MIB), (1, 2, 14 * MIB), (1, 2, MIB + 1)) == 16 * MIB  # split
+    assert reserved((0, 1, 16 * MIB), (1, 2, MIB)) == 18 * MIB  # pools do not mix
+
+
+def test_cnmem_never_joins_blocks_of_two_requests_and_best_fit_does() -> None:
+    grown = buffers((0, 2, 512), (0, 2, 512), (2, 4, 1024))
+    assert pool.cnmem(grown).footprint_bytes == 2048
+    assert pool.best_fit(grown).footprint_bytes == 1024
+    assert pool.cnmem(buffers((0, 1, 1))).footprint_bytes == 512
+    assert pool.best_fit(buffers((0, 2, 4), (0, 1, 3), (1, 2, 5))).footprint_bytes == 9
+
+
+def test_pages_lose_only_the_last_page_of_each() -> None:
+    assert pool.pages(buffers((0, 2, 1), (1, 3, 2 * MIB))).footprint_bytes == 4 * MIB
+    assert pool.pages(buffers((0, 2, 1), (2, 3, 2 * MIB))).footprint_bytes == 2 * MIB
+
+
+def test_a_heap_joins_free_neighbours_within_a_segment() -> None:
+    heap = Heap()
+    heap.grow(10, new_segment=True)
+    heap.grow(10, new_segment=True)
+    assert heap.take(11) is None
+    assert heap.take(10) == (0, 10)
+    for address in (0, 6, 3):
+        heap.give(address, 3)
+    heap.give(9, 1)
+    assert heap.take(10) == (0, 10)
+    assert heap.take(10) == (10, 10)
+    assert heap.take(1) is None
+
+
+def test_a_trace_becomes_buffers_in_aligned_bytes() -> None:
+    trace = make_trace(
+        [(7, 1000, True), (8, 512, False), (9, 513, False)],
+        [("a", 1.0, [7], [8]), ("b", 1.0, [8], [9]), ("c", 1.0, [], [9])],
+        page_size=4096,
+    )
+    made = pool.buffers_of(trace)
+    assert made.ids == ["7", "8", "9"]
+    assert made.lower.tolist() == [0, 0, 1]
+    assert made.upper.tolist() == [3, 2, 3]
+    assert made.size.tolist() == [1024, 512, 1024]
+    assert made.peak_live_bytes == 2560
+    assert pool.pack(made).footprint_bytes == 2560
+
+
+def test_nothing_needs_nothing() -> None:
+    for packing in pool.compare(buffers()):
+        assert packing.footprint_bytes == 0
+        assert packing.optimal
+
+
+def test_csv_files_come_back_as_written(tmp_path: Path) -> None:
+    path = tmp_path / "buffers.csv"
+    path.write_text("size,id,upper,note,lower\n4,a,3,x,0\n\n5,b,9,y,-3\n")
+    read = pool.read_csv(path)
+    assert (read.ids, read.lower.tolist(), read.upper.tolist()) == (["a", "b"], [0, -3], [3, 9])
+    pool.write_csv(path, read, np.array([5, 0]))
+    assert path.read_text() == "id,lower,upper,size,offset\na,0,3,4,5\nb,-3,9,5,0\n"
+    assert pool.read_csv(path).size.tolist() == [4, 5]
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        ("", "line 1: no column id, lower, upper, size"),
+        ("id,lower,size\n", "line 1: no column upper"),
+        ("id,lower,upper,size\na,1,2,3\nb,1,x,3\n", "line 3: lower, upper, size = 1, x, 3"),
+        ("id,lower,upper,size\na,1,2\n", "line 2: 3 values"),
+        ("id,lower,upper,size\na,2,2,3\n", "line 2: buffer a has upper=2"),
+        ("id,lower,upper,size\na,1,2,0\n", "size=0"),
+        ("id,lower,upper,size\na,1,2,99999999999999999999\n", "below 2⁶²"),
+        ("id,lower,upper,size\na,1,2,3\na,1,2,3\n", "two buffers have the id 'a'"),
+        ("id,lower,upper,size\na,1,2,3\0\n", "line"),
+    ],
+)
+def test_a_bad_csv_file_is_refused_by_place_and_reason(
+    tmp_path: Path, content: str, reason: str
+) -> None:
+    path = tmp_path / "bad.csv"
+    path.write_text(content)
+    with pytest.raises(pool.BuffersError, match=reason) as caught:
+        pool.read_csv(path)
+    assert str(path) in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_csv_file_that_is_none_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(pool.BuffersError, match="cannot be read"):
+        pool.read_csv(tmp_path / "none.csv")
+    (tmp_path / "binary.csv").write_bytes(b"\xff\xfe\x00\x80")
+    with pytest.raises(pool.BuffersError, match=r"binary\.csv is not a CSV file"):
+        pool.read_csv(tmp_path / "binary.csv")
+
+
+@pytest.mark.skipif(not MINIMALLOC.is_dir(), reason="minimalloc's instances are not here")
+@pytest.mark.parametrize("name", "BCDFGHIJK")
+def test_minimallocs_instances_fit(name: str) -> None:
+    given = pool.read_csv(MINIMALLOC / f"{name}.{MIB}.csv")
+    packing = pool.pack(given, capacity=MIB, seconds=60.0)
+    assert packing.offsets is not None
+    assert pool.check(given, packing.offsets, MIB) == []
