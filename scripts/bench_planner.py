@@ -181,8 +181,9 @@ def lp(paths: tuple[Path, ...], hardware: str, json_path: Path | None) -> None:
 @main.command()
 @trace_argument
 @click.option("--policies", default="lp,g10,appobmem,autoswap-doa,lru", show_default=True)
+@click.option("--quick", is_flag=True, help="lp --quick.")
 @json_option
-def shares(path: Path, policies: str, json_path: Path | None) -> None:
+def shares(path: Path, policies: str, quick: bool, json_path: Path | None) -> None:
     """Shares of a trace's peak as device memory, on a100 and h200."""
     trace = load(path)
     rows: Rows = []
@@ -196,8 +197,9 @@ def shares(path: Path, policies: str, json_path: Path | None) -> None:
                 "device": format_bytes(share * peak),
             }
             for name in policies.split(","):
+                policy = partial(plan_lp, quick=quick) if name == "lp" else POLICIES[name]
                 try:
-                    plan, _ = timed(POLICIES[name], trace, machine)
+                    plan, _ = timed(policy, trace, machine)
                 except (PolicyRefusal, InfeasibleBudget):
                     row[name] = "-"
                     continue

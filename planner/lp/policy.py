@@ -64,7 +64,8 @@ def plan(
 ) -> Plan:
     """The fastest plan found, with ``predicted``, ``bound`` and the settings that gave it.
 
-    ``quick`` looks at fewer programs. ``progress(what, share done)`` is called now and then.
+    ``quick`` takes the first plan that runs, and a bound from merged steps, which is lower.
+    ``progress(what, share done)`` is called now and then.
 
     Raises ``InfeasibleBudget`` with the smallest device budget that works, and ``PolicyRefusal``
     where the tiers below the device are too small for any.
@@ -112,7 +113,9 @@ class _Search:
                 best = candidate
             done = _percent(least_us, best)
             self.progress(f"best plan so far: {done:.2f} % of the bound", min(done, 99.0) / 100)
-            if done >= GOOD_ENOUGH or (done >= POOR and time.monotonic() > self.until):
+            if best is not None and (self.quick or done >= GOOD_ENOUGH):
+                break
+            if done >= POOR and time.monotonic() > self.until:
                 break
         for name in self._others(best):
             if _percent(least_us, best) >= PERFECT:
