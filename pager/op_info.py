@@ -22,6 +22,11 @@ _VIEWS = {
 # Composite functions that take another algorithm (other last bits) as soon as an operand is a
 # tensor subclass. Without gradients they run as one op on dense views instead.
 BRANCHES_ON_SUBCLASS = {
+    torch.matmul,
+    torch.linalg.matmul,
+    torch.Tensor.matmul,
+    torch.Tensor.__matmul__,
+    torch.Tensor.__rmatmul__,
     torch.linalg.svdvals,
     torch.linalg.eigvalsh,
     torch.linalg.eigvals,

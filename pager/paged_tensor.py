@@ -214,7 +214,9 @@ def direct_view(tensor: PagedTensor) -> torch.Tensor:
     """The zero-copy view of a tensor that is pinned in consecutive frames."""
     run = tensor._storage.run
     if tensor._view is None or tensor._view_generation != run.generation:
-        tensor._view = dense_view(tensor, tensor._storage.pager.address_of(tensor._storage))
+        address = tensor._storage.pager.address_of(tensor._storage)
+        with torch.inference_mode(False):  # it is kept, and training will write to it
+            tensor._view = dense_view(tensor, address)
         tensor._view_generation = run.generation
     return tensor._view
 

@@ -59,7 +59,7 @@ def pool(
     Compares our packing with other allocators and with the lower bound, the peak of live bytes.
 
     \b
-    Examples:
+    Example:
       tensorpager pool bert-256.parquet
       tensorpager pool --csv A.csv --capacity 1MiB -o packed.csv
 
