@@ -238,7 +238,10 @@ def monotone(path: Path, quick: bool, json_path: Path | None) -> None:
     for what, machines in series.items():
         seconds = []
         for machine in machines:
-            plan = plan_lp(trace, machine, quick=quick)
+            try:
+                plan = plan_lp(trace, machine, quick=quick)
+            except InfeasibleBudget:
+                continue  # too small for any plan
             assert plan.predicted is not None
             seconds.append(plan.predicted.iteration_us / 1e6)
         slower = max((b / a - 1) * 100 for a, b in pairwise(seconds))
