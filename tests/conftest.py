@@ -4,6 +4,11 @@ from collections import Counter
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import settings
+
+# The same examples everywhere, and no test fails because a machine is busy.
+settings.register_profile("tensorpager", derandomize=True, deadline=None)
+settings.load_profile("tensorpager")
 
 # Key: (suite, lane, dtype, outcome, detail); value: number of samples. A detail is the name of the
 # op, module or optimizer, with "reason: " before it if there is one, or nothing.
