@@ -100,10 +100,6 @@ def plan_to_json(plan: Plan) -> dict[str, Any]:
     }
 
 
-def write_plan(path: Path, plan: Plan) -> None:
-    path.write_text(json.dumps(plan_to_json(plan)) + "\n")
-
-
 def read_plan(path: Path) -> Plan:
     """Raises ``PlanError`` naming the file, the place and the reason."""
     try:

@@ -37,7 +37,6 @@ class Solution:
     early then and those that are below."""
 
     stall_us: float
-    step_stall_us: Floats
     off: list[Floats]
     flow_out: list[Floats]
     flow_in: list[Floats]
@@ -161,7 +160,7 @@ def _nothing_moves(problem: Problem, reserve_pages: float) -> Solution | None:
     none = [np.zeros(len(problem.gaps))] * tiers
     flows = [slots] * tiers
     at_start = [0.0] * tiers
-    return Solution(0.0, np.zeros(problem.steps), none, flows, flows, at_start, at_start)
+    return Solution(0.0, none, flows, flows, at_start, at_start)
 
 
 class _Builder:
@@ -339,7 +338,6 @@ class _Builder:
         stall = np.maximum(x[self.stall], 0) * unit
         return Solution(
             stall_us=float(stall.sum()),
-            step_stall_us=stall,
             off=[np.maximum(x[part.off], 0) for part in self.parts],
             flow_out=[np.maximum(x[part.out], 0) for part in self.parts],
             flow_in=[np.maximum(x[part.into], 0) for part in self.parts],
