@@ -33,6 +33,7 @@ from .paged_tensor import PagedTensor, dense_twin, dense_view
 from .residency import Residency
 from .space import PagedStorage, PageRun, Space
 from .stats import snapshot
+from .watch import Watcher
 
 _MIN_PAGE, _MAX_PAGE = 64 << 10, 16 << 20
 _MAX_REACH = 1 << 45  # bytes of address space; no page of it costs memory before it is used
@@ -129,6 +130,7 @@ class Pager:
         self.lock = threading.RLock()
         self.stepping = False
         self.after_op: Callable[[], None] | None = None
+        self.watch: Watcher | None = None
         self.replaced: dict[int, tuple[Any, Any]] = {}
         self.models: list[weakref.ref[torch.nn.Module]] = []
         self.optimizers: list[weakref.ref[torch.optim.Optimizer]] = []
@@ -445,6 +447,8 @@ class Pager:
         if self.closed_reason is not None:
             self.check_open()
         with self.lock:
+            if self.watch is not None:
+                self.watch.pinning(runs)
             residency = self.residency
             if not self.budget.metering:
                 for run in runs:
@@ -467,11 +471,15 @@ class Pager:
         with self.lock:
             for run in runs:
                 run.pins -= 1
+            if self.watch is not None:
+                self.watch.unpinned(runs)
             if self.after_op is not None:
                 self.after_op()
 
     def will_write(self, run: PageRun) -> None:
         """Copies below of a pinned run become void: its bytes are about to change."""
+        if self.watch is not None:
+            self.watch.writing(run)
         if run.settled:
             return
         if run.kind == "parameter" and self._inside and not self.stepping:
