@@ -14,11 +14,16 @@ Three streams: *compute* (the user's current stream), *out* (device → host), *
 5. A host slot given back by a write may be filled again at once: by rule 3 the copy-in that last
    read it precedes that write on *compute*, and by rule 1 the next copy-out waits for *compute*.
 
+6. Planned moves run on threads of their own (``carry_out``, ``carry_in``): each waits for a *mark*,
+   then copies on a stream of its own, and is complete when the call returns. The mark of an out is
+   made when it starts, after the last use was queued; that of an in is the latest one of its
+   frames, made when they were given back.
+
 On the CPU backend every copy is complete when the call returns, so the waits do nothing.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -62,6 +67,20 @@ class Backend(Protocol):
 
     def copy_in(self, copies: Sequence[Copy]) -> None:
         """Queue host → arena copies (rule 2)."""
+
+    def note_compute(self) -> None:
+        """The calling thread's current stream is the one that ops run on from now on."""
+
+    def mark(self) -> Any:
+        """A point in the order of work: all that was queued so far by ops and by copies of faults.
+        ``None`` where calls complete when they return. Any thread."""
+
+    def carry_out(self, copies: Sequence[Copy], mark: Any) -> None:
+        """Arena → host, after ``mark``; complete when it returns. Any thread, without the GIL
+        while bytes move."""
+
+    def carry_in(self, copies: Sequence[Copy], mark: Any) -> None:
+        """Host → arena, likewise."""
 
     def slide(self, moves: Sequence[tuple[int, int, int]]) -> None:
         """Arena copies ``(source offset, destination offset, bytes)`` towards lower addresses, in

@@ -39,13 +39,13 @@ def scramble(pager: Pager) -> None:
     """Evict everything that is not pinned and poison the frames that it was in."""
     import torch
 
-    residency = pager.residency
-    residency.collect()
-    for run in list(pager.space.runs.values()):
-        if run.pins:
-            continue
-        frames = residency.evict_run(run)
-        if len(frames):
-            pager.backend.reuse_frames()
-            device_frames = torch.from_numpy(frames).to(pager.device)
-            fill_pages(residency.arena, device_frames, pager.page_size, _NAN_BYTE)
+    with pager.quiet():
+        pager.residency.collect()
+        for run in list(pager.space.runs.values()):
+            if run.pins:
+                continue
+            frames = pager.residency.evict_run(run)
+            if len(frames):
+                pager.backend.reuse_frames()
+                device_frames = torch.from_numpy(frames).to(pager.device)
+                fill_pages(pager.residency.arena, device_frames, pager.page_size, _NAN_BYTE)

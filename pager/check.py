@@ -14,6 +14,11 @@ if TYPE_CHECKING:
 
 def check_invariants(pager: Pager) -> None:
     """Raise ``AssertionError`` naming the first rule that does not hold."""
+    with pager.quiet():
+        _check(pager)
+
+
+def _check(pager: Pager) -> None:
     table, residency, space = pager.table, pager.residency, pager.space
     residency.collect()
     live = (table.flags & LIVE) != 0

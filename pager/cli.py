@@ -13,6 +13,7 @@ from ..planner.commands import failures
 # Name on the command line → where the click command is, relative to this package.
 COMMANDS = {
     "doctor": ".doctor:doctor",
+    "record": ".record_command:record",
     "import": "..planner.commands.import_trace:import_trace",
     "show": "..planner.commands.show:show",
     "plan": "..planner.commands.plan:plan",

@@ -135,6 +135,9 @@ class CudaBackend:
         self.arena = empty.set_(storage, 0, (self._range.reserved_bytes,), (1,))
         self._out = torch.cuda.Stream(self.device)
         self._in = torch.cuda.Stream(self.device)
+        self._carry_out = torch.cuda.Stream(self.device)
+        self._carry_in = torch.cuda.Stream(self.device)
+        self._compute = torch.cuda.current_stream(self.device)
 
     # -- the border ------------------------------------------------------------------------------
     def commit(self, nbytes: int) -> None:
@@ -174,6 +177,35 @@ class CudaBackend:
             for offset, host in copies:
                 target = self.arena[offset : offset + len(host)]
                 target.copy_(torch.from_numpy(host), non_blocking=True)
+
+    def note_compute(self) -> None:
+        self._compute = torch.cuda.current_stream(self.device)
+
+    def mark(self) -> torch.cuda.Event:
+        self._compute.wait_stream(self._out)  # copies of faults leave frames that look free
+        event = torch.cuda.Event()
+        event.record(self._compute)
+        return event
+
+    def carry_out(self, copies: Sequence[Copy], mark: Any) -> None:
+        self._carry(self._carry_out, copies, mark, to_device=False)
+
+    def carry_in(self, copies: Sequence[Copy], mark: Any) -> None:
+        self._carry(self._carry_in, copies, mark, to_device=True)
+
+    def _carry(
+        self, stream: torch.cuda.Stream, copies: Sequence[Copy], mark: Any, *, to_device: bool
+    ) -> None:
+        if mark is not None:
+            stream.wait_event(mark)
+        with torch.cuda.stream(stream):
+            for offset, host in copies:
+                frames, bytes_ = self.arena[offset : offset + len(host)], torch.from_numpy(host)
+                if to_device:
+                    frames.copy_(bytes_, non_blocking=True)
+                else:
+                    bytes_.copy_(frames, non_blocking=True)
+        stream.synchronize()
 
     def slide(self, moves: Sequence[tuple[int, int, int]]) -> None:
         for source, target, nbytes in moves:

@@ -35,11 +35,24 @@ def step_as_dense(optimizer: Any, raw: Callable[..., Any]) -> bool:
     with torch._C.DisableTorchFunctionSubclass():
         if not _has_its_states(optimizer) or not _grads_match(optimizer):
             return False
-        with _views(pager, _operands(optimizer)) as views:
-            if views is None:
-                return False
-            with _in_place_of_paged(optimizer, views):
-                raw(optimizer)
+        return step_on_views(optimizer, raw)
+
+
+def step_on_views(optimizer: Any, raw: Callable[..., Any]) -> bool:
+    """Run ``raw`` with all that the groups of ``optimizer`` name (parameters that have a gradient,
+    their states, paged gradients) held on the device at once and seen as plain views.
+
+    ``False``, and nothing done, if the frames of one of them are scattered. Raises what pinning
+    them raises, before anything changed. To be called without torch functions of subclasses.
+    """
+    with _views(optimizer._tp_pager, paged_operands(optimizer)) as views:
+        if views is None:
+            return False
+        parameters = list(_stepped(optimizer))
+        with _in_place_of_paged(optimizer, views):
+            raw(optimizer)
+        # Autograd must notice if a graph still wants the old values.
+        torch.autograd.graph.increment_version(parameters)
     return True
 
 
@@ -60,7 +73,8 @@ def _grads_match(optimizer: Any) -> bool:
     return all(p.grad is None or p.grad.dtype == p.dtype for p in _stepped(optimizer))
 
 
-def _operands(optimizer: Any) -> list[PagedTensor]:
+def paged_operands(optimizer: Any) -> list[PagedTensor]:
+    """The paged parameters to be stepped, with their paged gradients and states."""
     found = []
     for parameter in _stepped(optimizer):
         values = (parameter, parameter.grad, *optimizer.state.get(parameter, {}).values())

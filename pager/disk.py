@@ -10,6 +10,8 @@ Rules, beside those of disk_io.py:
    without one, or with one that does not match, raises CorruptPage; it never gives wrong numbers.
 4. A forked child has no disk tier: its descriptor is closed there at once, because a file without
    a name takes up space for as long as any process has it open.
+5. Reads and writes have threads of their own, and each a rate limit of its own: what is queued in
+   one direction does not hold up the other.
 """
 
 import os
@@ -26,6 +28,7 @@ from .disk_batch import Batch, SlotRun, Slots, Task, share_out, slots_of, split
 from .disk_io import Bytes
 from .errors import CorruptPage, PagerError
 from .frame_pool import FramePool
+from .rate_limit import RateLimit
 
 _tiers: weakref.WeakSet["DiskTier"] = weakref.WeakSet()
 
@@ -35,7 +38,8 @@ class DiskTier:
 
     ``slots`` says which are free; it belongs to the caller, which allocates before it writes.
     Methods may be called from several threads. ``direct``: whether to bypass the page cache with
-    O_DIRECT; by default wherever that works.
+    O_DIRECT; by default wherever that works. ``threads``: how many read, and how many write.
+    ``bytes_per_s``: a limit for reads and another, of the same rate, for writes.
 
     Raises PagerError, and leaves nothing behind, if the file cannot be had.
     """
@@ -48,9 +52,11 @@ class DiskTier:
         *,
         threads: int = 4,
         direct: bool | None = None,
+        bytes_per_s: float | None = None,
     ) -> None:
         if page_size <= 0 or threads <= 0:
             raise ValueError(f"{page_size=} and {threads=} must be positive")
+        self._read_limit, self._write_limit = RateLimit(bytes_per_s), RateLimit(bytes_per_s)
         self._page_size = page_size
         self._directory = os.path.abspath(directory)
         self._slot_bytes(capacity_bytes)
@@ -75,7 +81,8 @@ class DiskTier:
                 f"disk_path={self._directory!r} does not take O_DIRECT with {page_size=}; leave "
                 "direct=None, or use another file system or a multiple of 4096 bytes"
             )
-        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="tensorpager-disk")
+        self._readers = ThreadPoolExecutor(threads, thread_name_prefix="tensorpager-disk-in")
+        self._writers = ThreadPoolExecutor(threads, thread_name_prefix="tensorpager-disk-out")
 
     @property
     def directory(self) -> str:
@@ -94,6 +101,19 @@ class DiskTier:
     def direct(self) -> bool:
         """Whether transfers bypass the page cache."""
         return self._direct
+
+    @property
+    def rate_limit(self) -> float | None:
+        """Bytes per second that reads may reach, and writes; ``None`` if there is no limit."""
+        return self._read_limit.bytes_per_s
+
+    def set_rate_limit(self, bytes_per_s: float | None) -> None:
+        """Another rate limit for transfers that are submitted from now on; ``None``: none.
+
+        Raises ``ValueError``, and changes nothing, for a rate that is not a finite number above 0.
+        """
+        self._read_limit.set(bytes_per_s)
+        self._write_limit.set(bytes_per_s)
 
     def fileno(self) -> int:
         """The file's descriptor, for those who look at it from outside: tests and benchmarks."""
@@ -128,7 +148,7 @@ class DiskTier:
 
         with self._lock:
             self._written[slots] = False
-        return self._submit("written", self._write_task, tasks, on_success)
+        return self._submit("written", tasks, on_success)
 
     def submit_read(self, runs: Sequence[SlotRun]) -> Future[None]:
         """Starts to read; the arrays may be used when the future has a result.
@@ -146,7 +166,7 @@ class DiskTier:
             failed: Future[None] = Future()
             failed.set_exception(self._corrupt(int(unwritten[0]), "was never written"))
             return failed
-        return self._submit("read", self._read_task, tasks, lambda: None)
+        return self._submit("read", tasks, lambda: None)
 
     def grow(self, capacity_bytes: int) -> None:
         """Enlarges the file in place. Slots keep their numbers and pages.
@@ -175,7 +195,8 @@ class DiskTier:
             if self._closed:
                 return
             self._closed = True
-        self._pool.shutdown(wait=True)
+        self._readers.shutdown(wait=True)
+        self._writers.shutdown(wait=True)
         self._close_fd()
 
     def _slot_bytes(self, capacity_bytes: int) -> int:
@@ -205,18 +226,17 @@ class DiskTier:
         assert not slots.size or 0 <= slots[0] <= slots[-1] < self.slots.count, f"{slots}"
         return slots
 
-    def _submit(
-        self,
-        verb: str,
-        move: Callable[[Task], None],
-        tasks: list[Task],
-        on_success: Callable[[], None],
-    ) -> Future[None]:
+    def _submit(self, verb: str, tasks: list[Task], on_success: Callable[[], None]) -> Future[None]:
+        writes = verb == "written"
+        move = self._write_task if writes else self._read_task
+        limit = self._write_limit if writes else self._read_limit
+        pool = self._writers if writes else self._readers
         batch = Batch(tasks, on_success)
 
-        def run(task: Task) -> None:
+        def run(task: Task, slot_end: float) -> None:
             try:
                 move(task)
+                limit.wait_until(slot_end)
             except OSError as error:
                 failure = self._failed(verb, task, f"{error.strerror} (errno {error.errno})")
                 failure.__cause__ = error
@@ -227,8 +247,9 @@ class DiskTier:
                 batch.task_ended()
 
         for task in tasks:
+            slot_end = limit.reserve(task.page_count * self._page_size)
             try:
-                self._pool.submit(run, task)
+                pool.submit(run, task, slot_end)
             except RuntimeError as error:  # closed meanwhile, or no thread to be had
                 batch.task_ended(self._failed(verb, task, str(error)))
         return batch.future

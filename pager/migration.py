@@ -1,6 +1,7 @@
 """Moves pages between the tiers. Slots are planned before the first byte moves: all or nothing."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import xxhash
@@ -58,11 +59,15 @@ class Migration:
         self.bytes_out = self.bytes_in = 0
         self.peak_host_slots = self.peak_disk_slots = 0
         self._sums = np.zeros(host.slots.count, np.uint64) if verify else None
-        self._staging: Region | None = None
+        # Bytes that each channel has moved, by the planner's names.
+        self.moved = dict.fromkeys(("host-out", "disk-out", "host-in", "disk-in"), 0)
+        # Page-locked buffers between device and disk: of faults, planned outs and planned ins.
+        self._staging: dict[str, Region] = {}
         if not backend.host_addressable and disk is not None:
             nbytes = _STAGING_PAGES * page_size
-            self._staging = Region(nbytes, nbytes)
-            backend.register_host(self._staging.array())
+            for user in ("fault", "out", "in"):
+                self._staging[user] = Region(nbytes, nbytes)
+                backend.register_host(self._staging[user].array())
 
     # -- off the device --------------------------------------------------------------------------
     def evict(self, pages: Int32) -> Int32:
@@ -139,6 +144,7 @@ class Migration:
             for slot in slots.tolist():
                 self._sums[slot] = xxhash.xxh3_64_intdigest(self.host.view(slot, 1))
         self.table.copied(pages, slots, "host")
+        self.moved["host-out"] += len(pages) * self.page_size
         self.peak_host_slots = max(self.peak_host_slots, self.host.used_slots)
 
     def _write_disk(self, pages: Int32) -> None:
@@ -147,8 +153,8 @@ class Migration:
         assert runs is not None
         slots = expand(runs)
         try:
-            for batch, buffers in self._disk_batches(self.table.frame[pages], slots):
-                if self._staging is not None:
+            for batch, buffers in self._disk_batches(self.table.frame[pages], slots, "fault"):
+                if batch:
                     self.backend.copy_out(batch)
                     self.backend.host_ready()
                 self.disk.write(buffers)
@@ -157,6 +163,7 @@ class Migration:
                 self.disk.slots.free(start, length)
             raise
         self.table.copied(pages, slots, "disk")
+        self.moved["disk-out"] += len(pages) * self.page_size
         used = self.disk.slots.count - self.disk.slots.free_count
         self.peak_disk_slots = max(self.peak_disk_slots, used)
 
@@ -185,6 +192,8 @@ class Migration:
         self.backend.use_frames()
         self.table.place(pages, frames)
         self.bytes_in += len(pages) * self.page_size
+        self.moved["disk-in"] += len(disk_pages) * self.page_size
+        self.moved["host-in"] += len(host_pages) * self.page_size
 
     def _verify(self, pages: Int32, slots: Int32) -> None:
         assert self._sums is not None
@@ -198,18 +207,19 @@ class Migration:
 
     def _read_disk(self, frames: Int32, slots: Int32) -> None:
         assert self.disk is not None
-        for batch, buffers in self._disk_batches(frames, slots):
+        for batch, buffers in self._disk_batches(frames, slots, "fault"):
             self.disk.read(buffers)
-            if self._staging is not None:
+            if batch:
                 self.backend.copy_in(batch)
                 self.backend.host_ready()
 
     def _disk_batches(
-        self, frames: Int32, slots: Int32
+        self, frames: Int32, slots: Int32, user: str
     ) -> Iterator[tuple[list[Copy], list[tuple[int, Bytes]]]]:
-        """Disk I/O in one batch straight on the frames, or piece by piece through staging."""
+        """Disk I/O in one batch straight on the frames, or piece by piece through ``user``'s
+        staging buffer."""
         size = self.page_size
-        if self._staging is None:
+        if user not in self._staging:
             yield (
                 [],
                 [
@@ -218,7 +228,7 @@ class Migration:
                 ],
             )
             return
-        staging = self._staging.array()
+        staging = self._staging[user].array()
         for start in range(0, len(frames), _STAGING_PAGES):
             part = slice(start, start + _STAGING_PAGES)
             copies, buffers, used = [], [], 0
@@ -229,14 +239,88 @@ class Migration:
                 used += count * size
             yield copies, buffers
 
+    # -- planned moves ---------------------------------------------------------------------------
+    # The page table is changed before and after, under the lock; bytes move without it.
+    def take_slots(self, tier: str, count: int, leaving: Int32) -> Int32:
+        """At most ``count`` slots for pages that will be carried out; fewer, or none, if ``tier``
+        is full even when copies of other pages on the device are given up."""
+        pool = self._pool(tier)
+        if pool is None:
+            return np.empty(0, np.int32)
+        if pool.free_count < count:
+            self._make_room(pool, tier, self._spare(tier, leaving), count)
+        runs = pool.allocate(min(count, pool.free_count))
+        assert runs is not None
+        return expand(runs)
+
+    def give_slots(self, tier: str, slots: Int32) -> None:
+        """Back into the pool: what ``take_slots`` gave was not needed."""
+        pool = self._pool(tier)
+        assert pool is not None
+        slots = np.sort(slots)
+        for start, _, length in merge(slots, slots):
+            pool.free(start, length)
+
+    def carry_out(self, tier: str, frames: Int32, slots: Int32, mark: Any) -> None:
+        """Copy ``frames`` to ``slots``; done when it returns. ``mark``: see ``Backend.mark``."""
+        size = self.page_size
+        if tier == "disk":
+            assert self.disk is not None
+            for batch, buffers in self._disk_batches(frames, slots, "out"):
+                if batch:
+                    self.backend.carry_out(batch, mark)
+                self.disk.write(buffers)
+            return
+        stretches = merge(frames, slots)
+        copies = [Copy(frame * size, self.host.view(slot, n)) for frame, slot, n in stretches]
+        self.backend.carry_out(copies, mark)
+        if self._sums is not None:
+            for slot in slots.tolist():
+                self._sums[slot] = xxhash.xxh3_64_intdigest(self.host.view(slot, 1))
+
+    def carried_out(self, tier: str, pages: Int32, slots: Int32) -> None:
+        """DIRTY → CLEAN: ``pages`` have a copy in ``slots`` now."""
+        self.table.copied(pages, slots, tier)
+        self.bytes_out += len(pages) * self.page_size
+        self.moved[f"{tier}-out"] += len(pages) * self.page_size
+        self.peak_host_slots = max(self.peak_host_slots, self.host.used_slots)
+        if self.disk is not None:
+            used = self.disk.slots.count - self.disk.slots.free_count
+            self.peak_disk_slots = max(self.peak_disk_slots, used)
+
+    def carry_in(self, tier: str, pages: Int32, frames: Int32, slots: Int32, mark: Any) -> None:
+        """Copy ``slots`` into ``frames``; done when it returns. Raises ``CorruptPage``."""
+        size = self.page_size
+        if tier == "disk":
+            assert self.disk is not None
+            for batch, buffers in self._disk_batches(frames, slots, "in"):
+                self.disk.read(buffers)
+                if batch:
+                    self.backend.carry_in(batch, mark)
+            return
+        if self._sums is not None:
+            self._verify(pages, slots)
+        stretches = merge(frames, slots)
+        copies = [Copy(frame * size, self.host.view(slot, n)) for frame, slot, n in stretches]
+        self.backend.carry_in(copies, mark)
+
+    def carried_in(self, tier: str, pages: Int32, frames: Int32) -> None:
+        """BELOW → CLEAN: ``pages`` are in ``frames`` now."""
+        self.table.place(pages, frames)
+        self.bytes_in += len(pages) * self.page_size
+        self.moved[f"{tier}-in"] += len(pages) * self.page_size
+
+    def _pool(self, tier: str) -> FramePool | None:
+        if tier == "host":
+            return self.host.slots
+        return self.disk.slots if self.disk else None
+
     # -- copies below ----------------------------------------------------------------------------
     def drop_copies(self, pages: Int32, tier: str) -> None:
         """The copies of ``pages`` in ``tier`` are void; their slots are free again."""
-        slots = np.sort(self.table.drop_copies(pages, tier))
-        pool = self.host.slots if tier == "host" else self.disk.slots if self.disk else None
-        for start, _, length in merge(slots, slots):
-            assert pool is not None
-            pool.free(start, length)
+        slots = self.table.drop_copies(pages, tier)
+        if len(slots):
+            self.give_slots(tier, slots)
 
     def void_copies(self, pages: Int32) -> None:
         """A write is about to happen: no copy of ``pages`` is valid any more."""
@@ -252,6 +336,7 @@ class Migration:
             self._sums = np.concatenate([self._sums, np.zeros(more, np.uint64)])
 
     def close(self) -> None:
-        if self._staging is not None:
-            self.backend.unregister_host(self._staging.array())
-            self._staging.close()
+        for staging in self._staging.values():
+            self.backend.unregister_host(staging.array())
+            staging.close()
+        self._staging.clear()

@@ -11,9 +11,11 @@ from __future__ import annotations
 import copy
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -22,6 +24,7 @@ from .errors import PagerError
 from .module import known_parameter
 
 if TYPE_CHECKING:
+    from .early import EarlyUpdates
     from .runtime import Pager
 
 _STATE_THRESHOLD_BYTES = 512  # step counters stay dense
@@ -34,6 +37,7 @@ class PagedOptimizer:
     _tp_pager: Pager
     _tp_done: set[int]  # parameters already updated by a step that was interrupted
     _tp_stepped: bool  # has made the states that it makes
+    _tp_early: EarlyUpdates | None = None  # updates parameters ahead of step()
     param_groups: list[dict[str, Any]]
     state: Any
 
@@ -46,12 +50,26 @@ class PagedOptimizer:
         """
         self._opt_called = True  # as learning-rate schedulers note it
         loss = None
+        early = self._tp_early
         if closure is not None:
+            if early is not None:
+                early.stop(self, "step() is given a closure")
             with torch.enable_grad():
                 loss = closure()
         pager = self._tp_pager
+        if early is not None:
+            early.before_step(self)
         pager.before_step(self)
-        raw = _raw_step(type(self))
+        if early is not None:
+            early.measure(self)
+        with pager.overlap.step_of(self):
+            self._step_all(pager)
+        if early is not None:
+            early.stepped()
+        return loss
+
+    def _step_all(self, pager: Pager) -> None:
+        raw = raw_step(type(self))
         try:
             pager.stepping = True
             if not self._tp_done and step_as_dense(self, raw):
@@ -68,7 +86,6 @@ class PagedOptimizer:
         finally:
             pager.stepping = False
         self._tp_done.clear()
-        return loss
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickles as an optimizer of the plain class, on plain tensors."""
@@ -121,7 +138,7 @@ def _rebuild(kind: type[torch.optim.Optimizer], state: dict[str, Any]) -> torch.
     return optimizer
 
 
-def _raw_step(paged_kind: type) -> Callable[..., Any]:
+def raw_step(paged_kind: type) -> Callable[..., Any]:
     """The optimizer's own step without PyTorch's hook wrapper, which runs once, around ours."""
     step: Any = paged_kind.__mro__[2].step  # type: ignore[attr-defined]
     return step.__wrapped__ if getattr(step, "hooked", False) else step  # type: ignore[no-any-return]
@@ -149,6 +166,19 @@ def _one_at_a_time(optimizer: Any) -> Iterator[torch.Tensor]:
             group["params"] = parameters
             if labels is not None:
                 group["param_names"] = labels
+
+
+@contextmanager
+def alone(optimizer: Any, group: dict[str, Any], parameter: torch.Tensor) -> Iterator[None]:
+    """The optimizer sees ``parameter``, one of ``group``, and no other."""
+    groups, parameters = optimizer.param_groups, group["params"]
+    optimizer.param_groups = [group]
+    group["params"] = [parameter]
+    try:
+        yield
+    finally:
+        group["params"] = parameters
+        optimizer.param_groups = groups
 
 
 def page_state(pager: Pager, state: dict[str, Any] | None) -> None:
@@ -226,7 +256,7 @@ def probe_step(optimizer: Any, measure: Callable[[Callable[[], None]], int]) -> 
     probe.state = defaultdict(dict)
     plain = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in group.items()}
     probe.param_groups = [{**plain, "params": [twin]}]
-    raw = _raw_step(type(optimizer))
+    raw = raw_step(type(optimizer))
     size = twin.numel() * twin.element_size()
     try:
         raw(probe)  # makes the states
@@ -239,6 +269,39 @@ def probe_step(optimizer: Any, measure: Callable[[Callable[[], None]], int]) -> 
     except Exception:  # an optimizer of the user's that needs more than this: nothing is known
         return None
     return StepNeed(state / size, dense / size, counter.most)
+
+
+class _LiveResults(TorchDispatchMode):
+    """Peak of the bytes that results of ops hold. Unlike the meter it works in any profiler."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._live: dict[int, tuple[StorageWeakRef, int]] = {}
+        self.peak = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        given = {m._cdata for m in _memories((args, kwargs))}
+        out = func(*args, **(kwargs or {}))
+        self._live = {key: kept for key, kept in self._live.items() if not kept[0].expired()}
+        for memory in _memories(out):
+            if memory._cdata not in given:
+                self._live[memory._cdata] = StorageWeakRef(memory), memory.nbytes()
+        self.peak = max(self.peak, sum(nbytes for _, nbytes in self._live.values()))
+        return out
+
+
+def _memories(tree: Any) -> list[Any]:
+    return [t.untyped_storage() for t in tree_leaves(tree) if isinstance(t, torch.Tensor)]
+
+
+def peak_of_results(action: Callable[[], None]) -> int:
+    """Bytes of the results of ops that were alive at once during ``action``, at most."""
+    results = _LiveResults()
+    with results:
+        action()
+    return results.peak
 
 
 def _numel(shape: list[int]) -> int:

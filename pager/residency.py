@@ -14,6 +14,7 @@ room, the run is placed in scattered frames and ops read it through the gather k
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -72,6 +73,8 @@ class Residency:
         self.compactions = 0
         self.peak_frames = 0
         self.largest_need = 0  # frames that one op had pinned, at most
+        self._moving_dead: list[PageRun] = []
+        self._marks: dict[int, Any] = {}  # frame → when what it held was last used
         self.scattered = False  # debug lane: never hand out consecutive frames
         self.make_room: Callable[[int], bool] = lambda frames: False
         self.make_way: Callable[[int], bool] = lambda frames: False
@@ -161,12 +164,12 @@ class Residency:
             unused = np.sort(frames[self.table.frame_page[frames] < 0])
             for start, _, length in merge(unused, unused):
                 self.pool.free(start, length)
-            self._settle(run)
+            self.settle(run)
             raise
-        self._settle(run)
+        self.settle(run)
         self.peak_frames = max(self.peak_frames, self.pool.count - self.pool.free_count)
 
-    def _settle(self, run: PageRun) -> None:
+    def settle(self, run: PageRun) -> None:
         """Recompute ``run.base`` after its pages moved; dense views made before are stale."""
         frames = self._frames_of(run)
         whole = frames[0] >= 0 and bool((frames == frames[0] + np.arange(run.count)).all())
@@ -272,11 +275,9 @@ class Residency:
         """Take these resident pages off the device, and their frames back into the pool."""
         if not len(pages):
             return
-        frames = np.sort(self.migration.evict(pages))
-        for start, _, length in merge(frames, frames):
-            self.pool.free(start, length)
+        self._give_back(self.migration.evict(pages))
         for owner in np.unique(self.table.owner[pages]).tolist():
-            self._settle(self.space.runs[owner])
+            self.settle(self.space.runs[owner])
 
     def evict_run(self, run: PageRun) -> Int32:
         """Take all of an unpinned run off the device; the frames it had."""
@@ -328,7 +329,16 @@ class Residency:
             self.table.move(one, np.array([to], np.int32))
             self.pool.free(source, 1)
         for owner in np.unique(self.table.owner[pages]).tolist():
-            self._settle(self.space.runs[owner])
+            self.settle(self.space.runs[owner])
+
+    def relocate(self, pages: Int32, frames: Int32) -> None:
+        """Move resident, unpinned ``pages`` into free ``frames``."""
+        taken = np.sort(frames)
+        for start, _, length in merge(taken, taken):
+            self.pool.take(start, length)
+        self._move(pages, frames)
+        for owner in np.unique(self.table.owner[pages]).tolist():
+            self.settle(self.space.runs[owner])
 
     def _move(self, pages: Int32, frames: Int32) -> None:
         """Copy resident pages into other, empty frames of the arena."""
@@ -370,6 +380,45 @@ class Residency:
         self.pool.resize(frames)
         self.backend.commit(frames * self.page_size)
 
+    # -- for planned moves -----------------------------------------------------------------------
+    def place_at(self, run: PageRun, base: int) -> bool:
+        """Put a run that was never written into the frames from ``base`` on, if they are free."""
+        if base < 0 or base + run.count > self.pool.count:
+            return False
+        if not self.pool.is_free(base, run.count):
+            return False
+        self.pool.take(base, run.count)
+        self.backend.reuse_frames()
+        pages = np.arange(run.first, run.first + run.count, dtype=np.int32)
+        self.table.place(pages, pages - run.first + np.int32(base))
+        self.arrived(run)
+        return True
+
+    def is_blank(self, run: PageRun) -> bool:
+        """Nothing was ever written to ``run``: it has no page anywhere."""
+        rows = slice(run.first, run.first + run.count)
+        return bool((self.table.flags[rows] & BLANK).all())
+
+    def arrived(self, run: PageRun) -> None:
+        """Pages of ``run`` were placed."""
+        self.settle(run)
+        self.peak_frames = max(self.peak_frames, self.pool.count - self.pool.free_count)
+
+    def mark_of(self, frames: Int32) -> Any:
+        """See ``Backend``'s rule 6: the latest mark of ``frames``."""
+        if not self._marks:
+            return None
+        marks = [self._marks[frame] for frame in frames.tolist() if frame in self._marks]
+        return max(marks, key=lambda mark: mark[0])[1] if marks else None
+
+    def _give_back(self, frames: Int32) -> None:
+        mark = self.backend.mark()
+        if mark is not None:
+            self._marks.update(dict.fromkeys(frames.tolist(), (next(generations), mark)))
+        frames = np.sort(frames)
+        for start, _, length in merge(frames, frames):
+            self.pool.free(start, length)
+
     # -- writes and ends -------------------------------------------------------------------------
     def written(self, run: PageRun) -> None:
         """A write to ``run`` is about to happen: copies below are void."""
@@ -379,15 +428,18 @@ class Residency:
             run.settled = True
 
     def collect(self) -> None:
-        """Give back everything of runs that nobody refers to any more."""
-        if not self.space.dead:
+        """Give back everything of runs that nobody refers to any more; of those whose pages are
+        moving, when they have arrived."""
+        if not self.space.dead and not self._moving_dead:
             return
-        for run in self.space.drain():
+        ended = [*self._moving_dead, *self.space.drain()]
+        self._moving_dead = [run for run in ended if run.moving]
+        for run in ended:
+            if run.moving:
+                continue
             pages = np.arange(run.first, run.first + run.count, dtype=np.int32)
             self.migration.void_copies(pages)
             resident = pages[self.table.frame[pages] >= 0]
             if len(resident):
-                frames = np.sort(self.table.unplace(resident))
-                for start, _, length in merge(frames, frames):
-                    self.pool.free(start, length)
+                self._give_back(self.table.unplace(resident))
             self.space.forget(run)

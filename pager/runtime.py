@@ -17,6 +17,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..kernels.gather import gather_pages
 from ..kernels.scatter import scatter_pages
+from ..planner.plan import Plan
 from ..planner.sizes import format_bytes, parse_bytes
 from . import module as _module
 from . import optimizer as _optimizer
@@ -26,14 +27,17 @@ from .budget import DeviceBudget
 from .disk import DiskTier
 from .doors import guard_data
 from .errors import InfeasibleBudget, PagerError, TierFull
+from .explain import explain
+from .follower import Follower
 from .host import HostTier
 from .migration import Migration
+from .overlap import Overlap
 from .page_table import PageTable
 from .paged_tensor import PagedTensor, dense_twin, dense_view
 from .residency import Residency
 from .space import PagedStorage, PageRun, Space
 from .stats import snapshot
-from .watch import Watcher
+from .watch import IterationListener, Watcher
 
 _MIN_PAGE, _MAX_PAGE = 64 << 10, 16 << 20
 _MAX_REACH = 1 << 45  # bytes of address space; no page of it costs memory before it is used
@@ -137,6 +141,9 @@ class Pager:
         self.iterations = self.gathers = 0
         self.stall_us = 0.0
         self.fits = False
+        self.overlap = Overlap(self)
+        self.follower: Follower | None = Follower(self) if policy != "lru" else None
+        self.on_iteration: list[IterationListener] = []
         self._shapes: set[Any] = set()  # input shapes that were metered
         self._fresh_shapes: set[Any] = set()  # those of the iteration that runs
         self._inside = False
@@ -208,16 +215,25 @@ class Pager:
         self.saved.forget()
         self.budget.dense_baseline = sum(nbytes for _, nbytes in self.saved.skip.values())
 
-    def optimizer(self, optimizer: OptimizerT) -> OptimizerT:
+    def optimizer(self, optimizer: OptimizerT, *, overlap: bool = False) -> OptimizerT:
         """Make ``optimizer`` step on pages, one parameter at a time, and return it.
 
         It stays the same object and an instance of its class (schedulers and GradScaler work as
         usual). The result is bit for bit that of ``foreach=False``. Its states live in pages.
+
+        ``overlap``: update each parameter during the backward pass, as soon as its gradient is
+        final, and drop the gradient (``param.grad`` is ``None`` afterwards). For programs in which
+        each backward pass is followed by one ``step()``, inside ``iteration()``, and nothing looks
+        at gradients or parameters in between (clipping, accumulation, GradScaler). That is
+        checked in the first steps; where it does not hold the overlap goes off, with a warning. It
+        does not hold later: ``PagerError``, where that can be noticed.
+
         Raises ``TypeError`` for LBFGS, which needs all parameters at once.
         """
         self.check_open()
         _optimizer.page_optimizer(self, optimizer)
         self.optimizers.append(weakref.ref(optimizer))
+        self.overlap.switch(optimizer, overlap)
         return optimizer
 
     def _check_capacity(self, nbytes: int, what: str) -> None:
@@ -255,9 +271,12 @@ class Pager:
         self._fresh_shapes.clear()
         if not self.budget.settled:
             self._start_metering()
+        ok = False
         try:
+            self._begin()
             with self.saved.hooks():
                 yield
+            ok = True
         except torch.OutOfMemoryError as error:
             self.budget.abandon()
             minimum = self.budget.bytes + self.page_size
@@ -271,14 +290,34 @@ class Pager:
             raise
         finally:
             self._inside = False
+            self._end(ok=ok)
         if self.budget.metering:
             self._settle()
             self._shapes |= self._fresh_shapes
         self.iterations += 1
 
+    def _begin(self) -> None:
+        self.overlap.begin()
+        for listener in self.on_iteration:
+            listener.begin()
+        if self.follower is not None and not self.fits:
+            with self.lock:
+                self.follower.begin()
+
+    def _end(self, *, ok: bool) -> None:
+        if self.follower is not None:
+            with self.lock:
+                self.follower.end(ok=ok)
+        for listener in list(self.on_iteration):
+            listener.end(ok)
+        self.overlap.end(ok)
+
     def _start_metering(self) -> None:
         self.saved.dense_allowance = 0
         self.fits = False
+        if self.follower is not None:
+            with self.lock:
+                self.follower.pause()
         self.budget.start()
 
     def note_shapes(self, module: Any, args: Any, kwargs: Any) -> None:
@@ -331,12 +370,19 @@ class Pager:
         dense = budget.dense_peak + budget.dense_peak // 8 + (1 << 20)
         self.fits = budget.fixed_reserve is None and arena + transient + dense <= budget.bytes
         with self.lock:
+            frames = self.residency.pool.count
             roomy = self.fits and 4 * (arena + transient + dense) <= 3 * budget.bytes
-            budget.settle(transient if self.fits else 0, roomy=roomy)
+            extra = transient if self.fits else self.overlap.extra_dense()
+            budget.settle(extra, roomy=roomy)
+            if self.follower is not None and self.residency.pool.count != frames:
+                self.follower.forget_plans()
         self.saved.dense_allowance = transient if self.fits else 0
 
     def page_grad(self, parameter: torch.Tensor) -> None:
-        """Post-accumulate hook: a dense gradient moves into pages."""
+        """Post-accumulate hook: the parameter is updated at once, where ``overlap.py`` allows it,
+        or else its dense gradient moves into pages."""
+        if self.overlap.update(parameter):
+            return
         grad = parameter.grad
         if grad is None or type(grad) is PagedTensor or self.fits:
             return
@@ -345,6 +391,7 @@ class Pager:
         if grad.layout is torch.strided and self.closed_reason is None:
             parameter.grad = None
             parameter.grad = self.copy_in(grad, "gradient")
+            self.overlap.paged(parameter)
 
     # -- state -----------------------------------------------------------------------------------
     def state_dict(self) -> dict[str, Any]:
@@ -375,6 +422,27 @@ class Pager:
     def stats(self) -> dict[str, Any]:
         """Counters so far, as JSON can hold them; keys are listed in ``pager/README.md``."""
         return snapshot(self)
+
+    def plan(self, *, wait: bool = True) -> Plan | None:
+        """The plan of the latest kind of iteration; ``None`` if it has none (everything fits,
+        ``policy="lru"``, no iteration yet, or it was refused: :meth:`explain` says why).
+
+        ``wait``: until plans that are being made are there; training uses them from the next
+        iteration on in any case.
+        """
+        self.check_open()
+        if self.follower is None:
+            return None
+        if wait:
+            self.follower.wait_for_plans()
+        with self.lock:
+            return self.follower.plan()
+
+    def explain(self) -> str:
+        """What the plan does, in words: what moves, what limits it (compute, the link, the disk),
+        and what one more GiB on the device would buy. Takes some seconds for a large model."""
+        self.check_open()
+        return explain(self)
 
     def residency_of(self, storage: PagedStorage) -> dict[str, int]:
         """See ``PagedTensor.residency``."""
@@ -410,6 +478,8 @@ class Pager:
                     "has now; budgets can only grow"
                 )
             with self.lock:
+                if self.follower is not None:
+                    self.follower.forget_plans()
                 self._grow_tier(tier, nbytes)
                 self.budget_bytes[tier] = nbytes
 
@@ -449,7 +519,9 @@ class Pager:
         with self.lock:
             if self.watch is not None:
                 self.watch.pinning(runs)
-            residency = self.residency
+            follower, residency = self.follower, self.residency
+            if follower is not None and follower.log is not None:
+                follower.pinning(runs)
             if not self.budget.metering:
                 for run in runs:
                     if run.base < 0:
@@ -460,11 +532,29 @@ class Pager:
                         residency.touch(run)
                     return
             start = time.perf_counter()
+            moved = self.migration.bytes_in + self.migration.bytes_out
             try:
-                residency.pin(runs)
+                if follower is None:
+                    residency.pin(runs)
+                else:
+                    follower.pin(runs)
                 self.budget.log_frames()
             finally:
-                self.stall_us += (time.perf_counter() - start) * 1e6
+                seconds = time.perf_counter() - start
+                self.stall_us += seconds * 1e6
+                if follower is not None:
+                    waited = moved != self.migration.bytes_in + self.migration.bytes_out
+                    follower.stalled(seconds if waited else 0.0)
+
+    @contextmanager
+    def quiet(self) -> Iterator[None]:
+        """Under the lock, with no planned move under way and none that begins."""
+        with self.lock:
+            if self.follower is None:
+                yield
+            else:
+                with self.follower.executor.quiet():
+                    yield
 
     def unpin(self, runs: Sequence[PageRun]) -> None:
         """End of what :meth:`pin` began."""
@@ -473,6 +563,8 @@ class Pager:
                 run.pins -= 1
             if self.watch is not None:
                 self.watch.unpinned(runs)
+            if self.follower is not None and self.follower.guide is not None:
+                self.follower.unpinned()
             if self.after_op is not None:
                 self.after_op()
 
@@ -480,6 +572,8 @@ class Pager:
         """Copies below of a pinned run become void: its bytes are about to change."""
         if self.watch is not None:
             self.watch.writing(run)
+        if self.follower is not None:
+            self.follower.wrote(run)
         if run.settled:
             return
         if run.kind == "parameter" and self._inside and not self.stepping:
@@ -605,6 +699,8 @@ class Pager:
         if self.closed_reason is not None:
             return
         self.closed_reason = "was closed"
+        if self.follower is not None:
+            self.follower.stop()
         with self.lock:
             self.backend.host_ready()
             self.backend.limit_dense(None)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from .frame_pool import FramePool
@@ -30,15 +30,19 @@ class PageRun:
     ``base``: frame of the first page while all pages are resident in consecutive frames, else −1.
     ``pins``: users that forbid eviction. ``generation``: changes whenever dense views go stale.
     ``settled``: all pages are known DIRTY, so that another write changes no state.
+    ``born``: how many runs were born before it. ``key``: its name in access logs, 0 for none yet.
+    ``moving``: transfers of its pages under way; ``leaving``, ``coming``: planned ones not ended.
+    ``nbytes``: bytes in use, of shared pages all.
     """
 
-    __slots__ = ("base", "count", "first", "generation", "id", "kind", "pins", "settled",
-                 "small", "storages")  # fmt: skip
+    __slots__ = ("base", "born", "coming", "count", "first", "generation", "id", "key", "kind",
+                 "leaving", "moving", "nbytes", "pins", "settled", "small", "storages")  # fmt: skip
 
     def __init__(self, run_id: int, first: int, count: int, kind: str) -> None:
         self.id = run_id
         self.first = first
         self.count = count
+        self.nbytes = 0
         self.kind = kind
         self.base = -1
         self.pins = 0
@@ -46,6 +50,9 @@ class PageRun:
         self.settled = False
         self.small: FramePool | None = None
         self.storages = 0
+        self.born = 0
+        self.key = 0
+        self.moving = self.leaving = self.coming = 0
 
 
 class PagedStorage:
@@ -64,7 +71,7 @@ class PagedStorage:
         space = getattr(self.pager, "space", None)
         if space is not None:
             # May run anywhere, also inside a fault: only note it; Space.drain does the work.
-            space.dead.append((self.run, self.offset, self.nbytes))
+            space.dead.append((self.run, self.offset, self.nbytes, space.clock))
 
 
 class Space:
@@ -74,7 +81,10 @@ class Space:
         self.table = table
         self.page_size = page_size
         self.runs: dict[int, PageRun] = {}
-        self.dead: deque[tuple[PageRun, int, int]] = deque()
+        self.dead: deque[tuple[PageRun, int, int, int]] = deque()
+        self.clock = 0  # accesses of the iteration so far, for those who want to know of deaths
+        self.on_death: Callable[[PageRun, int], None] = lambda run, clock: None
+        self.births = 0
         self.live_pages = 0
         self.kind_pages: dict[str, int] = {}
         self.peak_transient_pages = 0
@@ -97,6 +107,7 @@ class Space:
         nbytes = max(1, nbytes)
         if not self.is_small(nbytes):
             run = self._new_run(self.pages_for(nbytes), kind)
+            run.nbytes = nbytes
             offset = 0
         else:
             run, offset = self._small(nbytes, kind)
@@ -112,6 +123,7 @@ class Space:
             if unit is not None:
                 return run, unit * ALIGNMENT_BYTES
         run = self._new_run(1, kind)
+        run.nbytes = self.page_size
         run.small = FramePool(self.page_size // ALIGNMENT_BYTES)
         group[run.id] = run
         unit = run.small.allocate_run(units)
@@ -122,6 +134,8 @@ class Space:
         run_id = self._free_ids.pop() if self._free_ids else len(self.runs)
         run = PageRun(run_id, self.table.allocate(count, run_id), count, kind)
         self.runs[run_id] = run
+        run.born = self.births
+        self.births += 1
         self.live_pages += count
         self.kind_pages[kind] = self.kind_pages.get(kind, 0) + count
         transient = sum(self.kind_pages.get(k, 0) for k in TRANSIENT_KINDS)
@@ -132,11 +146,12 @@ class Space:
         """Runs that nobody refers to any more. The caller gives back their frames and slots,
         then calls :meth:`forget`."""
         while self.dead:
-            run, offset, nbytes = self.dead.popleft()
+            run, offset, nbytes, clock = self.dead.popleft()
             run.storages -= 1
             if run.small is not None and run.storages:
                 run.small.free(offset // ALIGNMENT_BYTES, -(-nbytes // ALIGNMENT_BYTES))
             if run.storages == 0:
+                self.on_death(run, clock)
                 yield run
 
     def forget(self, run: PageRun) -> None:

@@ -5,17 +5,18 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .follower import Follower
     from .runtime import Pager
 
 
 def snapshot(pager: Pager) -> dict[str, Any]:
     """What ``Pager.stats`` gives; keys are listed in ``pager/README.md``."""
-    size = pager.page_size
+    size, follower = pager.page_size, pager.follower
     residency, migration, budget = pager.residency, pager.migration, pager.budget
     dense = budget.dense_peak
     pages = pager.space.persistent_pages + pager.space.peak_transient_pages
     return {
-        "mode": "demand",
+        "mode": follower.mode if follower is not None else "demand",
         "iterations": pager.iterations,
         "peak_bytes": {
             "device": budget.peak_bytes(),
@@ -28,13 +29,40 @@ def snapshot(pager: Pager) -> dict[str, Any]:
         "arena_bytes": residency.pool.count * size,
         "live_bytes": pager.space.live_pages * size,
         "faults": residency.faults,
-        "prefetches": 0,
-        "prefetch_hits": 0,
+        **_planned(follower),
         "bytes_out": migration.bytes_out,
         "bytes_in": migration.bytes_in,
         "disk_bytes_written": pager.disk.bytes_written if pager.disk else 0,
+        "channel_bytes": dict(migration.moved),
         "stall_us": pager.stall_us,
         "gathers": pager.gathers,
         "compactions": residency.compactions,
         "fits": pager.fits,
+    }
+
+
+def _planned(follower: Follower | None) -> dict[str, Any]:
+    """What planning did; times are of the latest iteration's kind."""
+    found: dict[str, Any] = dict.fromkeys(
+        ("predicted_us", "measured_us", "ideal_us", "bound_us", "iteration_stall_us")
+    )
+    if follower is None:
+        zeros = ("prefetches", "prefetch_hits", "departures", "planned_iterations", "kinds")
+        return {**dict.fromkeys(zeros, 0), **found}
+    executor, kind = follower.executor, follower.current
+    prefetches = executor.transfers.prefetched
+    found["iteration_stall_us"] = follower.stall_us_last
+    if kind is not None and kind.guide is not None:
+        plan = kind.guide.plan
+        found["predicted_us"] = kind.guide.predicted_us
+        found["ideal_us"] = kind.guide.trace.ideal_us
+        found["bound_us"] = plan.bound.iteration_us if plan.bound is not None else None
+        found["measured_us"] = kind.measured
+    return {
+        "prefetches": prefetches,
+        "prefetch_hits": max(0, prefetches - executor.late),
+        "departures": follower.departures,
+        "planned_iterations": follower.planned_iterations,
+        "kinds": len(follower.kinds.all),
+        **found,
     }

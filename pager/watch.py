@@ -23,3 +23,13 @@ class Watcher(Protocol):
 
     def unpinned(self, runs: Sequence[PageRun]) -> None:
         """The use of ``runs`` is over."""
+
+
+class IterationListener(Protocol):
+    """Told where iterations begin and end, in the thread that runs them: ``Pager.on_iteration``."""
+
+    def begin(self) -> None:
+        """An iteration begins: nothing of it has run yet."""
+
+    def end(self, ok: bool) -> None:
+        """It is over; ``ok``: without an exception."""

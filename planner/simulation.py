@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from .plan import Predicted
 from .trace import Floats
@@ -19,12 +20,32 @@ class Stall:
     channel: str
 
 
+class Transfer(NamedTuple):
+    """``page_count`` pages of a move that go one after another, each taking equally long.
+
+    The first begins at ``begin_us``, the last arrives at ``end_us``; µs since the iteration that
+    queued them began, so those that go on into the next one end after it. ``arrived`` is false for
+    pages whose tensor died before: at ``end_us``, which is ``begin_us`` too if they never began.
+    """
+
+    move: int  # index in the plan
+    is_out: bool
+    tier: str
+    tensor: int  # index in the trace
+    first_page: int  # within the tensor
+    page_count: int
+    begin_us: float
+    end_us: float
+    arrived: bool
+
+
 @dataclass(frozen=True)
 class Simulation:
     """``reason`` says why a plan is infeasible, and where; it is empty if it is feasible.
 
     ``stalls``, ``op_start_us`` and ``op_end_us`` are of the last simulated iteration, times
-    relative to its begin.
+    relative to its begin. ``transfers``, if they were asked for, are those of the moves that it
+    queued, each page once; pages that an ``out`` gives back without a transfer are not among them.
     """
 
     feasible: bool
@@ -34,3 +55,4 @@ class Simulation:
     stalls: list[Stall] = field(default_factory=list)
     op_start_us: Floats | None = None
     op_end_us: Floats | None = None
+    transfers: list[Transfer] | None = None

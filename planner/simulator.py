@@ -13,26 +13,32 @@ import math
 import numpy as np
 
 from .hardware import Hardware
-from .plan import Plan, Predicted
+from .plan import Move, Plan, Predicted
 from .sim_pages import EPSILON_US, Infeasible, Pages
-from .sim_queue import Queue
-from .simulation import Simulation, Stall
+from .sim_queue import Logged, Queue
+from .simulation import Simulation, Stall, Transfer
 from .trace import WRITE, Trace
 
 MIN_ITERATIONS, MAX_ITERATIONS = 3, 40
 SETTLED = 1e-4  # two successive iterations differ by less
 
 
-def simulate(trace: Trace, hardware: Hardware, plan: Plan) -> Simulation:
+def simulate(
+    trace: Trace, hardware: Hardware, plan: Plan, *, log_transfers: bool = False
+) -> Simulation:
     """Run ``plan`` until its iterations repeat. Never raises for a bad plan: ``reason`` says what
-    is wrong and where. ``plan.page_size`` must be the hardware's."""
+    is wrong and where. ``plan.page_size`` must be the hardware's.
+
+    ``log_transfers`` also gives ``transfers``, at the price of one more iteration, in which those
+    that the last one queued arrive.
+    """
     if plan.page_size != hardware.page_size:
         return Simulation(
             False,
             f"the plan has pages of {plan.page_size} bytes, the hardware of {hardware.page_size}",
         )
     try:
-        return _Machine(trace, hardware, plan).run()
+        return _Machine(trace, hardware, plan).run(log_transfers)
     except Infeasible as error:
         return Simulation(False, str(error))
 
@@ -62,6 +68,7 @@ class _Machine:
         self.op_end = math.inf
         self.now = 0.0
         self.stalls: list[Stall] = []
+        self.log: list[Logged] | None = None  # gets the transfers of moves that are queued now
         self.starts = np.zeros(trace.ops)
         self.ends = np.zeros(trace.ops)
 
@@ -92,16 +99,17 @@ class _Machine:
             self.issued[move.issue_op].append(index)
 
     # -- the run ---------------------------------------------------------------------------------
-    def run(self) -> Simulation:
+    def run(self, log_transfers: bool) -> Simulation:
         pages, trace = self.pages, self.trace
         if trace.ops == 0:
             zero = Predicted(0.0, 0.0, 0.0, *pages.peaks_bytes(), 0, 0, 0)
-            return Simulation(True, predicted=zero)
+            return Simulation(True, predicted=zero, transfers=[] if log_transfers else None)
         times: list[float] = []
         began = 0.0
         while len(times) < MAX_ITERATIONS:
             pages.start_counting()
             self.stalls.clear()
+            self.log = [] if log_transfers else None
             self._iteration()
             pages.check_end()
             times.append(self.now - began)
@@ -115,7 +123,32 @@ class _Machine:
         )
         began = self.now - times[-1]
         starts, ends = self.starts - began, self.ends - began
-        return Simulation(True, "", predicted, len(times), list(self.stalls), starts, ends)
+        stalls = list(self.stalls)
+        transfers = self._transfers(began) if log_transfers else None
+        return Simulation(True, "", predicted, len(times), stalls, starts, ends, transfers)
+
+    def _transfers(self, began: float) -> list[Transfer]:
+        """Of the moves queued in the iteration that began at ``began``, just ended. No move can
+        last longer than until it is queued again, so one more iteration completes them."""
+        log, self.log = self.log, None
+        assert log is not None
+        self._iteration()
+        self.pages.check_end()
+        return [self._transfer(self.moves[noted.move], noted, began) for noted in log]
+
+    def _transfer(self, move: Move, noted: Logged, began: float) -> Transfer:
+        first = noted.first - int(self.pages.base[move.tensor])
+        return Transfer(
+            noted.move,
+            move.action == "out",
+            move.tier,
+            move.tensor,
+            first,
+            noted.last - noted.first,
+            noted.begin_us - began,
+            noted.end_us - began,
+            noted.arrived,
+        )
 
     def _iteration(self) -> None:
         """From the end of the last op to the end of the last op of the next iteration."""
@@ -217,7 +250,7 @@ class _Machine:
             todo = self.pages.queue_in(move)
             queue = self.disk_in if disk else self.host_in
         if todo:
-            queue.append(todo, self.now)
+            queue.append(index, todo, self.now, self.log)
 
     # -- transfers -------------------------------------------------------------------------------
     def _begin_transfers(self) -> None:

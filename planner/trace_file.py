@@ -55,8 +55,8 @@ def write_trace(path: Path, trace: Trace) -> Trace:
     ``TraceError`` for a trace that could not be read back.
     """
     path = Path(path)
-    content = _encode(trace, str(path))
-    written = _decode(content, str(path))
+    content = encode_trace(trace, str(path))
+    written = decode_trace(content, str(path))
     try:
         descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     except OSError as error:
@@ -89,14 +89,14 @@ def read_trace(path: Path) -> Trace:
         raise TraceError(f"{path}: no such file") from error
     except OSError as error:
         raise TraceError(f"{path}: cannot be read: {error.strerror}") from error
-    return _decode(content, str(path))
+    return decode_trace(content, str(path))
 
 
 # --- writing ---------------------------------------------------------------------------------
 
 
-def _encode(trace: Trace, where: str) -> bytes:
-    """The bytes of the file."""
+def encode_trace(trace: Trace, where: str) -> bytes:
+    """The bytes of the file. ``where`` names the trace in errors (``TraceError``)."""
     try:
         table = _table(trace)
         header = json.dumps(_header(trace), sort_keys=True, allow_nan=False)
@@ -161,7 +161,8 @@ def _mode_names() -> pa.Array:
 # --- reading ---------------------------------------------------------------------------------
 
 
-def _decode(content: bytes, where: str) -> Trace:
+def decode_trace(content: bytes, where: str) -> Trace:
+    """The trace in a file's bytes, as :func:`read_trace`; ``where`` names it in errors."""
     try:
         with pq.ParquetFile(pa.BufferReader(content)) as file:
             footer, schema = file.metadata, file.schema_arrow

@@ -46,6 +46,7 @@ def open_memory(options: Options, stack: ExitStack) -> Memory:
             disk_budget=budgets["disk"],
             disk_path=options.disk_path,
             page_size=options.page_size,
+            policy=options.policy,
             device=options.device,
         )
     except (ValueError, OSError) as error:

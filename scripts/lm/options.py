@@ -42,6 +42,7 @@ class Options:
     disk_budget: str | None
     disk_path: Path | None
     page_size: str
+    policy: str
     needed: int | None
     resume: Path | None
     save: Path | None
@@ -102,6 +103,7 @@ def _build_parser() -> argparse.ArgumentParser:
     add("--disk-budget", metavar="SIZE", help="third tier (default none)")
     add("--disk-path", type=Path, help="folder of the disk tier's file")
     add("--page-size", default="2MiB", metavar="SIZE", help="default %(default)s")
+    add("--policy", choices=("lp", "lru"), default="lp", help="lru: page on demand only")
     add("--needed", metavar="SIZE", help="what 100%% of a budget means")
     add("--no-pager", dest="pager", action="store_false", help="plain PyTorch; measures the need")
     add("--compare", action="store_true", help="plain, then paged, each in a process of its own")
@@ -191,6 +193,7 @@ def paged_arguments(options: Options, json: Path, needed: int) -> list[str]:
         *budgets,
         *where,
         f"--page-size={options.page_size}",
+        f"--policy={options.policy}",
         f"--json={json}",
     ]
 

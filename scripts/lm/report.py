@@ -144,7 +144,24 @@ def _summary_rows(record: dict[str, Any]) -> list[tuple[str, str]]:
     if record["needed_bytes"] is not None:
         needed = record["needed_bytes"]
         rows.append(("would fit in", f"{format_bytes(needed)} ({needed} bytes)"))
-    return rows
+    return rows + (_pager_rows(record["pager"]) if record["pager"] is not None else [])
+
+
+def _pager_rows(stats: dict[str, Any]) -> list[tuple[str, str]]:
+    """What the pager did, and whether it went as planned."""
+    if stats["fits"]:
+        return [("paging", "none: everything fits")]
+    rows = [("paging", stats["mode"])]
+    if stats["iteration_stall_us"] is not None:
+        rows.append(("stall, last step", f"{stats['iteration_stall_us'] / 1e3:.1f} ms"))
+    if stats["measured_us"] is not None:
+        times = f"{stats['measured_us'] / 1e3:.1f} of {stats['predicted_us'] / 1e3:.1f} ms"
+        rows.append(("iteration, measured of predicted", times))
+    if stats["prefetches"]:
+        share = stats["prefetch_hits"] / stats["prefetches"]
+        rows.append(("prefetches in time", f"{share:.1%} of {stats['prefetches']:,}"))
+    moved = (f"{format_bytes(n)} {way}" for way, n in stats["channel_bytes"].items() if n)
+    return [*rows, ("moved", ", ".join(moved) or "nothing")]
 
 
 def tier_text(record: dict[str, Any], tier: str) -> str:

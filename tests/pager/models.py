@@ -28,7 +28,7 @@ def make_pager(*, fits: bool = False, frames: int = FRAMES, **options: Any) -> t
     else:
         budget = RESERVE_BYTES + frames * PAGE_BYTES
         limits = {"device_budget": budget, "dense_reserve": RESERVE_BYTES}
-    limits |= {"host_budget": "64MiB", "page_size": PAGE_BYTES, "device": "cpu"}
+    limits |= {"host_budget": "64MiB", "page_size": PAGE_BYTES, "device": "cpu", "policy": "lru"}
     return tp.Pager(**(limits | options))
 
 

@@ -1,0 +1,214 @@
+"""Carries out planned moves beside the training, one channel for each tier and direction.
+
+Note: who may wait for whom
+---------------------------
+The training thread queues moves when an access has ended, and waits in ``serve`` when an access
+needs pages that are still on their way. It waits only while some channel can go on; if none can (a
+head waits for frames that nobody will give back, because the iteration is not the planned one) the
+access is served by a fault instead. A fault may evict and move anything, so it begins with
+``quiet``: channels finish the transfer that they are at and start no other until it has ended. So a
+plan can be wrong in any way and costs only time.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+
+import numpy as np
+
+from .access_log import Names
+from .channel import Channel, Job
+from .errors import PagerError
+from .guide import ANYWHERE, Action
+from .migration import Migration
+from .residency import Residency
+from .space import PageRun
+from .transfers import Transfers
+
+_WATCHDOG_SECONDS = 60.0
+_TICK_SECONDS = 1.0
+TIERS = ("host", "disk")
+
+
+class Executor:
+    """All methods but ``stop`` are called with the pager's lock held.
+
+    ``late``: runs that an access had to wait for; ``faults``: accesses that the plan did not serve.
+    """
+
+    def __init__(
+        self,
+        lock: threading.RLock,
+        residency: Residency,
+        migration: Migration,
+        transfers: Transfers,
+        names: Names,
+    ) -> None:
+        self.lock = lock
+        self.transfers = transfers
+        self.paused = False
+        self.closing = False
+        self.error: BaseException | None = None
+        self.late = self.faults = 0
+        self._residency = residency
+        self._migration = migration
+        self._names = names
+        self._changed = threading.Condition(lock)  # for the training thread
+        self._waiting = False
+        self._outs = {tier: Channel(self, tier, is_out=True) for tier in TIERS}
+        self._ins = {tier: Channel(self, tier, is_out=False) for tier in TIERS}
+        self.channels = (*self._outs.values(), *self._ins.values())
+        self.births: dict[int, int] = {}  # key → frame, of the plan that is followed
+
+    # -- queueing --------------------------------------------------------------------------------
+    def issue(self, actions: Iterable[Action], newborn: Sequence[PageRun]) -> None:
+        """Queue moves. Those of runs that are gone are left out."""
+        for action in actions:
+            run = self._names.run_of(action.key, newborn)
+            if run is None:
+                continue
+            if action.what == "drop":
+                self._drop(run, action)
+            elif action.what == "out":
+                run.leaving += 1
+                self._outs[action.tier].add(Job(action, run))
+            else:
+                run.coming += 1
+                self._ins[action.tier].add(Job(action, run))
+
+    def _drop(self, run: PageRun, action: Action) -> None:
+        """Copies below are given up where the page is on the device."""
+        table = self._residency.table
+        first = run.first + action.first
+        pages = np.arange(first, first + action.pages, dtype=np.int32)
+        if not run.moving:
+            self._migration.drop_copies(pages[table.frame[pages] >= 0], action.tier)
+
+    def clear(self) -> None:
+        """Forget what is queued. Transfers under way end by themselves."""
+        for channel in self.channels:
+            for job in channel.jobs:
+                if channel.is_out:
+                    job.run.leaving -= 1
+                else:
+                    job.run.coming -= 1
+            channel.jobs.clear()
+
+    @property
+    def idle(self) -> bool:
+        """Nothing is queued or moving."""
+        return not any(channel.jobs or channel.busy for channel in self.channels)
+
+    # -- the training thread ---------------------------------------------------------------------
+    def serve(self, runs: Sequence[PageRun]) -> bool:
+        """Wait until ``runs`` are on the device, and pin them. ``False``, and nothing pinned, if
+        that cannot be expected of the plan."""
+        for run in runs:
+            run.pins += 1
+        for run in runs:
+            if run.base < 0 and not self._serve(run):
+                for other in runs:
+                    other.pins -= 1
+                return False
+            self._residency.touch(run)
+        return True
+
+    def _serve(self, run: PageRun) -> bool:
+        waited = False
+        while run.base < 0:
+            if self._residency.is_blank(run):
+                base = self.births.get(run.key, ANYWHERE)
+                if base < 0:
+                    return False
+                if self._residency.place_at(run, base):
+                    return True
+            elif not (run.moving or run.coming):
+                return False
+            elif not waited:
+                waited = True
+                self.late += 1
+            if not self.wait():
+                return False
+        return True
+
+    def wait(self) -> bool:
+        """Until something has moved; ``False`` if nothing will."""
+        if self.closing or not any(channel.can_progress() for channel in self.channels):
+            return False
+        self._waiting = True
+        deadline = time.monotonic() + _WATCHDOG_SECONDS
+        while not self._changed.wait(_TICK_SECONDS):
+            if not any(channel.can_progress() for channel in self.channels):
+                break
+            if time.monotonic() > deadline:
+                raise PagerError(f"no page moved for {_WATCHDOG_SECONDS:g} s: {self.describe()}")
+        self._waiting = False
+        return True
+
+    @contextmanager
+    def quiet(self) -> Iterator[None]:
+        """Inside, no planned move is under way and none begins."""
+        self.paused = True
+        try:
+            while any(channel.busy for channel in self.channels):
+                self.wait()
+            yield
+        finally:
+            self.paused = False
+            self.kick()
+
+    def drain(self) -> None:
+        """Wait until everything queued has been done, or cannot be; what is left is forgotten."""
+        self.kick()
+        while not self.idle and self.wait():
+            pass
+        self.clear()
+        while any(channel.busy for channel in self.channels):
+            self.wait()
+
+    # -- the channels' side ----------------------------------------------------------------------
+    def moved(self, channel: Channel) -> None:
+        """A transfer has ended: others may be able to go on."""
+        self.kick(besides=channel)
+        channel.blocked = False
+        if self._waiting:
+            self._changed.notify()
+
+    def nothing_to_wait_for(self) -> None:
+        """A channel cannot go on; nor may the training thread, if it was the last."""
+        if self._waiting:
+            self._changed.notify()
+
+    def kick(self, besides: Channel | None = None) -> None:
+        """Frames, slots or runs may have become free."""
+        for channel in self.channels:
+            if channel is not besides and channel.jobs:
+                channel.kick()
+
+    def failed(self, error: BaseException) -> None:
+        """A transfer failed. Its pages are where they were; no plan is followed any more, and
+        faults will meet the same error, if it lasts."""
+        self.error = error
+        self.clear()
+
+    # -- looking, ending -------------------------------------------------------------------------
+    def describe(self) -> str:
+        """What every channel is at, for the watchdog."""
+        parts = []
+        for channel in self.channels:
+            if channel.jobs or channel.busy:
+                state = "moving" if channel.busy else "blocked" if channel.blocked else "queued"
+                head = channel.jobs[0].action if channel.jobs else None
+                parts.append(f"{channel.name} {state}, {len(channel.jobs)} queued, head {head}")
+        return "; ".join(parts) or "all channels are empty"
+
+    def stop(self) -> None:
+        """End all threads. Called without the lock; nothing may be queued afterwards."""
+        with self.lock:
+            self.closing = True
+            self.clear()
+        for channel in self.channels:
+            channel.join()

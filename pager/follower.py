@@ -1,0 +1,387 @@
+"""Follows iterations: logs what they access, plans each kind in the background, runs the plans.
+
+::
+
+                 no plan yet, or another kind came
+        +----------------------------------------------+
+        v                                              |
+     DEMAND --- a kind is seen: planned beside it --> PLANNED
+     (faults, LRU)                                 (moves ahead of need)
+        ^                                              |
+        +---- an access that the plan does not know ---+   (for the rest of the iteration, unless
+                                                            another plan began the same way)
+
+A plan is advice: what it does not bring in time is waited for, and what it does not bring at all is
+faulted in. An iteration is compared with its plan access by access.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+from ..planner.hardware import Hardware
+from ..planner.plan import Plan
+from .access_log import AccessLog, Keys, Names
+from .errors import PagerError, TierFull
+from .executor import Executor
+from .guide import Guide
+from .kinds import Kind, Kinds
+from .reconcile import reconcile
+from .sequence_trace import RunFacts, make_recorded
+from .space import PageRun
+from .transfers import Transfers
+
+if TYPE_CHECKING:
+    from .calibration import Calibration
+    from .runtime import Pager
+
+_BATCH_SECONDS = 0.005  # of a channel's time: what one transfer moves
+_MOST_BATCH_BYTES = 128 << 20
+_PLANS = 4  # of one kind; each from better times than the one before
+_MEASURED = 3  # iterations that follow a plan before it is judged
+_OFF_BY = 0.05
+
+
+class Follower:
+    """Of one pager. Methods are called with its lock held."""
+
+    def __init__(self, pager: Pager) -> None:
+        self._pager = pager
+        self.names = Names(pager.space)
+        self.kinds = Kinds()
+        self.transfers = Transfers(
+            pager.table, pager.migration, pager.residency, pager.backend, self.names,
+            pager.page_size,
+        )  # fmt: skip
+        self.executor = Executor(
+            pager.lock, pager.residency, pager.migration, self.transfers, self.names
+        )
+        self.log: AccessLog | None = None  # of the iteration that runs
+        self.guide: Guide | None = None  # that it follows
+        self.departures = 0
+        self.planned_iterations = 0
+        self.last_mode = "demand"
+        self.stall_us_last: float | None = None  # of the last iteration
+        self._kind: Kind | None = None
+        self._expected: list[Keys] = []
+        self._issued = 0
+        self._whole = False  # has followed one plan from its begin
+        self._in_state: Guide | None = None  # the arena is as this plan left it
+        self._births_before = 0
+        self._began = 0.0
+        self._calibration: Calibration | None = None
+        pager.space.on_death = self._died
+
+    # -- an iteration ----------------------------------------------------------------------------
+    def begin(self) -> None:
+        """An iteration begins; it is expected to be of the kind that came here before."""
+        pager = self._pager
+        pager.backend.note_compute()
+        pager.residency.collect()
+        self._poll()
+        self._began = time.perf_counter()
+        self.log = AccessLog()
+        self._births_before = pager.space.births
+        pager.space.clock = 0
+        self._issued = 0
+        self._whole = False
+        kind = self.kinds.expected()
+        guide = kind.guide if kind is not None else None
+        if guide is None or pager.budget.metering or self.executor.error is not None:
+            self._leave()
+        elif self._enter(guide):
+            self._kind, self._whole = kind, True
+            self._issue(0)
+
+    def _enter(self, guide: Guide) -> bool:
+        """Bring the arena into the state in which ``guide`` begins, and follow it."""
+        executor, residency = self.executor, self._pager.residency
+        if self._in_state is not guide:
+            executor.drain()
+            if any(run.pins for run in self._pager.space.runs.values()):
+                self._leave()
+                return False
+            try:
+                missing = reconcile(residency, self.names, guide)
+            except (TierFull, PagerError):
+                self._leave()
+                return False
+            executor.births = guide.births
+            executor.issue(missing, ())
+        self.guide, self._expected = guide, guide.keys
+        self._in_state = guide
+        return True
+
+    def pinning(self, runs: Sequence[PageRun]) -> None:
+        """An access begins."""
+        log = self.log
+        if log is None:
+            return
+        keys = tuple([run.key or self.names.name(run, log, self._births_before) for run in runs])
+        if self.guide is not None:
+            position = len(log.keys)
+            if position >= len(self._expected) or self._expected[position] != keys:
+                self._depart(keys)
+        log.began(keys)
+        self._pager.space.clock = len(log.keys)
+
+    def pin(self, runs: Sequence[PageRun]) -> None:
+        """Bring ``runs`` onto the device and pin them: by the plan, or by a fault."""
+        executor, residency = self.executor, self._pager.residency
+        if executor.idle and self.guide is None:
+            residency.pin(runs)
+            return
+        if self._pager.space.dead:
+            residency.collect()
+            executor.kick()
+        if executor.serve(runs):
+            return
+        with executor.quiet():
+            residency.pin(runs)
+        executor.faults += 1
+        self._in_state = None  # pages moved that the plan did not move: it is entered anew
+
+    def unpinned(self) -> None:
+        """An access has ended: what the plan queues now is queued."""
+        if self.guide is None or self.log is None:
+            return
+        if self._pager.space.dead:
+            self._pager.residency.collect()
+            self.executor.kick()
+        self._issue(len(self.log.keys))
+
+    def _issue(self, upto: int) -> None:
+        guide, log = self.guide, self.log
+        if guide is None or log is None:
+            return
+        first = self._issued
+        if first > upto:
+            return
+        self._issued = upto + 1
+        for actions in guide.actions[first : upto + 1]:
+            if actions:
+                self.executor.issue(actions, log.newborn)
+
+    def stalled(self, seconds: float) -> None:
+        """The access that began last has waited."""
+        if self.log is not None and self.log.keys:
+            where = len(self.log.keys) - 1
+            self.log.stalls[where] = self.log.stalls.get(where, 0.0) + seconds
+
+    def wrote(self, run: PageRun) -> None:
+        if self.log is not None:
+            self.log.writes.append((len(self.log.keys) - 1, run.key))
+
+    def _died(self, run: PageRun, clock: int) -> None:
+        if self.log is not None and run.key < 0:
+            self.log.deaths.append((clock, run.key))
+
+    def _depart(self, keys: Keys) -> None:
+        """The plan does not know this access. Another one may, that began the same way."""
+        assert self.log is not None
+        self.departures += 1
+        self._leave()
+        other = self.kinds.with_prefix([*self.log.keys, keys])
+        if other is None or other.guide is None:
+            return
+        self._kind, self.guide, self._expected = other, other.guide, other.keys
+        self.executor.births = other.guide.births
+        self._issued = len(self.log.keys) + 1
+
+    def _leave(self) -> None:
+        """Follow no plan; pages are faulted in."""
+        if self.guide is not None or self._in_state is not None:
+            self.executor.clear()
+        self.guide = self._in_state = self._kind = None
+        self._whole = False
+        self.executor.births = {}
+
+    def end(self, *, ok: bool) -> None:
+        """The iteration is over; ``ok``: it ended by itself."""
+        log = self.log
+        if log is None:
+            return
+        pager = self._pager
+        pager.residency.collect()
+        log.ended = time.perf_counter()
+        self.log = None
+        pager.space.clock = 0
+        finished = self.guide is not None and len(log.keys) == len(self._expected)
+        self.stall_us_last = sum(log.stalls.values()) * 1e6
+        if not ok or (self.guide is not None and not finished):
+            self._leave()
+        self.names.settle(log)
+        self.last_mode = "planned" if self.guide is not None else "demand"
+        if ok and not pager.budget.metering and not pager.fits:
+            self._learn(log, followed=finished and self._whole)
+        self.guide = None
+        self.names.forget_dead()
+
+    def _learn(self, log: AccessLog, *, followed: bool) -> None:
+        kind = self.kinds.find(log)
+        if kind is None:
+            kind = self.kinds.add(log, self._facts(log))
+            log.newborn = []
+        else:
+            kind.seen += 1
+            kind.samples.append(log.seconds())
+        self.kinds.came(kind)
+        if followed:
+            self.planned_iterations += 1
+            kind.measured_us.append((log.ended - self._began) * 1e6)
+        self._plan(kind)
+
+    # -- planning --------------------------------------------------------------------------------
+    def _plan(self, kind: Kind) -> None:
+        """Start to plan ``kind`` beside the training if that promises something."""
+        if self._pager.policy != "lp" or kind.process is not None or kind.refused is not None:
+            return
+        if self.executor.error is not None or kind.plans >= _PLANS or not kind.keys:
+            return
+        if kind.guide is None:
+            if kind.seen < 2 and len(self.kinds.all) > 1:
+                return  # it may never come again
+        elif not self._is_off(kind):
+            return
+        from .planning import PlanningProcess
+
+        try:
+            hardware = self.hardware()
+        except PagerError as error:
+            kind.refused = f"this machine could not be measured: {error}"
+            return
+        size, device = self._pager.page_size, str(self._pager.device)
+        kind.recorded = make_recorded(kind.log, kind.facts, size, kind.seconds(), device)
+        kind.plans += 1
+        kind.planned_full = kind.plans > 1
+        kind.process = PlanningProcess(
+            kind.recorded.trace, hardware, quick=not kind.planned_full
+        )
+
+    def _is_off(self, kind: Kind) -> bool:
+        """Whether a new plan is worth its time: the first one is a quick one, and times change."""
+        if len(kind.measured_us) < _MEASURED or kind.guide is None or kind.measured is None:
+            return False
+        if not kind.planned_full:
+            return True
+        return abs(kind.measured - kind.guide.predicted_us) > _OFF_BY * kind.guide.predicted_us
+
+    def _poll(self) -> None:
+        for kind in self.kinds.all:
+            if kind.process is not None and kind.process.done():
+                self._install(kind)
+
+    def _install(self, kind: Kind) -> None:
+        from .planning import PlanRefused
+
+        process, recorded = kind.process, kind.recorded
+        if process is None or recorded is None:
+            return
+        kind.process = None
+        try:
+            planned = process.result()
+        except PlanRefused as refusal:
+            kind.refused = str(refusal)
+            return
+        except PagerError as error:
+            kind.refused = f"the planner ended with an error: {error}"
+            return
+        if kind.guide is not None and kind.guide is self._in_state:
+            self._leave()
+        kind.guide = Guide(recorded, planned.plan, planned.layout, kind.keys)
+        kind.measured_us.clear()
+
+    def wait_for_plans(self, timeout: float | None = None) -> None:
+        """Until no plan is being made. Without the lock."""
+        from .planning import PlanRefused
+
+        for kind in list(self.kinds.all):
+            if kind.process is not None:
+                with suppress(PlanRefused, PagerError):  # `_install` meets them again
+                    kind.process.result(timeout)
+
+    def hardware(self) -> Hardware:
+        """This machine as the planner sees it: measured channels, the tiers as they are now."""
+        from .calibration import calibrate, hardware
+
+        pager = self._pager
+        if self._calibration is None:
+            self.executor.drain()
+            self._calibration = calibrate(
+                backend=pager.backend, host=pager.host, disk=pager.disk, page_size=pager.page_size
+            )
+            self._size_batches(self._calibration)
+        size = pager.page_size
+        return hardware(
+            self._calibration,
+            device_bytes=pager.residency.pool.count * size,
+            host_bytes=pager.host.slots.count * size,
+            disk_bytes=pager.disk.slots.count * size if pager.disk is not None else 0,
+            page_size=size,
+        )
+
+    def _size_batches(self, measured: Calibration) -> None:
+        rates = {
+            "host-out": measured.d2h_bytes_per_s,
+            "host-in": measured.h2d_bytes_per_s,
+            "disk-out": measured.disk_write_bytes_per_s,
+            "disk-in": measured.disk_read_bytes_per_s,
+        }
+        for name, rate in rates.items():
+            nbytes = min(_MOST_BATCH_BYTES, int((rate or 0.0) * _BATCH_SECONDS))
+            self.transfers.batch_pages[name] = max(1, nbytes // self._pager.page_size)
+
+    def _facts(self, log: AccessLog) -> dict[int, RunFacts]:
+        """Of every run that ``log`` may name."""
+        facts = {key: RunFacts(run.count, run.kind) for key, run in self.names.runs.items()}
+        for index, run in enumerate(log.newborn):
+            facts[-1 - index] = RunFacts(run.count, run.kind)
+        return facts
+
+    # -- looking, ending -------------------------------------------------------------------------
+    @property
+    def mode(self) -> str:
+        """ "demand", "recording" (a plan is being made) or "planned"."""
+        if self.last_mode == "planned":
+            return "planned"
+        if any(kind.process is not None for kind in self.kinds.all):
+            return "recording"
+        return "demand"
+
+    @property
+    def current(self) -> Kind | None:
+        """The latest iteration's kind."""
+        return self.kinds.all[-1] if self.kinds.all else None
+
+    def plan(self) -> Plan | None:
+        """The latest kind's."""
+        if self.log is None:
+            self._poll()
+        kind = self.current
+        return kind.guide.plan if kind is not None and kind.guide is not None else None
+
+    def pause(self) -> None:
+        """Follow nothing for the rest of the iteration: the arena is about to change its size."""
+        self._leave()
+        self.executor.drain()
+
+    def forget_plans(self) -> None:
+        """Budgets have changed: plans are made anew."""
+        self.pause()
+        for kind in self.kinds.all:
+            if kind.process is not None:
+                kind.process.cancel()
+            kind.process = kind.guide = kind.refused = None
+            kind.plans = 0
+            kind.measured_us.clear()
+
+    def stop(self) -> None:
+        """Cancel what is being planned and end all threads. Without the lock."""
+        for kind in self.kinds.all:
+            if kind.process is not None:
+                kind.process.cancel()
+                kind.process = None
+        self.executor.stop()

@@ -1,0 +1,244 @@
+"""What a channel's thread does to pages: prepared and finished under the lock, run without it.
+
+A run has ``moving`` > 0 from *prepare* to *finish*. Until then its pages keep what they have: pages
+that leave keep their frames, pages that come are nowhere but below, their frames taken. Whoever
+wants to pin the run waits, so nobody sees it in between. A run that dies meanwhile is given back
+when the transfer has ended (``Residency.collect`` leaves it alone).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from .backend import Backend
+from .channel import Channel, Job
+from .frame_pool import FramePool
+from .migration import Migration, merge
+from .page_table import BLANK, DIRTY, Int32, PageTable
+from .residency import Residency
+from .space import PageRun, generations
+
+if TYPE_CHECKING:
+    from .access_log import Names
+
+
+class Transfer:
+    """Pages of several jobs that move at once. ``parts``: (run, pages in order)."""
+
+    __slots__ = ("frames", "mark", "migration", "pages", "parts", "slots", "tier", "to_device")
+
+    def __init__(
+        self,
+        migration: Migration,
+        tier: str,
+        parts: list[tuple[PageRun, Int32]],
+        frames: Int32,
+        slots: Int32,
+        *,
+        to_device: bool,
+        mark: Any,
+    ) -> None:
+        self.migration = migration
+        self.tier = tier
+        self.parts = parts
+        self.pages = np.concatenate([pages for _, pages in parts])
+        self.frames = frames
+        self.slots = slots
+        self.to_device = to_device
+        self.mark = mark
+
+    def run(self) -> None:
+        """Move the bytes; they are there when it returns. Any thread, without the lock."""
+        if self.to_device:
+            self.migration.carry_in(self.tier, self.pages, self.frames, self.slots, self.mark)
+        else:
+            self.migration.carry_out(self.tier, self.frames, self.slots, self.mark)
+
+
+class Transfers:
+    """Prepares and finishes transfers. ``prefetched``, ``skipped``: jobs that brought their pages,
+    and jobs that found nothing to do or no way to."""
+
+    def __init__(
+        self,
+        table: PageTable,
+        migration: Migration,
+        residency: Residency,
+        backend: Backend,
+        names: Names,
+        page_size: int,
+    ) -> None:
+        self._table = table
+        self._migration = migration
+        self._residency = residency
+        self._backend = backend
+        self._names = names
+        self._page_size = page_size
+        self.batch_pages: dict[str, int] = {}  # by channel name
+        self.prefetched = self.skipped = 0
+
+    # -- before ----------------------------------------------------------------------------------
+    def prepare(self, channel: Channel) -> Transfer | None:
+        """The next transfer of ``channel``, its frames or slots taken; ``None`` if its head has to
+        wait for something, or nothing is left to do."""
+        limit = self.batch_pages.get(channel.name, 1)
+        parts: list[tuple[PageRun, Int32]] = []
+        ends: list[Int32] = []  # frames (in) or slots (out), as the pages of `parts`
+        count = 0
+        while channel.jobs and count < limit:
+            job = channel.jobs[0]
+            if not self._names.is_live(job.run):
+                self._ended(channel)
+                continue
+            if channel.is_out:
+                pages, taken = self._start_out(channel.tier, job, limit - count)
+            else:
+                pages, taken = self._start_in(job, limit - count)
+            if pages is None:
+                break
+            if len(pages):
+                job.run.moving += 1
+                parts.append((job.run, pages))
+                ends.append(taken)
+                count += len(pages)
+            if job.done >= job.action.pages:
+                self._ended(channel)
+        if not parts:
+            return None
+        together = np.concatenate(ends)
+        pages = np.concatenate([pages for _, pages in parts])
+        if channel.is_out:
+            return Transfer(
+                self._migration, channel.tier, parts, self._table.frame[pages].copy(), together,
+                to_device=False, mark=self._backend.mark(),
+            )  # fmt: skip
+        column = self._table.host if channel.tier == "host" else self._table.disk
+        return Transfer(
+            self._migration, channel.tier, parts, together, column[pages].copy(),
+            to_device=True, mark=self._residency.mark_of(together),
+        )  # fmt: skip
+
+    def _ended(self, channel: Channel) -> None:
+        job = channel.jobs.popleft()
+        if channel.is_out:
+            job.run.leaving -= 1
+        else:
+            job.run.coming -= 1
+
+    def _rest(self, job: Job) -> Int32:
+        first = job.run.first + job.action.first
+        return np.arange(first + job.done, first + job.action.pages, dtype=np.int32)
+
+    def _start_out(self, tier: str, job: Job, limit: int) -> tuple[Int32 | None, Int32]:
+        """Clean pages leave at once; for the others slots are taken."""
+        run, table = job.run, self._table
+        nothing = np.empty(0, np.int32)
+        pages = self._rest(job)
+        if run.pins:  # used at this moment, which the plan did not foresee
+            self.skipped += 1
+            job.done = job.action.pages
+            return nothing, nothing
+        resident = pages[table.frame[pages] >= 0]
+        clean = resident[(table.flags[resident] & DIRTY) == 0]
+        if len(clean):
+            self._residency.evict_pages(clean)
+        dirty = resident[(table.flags[resident] & DIRTY) != 0]
+        if not len(dirty):
+            job.done = job.action.pages
+            return nothing, nothing
+        chosen = dirty[:limit]
+        slots = self._migration.take_slots(tier, len(chosen), leaving=dirty)
+        if not len(slots):
+            return None, nothing
+        chosen = chosen[: len(slots)]
+        run.base = -1
+        run.generation = next(generations)
+        job.done = int(chosen[-1]) + 1 - run.first - job.action.first
+        return chosen, slots
+
+    def _start_in(self, job: Job, limit: int) -> tuple[Int32 | None, Int32]:
+        """Frames are taken, the planned ones where that is possible."""
+        run, table = job.run, self._table
+        nothing = np.empty(0, np.int32)
+        if run.leaving or run.moving:
+            return None, nothing  # its pages are on their way out
+        pages = self._rest(job)
+        below = (table.frame[pages] < 0) & ((table.flags[pages] & BLANK) == 0)
+        column = table.host if job.action.tier == "host" else table.disk
+        here = below & (column[pages] >= 0)
+        if not here.any():
+            self.skipped += 1
+            job.done = job.action.pages
+            return nothing, nothing
+        start = int(np.argmax(here))
+        stop = start + int(np.argmin(np.append(here[start:], False)))
+        pages = pages[start : min(stop, start + limit)]
+        frames = self._frames_for(run, pages, job.action.base)
+        if not len(frames):
+            return None, nothing
+        pages = pages[: len(frames)]
+        job.done = int(pages[-1]) + 1 - run.first - job.action.first
+        if job.done == job.action.pages:
+            self.prefetched += 1
+        return pages, frames
+
+    def _frames_for(self, run: PageRun, pages: Int32, base: int) -> Int32:
+        """Free frames for the first of ``pages``, taken from the pool; none if they are in use."""
+        pool = self._residency.pool
+        own = self._table.frame[run.first : run.first + run.count]
+        resident = np.flatnonzero(own >= 0)
+        if len(resident):
+            base = int(own[resident[0]] - resident[0])
+        elif base < 0:  # no frame was found in advance: anywhere
+            found = pool.allocate_run(run.count)
+            if found is None:
+                return np.empty(0, np.int32)
+            pool.free(found, run.count)
+            base = found
+        first = base + int(pages[0]) - run.first
+        count = len(pages)
+        if first < 0:
+            return np.empty(0, np.int32)
+        while count and not _is_free(pool, first, count):
+            count //= 2
+        if count:
+            pool.take(first, count)
+        return np.arange(first, first + count, dtype=np.int32)
+
+    # -- after -----------------------------------------------------------------------------------
+    def finish(self, channel: Channel, transfer: Transfer, error: BaseException | None) -> None:
+        """The bytes are there, or not: put the page table right."""
+        start = 0
+        for run, pages in transfer.parts:
+            part = slice(start, start + len(pages))
+            start += len(pages)
+            run.moving -= 1
+            frames, slots = transfer.frames[part], transfer.slots[part]
+            alive = self._names.is_live(run) and run.storages > 0
+            if channel.is_out:
+                self._finish_out(channel.tier, run, pages, slots, ok=error is None and alive)
+            else:
+                self._finish_in(channel.tier, run, pages, frames, ok=error is None and alive)
+        self._residency.collect()
+
+    def _finish_out(self, tier: str, run: PageRun, pages: Int32, slots: Int32, *, ok: bool) -> None:
+        if not ok:
+            self._migration.give_slots(tier, slots)
+            self._residency.settle(run)
+            return
+        self._migration.carried_out(tier, pages, slots)
+        self._residency.evict_pages(pages)
+
+    def _finish_in(self, tier: str, run: PageRun, pages: Int32, frames: Int32, *, ok: bool) -> None:
+        if not ok:
+            for start, _, length in merge(frames, frames):
+                self._residency.pool.free(start, length)
+            return
+        self._migration.carried_in(tier, pages, frames)
+        self._residency.arrived(run)
+
+
+def _is_free(pool: FramePool, start: int, count: int) -> bool:
+    return start >= 0 and start + count <= pool.count and pool.is_free(start, count)

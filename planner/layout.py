@@ -1,0 +1,583 @@
+"""Fixed addresses for a plan: a base frame for every stay of a tensor on the device.
+
+An op wants the pages of a tensor in consecutive frames. The machine model counts frames only, but a
+plan is the same in each iteration, so addresses are a packing problem that is solved once: frames
+× circular time. What is packed are *stays*, from when a tensor's first page takes a frame until its
+last page has left. A stay has one base for as long as it lasts, page ``i`` is at ``base + i``, and
+frames of pages that are away meanwhile are free for others.
+
+Time is the order of events in the simulated steady state, in *ticks*: a page holds its frame from
+the tick that takes it to the tick that gives it back. So a runtime that keeps the order of each
+queue, and lets what takes a frame wait for what held it, cannot deadlock, however its times differ
+from the simulated ones: the simulated order is one in which every wait comes to an end.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from .errors import PlanError
+from .hardware import Hardware
+from .plan import Plan
+from .sim_pages import EPSILON_US
+from .simulation import Simulation
+from .simulator import simulate
+from .trace import Bools, Floats, Ints, Trace
+
+MIN_SLOTS, MAX_SLOTS = 256, 16_384  # of time; if there are no more ticks, one for each
+MAX_CELLS = 96 << 20  # frames × slots, two bytes each
+MAX_ORDERS = 7
+MAX_WORK = 2.5e8  # cells looked at, some 10 ns each: no order is begun that would go beyond
+HEAD_ROWS = 2  # of a stay that are looked up in all frames at once
+BLOCK = 64  # candidate bases that are looked up together
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Base frames, of 0 … ``frames`` − 1; a base is the frame that the tensor's page 0 has or would
+    have. Tensors by their numbers (``trace.tensor_ids``), moves by their index in ``plan.moves``.
+
+    ``start``: persistent tensors with pages that ``plan.start`` has on the device. While an
+    iteration begins, pages of others may still be leaving frames that these will take.
+    ``births``: other tensors, when they are born. ``ins``: moves in. What is in none of them has no
+    base: no room was found, ``unplaced_pages`` in all, or (``ins``) its tensor dies before a page
+    of the move begins.
+    """
+
+    frames: int
+    start: dict[int, int]
+    births: dict[int, int]
+    ins: dict[int, int]
+    unplaced_pages: int
+
+
+def layout_to_json(layout: Layout) -> dict[str, Any]:
+    """An object that JSON can hold; the dicts are lists of pairs, as JSON has no other keys than
+    strings."""
+    return {
+        "frames": layout.frames,
+        "start": [list(pair) for pair in layout.start.items()],
+        "births": [list(pair) for pair in layout.births.items()],
+        "ins": [list(pair) for pair in layout.ins.items()],
+        "unplaced_pages": layout.unplaced_pages,
+    }
+
+
+def layout_from_json(content: Any) -> Layout:
+    """Raises ``PlanError`` for what :func:`layout_to_json` does not make."""
+    try:
+        layout = Layout(
+            content["frames"],
+            dict(content["start"]),
+            dict(content["births"]),
+            dict(content["ins"]),
+            content["unplaced_pages"],
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise PlanError(f"not a layout ({type(error).__name__}: {error}); plan again") from error
+    for bases in (layout.start, layout.births, layout.ins):
+        for value in (layout.frames, layout.unplaced_pages, *bases, *bases.values()):
+            if type(value) is not int or value < 0:
+                raise PlanError(f"a layout's numbers are whole and ≥ 0, not {value!r}; plan again")
+    return layout
+
+
+def lay_out(trace: Trace, hardware: Hardware, plan: Plan) -> Layout:
+    """Base frames for ``plan``. Raises ``PlanError`` if it is not feasible on ``hardware``."""
+    simulation = simulate(trace, hardware, plan, log_transfers=True)
+    if not simulation.feasible:
+        raise PlanError(f"a plan that cannot run has no layout: {simulation.reason}")
+    return place(trace, plan, simulation, frames_of(trace, hardware))
+
+
+def frames_of(trace: Trace, hardware: Hardware) -> int:
+    """Whole pages of the device; of one without limit, as many as there are pages."""
+    unlimited = math.isinf(hardware.device_pages)
+    return int(trace.pages(hardware.page_size).sum() if unlimited else hardware.device_pages)
+
+
+def place(trace: Trace, plan: Plan, simulation: Simulation, frames: int) -> Layout:
+    """Base frames of ``frames`` for ``plan`` as ``simulation`` ran it, with its transfers: perhaps
+    on a smaller device, so that there is some room to place things."""
+    max_slots = min(MAX_SLOTS, max(MIN_SLOTS, MAX_CELLS // max(1, frames)))
+    spells = _find_spells(trace, plan, simulation)
+    stays = _find_stays(trace, plan, spells, max_slots)
+    return _named(trace, frames, stays, _pack(stays, frames))
+
+
+# --- when each page holds a frame ----------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class _Spells:
+    """Times in which one page holds a frame, ticks ``begin`` to ``end``, half-open.
+
+    ``ticks`` is the number of ticks of an iteration; spells that go on into the next one end after
+    it. Sorted by page, counted through all tensors, and by time.
+    """
+
+    ticks: int
+    times_us: Floats  # [ticks + 1], of each tick, and of the first in the next iteration
+    page: Ints
+    begin: Ints
+    end: Ints
+    ins: dict[int, tuple[int, int]]  # move in → ticks from the begin of its first page to the last
+
+
+class _Events:
+    """Pages that take frames and give them back, until they are put into ticks.
+
+    What is at one instant is in the machine model's order, which ``rank`` has: pages arrive; then,
+    of op k, its moves are queued (3k + 1), it starts (3k + 2) and ends (3k + 3); transfers begin.
+    """
+
+    def __init__(self, period_us: float, ops: int) -> None:
+        self.period_us, self.ops = period_us, ops
+        self.arrives, self.begins = -3 * ops - 9, 3 * ops + 9
+        self._parts: list[tuple[Ints, Floats, Ints, Ints, Ints]] = []
+
+    def add(self, page: Ints, us: Any, rank: Any, change: int, move: Any = -1) -> None:
+        """``change``: 1 a frame is taken, −1 given back, 0 all that the page has is given back."""
+        values = (page, us, rank, change, move)
+        kinds = (np.int64, np.float64, np.int64, np.int64, np.int64)
+        columns = (np.broadcast_to(np.asarray(v, k), page.shape) for v, k in zip(values, kinds))
+        self._parts.append(tuple(columns))  # type: ignore[arg-type]
+
+    def in_ticks(self) -> tuple[Ints, Ints, Ints, Ints, Ints, Floats]:
+        """Page, tick, iterations that it is later, change and move of each event; and when the
+        ticks are. Ticks count the different moments of one iteration."""
+        page, us, rank, change, move = (np.concatenate(part) for part in zip(*self._parts))
+        later = np.floor((us + EPSILON_US) / self.period_us).astype(np.int64)
+        us = np.maximum(us - later * self.period_us, 0.0)
+        of_op = (rank > self.arrives) & (rank < self.begins)
+        rank = rank - np.where(of_op, 3 * self.ops * later, 0)
+        by_time = np.argsort(us, kind="stable")
+        instant = np.empty(len(us), np.int64)
+        instant[by_time] = np.cumsum(np.diff(us[by_time], prepend=0.0) > 2 * EPSILON_US)
+        order = np.lexsort((rank, instant))
+        new = np.ones(len(order), np.bool_)
+        new[1:] = (np.diff(instant[order]) != 0) | (np.diff(rank[order]) != 0)
+        tick = np.empty(len(us), np.int64)
+        tick[order] = np.cumsum(new) - 1
+        times_us = us[order][new] if len(us) else np.zeros(1)
+        return page, tick, later, change, move, np.append(times_us, self.period_us)
+
+
+def _find_spells(trace: Trace, plan: Plan, simulation: Simulation) -> _Spells:
+    assert simulation.predicted is not None
+    count = trace.pages(plan.page_size)
+    base = np.cumsum(count) - count
+    events = _Events(simulation.predicted.iteration_us, trace.ops)
+    _add_lives(events, trace, simulation, base, count)
+    _add_transfers(events, trace, plan, simulation, base)
+    page, tick, later, change, move, times_us = events.in_ticks()
+    ticks = len(times_us) - 1
+    lasting = np.repeat(trace.tensor_persistent, count)
+    moment = np.where(lasting[page], tick, tick + ticks * later)
+    order = np.lexsort((change, moment, page))
+    spell_page, begin, end = _pair(page[order], moment[order], change[order], lasting, ticks)
+
+    # Pages that never leave, or that come as often as they go only in a longer period.
+    stays = lasting & ~_pages_off(plan, trace, base, len(lasting))
+    stays[page] = False
+    net = np.zeros(len(lasting), np.int64)
+    np.add.at(net, page, change)
+    stays |= lasting & (net != 0)
+    keep = ~stays[spell_page]
+    always = np.flatnonzero(stays)
+    spell_page = np.concatenate([spell_page[keep], always])
+    begin = np.concatenate([begin[keep], np.zeros(len(always), np.int64)])
+    end = np.concatenate([end[keep], np.full(len(always), ticks)])
+    order = np.argsort(spell_page, kind="stable")
+
+    span = np.flatnonzero((change > 0) & (move >= 0))
+    unrolled = tick[span] + ticks * later[span]
+    ins: dict[int, tuple[int, int]] = {}
+    for index, at in zip(move[span].tolist(), unrolled.tolist()):
+        first, last = ins.get(index, (at, at))
+        ins[index] = min(first, at), max(last, at)
+    return _Spells(ticks, times_us, spell_page[order], begin[order], end[order], ins)
+
+
+def _add_lives(
+    events: _Events, trace: Trace, simulation: Simulation, base: Ints, count: Ints
+) -> None:
+    """Tensors that an iteration makes: all their pages from birth to death."""
+    assert simulation.op_start_us is not None
+    assert simulation.op_end_us is not None
+    made = np.flatnonzero(~trace.tensor_persistent)
+    owner, page = _expand(base[made], count[made])
+    first, last = trace.first_op[made][owner], trace.last_op[made][owner]
+    events.add(page, simulation.op_start_us[first], 3 * first + 2, 1)
+    events.add(page, simulation.op_end_us[last], 3 * last + 3, 0)
+
+
+def _add_transfers(
+    events: _Events, trace: Trace, plan: Plan, simulation: Simulation, base: Ints
+) -> None:
+    """Moves: ins take a frame when a page begins, outs give it back when it has arrived, or when
+    the move is queued if there is nothing to transfer."""
+    transfers = simulation.transfers or []
+    table = np.array(
+        [
+            (t.move, t.is_out, base[t.tensor] + t.first_page, t.page_count, t.arrived)
+            for t in transfers
+        ],
+        np.int64,
+    ).reshape(-1, 5)
+    times = np.array([(t.begin_us, t.end_us) for t in transfers], np.float64).reshape(-1, 2)
+    moved, is_out = table[:, 0], table[:, 1] > 0
+    owner, page = _expand(table[:, 2], table[:, 3])
+    nth = page - table[owner, 2]
+    each_us = (times[:, 1] - times[:, 0]) / np.maximum(table[:, 3], 1)
+
+    arrived = (is_out & (table[:, 4] > 0))[owner]
+    arrive_us = times[owner, 0] + (nth + 1) * each_us[owner]
+    events.add(page[arrived], arrive_us[arrived], events.arrives, -1, moved[owner][arrived])
+    begun = (~is_out & (times[:, 1] > times[:, 0]))[owner]
+    begin_us = times[owner, 0] + nth * each_us[owner]
+    events.add(page[begun], begin_us[begun], events.begins, 1, moved[owner][begun])
+
+    assert simulation.op_end_us is not None
+    issue_us = np.concatenate([[0.0], simulation.op_end_us])
+    index_of = {int(number): i for i, number in enumerate(trace.tensor_ids)}
+    outs = [
+        (i, base[index_of[m.tensor]] + m.first_page, m.page_count, m.issue_op)
+        for i, m in enumerate(plan.moves)
+        if m.action == "out"
+    ]
+    out = np.array(outs, np.int64).reshape(-1, 4)
+    whose, pages = _expand(out[:, 1], out[:, 2])
+    total = int(base[-1]) + (1 << 32) if len(base) else 1
+    transferred = np.isin(out[whose, 0] * total + pages, moved[owner] * total + page)
+    op = out[whose, 3][~transferred]
+    events.add(pages[~transferred], issue_us[op], 3 * op + 1, -1)
+
+
+def _expand(first: Ints, count: Ints) -> tuple[Ints, Ints]:
+    """For ranges of ``count`` numbers from ``first`` on: the range and the number, one by one."""
+    owner = np.repeat(np.arange(len(count)), count)
+    return owner, np.arange(len(owner)) + np.repeat(first - (np.cumsum(count) - count), count)
+
+
+def _pages_off(plan: Plan, trace: Trace, base: Ints, pages: int) -> Bools:
+    """Pages that ``plan.start`` names, [pages]."""
+    off = np.zeros(pages, np.bool_)
+    index_of = {int(number): i for i, number in enumerate(trace.tensor_ids)}
+    for run in plan.start:
+        first = base[index_of[run.tensor]] + run.first_page
+        off[first : first + run.page_count] = True
+    return off
+
+
+def _pair(
+    page: Ints, moment: Ints, change: Ints, lasting: Bools, ticks: int
+) -> tuple[Ints, Ints, Ints]:
+    """Page, begin and end of each spell, from events sorted by page and time."""
+    if not len(page):
+        return page, moment, moment
+    heads = np.flatnonzero(np.diff(page, prepend=-1))
+    which = np.cumsum(np.diff(page, prepend=-1) != 0) - 1
+    held = np.cumsum(change)
+    held -= (held[heads] - change[heads])[which]
+    # What goes before it came was there when the iteration began.
+    held += np.maximum(0, -np.minimum.reduceat(held, heads))[which]
+    before = held - change
+    after = np.where(change == 0, 0, held)
+    edge = np.flatnonzero((before > 0) != (after > 0))
+    page, moment, opens = page[edge], moment[edge], after[edge] > 0
+    following = np.arange(1, len(page) + 1)
+    last = np.diff(page, append=-1) != 0
+    following[last] = np.searchsorted(page, page[last])
+    end = moment[following] + np.where(last, ticks, 0)
+    begin = moment[opens] % ticks
+    return page[opens], begin, begin + end[opens] - moment[opens]
+
+
+# --- stays ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class _Stays:
+    """What has one base: tensor ``tensor`` (index in the trace) from tick ``begin`` to ``end``.
+
+    Rows are sorted by stay, rows ``rows[i]:rows[i + 1]`` are stay i's: its pages ``first`` to
+    ``last`` hold frames in the slots ``since`` to ``until`` of ``slots``. All half-open.
+    """
+
+    tensor: Ints
+    begin: Ints
+    end: Ints
+    pages: Ints  # of the tensor, held or not
+    held: Ints  # pages that hold frames at all
+    area: Floats  # pages × µs
+    rows: Ints  # [stays + 1]
+    first: Ints
+    last: Ints
+    since: Ints
+    until: Ints
+    slots: int
+    ticks: int
+    of_start: dict[int, int]  # tensor → stay that it is in when an iteration begins
+    of_birth: dict[int, int]
+    of_in: dict[int, int]  # index of a move in → stay
+
+
+def _find_stays(trace: Trace, plan: Plan, spells: _Spells, max_slots: int) -> _Stays:
+    count = trace.pages(plan.page_size)
+    base = np.cumsum(count) - count
+    owner = np.repeat(np.arange(trace.tensors), count)
+    ticks, spell_tensor = spells.ticks, owner[spells.page]
+    index_of = {int(number): i for i, number in enumerate(trace.tensor_ids)}
+    ins = np.array(
+        [(index_of[plan.moves[i].tensor], a, b) for i, (a, b) in spells.ins.items()], np.int64
+    ).reshape(-1, 3)
+    # A move in has one base, so it holds a stay together from its first page to its last.
+    span_begin = ins[:, 1] % ticks
+    of_all, begin, end, tensor = _join(
+        np.concatenate([spell_tensor, ins[:, 0]]),
+        np.concatenate([spells.begin, span_begin]),
+        np.concatenate([spells.end, span_begin + ins[:, 2] - ins[:, 1] + 1]),
+        ticks,
+    )
+    of_spell, of_in = of_all[: len(spells.page)], of_all[len(spells.page) :]
+
+    held_us = _us_at(spells, spells.end) - _us_at(spells, spells.begin)
+    area: Floats = np.bincount(of_spell, held_us, len(tensor)).astype(np.float64)
+    pairs = np.unique(np.stack([of_spell, spells.page]), axis=1)
+    first_spell = np.searchsorted(spells.page, base)
+    made = np.flatnonzero(~trace.tensor_persistent)
+    return _Stays(
+        tensor=tensor,
+        begin=begin,
+        end=end,
+        pages=count[tensor],
+        held=np.bincount(pairs[0], minlength=len(tensor)),
+        area=area,
+        **_rows(of_spell, spells.page - base[spell_tensor], spells, len(tensor), max_slots),
+        ticks=ticks,
+        of_start=_at_start(trace, plan, spells, spell_tensor, of_spell, base),
+        of_birth=dict(zip(made.tolist(), of_spell[first_spell[made]].tolist())),
+        of_in=dict(zip(spells.ins, of_in.tolist())),
+    )
+
+
+def _us_at(spells: _Spells, tick: Ints) -> Floats:
+    ticks, period_us = spells.ticks, spells.times_us[-1]
+    us: Floats = spells.times_us[tick % ticks] + tick // ticks * period_us
+    return us
+
+
+def _join(tensor: Ints, begin: Ints, end: Ints, ticks: int) -> tuple[Ints, Ints, Ints, Ints]:
+    """Stays from what must be in one stay if it overlaps: the stay of each, and the stays' begin,
+    end and tensor."""
+    order = np.lexsort((begin, tensor))
+    tensor, begin, end = tensor[order], begin[order], end[order]
+    ahead = tensor * 4 * ticks  # so that tensors follow each other in one time
+    reach = np.maximum.accumulate(ahead + end)
+    new = np.ones(len(order), np.bool_)
+    new[1:] = (ahead + begin)[1:] >= reach[:-1]
+    heads = np.flatnonzero(new)
+    stay = np.empty(len(order), np.int64)
+    stay[order] = np.cumsum(new) - 1
+    begin, tensor = begin[heads], tensor[heads]
+    end = np.maximum.reduceat(end, heads) if len(heads) else end
+
+    # The last stay of a tensor may go on into the first ones of the next iteration.
+    into = np.arange(len(heads))
+    final = np.diff(tensor, append=-1) != 0
+    for last in np.flatnonzero(final & (end > ticks)).tolist():
+        first = int(np.searchsorted(tensor, tensor[last]))
+        while first < last and begin[first] + ticks < end[last]:
+            end[last] = max(end[last], end[first] + ticks)
+            into[first] = last
+            first += 1
+    kept, into = np.unique(into, return_inverse=True)
+    return into[stay], begin[kept], end[kept], tensor[kept]
+
+
+def _at_start(
+    trace: Trace, plan: Plan, spells: _Spells, tensor: Ints, stay: Ints, base: Ints
+) -> dict[int, int]:
+    """Persistent tensor → the stay that holds a page there when an iteration begins, or the next
+    one where all are still on their way in."""
+    off = _pages_off(plan, trace, base, int(trace.pages(plan.page_size).sum()))
+    there = np.flatnonzero(trace.tensor_persistent[tensor] & ~off[spells.page])
+    holds = (spells.end > spells.ticks) | (spells.end - spells.begin >= spells.ticks)
+    wait = np.where(holds, -1, spells.begin)[there]
+    order = there[np.lexsort((wait, tensor[there]))]
+    found: dict[int, int] = {}
+    for index, which in zip(tensor[order].tolist(), stay[order].tolist()):
+        found.setdefault(index, which)
+    return found
+
+
+def _rows(stay: Ints, page: Ints, spells: _Spells, stays: int, max_slots: int) -> dict[str, Any]:
+    """The rows of :class:`_Stays`: spells, those that go on into the next iteration cut in two, in
+    slots of one tick or, if there are too many, of several; like ones of adjacent pages together.
+    """
+    ticks = spells.ticks
+    step = -(-ticks // max_slots)
+    on = np.flatnonzero(spells.end > ticks)
+    stay, page = (np.concatenate([column, column[on]]) for column in (stay, page))
+    since = np.concatenate([spells.begin, np.zeros(len(on), np.int64)]) // step
+    until = -(-np.concatenate([np.minimum(spells.end, ticks), spells.end[on] - ticks]) // step)
+    order = np.lexsort((page, until, since, stay))
+    stay, page, since, until = stay[order], page[order], since[order], until[order]
+    new = np.ones(len(order), np.bool_)
+    new[1:] = (np.diff(stay) != 0) | (np.diff(since) != 0) | (np.diff(until) != 0)
+    new[1:] |= np.diff(page) > 1
+    heads = np.flatnonzero(new)
+    tails = np.append(heads[1:], len(order)) - 1 if len(heads) else heads
+    return {
+        "rows": np.searchsorted(stay[heads], np.arange(stays + 1)),
+        "first": page[heads],
+        "last": page[tails] + 1,
+        "since": since[heads],
+        "until": until[heads],
+        "slots": -(-ticks // step),
+    }
+
+
+# --- packing -------------------------------------------------------------------------------------
+
+
+class _Arena:
+    """Frames × slots. ``next[f, k]``: the first slot from k on in which frame f is taken; 0 if it
+    is in k itself."""
+
+    def __init__(self, stays: _Stays, frames: int) -> None:
+        self.stays, self.frames = stays, frames
+        self.next = np.full((frames, stays.slots), stays.slots, np.uint16)
+        self.cells = 0  # looked at so far
+
+    def put(self, stay: int, base: int) -> None:
+        stays = self.stays
+        rows = slice(stays.rows[stay], stays.rows[stay + 1])
+        columns = (stays.first, stays.last, stays.since, stays.until)
+        for first, last, since, until in zip(*(column[rows].tolist() for column in columns)):
+            frames = self.next[base + first : base + last]
+            frames[:, since:until] = 0
+            np.minimum(frames[:, :since], since, out=frames[:, :since])
+            self.cells += (last - first) * until
+
+    def find(self, stay: int, wanted: int, tight: bool) -> int:
+        """A base at which ``stay`` fits: ``wanted`` if it does there, else the lowest, or if
+        ``tight`` one where the least time is left until its frames are next taken; −1: none."""
+        stays = self.stays
+        bases = self.frames - int(stays.pages[stay]) + 1
+        if bases <= 0:
+            return -1
+        rows = np.arange(stays.rows[stay], stays.rows[stay + 1])
+        weight = (stays.until[rows] - stays.since[rows]) * (stays.last[rows] - stays.first[rows])
+        rows = rows[np.argsort(-weight, kind="stable")]
+        if wanted >= 0 and self._fits(rows, np.array([wanted]))[0]:
+            return wanted
+        fits = np.ones(bases, np.bool_)
+        left = np.zeros(bases, np.int64)
+        for row in rows[:HEAD_ROWS].tolist():
+            first, pages = int(stays.first[row]), int(stays.last[row] - stays.first[row])
+            spare = self.next[:, stays.since[row]] - stays.until[row]
+            fits &= _all_of(spare >= 0, pages)[first : first + bases]
+            if tight:
+                total = np.concatenate([[0], np.cumsum(spare)])
+                left += (total[pages:] - total[:-pages])[first : first + bases]
+            self.cells += self.frames
+        candidates = np.flatnonzero(fits)
+        if tight:
+            candidates = candidates[np.argsort(left[candidates], kind="stable")]
+        rest = rows[HEAD_ROWS:]
+        for begin in range(0, len(candidates), BLOCK):
+            block = candidates[begin : begin + BLOCK]
+            good = self._fits(rest, block)
+            if good.any():
+                return int(block[good.argmax()])
+        return -1
+
+    def _fits(self, rows: Ints, bases: Ints) -> Bools:
+        """Whether pages of ``rows`` are free at each of ``bases``."""
+        stays = self.stays
+        row, page = _expand(stays.first[rows], stays.last[rows] - stays.first[rows])
+        since, until = stays.since[rows][row], stays.until[rows][row]
+        self.cells += len(row) * len(bases)
+        good: Bools = (self.next[bases[:, None] + page, since] >= until).all(axis=1)
+        return good
+
+
+def _all_of(free: Bools, run: int) -> Bools:
+    """Whether ``run`` in a row are free from each on, [len(free) − run + 1]."""
+    size = 1
+    while size < run:
+        more = min(size, run - size)
+        free = free[: len(free) - more] & free[more:]
+        size += more
+    return free
+
+
+def _pack(stays: _Stays, frames: int) -> Ints:
+    """A base for each stay, −1 where none was found: the best of several orders.
+
+    After the plain ones comes the best one again, with what found no room before in front.
+    """
+    span = np.minimum(stays.end - stays.begin, stays.ticks)
+    crosses = (stays.end > stays.ticks) | (span == stays.ticks)
+    orders = [
+        np.lexsort((-stays.area, ~crosses)),
+        np.lexsort((-stays.area, -stays.pages)),
+        np.argsort(-stays.area * stays.pages, kind="stable"),
+        np.argsort(-stays.area, kind="stable"),
+    ]
+    best, least = np.full(len(span), -1), int(stays.held.sum()) + 1
+    failures, rank = np.zeros((2, len(span)), np.int64)
+    work = 0
+    for tried in range(MAX_ORDERS):
+        plain = tried < len(orders)
+        order = orders[tried] if plain else np.lexsort((rank, -failures))
+        bases, cells = _first_fit(stays, frames, order, tight=tried > 0)
+        missing = int(stays.held[bases < 0].sum())
+        if missing < least:
+            best, least = bases, missing
+            rank[order] = np.arange(len(order))
+            failures[:] = 0
+        if not least:
+            break
+        failures += bases < 0
+        work += cells
+        if work + cells > MAX_WORK:
+            break
+    return best
+
+
+def _first_fit(stays: _Stays, frames: int, order: Ints, *, tight: bool) -> tuple[Ints, int]:
+    """Bases of stays put one after another, and the cells looked at for them. Not ``tight``: as
+    low as possible, but with the base that the tensor has in an earlier one where that is free."""
+    arena = _Arena(stays, frames)
+    bases = np.full(len(order), -1)
+    used: dict[int, int] = {}  # tensor → its latest base
+    for stay, tensor in zip(order.tolist(), stays.tensor[order].tolist()):
+        base = arena.find(stay, -1 if tight else used.get(tensor, -1), tight)
+        if base >= 0:
+            arena.put(stay, base)
+            bases[stay] = used[tensor] = base
+    return bases, arena.cells
+
+
+def _named(trace: Trace, frames: int, stays: _Stays, bases: Ints) -> Layout:
+    """By the numbers of tensors and moves that plans use."""
+    number = trace.tensor_ids.tolist()
+    base = bases.tolist()
+
+    def placed(of: dict[int, int]) -> dict[int, int]:
+        return {key: base[stay] for key, stay in of.items() if base[stay] >= 0}
+
+    return Layout(
+        frames,
+        {number[tensor]: at for tensor, at in placed(stays.of_start).items()},
+        {number[tensor]: at for tensor, at in placed(stays.of_birth).items()},
+        placed(stays.of_in),
+        int(stays.held[bases < 0].sum()),
+    )

@@ -1,0 +1,282 @@
+"""One measurement of ``bench_train.py``: a training under one memory system, in this process."""
+
+import ctypes
+import gc
+import json
+import os
+import re
+import signal
+import time
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import tensorpager as tp
+
+from .data import Corpus, load_corpus
+from .memory import Memory, PagedMemory, PlainMemory
+from .options import Options, parse_options
+from .peers import Fsdp2Offload, OverlapMemory, UnavailableError, make_peer
+from .report import write_json
+from .trainer import Trainer
+
+PLANNED = ("planned", "overlap")
+OURS = (*PLANNED, "demand")
+
+WARM_UP_STEPS = 3
+MOST_WARM_UP_STEPS = 16  # of planned modes
+SETTLED_ITERATIONS = 3  # that followed the plan in use
+PR_SET_PDEATHSIG = 1
+
+
+@dataclass(frozen=True)
+class Case:
+    """One row of the table. ``share`` and ``disk_rate`` (MB/s, 0: no limit) are our modes'."""
+
+    mode: str
+    share: str | None = None
+    disk_rate: float = 0.0
+
+    @property
+    def name(self) -> str:
+        parts = [self.mode, *([self.share] if self.share else [])]
+        return " ".join([*parts, *([f"{self.disk_rate:g} MB/s"] if self.disk_rate else [])])
+
+
+@dataclass(frozen=True)
+class Spec:
+    """What one child measures. ``flags`` are of train_lm.py. ``needed``: measure the need too."""
+
+    case: Case
+    flags: list[str]
+    warm_up: int
+    steps: int
+    needed: bool = False
+    budgets: dict[str, int] | None = None
+    disk_path: str | None = None
+    page_size: str = "2MiB"
+
+
+class Outside:
+    """Memory of this process as the operating system and PyTorch's allocators count it."""
+
+    def __init__(self, device: str) -> None:
+        """Before the model is made; libraries have loaded what they load."""
+        self._cuda = device == "cuda"
+        gc.collect()
+        with suppress(OSError):
+            Path("/proc/self/clear_refs").write_text("5")  # the peak starts from here
+        self._rss = _status_bytes("VmRSS")
+        self._used_before = self._used = self._device_used()
+
+    def _device_used(self) -> int:
+        if not self._cuda:
+            return 0
+        torch.cuda.synchronize()
+        free, total = torch.cuda.mem_get_info()
+        return total - free
+
+    def warmed_up(self) -> None:
+        """Timed steps begin."""
+        if self._cuda:
+            torch.cuda.reset_peak_memory_stats()
+            torch.cuda.reset_peak_host_memory_stats()
+
+    def look(self) -> None:
+        """Between steps."""
+        self._used = max(self._used, self._device_used())
+
+    def peaks(self, arena: int) -> dict[str, int]:
+        """Bytes. ``arena``: the pager's, which no allocator of PyTorch counts."""
+        growth = _status_bytes("VmHWM") - self._rss
+        if not self._cuda:
+            return {"device": growth, "process": growth}
+        pinned = torch.cuda.host_memory_stats()["active_bytes.peak"]
+        return {
+            "device": torch.cuda.max_memory_allocated() + arena,
+            "device_reserved": torch.cuda.max_memory_reserved() + arena,
+            "device_driver": self._used - self._used_before,  # seen between steps
+            "pinned": pinned,
+            "process": growth,
+        }
+
+
+def _status_bytes(name: str) -> int:
+    found = re.search(rf"^{name}:\s*(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)
+    if found is None:
+        raise UnavailableError(f"/proc/self/status does not say {name} on this system")
+    return int(found[1]) * 1024
+
+
+def open_memory(spec: Spec, options: Options, stack: ExitStack) -> tuple[Memory, tp.Pager | None]:
+    """The case's memory system, closed by ``stack``, and its pager if it has one."""
+    mode = spec.case.mode
+    if mode == "plain":
+        return PlainMemory(options.device, measure=spec.needed), None
+    if mode not in OURS:
+        peer = make_peer(mode, options)
+        if isinstance(peer, Fsdp2Offload):
+            stack.callback(peer.close)
+        return peer, None
+    if mode == "overlap" and options.clip > 0:
+        raise UnavailableError("gradients are gone before they could be clipped; add --clip 0")
+    assert spec.budgets is not None
+    pager = tp.Pager(
+        device_budget=spec.budgets["device"],
+        host_budget=spec.budgets["host"],
+        disk_budget=spec.budgets["disk"],
+        disk_path=spec.disk_path,
+        page_size=spec.page_size,
+        policy="lp" if mode in PLANNED else "lru",
+        device=options.device,
+    )
+    stack.enter_context(pager)
+    if pager.disk is not None and spec.case.disk_rate:
+        pager.disk.set_rate_limit(spec.case.disk_rate * 1e6)
+    return (OverlapMemory if mode == "overlap" else PagedMemory)(pager), pager
+
+
+def measure(spec: Spec) -> dict[str, Any]:
+    """Train as ``spec`` says. Seconds, bytes and losses as JSON can hold them."""
+    options = parse_options([*spec.flags, "--no-pager"])
+    corpus = load_corpus(options.data, options.seq)
+    load_libraries(options, corpus)
+    outside = Outside(options.device)
+    with ExitStack() as stack:
+        memory, pager = open_memory(spec, options, stack)
+        trainer = Trainer(options, memory, corpus)
+        losses = warm_up(trainer, spec, pager)
+        warm_up_steps = len(losses)
+        outside.warmed_up()
+        watch = PagerWatch.of(pager) if pager is not None else None
+        seconds = []
+        for _ in range(spec.steps):
+            started = time.perf_counter()
+            losses.append(trainer.step())
+            seconds.append(time.perf_counter() - started)
+            outside.look()
+        return {
+            "step_seconds": seconds,
+            "warm_up_steps": warm_up_steps,
+            "losses": losses,
+            "needed_bytes": memory.report().needed_bytes if spec.needed else None,
+            "peak_bytes": outside.peaks(pager.stats()["arena_bytes"] if pager is not None else 0),
+            "pager": watch.record(spec.case.mode, spec.steps) if watch is not None else None,
+        }
+
+
+def load_libraries(options: Options, corpus: Corpus) -> None:
+    """Train a toy, so that code, thread pools and the GPU's context are not taken for the model."""
+    toy = replace(options, preset="tiny", batch=1, seq=8)
+    Trainer(toy, PlainMemory(options.device, measure=False), corpus).step()
+    gc.collect()
+    if options.device == "cuda":
+        torch.cuda.empty_cache()
+
+
+def warm_up(trainer: Trainer, spec: Spec, pager: tp.Pager | None) -> list[float]:
+    """The losses of steps that are not timed."""
+    if pager is None or spec.case.mode not in PLANNED:
+        return [trainer.step() for _ in range(spec.warm_up)]
+    losses: list[float] = []
+    while len(losses) < MOST_WARM_UP_STEPS and (len(losses) < spec.warm_up or not settled(pager)):
+        losses.append(trainer.step())
+        pager.plan()  # waits for plans that are being made
+    return losses
+
+
+def settled(pager: tp.Pager) -> bool:
+    """Whether the latest kind of iteration has its second, full plan and has followed it, or will
+    never have one."""
+    if pager.fits:
+        return True
+    kind = pager.follower.current if pager.follower is not None else None
+    if kind is None or kind.process is not None:
+        return False
+    if kind.refused is not None:
+        return True
+    return kind.plans >= 2 and len(kind.measured_us) >= SETTLED_ITERATIONS
+
+
+def _counters(pager: tp.Pager) -> dict[str, float]:
+    """Numbers that only grow."""
+    stats = pager.stats()
+    names = ("stall_us", "prefetches", "prefetch_hits", "faults", "departures", "gathers")
+    kinds = pager.follower.kinds.all if pager.follower is not None else []
+    return {
+        **{name: stats[name] for name in (*names, "compactions", "planned_iterations")},
+        "disk_bytes_written": stats["disk_bytes_written"],
+        "plans": sum(kind.plans for kind in kinds),
+        "early_updates": pager.overlap.updates,
+    }
+
+
+@dataclass(frozen=True)
+class PagerWatch:
+    """A pager's counters when the timed steps began."""
+
+    pager: tp.Pager
+    counters: dict[str, float]
+    channel_bytes: dict[str, int]
+
+    @classmethod
+    def of(cls, pager: tp.Pager) -> "PagerWatch":
+        return cls(pager, _counters(pager), pager.stats()["channel_bytes"])
+
+    def record(self, mode: str, steps: int) -> dict[str, Any]:
+        """What happened in the ``steps`` since then."""
+        pager, stats, after = self.pager, self.pager.stats(), _counters(self.pager)
+        timed = {name: after[name] - before for name, before in self.counters.items()}
+        moved = stats["channel_bytes"]
+        return {
+            "timed": timed,
+            "per_step": {name: value / steps for name, value in timed.items()},
+            "channel_bytes_per_step": {
+                name: (moved[name] - before) / steps for name, before in self.channel_bytes.items()
+            },
+            "notes": _notes(pager, mode, timed),
+            "disk_file_bytes": os.fstat(pager.disk.fileno()).st_size if pager.disk else 0,
+            "disk_direct": pager.disk.direct if pager.disk is not None else None,
+            "stats": stats,
+        }
+
+
+def _notes(pager: tp.Pager, mode: str, timed: dict[str, float]) -> list[str]:
+    """What makes the timed steps other than their mode's name says."""
+    notes = []
+    if pager.fits:
+        notes.append("everything fits")
+    elif mode in PLANNED and pager.plan(wait=False) is None:
+        notes.append(pager.explain().split("\n")[0])
+    elif mode in PLANNED and timed["departures"]:
+        notes.append(f"left the plan {timed['departures']:.0f} times")
+    if mode in PLANNED and timed["plans"]:
+        notes.append("planned again meanwhile")
+    if mode == "overlap" and not pager.fits and not timed["early_updates"]:
+        notes.append("no parameter was updated early")
+    if pager.disk is not None and not pager.disk.direct:
+        notes.append("disk without O_DIRECT")
+    return notes
+
+
+def run_request(request: str, result: Path) -> None:
+    """Measure a ``Spec`` (JSON) and write the record to ``result``. An error is a record too: one
+    line, and ``refused`` if it is no fault of ours. This process ends when its parent does."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    fields = json.loads(request)
+    spec = Spec(**{**fields, "case": Case(**fields["case"])})
+    try:
+        record = measure(spec)
+    except (UnavailableError, tp.InfeasibleBudget, tp.TierFull) as error:
+        record = _error_record(error, refused=True)
+    except Exception as error:
+        record = _error_record(error, refused=spec.case.mode not in OURS)
+    write_json(result, record)
+
+
+def _error_record(error: Exception, *, refused: bool) -> dict[str, Any]:
+    name = "" if isinstance(error, UnavailableError) else f"{type(error).__name__}: "
+    return {"error": " ".join(f"{name}{error}".split()), "refused": refused}

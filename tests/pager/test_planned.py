@@ -1,0 +1,295 @@
+"""Training that follows a plan: the same bits as without a pager, whatever the iterations do."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import tensorpager as tp
+from tensorpager.pager.chaos import chaos
+from tensorpager.pager.errors import PagerError, TierFull
+from tensorpager.pager.migration import Migration
+
+from .models import World, compare_runs, loss_of, make_pager, mlp, train
+
+STEPS = 50
+FRAMES = 40
+
+
+class PlannedWorld(World):
+    """Waits for a plan after each iteration, so that the next one can follow it."""
+
+    @contextmanager
+    def iteration(self) -> Iterator[None]:
+        with super().iteration():
+            yield
+        if self.pager is not None:
+            self.pager.plan()
+
+
+def planned_pager(**options: Any) -> tp.Pager:
+    return make_pager(**({"policy": "lp", "frames": FRAMES} | options))
+
+
+def compare_planned(script: Any, pager: tp.Pager) -> dict[str, Any]:
+    compare_runs(script, PlannedWorld(pager))
+    stats = pager.stats()
+    assert stats["planned_iterations"] > 0, pager.explain()
+    return stats
+
+
+TIERS = {
+    "host": {},
+    "disk": {"host_budget": 0, "disk_budget": "32MiB"},
+    "both": {"host_budget": "1MiB", "disk_budget": "32MiB"},
+}
+
+
+@pytest.mark.parametrize("tiers", list(TIERS))
+@pytest.mark.parametrize("verify", [False, True])
+def test_plain_training(one_thread, tmp_path, tiers: str, verify: bool) -> None:
+    options = {"disk_path": tmp_path, "verify": verify, **TIERS[tiers]}
+
+    def script(world: World) -> object:
+        model = world.module(mlp(depth=6))
+        optimizer = world.optimizer(torch.optim.AdamW(model.parameters(), lr=1e-3))
+        return train(world, model, optimizer, 12), model, optimizer
+
+    with planned_pager(**options) as pager:
+        stats = compare_planned(script, pager)
+        assert stats["prefetches"] > 0
+        assert stats["departures"] == 0
+        assert stats["mode"] == "planned"
+
+
+def everything(world: World, steps: int = STEPS) -> object:
+    """Another batch shape from step 20 to 24, an evaluation each 10 steps, accumulation in the
+    middle, clipping in the second half."""
+    model = world.module(mlp(depth=6))
+    optimizer = world.optimizer(torch.optim.AdamW(model.parameters(), lr=1e-3))
+    losses = []
+    for step in range(steps):
+        size = 32 if 20 <= step < 24 else 64
+        micro_batches = 3 if 26 <= step < 32 else 1
+        for _ in range(micro_batches - 1):
+            with world.iteration():
+                loss = loss_of(model, size) / micro_batches
+                loss.backward()
+            losses.append(loss.item())
+        with world.iteration():
+            loss = loss_of(model, size) / micro_batches
+            loss.backward()
+            if step > steps // 2:
+                nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+        losses.append(loss.item())
+        if step % 10 == 9:
+            model.eval()
+            with world.iteration(), torch.no_grad():
+                losses.append(loss_of(model).item())
+            model.train()
+    return losses, model, optimizer
+
+
+def test_everything_that_happens_in_training(one_thread, tmp_path) -> None:
+    with planned_pager(disk_path=tmp_path, **TIERS["both"]) as pager:
+        stats = compare_planned(everything, pager)
+    assert stats["kinds"] > 4
+    assert stats["planned_iterations"] >= STEPS // 3
+
+
+def test_under_chaos(one_thread) -> None:
+    """Everything leaves after each op: nothing that a plan says holds, and nothing breaks."""
+    with planned_pager() as pager, chaos(pager):
+        compare_runs(lambda world: everything(world, 16), PlannedWorld(pager))
+
+
+def test_evaluation_outside_of_iterations(one_thread) -> None:
+    def script(world: World) -> object:
+        model = world.module(mlp(depth=6))
+        optimizer = world.optimizer(torch.optim.AdamW(model.parameters(), lr=1e-3))
+        losses = []
+        for _ in range(4):
+            losses += train(world, model, optimizer, 4)
+            with torch.no_grad():
+                losses.append(loss_of(model).item())
+        return losses, model, optimizer
+
+    with planned_pager() as pager:
+        compare_planned(script, pager)
+
+
+def test_a_skipped_layer_now_and_then(one_thread) -> None:
+    def script(world: World) -> object:
+        model = world.module(mlp(depth=6))
+        optimizer = world.optimizer(torch.optim.AdamW(model.parameters(), lr=1e-3))
+        losses = []
+        for step in range(20):
+            with world.iteration():
+                inputs = torch.randn(64, 128)
+                for index, layer in enumerate(model):
+                    if step % 7 != 6 or index not in (4, 5):
+                        inputs = layer(inputs)
+                loss = inputs.square().mean()
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            losses.append(loss.item())
+        return losses, model, optimizer
+
+    with planned_pager() as pager:
+        stats = compare_planned(script, pager)
+    assert stats["departures"] > 0
+
+
+def test_an_optimizer_that_is_replaced(one_thread) -> None:
+    def script(world: World) -> object:
+        model = world.module(mlp(depth=6))
+        optimizer = world.optimizer(torch.optim.AdamW(model.parameters(), lr=1e-3))
+        losses = train(world, model, optimizer, 6)
+        optimizer = world.optimizer(torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9))
+        return losses, train(world, model, optimizer, 8), model, optimizer
+
+    with planned_pager() as pager:
+        compare_planned(script, pager)
+
+
+def test_gradients_cleared_at_the_start(one_thread) -> None:
+    def script(world: World) -> object:
+        model = world.module(mlp(depth=6))
+        optimizer = world.optimizer(torch.optim.AdamW(model.parameters(), lr=1e-3))
+        losses = []
+        for _ in range(10):
+            with world.iteration():
+                optimizer.zero_grad()
+                loss = loss_of(model)
+                loss.backward()
+                optimizer.step()
+            losses.append(loss.item())
+        return losses, model, optimizer
+
+    with planned_pager() as pager:
+        compare_planned(script, pager)
+
+
+def test_plans_follow_a_budget_that_grows(one_thread) -> None:
+    model = mlp(depth=6)
+    with planned_pager(host_budget="8MiB") as pager:
+        model = pager.page_module(model)
+        optimizer = pager.optimizer(torch.optim.AdamW(model.parameters()))
+        world = PlannedWorld(pager)
+        train(world, model, optimizer, 4)
+        before = pager.plan()
+        pager.grow(host_budget="16MiB")
+        assert pager.plan() is None
+        train(world, model, optimizer, 3)
+        after = pager.plan()
+        assert before is not None
+        assert after is not None
+        assert after.host_bytes > before.host_bytes
+
+
+def test_peaks_stay_inside_budgets(one_thread, tmp_path) -> None:
+    with planned_pager(disk_path=tmp_path, **TIERS["both"]) as pager:
+        model = pager.page_module(mlp(depth=6))
+        optimizer = pager.optimizer(torch.optim.AdamW(model.parameters()))
+        train(PlannedWorld(pager), model, optimizer, 10)
+        stats = pager.stats()
+        assert stats["mode"] == "planned"
+        for tier, peak in stats["peak_bytes"].items():
+            assert peak <= stats["budget_bytes"][tier], tier
+        assert pager.residency.peak_frames <= pager.residency.pool.count
+
+
+# -- failures ------------------------------------------------------------------------------------
+def test_a_disk_that_fails_stops_the_plan_and_loses_nothing(one_thread, tmp_path, monkeypatch) -> None:
+    """Planned writes fail for a while: training goes on by faults, to the same bits."""
+    count = itertools.count()
+
+    def carry_out(self: Migration, *arguments: Any) -> None:
+        if next(count) == 3:
+            raise PagerError("the drive is gone for a moment")
+        original(self, *arguments)
+
+    original = Migration.carry_out
+    monkeypatch.setattr(Migration, "carry_out", carry_out)
+
+    def script(world: World) -> object:
+        model = world.module(mlp(depth=6))
+        optimizer = world.optimizer(torch.optim.AdamW(model.parameters(), lr=1e-3))
+        return train(world, model, optimizer, 12), model, optimizer
+
+    with planned_pager(disk_path=tmp_path, **TIERS["disk"]) as pager:
+        compare_runs(script, PlannedWorld(pager))
+        assert next(count) > 3
+        assert "drive is gone" in pager.explain()
+
+
+def test_tiers_that_are_full(one_thread) -> None:
+    """A budget that just holds everything: planned or not, nothing overflows."""
+    model = mlp(depth=6)
+    with planned_pager(host_budget="9MiB") as pager:
+        model = pager.page_module(model)
+        optimizer = pager.optimizer(torch.optim.AdamW(model.parameters()))
+        try:
+            train(PlannedWorld(pager), model, optimizer, 8)
+        except TierFull as error:
+            pytest.fail(f"{error}")
+        assert pager.stats()["peak_bytes"]["host"] <= 9 << 20
+
+
+def test_close_in_the_middle_of_an_iteration(one_thread) -> None:
+    """Threads and the planner end with the pager."""
+    with planned_pager() as pager:
+        model = pager.page_module(mlp(depth=6))
+        optimizer = pager.optimizer(torch.optim.AdamW(model.parameters()))
+        train(PlannedWorld(pager), model, optimizer, 5)
+        with pytest.raises(KeyboardInterrupt), pager.iteration():
+            loss_of(model)
+            raise KeyboardInterrupt
+        follower = pager.follower
+        assert follower is not None
+    assert all(channel._thread is None for channel in follower.executor.channels)
+
+
+# -- what is said about it -----------------------------------------------------------------------
+def test_lru_never_plans(one_thread) -> None:
+    with make_pager() as pager:
+        model = pager.page_module(mlp())
+        optimizer = pager.optimizer(torch.optim.AdamW(model.parameters()))
+        train(World(pager), model, optimizer, 4)
+        assert pager.plan() is None
+        assert pager.stats()["mode"] == "demand"
+        assert "lru" in pager.explain()
+
+
+def test_when_everything_fits_nothing_is_planned(one_thread) -> None:
+    with make_pager(fits=True, policy="lp") as pager:
+        model = pager.page_module(mlp())
+        optimizer = pager.optimizer(torch.optim.AdamW(model.parameters()))
+        train(World(pager), model, optimizer, 4)
+        assert pager.plan() is None
+        assert "fits" in pager.explain()
+
+
+def test_explain_names_times_and_limit(one_thread) -> None:
+    with planned_pager() as pager:
+        assert "no iteration" in pager.explain()
+        model = pager.page_module(mlp(depth=6))
+        optimizer = pager.optimizer(torch.optim.AdamW(model.parameters()))
+        train(PlannedWorld(pager), model, optimizer, 8)
+        text = pager.explain()
+        plan = pager.plan()
+    assert plan is not None
+    assert plan.predicted is not None
+    assert f"{plan.predicted.iteration_us / 1e3:.1f} ms by the plan" in text
+    assert "Measured:" in text
+    assert "The limit is" in text
+    assert "One more GiB" in text

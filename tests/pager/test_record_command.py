@@ -1,0 +1,218 @@
+"""``tensorpager record``: what it leaves, what it says, and how it ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+import tensorpager as tp
+from tensorpager.pager.cli import main
+from tensorpager.pager.record import (
+    ITERATION_VARIABLE,
+    PATH_VARIABLE,
+    recording_from_environment,
+)
+from tensorpager.planner.trace_file import read_trace
+
+from .models import World, make_pager, mlp, train
+
+SCRIPT = """
+import sys
+import torch
+import tensorpager as tp
+
+torch.set_num_threads(1)
+pager = tp.Pager(device_budget="64MiB", host_budget="64MiB", page_size="64KiB", device="cpu",
+                 policy="lru")
+model = pager.page_module(torch.nn.Sequential(torch.nn.Linear(128, 256), torch.nn.Linear(256, 8)))
+optimizer = pager.optimizer(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+for number in range(int(sys.argv[1])):
+    with pager.iteration():
+        if number == 2:
+            torch.zeros(9).cummax(0)  # tells the third iteration from the others
+        model(torch.randn(64, 128)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+print("done", number + 1)
+sys.exit(int(sys.argv[2]))
+"""
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    path = tmp_path / "train.py"
+    path.write_text(SCRIPT)
+    return path
+
+
+def run(folder: Path, *arguments: Any) -> subprocess.CompletedProcess[str]:
+    """``tensorpager record`` with ``arguments``, in ``folder``."""
+    program = "from tensorpager.pager.cli import main; main(prog_name='tensorpager')"
+    return subprocess.run(
+        [sys.executable, "-c", program, "record", *map(str, arguments)],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+def only_line(text: str) -> str:
+    lines = [line for line in text.splitlines() if line.startswith("tensorpager")]
+    assert len(lines) == 1, text
+    return lines[0]
+
+
+# -- the command ---------------------------------------------------------------------------------
+def test_the_third_iteration_of_an_unchanged_script(tmp_path: Path, script: Path) -> None:
+    ended = run(tmp_path, "--", sys.executable, script.name, 4, 0)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout == "done 4\n"
+    trace = read_trace(tmp_path / "trace.parquet")
+    assert "aten::cummax" in trace.op_names
+    assert "0.weight.momentum_buffer" in trace.tensor_names
+    line = only_line(ended.stderr)
+    assert f"wrote trace.parquet: iteration 3, {trace.ops} ops, {trace.tensors} tensors" in line
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["trace.parquet", "train.py"]
+
+
+def test_another_iteration_file_and_exit_code(tmp_path: Path, script: Path) -> None:
+    options = ("-o", tmp_path / "x.parquet", "--iteration", 2)
+    ended = run(tmp_path, *options, sys.executable, script, 2, 7)
+    assert ended.returncode == 7
+    assert "aten::cummax" not in read_trace(tmp_path / "x.parquet").op_names
+
+
+def test_too_few_iterations(tmp_path: Path, script: Path) -> None:
+    ended = run(tmp_path, "--", sys.executable, script, 2, 0)
+    assert ended.returncode == 1
+    line = only_line(ended.stderr)
+    assert "only 2 of 3 iterations were completed" in line
+    assert "--iteration" in line
+    assert not (tmp_path / "trace.parquet").exists()
+    failed = run(tmp_path, "--", sys.executable, script, 2, 9)
+    assert failed.returncode == 9
+    assert "exit code 9" in only_line(failed.stderr)
+
+
+def test_a_program_that_does_not_page(tmp_path: Path) -> None:
+    ended = run(tmp_path, "--", sys.executable, "-c", "pass")
+    assert ended.returncode == 1
+    assert "made no tensorpager.Pager" in only_line(ended.stderr)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--", "no-such-program-anywhere"], "no such command"),
+        (["--", os.devnull], "cannot be run"),
+        (["-o", "/no/such/folder/a.parquet", "--", "true"], "no folder"),
+        (["--iteration", "0", "--", "true"], "--iteration"),
+        ([], "COMMAND"),
+    ],
+)
+def test_bad_usage(arguments: list[str], says: str) -> None:
+    result = CliRunner().invoke(main, ["record", *arguments])
+    assert result.exit_code == 2
+    assert says in result.stderr
+    assert len(result.stderr.splitlines()) == 1
+
+
+def test_signals_go_to_the_program(tmp_path: Path) -> None:
+    """Which decides itself what becomes of them."""
+    waiting = (
+        "import signal, sys, time\n"
+        "signal.signal(signal.SIGTERM, lambda *_: sys.exit(42))\n"
+        "print('ready', flush=True)\n"
+        "time.sleep(100)\n"
+    )
+    program = "from tensorpager.pager.cli import main; main(prog_name='tensorpager')"
+    process = subprocess.Popen(
+        [sys.executable, "-c", program, "record", "--", sys.executable, "-c", waiting],
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        stdin=subprocess.DEVNULL,
+        text=True,
+    )
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        time.sleep(0.2)  # until the handlers are there
+        process.send_signal(signal.SIGTERM)
+        _, errors = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == 42
+    assert "exit code 42" in only_line(errors)
+
+
+def test_a_program_ended_by_a_signal(tmp_path: Path) -> None:
+    text = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
+    assert run(tmp_path, "--", sys.executable, "-c", text).returncode == 128 + signal.SIGKILL
+
+
+# -- the environment -----------------------------------------------------------------------------
+def recorded_pager(monkeypatch: pytest.MonkeyPatch, **variables: str) -> tp.Pager:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    pager = make_pager(policy="lru")
+    if not pager.on_iteration:
+        recording_from_environment(pager)
+    return pager
+
+
+def test_without_the_variable_nothing_listens(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(PATH_VARIABLE, raising=False)
+    with make_pager(policy="lru") as pager:
+        recording_from_environment(pager)
+        assert pager.on_iteration == []
+
+
+def test_a_number_that_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(tp.PagerError, match="TENSORPAGER_RECORD_ITERATION='x'"):
+        recorded_pager(monkeypatch, **{PATH_VARIABLE: "a", ITERATION_VARIABLE: "x"})
+
+
+def test_a_failed_iteration_is_passed_over(
+    one_thread: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    path = tmp_path / "a.parquet"
+    variables = {PATH_VARIABLE: str(path), ITERATION_VARIABLE: "2"}
+    with recorded_pager(monkeypatch, **variables) as pager:
+        world = World(pager)
+        model = world.module(mlp())
+        optimizer = world.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        train(world, model, optimizer, 1)
+        with pytest.raises(KeyError), pager.iteration():
+            raise KeyError
+        assert not path.exists()
+        train(world, model, optimizer, 1)
+        written = path.stat()
+        train(world, model, optimizer, 1)
+        assert path.stat().st_mtime_ns == written.st_mtime_ns
+        assert "aten::addmm" in read_trace(path).op_names
+
+
+def test_trouble_with_the_file_does_not_end_the_training(
+    one_thread: None,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    variables = {PATH_VARIABLE: str(tmp_path / "no" / "a.parquet"), ITERATION_VARIABLE: "1"}
+    with recorded_pager(monkeypatch, **variables) as pager:
+        for _ in range(2):
+            with pager.iteration():
+                pager.page(mlp()[0].weight.detach()).sum()
+    assert capsys.readouterr().err.count("was not written") == 1

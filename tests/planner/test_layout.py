@@ -1,0 +1,415 @@
+"""Layouts: no two pages have a frame at the same time, as the validator replays the plan.
+
+The validator shares no code with the simulator, whose log of transfers layouts are made from. Here
+its ledger reports each page that takes or gives back a frame, one by one and in order, and a frame
+book keeps who is where.
+"""
+
+from collections import Counter
+from dataclasses import dataclass, replace
+from random import Random
+from typing import Any
+
+import pytest
+
+from tensorpager.planner import validator
+from tensorpager.planner.errors import InfeasibleBudget, PlanError, PolicyRefusal
+from tensorpager.planner.hardware import Hardware
+from tensorpager.planner.layout import Layout, lay_out, layout_from_json, layout_to_json, place
+from tensorpager.planner.lp.policy import plan as lp_plan
+from tensorpager.planner.plan import Move, Plan, StartRun
+from tensorpager.planner.simulator import simulate
+from tensorpager.planner.trace import READ, WRITE, Trace
+from tensorpager.planner.validator_link import TICKS_PER_US
+from tensorpager.planner.validator_pages import HERE, NOWHERE, Ledger
+
+from .random_plans import PAGE, Access, case_of, paged_trace, plan_of, random_hardware, random_trace
+
+ITERATIONS = 7
+STEADY = 4  # iterations that may pass before frames must be right
+
+
+@dataclass(frozen=True)
+class Event:
+    iteration: int
+    us: float  # since the run began
+    what: str  # "take", "give"
+    why: str  # "start", "birth", "in", "out", "valid", "death"
+    page: int
+    move: int = -1
+
+
+class Recorder(Ledger):
+    """A ledger that says when pages take frames and give them back. A page that still leaves for
+    one tier while it comes back from the other has two."""
+
+    machine: Any = None
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.events: list[Event] = []
+        self.arrived_in: list[Event] = []
+
+    def _event(self, what: str, why: str, page: int, move: int = -1) -> Event:
+        machine = self.machine
+        iteration = len(machine.durations) if machine else 0
+        us = machine.now / TICKS_PER_US if machine else 0.0
+        return Event(iteration, us, what, why, page, move)
+
+    def _note(self, what: str, why: str, page: int, move: int = -1) -> None:
+        self.events.append(self._event(what, why, page, move))
+
+    def place_here(self, page: int) -> None:
+        super().place_here(page)
+        self._note("take", "start", page)
+
+    def give_birth(self, begin: int, end: int) -> None:
+        super().give_birth(begin, end)
+        for page in range(begin, end):
+            self._note("take", "birth", page)
+
+    def begin_in(self, page: int, tier: int) -> None:
+        super().begin_in(page, tier)
+        self._note("take", "in", page, self.machine.queues[tier, "in"].jobs[0].move)
+
+    def end_in(self, page: int) -> None:
+        super().end_in(page)
+        self.arrived_in.append(self._event("arrive", "in", page))
+
+    def queue_out(self, page: int, tier: int) -> bool:
+        transferred = super().queue_out(page, tier)
+        if not transferred:
+            self._note("give", "valid", page)
+        return transferred
+
+    def end_out(self, page: int, tier: int) -> None:
+        super().end_out(page, tier)
+        self._note("give", "out", page)
+
+    def bury(self, begin: int, end: int) -> None:
+        for page in range(begin, end):
+            here = self.place[page] == HERE or self.place[page] == validator_arriving()
+            for _ in range(here + (self.leaving_to[page] != NOWHERE)):
+                self._note("give", "death", page)
+        super().bury(begin, end)
+
+
+def validator_arriving() -> int:
+    from tensorpager.planner.validator_pages import ARRIVING
+
+    return ARRIVING
+
+
+def replay(trace: Trace, hardware: Hardware, plan: Plan, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The validator's machine after ``ITERATIONS``, or ``None`` if its iterations do not repeat."""
+    with monkeypatch.context() as patch:
+        patch.setattr(validator, "Ledger", Recorder)
+        patch.setattr(validator, "MIN_ITERATIONS", ITERATIONS)
+        patch.setattr(validator, "MAX_ITERATIONS", ITERATIONS)
+        machine = validator._Machine(trace, hardware, plan)
+        machine.pages.machine = machine
+        machine.run()
+    steady = machine.durations[STEADY - 1 :]
+    return machine if max(steady) - min(steady) < 1e-6 else None
+
+
+class FrameBook:
+    """Who is in which frame, by ``layout``. Before the steady state, nobody minds."""
+
+    def __init__(self, trace: Trace, plan: Plan, layout: Layout) -> None:
+        self.trace, self.plan, self.layout = trace, plan, layout
+        self.owner = [t for t, n in enumerate(trace.pages(PAGE).tolist()) for _ in range(n)]
+        self.first = {t: self.owner.index(t) for t in range(trace.tensors)}
+        self.held: Counter[int] = Counter()  # pages with a frame → times
+        self.frame: dict[int, int] = {}  # placed pages → frame
+        self.unplaced: set[int] = set()
+        self.seen: Counter[str] = Counter()
+
+    def base(self, event: Event) -> int | None:
+        number = int(self.trace.tensor_ids[self.owner[event.page]])
+        if event.why == "in":
+            return self.layout.ins.get(event.move)
+        return (self.layout.births if event.why == "birth" else self.layout.start).get(number)
+
+    def go(self, event: Event) -> None:
+        page, strict = event.page, event.iteration >= STEADY
+        if event.what == "give":
+            self.held[page] -= 1
+            assert self.held[page] >= 0
+            if not self.held[page]:
+                self.frame.pop(page, None)
+                self.unplaced.discard(page)
+            return
+        self.held[page] += 1
+        base = self.base(event)
+        if base is None:
+            self.unplaced.add(page)
+            return
+        tensor = self.owner[page]
+        frame = base + page - self.first[tensor]
+        if strict:
+            assert 0 <= frame < self.layout.frames
+            assert self.frame.get(page, frame) == frame
+            others = [p for p, f in self.frame.items() if f == frame and p != page]
+            assert not others, f"{event}: frame {frame} is held by page {others}"
+            bases = {f - p + self.first[tensor] for p, f in self.frame.items()
+                     if self.owner[p] == tensor}  # fmt: skip
+            assert bases <= {base}, f"{event}: one stay with bases {bases} and {base}"
+            self.seen[event.why] += 1
+        self.frame[page] = frame
+
+    def check_all(self) -> None:
+        frames = list(self.frame.values())
+        assert len(set(frames)) == len(frames), "two pages in one frame"
+
+
+def check_layout(
+    trace: Trace, hardware: Hardware, plan: Plan, layout: Layout, monkeypatch: pytest.MonkeyPatch
+) -> FrameBook | None:
+    machine = replay(trace, hardware, plan, monkeypatch)
+    if machine is None:
+        return None
+    book = FrameBook(trace, plan, layout)
+    iteration = 0
+    for event in machine.pages.events:
+        if event.iteration != iteration:
+            iteration = event.iteration
+            if iteration == STEADY:
+                book.check_all()
+        book.go(event)
+        if event.iteration >= STEADY and not layout.unplaced_pages:
+            assert not book.unplaced
+    return book
+
+
+def total_pages(trace: Trace) -> int:
+    return int(trace.pages(PAGE).sum())
+
+
+def test_no_two_pages_share_a_frame(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Random traces with partial accesses, ops that take no time, both tiers, drops and deaths."""
+    seen: Counter[str] = Counter()
+    for seed in range(900):
+        case = case_of(seed)
+        if not simulate(case.trace, case.hardware, case.plan).feasible:
+            continue
+        layout = lay_out(case.trace, case.hardware, case.plan)
+        assert layout.frames == int(case.hardware.device_bytes) // PAGE
+        book = check_layout(case.trace, case.hardware, case.plan, layout, monkeypatch)
+        if book is not None:
+            seen += book.seen
+            seen["cases"] += 1
+            seen["whole"] += layout.unplaced_pages == 0
+            seen["around"] += bool(layout.start)
+    assert seen["cases"] > 100
+    assert seen["whole"] > seen["cases"] // 2
+    assert min(seen["in"], seen["birth"], seen["around"]) > 50
+
+
+def test_plans_of_the_linear_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    checked = 0
+    for seed in range(60):
+        rng = Random(seed)
+        trace = random_trace(rng, zero_durations=seed % 3 == 0)
+        hardware = random_hardware(rng, trace)
+        try:
+            plan = lp_plan(trace, hardware, quick=True)
+        except (InfeasibleBudget, PolicyRefusal):
+            continue
+        book = check_layout(trace, hardware, plan, lay_out(trace, hardware, plan), monkeypatch)
+        checked += book is not None and bool(plan.moves)
+    assert checked > 10
+
+
+def test_everything_is_placed_where_there_is_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Frames for each page of each tensor are enough for any plan."""
+    for seed in range(300):
+        case = case_of(seed)
+        simulation = simulate(case.trace, case.hardware, case.plan, log_transfers=True)
+        if simulation.feasible:
+            roomy = 4 * total_pages(case.trace)
+            layout = place(case.trace, case.plan, simulation, roomy)
+            assert layout.unplaced_pages == 0
+            check_layout(case.trace, case.hardware, case.plan, layout, monkeypatch)
+
+
+def test_slots_of_several_ticks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where time is too fine for the grid, pages hold their frames a little longer, never less."""
+    monkeypatch.setattr("tensorpager.planner.layout.MIN_SLOTS", 3)
+    monkeypatch.setattr("tensorpager.planner.layout.MAX_SLOTS", 3)
+    checked = 0
+    for seed in range(200):
+        case = case_of(seed)
+        if simulate(case.trace, case.hardware, case.plan).feasible:
+            layout = lay_out(case.trace, case.hardware, case.plan)
+            book = check_layout(case.trace, case.hardware, case.plan, layout, monkeypatch)
+            checked += book is not None
+    assert checked > 20
+
+
+# --- by hand -------------------------------------------------------------------------------------
+
+LINK = Hardware(4 * PAGE, 10**6, 0, 1e8, 1e8, page_size=PAGE)  # 10 µs a page
+
+
+def holes() -> tuple[Trace, Plan]:
+    """A persistent tensor of 4 pages whose first two are away while one of 2 lives in their
+    frames: 4 frames are enough, and all are taken at any time."""
+    trace = paged_trace(
+        [(4, True), (2, False)],
+        [50.0, 50.0, 50.0],
+        [[Access(0, 0, 4, READ)], [Access(1, 0, 2, WRITE)], [Access(0, 2, 4, READ)]],
+    )
+    moves = [Move(3, 0, 2, "host", "out", 1), Move(3, 0, 2, "host", "in", 2)]
+    return trace, plan_of(LINK, moves, [])
+
+
+def test_frames_of_absent_pages_are_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    trace, plan = holes()
+    layout = lay_out(trace, LINK, plan)
+    assert layout == Layout(4, {3: 0}, {13: 0}, {1: 0}, 0)
+    assert check_layout(trace, LINK, plan, layout, monkeypatch) is not None
+
+
+def test_a_stay_around_the_end_of_the_iteration(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In from op 2 on, out after op 0: a base for the start, and the same one for the move in."""
+    trace = paged_trace(
+        [(3, True), (4, False)],
+        [50.0, 50.0, 50.0, 50.0],
+        [[Access(0, 0, 3, READ)], [Access(1, 0, 4, WRITE)], [], [Access(0, 0, 3, READ)]],
+    )
+    moves = [Move(3, 0, 3, "host", "out", 1), Move(3, 0, 3, "host", "in", 2)]
+    plan = plan_of(LINK, moves, [])
+    layout = lay_out(trace, LINK, plan)
+    assert layout.unplaced_pages == 0
+    assert layout.births == {13: 0}
+    assert layout.start == {3: layout.ins[1]}
+    assert check_layout(trace, LINK, plan, layout, monkeypatch) is not None
+
+
+def test_what_finds_no_room_is_counted() -> None:
+    """a leaves frames 0 and 2 of three when b, of two pages, is born: there is room for two pages,
+    but not in a row."""
+    trace = paged_trace(
+        [(1, False), (1, True), (1, False), (2, False)],
+        [50.0] * 4,
+        [
+            [Access(0, 0, 1, WRITE), Access(1, 0, 1, READ), Access(2, 0, 1, WRITE)],
+            [Access(0, 0, 1, READ)],
+            [Access(3, 0, 2, WRITE)],
+            [Access(2, 0, 1, READ), Access(3, 0, 2, READ)],
+        ],
+    )
+    simulation = simulate(trace, LINK, plan_of(LINK, [], []), log_transfers=True)
+    layout = place(trace, plan_of(LINK, [], []), simulation, 3)
+    assert layout.unplaced_pages > 0
+    roomy = place(trace, plan_of(LINK, [], []), simulation, 4)
+    assert roomy.unplaced_pages == 0
+
+
+def test_a_plan_that_cannot_run_has_no_layout() -> None:
+    trace, plan = holes()
+    with pytest.raises(PlanError, match="no layout: op 2"):
+        lay_out(trace, LINK, replace(plan, moves=plan.moves[:1]))
+
+
+def test_an_empty_trace() -> None:
+    layout = lay_out(paged_trace([], [], []), LINK, plan_of(LINK, [], []))
+    assert layout == Layout(4, {}, {}, {}, 0)
+
+
+def test_nothing_moves() -> None:
+    """Persistent tensors that are all there and nothing else: places for all of them."""
+    trace = paged_trace(
+        [(2, True), (1, True)], [5.0], [[Access(0, 0, 2, READ), Access(1, 0, 1, READ)]]
+    )
+    layout = lay_out(trace, LINK.with_(device_bytes=3 * PAGE), plan_of(LINK, [], []))
+    assert layout == Layout(3, {3: 0, 13: 2}, {}, {}, 0)
+
+
+def test_json_round_trip() -> None:
+    layout = lay_out(holes()[0], LINK, holes()[1])
+    assert layout_from_json(layout_to_json(layout)) == layout
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"frames": 1.5},
+        {"start": [[1, -1]]},
+        {"ins": {"1": 2}},
+        {"births": 7},
+        {"unplaced_pages": ""},
+    ],
+)
+def test_json_that_is_no_layout(change: dict[str, Any]) -> None:
+    content = layout_to_json(Layout(4, {1: 2}, {}, {}, 0)) | change
+    with pytest.raises(PlanError, match="layout"):
+        layout_from_json(content)
+
+
+# --- the simulator's log of transfers ------------------------------------------------------------
+
+
+def expected_transfers(machine: Any, trace: Trace) -> list[tuple[int, str, float]]:
+    """(page, direction, arrival) of one iteration, µs since its begin, by the validator."""
+    period = machine.durations[-1]
+    began = machine.iteration_began / TICKS_PER_US - period
+    found = []
+    for event in [*machine.pages.events, *machine.pages.arrived_in]:
+        if event.why == "out" or event.what == "arrive":
+            at = event.us - began
+            if -1e-6 <= at < period - 1e-6:
+                found.append((event.page, event.why, at))
+    return found
+
+
+def test_transfers_are_logged_once_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All that arrives in one iteration of the steady state, whichever queued it."""
+    compared = 0
+    for seed in range(500):
+        case = case_of(seed)
+        trace = case.trace
+        simulation = simulate(trace, case.hardware, case.plan, log_transfers=True)
+        plain = simulate(trace, case.hardware, case.plan)
+        assert (plain.feasible, plain.predicted, plain.stalls) == (
+            simulation.feasible, simulation.predicted, simulation.stalls
+        )  # fmt: skip
+        assert plain.transfers is None
+        if not simulation.feasible:
+            continue
+        machine = replay(trace, case.hardware, case.plan, monkeypatch)
+        if machine is None:
+            continue
+        assert simulation.predicted is not None
+        period = simulation.predicted.iteration_us
+        base = [sum(trace.pages(PAGE)[:t].tolist()) for t in range(trace.tensors)]
+        logged = []
+        for transfer in simulation.transfers or []:
+            move = case.plan.moves[transfer.move]
+            assert (move.tier, move.action == "out") == (transfer.tier, transfer.is_out)
+            each = (transfer.end_us - transfer.begin_us) / transfer.page_count
+            for nth in range(transfer.page_count if transfer.arrived else 0):
+                at = transfer.begin_us + (nth + 1) * each
+                at -= period if at > period - 1e-6 else 0.0
+                page = base[transfer.tensor] + transfer.first_page + nth
+                logged.append((page, "out" if transfer.is_out else "in", at))
+        expected = expected_transfers(machine, trace)
+        assert len(logged) == len(expected)
+        for ours, theirs in zip(sorted(logged), sorted(expected)):
+            assert ours[:2] == theirs[:2]
+            assert abs(ours[2] - theirs[2]) < 1e-4
+        compared += bool(logged)
+    assert compared > 50
+
+
+def test_a_transfer_goes_on_into_the_next_iteration() -> None:
+    trace = paged_trace([(4, True)], [50.0, 10.0, 50.0], [[], [Access(0, 0, 4, READ)], []])
+    moves = [Move(3, 0, 4, "host", "out", 2), Move(3, 0, 4, "host", "in", 0)]
+    plan = plan_of(LINK, moves, [StartRun(3, 0, 4, "host")])
+    slow = LINK.with_(d2h_bytes_per_s=PAGE / 20e-6)
+    simulation = simulate(trace, slow, plan, log_transfers=True)
+    assert simulation.predicted is not None
+    outs = [t for t in simulation.transfers or [] if t.is_out]
+    assert sum(t.page_count for t in outs) == 4
+    assert max(t.end_us for t in outs) > simulation.predicted.iteration_us
