@@ -257,9 +257,7 @@ class Follower:
         kind.recorded = make_recorded(kind.log, kind.facts, size, kind.seconds(), device)
         kind.plans += 1
         kind.planned_full = kind.plans > 1
-        kind.process = PlanningProcess(
-            kind.recorded.trace, hardware, quick=not kind.planned_full
-        )
+        kind.process = PlanningProcess(kind.recorded.trace, hardware, quick=not kind.planned_full)
 
     def _is_off(self, kind: Kind) -> bool:
         """Whether a new plan is worth its time: the first one is a quick one, and times change."""

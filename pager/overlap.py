@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from .dense_meter import _mallinfo2
+from .dense_meter import allocated_bytes
 from .early import EarlyUpdates, unsuitable
 from .space import PageRun
 
@@ -232,7 +232,4 @@ class Overlap:
     def _allocated(self) -> int:
         if self.pager.device.type == "cuda":
             return torch.cuda.memory_allocated(self.pager.device)
-        if _mallinfo2 is None:  # a C library that cannot tell
-            return 0
-        info = _mallinfo2()  # blocks of the heap too: large ones may reuse what is free in it
-        return int(info.uordblks + info.hblkhd)
+        return allocated_bytes()

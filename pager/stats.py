@@ -19,7 +19,7 @@ def snapshot(pager: Pager) -> dict[str, Any]:
         "mode": follower.mode if follower is not None else "demand",
         "iterations": pager.iterations,
         "peak_bytes": {
-            "device": budget.peak_bytes(),
+            "device": max(budget.peak_bytes(), _with_overlap(pager)),
             "host": migration.peak_host_slots * size,
             "disk": migration.peak_disk_slots * size,
         },
@@ -29,6 +29,7 @@ def snapshot(pager: Pager) -> dict[str, Any]:
         "arena_bytes": residency.pool.count * size,
         "live_bytes": pager.space.live_pages * size,
         "faults": residency.faults,
+        "overlap_updates": pager.overlap.updates,
         **_planned(follower),
         "bytes_out": migration.bytes_out,
         "bytes_in": migration.bytes_in,
@@ -39,6 +40,13 @@ def snapshot(pager: Pager) -> dict[str, Any]:
         "compactions": residency.compactions,
         "fits": pager.fits,
     }
+
+
+def _with_overlap(pager: Pager) -> int:
+    """Device bytes at the peak of an update during backward."""
+    if not pager.overlap.dense_peak:
+        return 0
+    return pager.residency.peak_frames * pager.page_size + pager.overlap.dense_peak
 
 
 def _planned(follower: Follower | None) -> dict[str, Any]:

@@ -126,7 +126,14 @@ class _Search:
         if self.policy == "lp":
             from .lp.policy import plan  # loads scipy
 
-            return plan(self.trace, self._device(share), quick=quick)
+            device = self._device(share)
+            try:
+                return plan(self.trace, device, quick=quick)
+            except InfeasibleBudget as refusal:
+                # A quick program of merged steps can refuse a device that it then calls enough.
+                if not quick or refusal.minimum > device.device_bytes:
+                    raise
+                return plan(self.trace, device, quick=False)
         return find(self.policy)(self.trace, self._device(share))
 
     def _candidate(self, plan: Plan, share: float) -> _Candidate | None:

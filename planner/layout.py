@@ -103,6 +103,8 @@ def frames_of(trace: Trace, hardware: Hardware) -> int:
 def place(trace: Trace, plan: Plan, simulation: Simulation, frames: int) -> Layout:
     """Base frames of ``frames`` for ``plan`` as ``simulation`` ran it, with its transfers: perhaps
     on a smaller device, so that there is some room to place things."""
+    if not trace.ops:
+        return Layout(frames, {}, {}, {}, 0)
     max_slots = min(MAX_SLOTS, max(MIN_SLOTS, MAX_CELLS // max(1, frames)))
     spells = _find_spells(trace, plan, simulation)
     stays = _find_stays(trace, plan, spells, max_slots)

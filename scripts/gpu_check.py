@@ -1,4 +1,5 @@
-"""Everything that only a GPU can show, in one go: all gpu-marked tests, then a paged training.
+"""Everything that only a GPU can show, in one go: all gpu-marked tests, a paged training, and a
+model of a billion parameters under several memory systems side by side.
 
     python scripts/gpu_check.py [--json FILE] [--minutes 9]
 
@@ -18,6 +19,8 @@ from pathlib import Path
 import torch
 
 ROOT = Path(__file__).resolve().parents[1]
+BENCH_MODES = "planned,save_on_cpu,torchao,fsdp2,bitsandbytes"
+SECONDS_TO_END = 10  # that bench_train.py takes from its last measurement to its end
 
 
 def run(command: list[str], deadline: float) -> dict[str, object]:
@@ -42,6 +45,15 @@ def run(command: list[str], deadline: float) -> dict[str, object]:
         "seconds": round(time.monotonic() - started, 1),
         "tail": output.splitlines()[-30:],
     }
+
+
+def bench_command(record: Path, deadline: float) -> list[str]:
+    """Few steps and one round. It lists what it did not get to before ``deadline``."""
+    seconds = max(1.0, deadline - time.monotonic() - SECONDS_TO_END)
+    command = [sys.executable, "scripts/bench_train.py", "--device", "cuda", "--preset", "1b"]
+    command += ["--share", "75%", "--share", "50%", "--share", "35%", "--clip", "0"]
+    command += ["--steps", "5", "--rounds", "1", "--modes", BENCH_MODES]
+    return [*command, "--minutes", f"{seconds / 60:.2f}", "--json", str(record)]
 
 
 def main() -> int:
@@ -69,9 +81,14 @@ def main() -> int:
         }
         if training.exists():
             results["training_record"] = json.loads(training.read_text())
+        side_by_side = Path(folder) / "bench.json"
+        results["side_by_side"] = run(bench_command(side_by_side, deadline), deadline)
+        if side_by_side.exists():
+            results["side_by_side_record"] = json.loads(side_by_side.read_text())
     if options.json is not None:
         options.json.write_text(json.dumps(results, indent=1) + "\n")
-    return max(int(bool(results[name]["exit_code"])) for name in ("tests", "training"))
+    parts = ("tests", "training", "side_by_side")
+    return max(int(bool(results[name]["exit_code"])) for name in parts)
 
 
 if __name__ == "__main__":

@@ -5,10 +5,10 @@ A few of them in each run of the tests; ``--full`` runs 500 iterations.
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -27,7 +27,7 @@ LONGEST_DELAY_SECONDS = 0.02
 
 
 @pytest.fixture
-def slow_channels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def slow_channels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each transfer may take long, at random, before and after its bytes move."""
     run = Transfer.run
     chance = random.Random(5)
@@ -38,7 +38,6 @@ def slow_channels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         time.sleep(chance.choice((0, 0, chance.random())) * LONGEST_DELAY_SECONDS)
 
     monkeypatch.setattr(Transfer, "run", delayed)
-    yield
 
 
 class Branching(nn.Module):
@@ -47,7 +46,7 @@ class Branching(nn.Module):
     def __init__(self, chance: random.Random) -> None:
         super().__init__()
         widths = [chance.choice((64, 128, 256, 384)) for _ in range(chance.randint(3, 7))]
-        self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in zip(widths, widths[1:]))
+        self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in itertools.pairwise(widths))
         self.square = nn.ModuleList(nn.Linear(w, w) for w in widths[1:])
 
     def forward(self, inputs: torch.Tensor, skip: int) -> torch.Tensor:

@@ -21,7 +21,7 @@ from tensorpager.planner.plan import Move, Plan, StartRun
 from tensorpager.planner.simulator import simulate
 from tensorpager.planner.trace import READ, WRITE, Trace
 from tensorpager.planner.validator_link import TICKS_PER_US
-from tensorpager.planner.validator_pages import HERE, NOWHERE, Ledger
+from tensorpager.planner.validator_pages import ARRIVING, HERE, NOWHERE, Ledger
 
 from .random_plans import PAGE, Access, case_of, paged_trace, plan_of, random_hardware, random_trace
 
@@ -88,16 +88,10 @@ class Recorder(Ledger):
 
     def bury(self, begin: int, end: int) -> None:
         for page in range(begin, end):
-            here = self.place[page] == HERE or self.place[page] == validator_arriving()
+            here = self.place[page] in (HERE, ARRIVING)
             for _ in range(here + (self.leaving_to[page] != NOWHERE)):
                 self._note("give", "death", page)
         super().bury(begin, end)
-
-
-def validator_arriving() -> int:
-    from tensorpager.planner.validator_pages import ARRIVING
-
-    return ARRIVING
 
 
 def replay(trace: Trace, hardware: Hardware, plan: Plan, monkeypatch: pytest.MonkeyPatch) -> Any:
@@ -189,7 +183,7 @@ def total_pages(trace: Trace) -> int:
 def test_no_two_pages_share_a_frame(monkeypatch: pytest.MonkeyPatch) -> None:
     """Random traces with partial accesses, ops that take no time, both tiers, drops and deaths."""
     seen: Counter[str] = Counter()
-    for seed in range(900):
+    for seed in range(500):
         case = case_of(seed)
         if not simulate(case.trace, case.hardware, case.plan).feasible:
             continue
@@ -201,7 +195,7 @@ def test_no_two_pages_share_a_frame(monkeypatch: pytest.MonkeyPatch) -> None:
             seen["cases"] += 1
             seen["whole"] += layout.unplaced_pages == 0
             seen["around"] += bool(layout.start)
-    assert seen["cases"] > 100
+    assert seen["cases"] > 60
     assert seen["whole"] > seen["cases"] // 2
     assert min(seen["in"], seen["birth"], seen["around"]) > 50
 
@@ -223,7 +217,7 @@ def test_plans_of_the_linear_program(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_everything_is_placed_where_there_is_room(monkeypatch: pytest.MonkeyPatch) -> None:
     """Frames for each page of each tensor are enough for any plan."""
-    for seed in range(300):
+    for seed in range(150):
         case = case_of(seed)
         simulation = simulate(case.trace, case.hardware, case.plan, log_transfers=True)
         if simulation.feasible:
@@ -309,7 +303,7 @@ def test_what_finds_no_room_is_counted() -> None:
 
 def test_a_plan_that_cannot_run_has_no_layout() -> None:
     trace, plan = holes()
-    with pytest.raises(PlanError, match="no layout: op 2"):
+    with pytest.raises(PlanError, match="has no layout: at the end of the iteration page 0"):
         lay_out(trace, LINK, replace(plan, moves=plan.moves[:1]))
 
 
@@ -367,7 +361,7 @@ def expected_transfers(machine: Any, trace: Trace) -> list[tuple[int, str, float
 def test_transfers_are_logged_once_each(monkeypatch: pytest.MonkeyPatch) -> None:
     """All that arrives in one iteration of the steady state, whichever queued it."""
     compared = 0
-    for seed in range(500):
+    for seed in range(300):
         case = case_of(seed)
         trace = case.trace
         simulation = simulate(trace, case.hardware, case.plan, log_transfers=True)
@@ -400,11 +394,11 @@ def test_transfers_are_logged_once_each(monkeypatch: pytest.MonkeyPatch) -> None
             assert ours[:2] == theirs[:2]
             assert abs(ours[2] - theirs[2]) < 1e-4
         compared += bool(logged)
-    assert compared > 50
+    assert compared > 20
 
 
 def test_a_transfer_goes_on_into_the_next_iteration() -> None:
-    trace = paged_trace([(4, True)], [50.0, 10.0, 50.0], [[], [Access(0, 0, 4, READ)], []])
+    trace = paged_trace([(4, True)], [50.0, 10.0, 50.0], [[], [Access(0, 0, 4, WRITE)], []])
     moves = [Move(3, 0, 4, "host", "out", 2), Move(3, 0, 4, "host", "in", 0)]
     plan = plan_of(LINK, moves, [StartRun(3, 0, 4, "host")])
     slow = LINK.with_(d2h_bytes_per_s=PAGE / 20e-6)

@@ -1,0 +1,255 @@
+"""The planning process, from the side of the training."""
+
+import gc
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tensorpager.pager import planning
+from tensorpager.pager.errors import PagerError
+from tensorpager.pager.planning import PlanningProcess, PlanRefused
+from tensorpager.planner.background import plan_with_layout
+from tensorpager.planner.hardware import Hardware
+from tensorpager.planner.trace import Trace, make_trace
+
+ROOT = Path(__file__).parents[2]
+PAGE = 64 << 10
+
+
+def chain(count: int = 6, *, pages: int = 8) -> Trace:
+    """Forward and backward of ``count`` layers."""
+    tensors = [(n, pages * PAGE, n < count) for n in range(3 * count)]
+    ops = []
+    for n in range(count):
+        before = [count + n - 1] if n else []
+        ops.append((f"forward.{n}", 900.0, [n, *before], [count + n]))
+    ops += [
+        (f"backward.{n}", 1800.0, [n, count + n], [2 * count + n]) for n in reversed(range(count))
+    ]
+    ops.append(("step", 900.0, [0, 2 * count], [0]))
+    return make_trace(tensors, ops, page_size=PAGE)
+
+
+def machine(pages: int) -> Hardware:
+    return Hardware(pages * PAGE, float("inf"), 0, 1e9, 1e9, page_size=PAGE)
+
+
+def planners() -> list[psutil.Process]:
+    """Planners that this process started, reaped ones apart."""
+    return [
+        child
+        for child in psutil.Process().children(recursive=True)
+        if planning.MODULE in " ".join(child.cmdline() or ["zombie " + planning.MODULE])
+    ]
+
+
+def wait_until(condition: Callable[[], object], seconds: float = 60.0) -> None:
+    until = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < until, "did not happen"
+        time.sleep(0.02)
+
+
+@pytest.fixture
+def endless(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A planner that reads its request and never answers."""
+    start = planning.subprocess.Popen
+
+    def start_sleeper(command: list[str], **options: object) -> "subprocess.Popen[bytes]":
+        code = f"import sys, time; '{planning.MODULE}'; sys.stdin.buffer.read(); time.sleep(600)"
+        return start([command[0], "-c", code], **options)  # type: ignore[call-overload]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(planning.subprocess, "Popen", start_sleeper)
+        yield
+    assert not planners()
+
+
+def test_the_plan_is_that_of_this_process() -> None:
+    trace, hardware = chain(), machine(70)
+    process = PlanningProcess(trace, hardware, quick=True)
+    planned = process.result(300)
+    assert process.done()
+    assert planned.seconds > 0
+    plan, layout = plan_with_layout(trace, hardware, quick=True)
+    assert plan.moves
+    assert planned.plan == plan
+    assert planned.layout == layout
+    assert process.result() is planned
+    assert not planners()
+    process.cancel()  # what is there stays
+    assert process.result() is planned
+
+
+def test_a_refusal() -> None:
+    process = PlanningProcess(chain(), machine(5), quick=True)
+    with pytest.raises(PlanRefused, match="too small") as refusal:
+        process.result(300)
+    assert refusal.value.minimum is not None
+    assert refusal.value.minimum > 5 * PAGE
+    with pytest.raises(PlanRefused):
+        process.result()
+
+
+def test_starting_takes_no_time_of_the_caller(
+    endless: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither the request's bytes nor the fork are waited for."""
+    proceed = threading.Event()
+    write = planning.write_request
+
+    def write_later(*arguments: object, **options: object) -> bytes:
+        assert proceed.wait(60)
+        return write(*arguments, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(planning, "write_request", write_later)
+    process = PlanningProcess(chain(), machine(70))
+    assert not process.done()
+    proceed.set()
+    wait_until(planners)
+    process.cancel()
+
+
+def test_result_can_be_waited_for_a_while(endless: None) -> None:
+    process = PlanningProcess(chain(), machine(70))
+    with pytest.raises(TimeoutError, match="still being made"):
+        process.result(0.05)
+    assert not process.done()
+    process.cancel()
+
+
+def test_cancel_leaves_no_process(endless: None) -> None:
+    process = PlanningProcess(chain(), machine(70))
+    wait_until(planners)
+    process.cancel()
+    assert not planners()
+    assert process.done()
+    process.cancel()
+    with pytest.raises(PagerError, match="cancelled"):
+        process.result(0)
+
+
+def test_cancel_before_it_has_started(endless: None) -> None:
+    for _ in range(5):
+        process = PlanningProcess(chain(), machine(70))
+        process.cancel()
+        assert process.done()
+        assert not planners()
+
+
+def test_a_forgotten_one_is_cancelled(endless: None) -> None:
+    process = PlanningProcess(chain(), machine(70))
+    wait_until(planners)
+    del process
+    gc.collect()
+    assert not planners()
+
+
+def test_a_planner_that_dies() -> None:
+    process = PlanningProcess(chain(), machine(70))
+    wait_until(planners)
+    planners()[0].send_signal(signal.SIGKILL)
+    with pytest.raises(PagerError, match=r"the planner died \(signal 9\)"):
+        process.result(60)
+
+
+def test_its_last_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planning, "write_request", lambda *_, **__: b"nonsense\n")
+    process = PlanningProcess(chain(), machine(70))
+    with pytest.raises(PagerError, match=r"\(exit code 2\): .*not JSON"):
+        process.result(60)
+
+
+def test_an_interpreter_that_cannot_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", "/nowhere/python")
+    process = PlanningProcess(chain(), machine(70))
+    with pytest.raises(PagerError, match="cannot be started: /nowhere/python"):
+        process.result(60)
+
+
+SCRIPT = """
+import os, sys, threading, time
+sys.path.insert(0, {tests!r})
+import psutil
+from test_planning import PlanningProcess, chain, machine, planners, wait_until, planning
+
+code = "import sys, time; '" + planning.MODULE + "'; time.sleep(600)"
+start = planning.subprocess.Popen
+planning.subprocess.Popen = lambda command, **o: start([command[0], "-c", code], **o)
+process = PlanningProcess(chain(), machine(70))
+wait_until(planners)
+print(planners()[0].pid, flush=True)
+{end}
+"""
+
+
+@pytest.mark.parametrize("end", ["", "sys.exit(3)", "raise KeyboardInterrupt"])
+def test_none_outlives_the_interpreter(end: str) -> None:
+    script = SCRIPT.format(tests=str(Path(__file__).parent), end=end)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, env=environment, timeout=120
+    )
+    assert done.stdout, done.stderr
+    assert not psutil.pid_exists(int(done.stdout))
+
+
+def test_a_killed_training_takes_its_planner_along() -> None:
+    """A real planner with a real request, while forked children hold copies of its pipes."""
+    script = f"""
+import os, sys, time
+sys.path.insert(0, {str(Path(__file__).parent)!r})
+from test_planning import PlanningProcess, chain, machine, planners, wait_until
+process = PlanningProcess(chain(60), machine(500))
+wait_until(planners)
+wait_until(lambda: planners()[0].nice() >= 10)
+holder = os.fork()
+if not holder:
+    time.sleep(600)
+print(planners()[0].pid, holder, flush=True)
+time.sleep(600)
+"""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    training = subprocess.Popen(
+        [sys.executable, "-c", script], stdout=subprocess.PIPE, env=environment
+    )
+    assert training.stdout is not None
+    planner, holder = (int(pid) for pid in training.stdout.readline().split())
+    training.kill()
+    training.wait()
+    training.stdout.close()
+    wait_until(lambda: not psutil.pid_exists(planner))
+    os.kill(holder, signal.SIGKILL)
+
+
+def test_a_thread_that_starts_one_may_end() -> None:
+    """The planner dies with the training, not with the thread that asked for it."""
+    found: list[PlanningProcess] = []
+
+    def ask() -> None:
+        found.append(PlanningProcess(chain(), machine(70), quick=True))
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    thread.join()
+    assert found[0].result(300).plan.moves
+
+
+def test_a_forked_copy_does_not_cancel_it(endless: None) -> None:
+    process = PlanningProcess(chain(), machine(70))
+    wait_until(planners)
+    child = os.fork()
+    if not child:
+        process.cancel()
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert len(planners()) == 1
+    process.cancel()

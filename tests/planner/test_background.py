@@ -1,0 +1,221 @@
+"""The planner as a process: the same plan as in this process, and honest ends."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tensorpager.planner.background import SHARES, plan_with_layout, write_request
+from tensorpager.planner.errors import InfeasibleBudget
+from tensorpager.planner.hardware import Hardware
+from tensorpager.planner.layout import layout_from_json, layout_to_json
+from tensorpager.planner.lp.policy import bound
+from tensorpager.planner.plan import plan_from_json, plan_to_json
+from tensorpager.planner.simulator import simulate
+from tensorpager.planner.trace import Trace, make_trace
+from tensorpager.planner.validator import validate
+
+ROOT = Path(__file__).parents[2]
+COMMAND = [sys.executable, "-P", "-m", "tensorpager.planner.background"]
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+PAGE = 64 << 10
+
+
+def layers(count: int, *, pages: int = 8) -> Trace:
+    """Forward, backward and step of ``count`` layers: a weight, a state and an activation each."""
+    tensors = [(n, pages * PAGE, True) for n in range(2 * count)]
+    tensors += [(n, pages * PAGE // 2, False) for n in range(2 * count, 4 * count)]
+    ops = []
+    for n in range(count):
+        before = [2 * count + n - 1] if n else []
+        ops.append((f"forward.{n}", 900.0, [n, *before], [2 * count + n]))
+    for n in reversed(range(count)):
+        ops.append((f"backward.{n}", 1800.0, [n, 2 * count + n], [3 * count + n]))
+        ops.append((f"step.{n}", 200.0, [n, count + n, 3 * count + n], [n, count + n]))
+    return make_trace(tensors, ops, page_size=PAGE)
+
+
+def machine(pages: int) -> Hardware:
+    return Hardware(
+        pages * PAGE, float("inf"), 0, 1e9, 1e9, transfer_latency_us=5.0, page_size=PAGE
+    )
+
+
+def ask(request: bytes, **options: Any) -> subprocess.CompletedProcess[bytes]:
+    return subprocess.run(
+        COMMAND, input=request, capture_output=True, env=ENVIRONMENT, timeout=300, **options
+    )
+
+
+def request_for(trace: Trace, hardware: Hardware, **changes: Any) -> bytes:
+    options = {"quick": True, "policy": "lp", "parent_pid": os.getpid()} | changes
+    return write_request(trace, hardware, **options)
+
+
+def test_the_same_plan_as_in_this_process() -> None:
+    trace, hardware = layers(6), machine(64)
+    plan, layout = plan_with_layout(trace, hardware, quick=True)
+    done = ask(request_for(trace, hardware))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count(b"\n") == 1
+    answer = json.loads(done.stdout)
+    assert answer == json.loads(
+        json.dumps({"plan": plan_to_json(plan), "layout": layout_to_json(layout)})
+    )
+    assert layout_from_json(answer["layout"]) == layout
+    assert list(plan_from_json(answer["plan"]).moves) == list(plan.moves)
+    assert plan.moves
+    assert layout.frames == 64
+
+
+@pytest.mark.parametrize("pages", [40, 48, 56, 64, 80])
+@pytest.mark.parametrize("policy", ["lp", "g10"])
+def test_plans_are_the_whole_device_s(pages: int, policy: str) -> None:
+    """Also where room for the layout is left: feasible there, with the prediction and the bound
+    of all of it."""
+    trace, hardware = layers(6), machine(pages)
+    plan, layout = plan_with_layout(trace, hardware, quick=False, policy=policy)
+    assert layout.frames == pages
+    assert plan.device_bytes == hardware.device_bytes
+    assert simulate(trace, hardware, plan).predicted == plan.predicted
+    assert validate(trace, hardware, plan).feasible
+    assert plan.extra["device_share"] in (1.0, 0.99, 0.98, 0.97, 0.95, *SHARES)
+    if policy == "lp":
+        assert plan.bound is not None
+        assert plan.bound.iteration_us == pytest.approx(bound(trace, hardware), rel=1e-6)
+
+
+def test_a_refusal_names_the_smallest_budget() -> None:
+    trace = layers(3)
+    with pytest.raises(InfeasibleBudget) as refusal:
+        plan_with_layout(trace, machine(6), quick=True)
+    done = ask(request_for(trace, machine(6)))
+    assert done.returncode == 0
+    assert json.loads(done.stdout) == {
+        "refused": str(refusal.value),
+        "minimum": refusal.value.minimum,
+    }
+    plan_with_layout(trace, machine(refusal.value.minimum // PAGE), quick=True)
+
+
+def test_a_refusal_without_a_smallest_budget() -> None:
+    done = ask(request_for(layers(3), machine(30).with_(host_bytes=PAGE), policy="vdnn-all"))
+    answer = json.loads(done.stdout)
+    assert set(answer) == {"refused", "minimum"}
+    assert answer["minimum"] is None
+
+
+GOOD = request_for(layers(2), machine(30))
+HEADER, TRACE_BYTES = GOOD.split(b"\n", 1)
+
+
+@pytest.mark.parametrize(
+    ("request_bytes", "reason"),
+    [
+        (b"", "not JSON"),
+        (b"\x00\xff garbage", "not JSON"),
+        (b"[]\n", "not a JSON object"),
+        (HEADER.replace(b'"page_size"', b'"pages"') + b"\n", "unknown key 'pages'"),
+        (HEADER.replace(b'"lp"', b'"belady"') + b"\n" + TRACE_BYTES, "no policy 'belady'"),
+        (HEADER.replace(b'"lp"', b"7") + b"\n", "policy = 7"),
+        (HEADER.replace(b'"trace_bytes": ', b'"trace_bytes": -') + b"\n", "trace_bytes = -"),
+        (GOOD[:-10], "the trace ends after"),
+        (HEADER + b"\n" + TRACE_BYTES[::-1], "not a whole Parquet file"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_no_request_is_one_line_and_exit_code_2(request_bytes: bytes, reason: str) -> None:
+    done = ask(request_bytes)
+    lines = done.stderr.decode().splitlines()
+    assert (done.returncode, done.stdout, len(lines)) == (2, b"", 1), lines
+    assert reason in lines[0]
+
+
+def test_it_needs_no_torch() -> None:
+    code = (
+        "import sys, tensorpager.planner.background, tensorpager.planner.lp.policy;"
+        "sys.exit('torch' in sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], env=ENVIRONMENT, check=True, timeout=120)
+
+
+def test_a_reader_that_is_gone_ends_it() -> None:
+    process = subprocess.Popen(
+        COMMAND,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=ENVIRONMENT,
+    )
+    assert process.stdin is not None
+    assert process.stdout is not None
+    assert process.stderr is not None
+    process.stdout.close()
+    process.stdin.write(GOOD)
+    process.stdin.close()
+    assert process.wait(120) == 1
+    assert b"Traceback" not in process.stderr.read()
+    process.stderr.close()
+
+
+def test_interrupts_are_not_for_it() -> None:
+    process = subprocess.Popen(
+        COMMAND,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=ENVIRONMENT,
+    )
+    wait_until(lambda: psutil.Process(process.pid).nice() >= 10)  # the interrupt is ignored by then
+    process.send_signal(signal.SIGINT)
+    answer, complaints = process.communicate(GOOD, timeout=120)
+    assert "plan" in json.loads(answer)
+    assert complaints == b""
+
+
+PARENT = """
+import subprocess, sys, time
+child = subprocess.Popen(sys.argv[1:], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+print(child.pid, flush=True)
+time.sleep(600)
+"""
+
+
+def test_it_dies_with_its_parent() -> None:
+    """The pipes stay open: this process has copies of them."""
+    reader, writer = os.pipe()
+    script = PARENT.replace("stdin=subprocess.PIPE", f"stdin={reader}")
+    parent = subprocess.Popen(
+        [sys.executable, "-c", script, *COMMAND],
+        stdout=subprocess.PIPE,
+        env=ENVIRONMENT,
+        pass_fds=[reader],
+    )
+    assert parent.stdout is not None
+    child = psutil.Process(int(parent.stdout.readline()))
+    wait_until(lambda: child.nice() >= 10)  # it runs, and waits for the request
+    parent.send_signal(signal.SIGKILL)
+    parent.wait()
+    wait_until(lambda: not child.is_running() or child.status() == psutil.STATUS_ZOMBIE)
+    parent.stdout.close()
+    os.close(reader)
+    os.close(writer)
+
+
+def test_a_request_of_a_dead_parent_is_not_worked_on() -> None:
+    done = ask(request_for(layers(2), machine(30), parent_pid=1 << 22))
+    assert (done.returncode, done.stdout, done.stderr) == (0, b"", b"")
+
+
+def wait_until(condition: Any, seconds: float = 60.0) -> None:
+    until = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < until, "did not happen"
+        time.sleep(0.05)
