@@ -79,7 +79,7 @@ class Channel:
             while not executor.closing:
                 transfer = None
                 if self.jobs and not executor.paused:
-                    transfer = executor.transfers.prepare(self)
+                    transfer = self._prepare()
                     self.blocked = transfer is None and bool(self.jobs)
                 if transfer is None:
                     executor.nothing_to_wait_for()
@@ -89,6 +89,13 @@ class Channel:
                 self._move(transfer)
                 self.busy = False
                 executor.moved(self)
+
+    def _prepare(self) -> Transfer | None:
+        try:
+            return self._executor.transfers.prepare(self)
+        except BaseException as error:  # a thread that died would be waited for
+            self._executor.failed(error)
+            return None
 
     def _move(self, transfer: Transfer) -> None:
         """Without the lock while bytes move. A failure ends the plan, not the training."""
@@ -101,6 +108,9 @@ class Channel:
             error = caught
         finally:
             lock.acquire()
-        self._executor.transfers.finish(self, transfer, error)
+        try:
+            self._executor.transfers.finish(self, transfer, error)
+        except BaseException as caught:
+            error = error or caught
         if error is not None:
             self._executor.failed(error)

@@ -40,7 +40,6 @@ if TYPE_CHECKING:
 
 _BATCH_SECONDS = 0.005  # of a channel's time: what one transfer moves
 _MOST_BATCH_BYTES = 128 << 20
-_PLANS = 4  # of one kind; each from better times than the one before
 _MEASURED = 3  # iterations that follow a plan before it is judged
 _OFF_BY = 0.05
 
@@ -61,6 +60,7 @@ class Follower:
         )
         self.log: AccessLog | None = None  # of the iteration that runs
         self.guide: Guide | None = None  # that it follows
+        self.most_plans = 4  # of one kind; each from better times than the one before
         self.departures = 0
         self.planned_iterations = 0
         self.last_mode = "demand"
@@ -239,7 +239,7 @@ class Follower:
         """Start to plan ``kind`` beside the training if that promises something."""
         if self._pager.policy != "lp" or kind.process is not None or kind.refused is not None:
             return
-        if self.executor.error is not None or kind.plans >= _PLANS or not kind.keys:
+        if self.executor.error is not None or kind.plans >= self.most_plans or not kind.keys:
             return
         if kind.guide is None:
             if kind.seen < 2 and len(self.kinds.all) > 1:

@@ -93,7 +93,8 @@ class Transfers:
                 self._ended(channel)
                 continue
             if channel.is_out:
-                pages, taken = self._start_out(channel.tier, job, limit - count)
+                chosen = [pages for run, pages in parts if run is job.run]
+                pages, taken = self._start_out(channel.tier, job, limit - count, chosen)
             else:
                 pages, taken = self._start_in(job, limit - count)
             if pages is None:
@@ -131,8 +132,11 @@ class Transfers:
         first = job.run.first + job.action.first
         return np.arange(first + job.done, first + job.action.pages, dtype=np.int32)
 
-    def _start_out(self, tier: str, job: Job, limit: int) -> tuple[Int32 | None, Int32]:
-        """Clean pages leave at once; for the others slots are taken."""
+    def _start_out(
+        self, tier: str, job: Job, limit: int, chosen_before: list[Int32]
+    ) -> tuple[Int32 | None, Int32]:
+        """Clean pages leave at once; for the others slots are taken. ``chosen_before``: pages of
+        the run that this transfer has already."""
         run, table = job.run, self._table
         nothing = np.empty(0, np.int32)
         pages = self._rest(job)
@@ -140,7 +144,11 @@ class Transfers:
             self.skipped += 1
             job.done = job.action.pages
             return nothing, nothing
+        if run.moving > len(chosen_before):
+            return None, nothing
         resident = pages[table.frame[pages] >= 0]
+        for others in chosen_before:  # an earlier job, so late that this one is due too
+            resident = np.setdiff1d(resident, others)
         clean = resident[(table.flags[resident] & DIRTY) == 0]
         if len(clean):
             self._residency.evict_pages(clean)

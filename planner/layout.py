@@ -31,7 +31,7 @@ from .trace import Bools, Floats, Ints, Trace
 MIN_SLOTS, MAX_SLOTS = 256, 16_384  # of time; if there are no more ticks, one for each
 MAX_CELLS = 96 << 20  # frames × slots, two bytes each
 MAX_ORDERS = 7
-MAX_WORK = 2.5e8  # cells looked at, some 10 ns each: no order is begun that would go beyond
+MAX_WORK = 8e8  # cells looked at, some 10 ns each: no order is begun that would go beyond
 HEAD_ROWS = 2  # of a stay that are looked up in all frames at once
 BLOCK = 64  # candidate bases that are looked up together
 

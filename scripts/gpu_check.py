@@ -15,6 +15,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -71,7 +72,7 @@ def main() -> int:
         compare = [python, "scripts/train_lm.py", "--device", "cuda", "--preset", "350m"]
         compare += ["--steps", "8", "--batch", "8", "--seq", "512", "--compare"]
         compare += ["--device-budget", "50%", "--host-budget", "100%", "--json", str(training)]
-        results = {
+        results: dict[str, Any] = {
             "machine": torch.cuda.get_device_name(),
             "python": platform.python_version(),
             "torch": torch.__version__,

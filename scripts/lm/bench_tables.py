@@ -30,8 +30,11 @@ def show(record: dict[str, Any]) -> None:
 
 
 def speed_table(record: dict[str, Any]) -> Table:
-    """Speeds in % of plain's; peaks as measured from outside."""
+    """Speeds in % of plain's. ``device``: its peak, from outside; ``counted``: by the pager, whose
+    ``budget`` it is; ``process``: its growth where the device is a GPU; ``host``: reserved by the
+    pager, or page-locked by PyTorch."""
     options = parse_options([*record["flags"], "--no-pager"])
+    cuda = options.device == "cuda"
     title = (
         f"{options.preset}, {options.dtype}, batch {options.batch}, seq {options.seq}, "
         f"{options.device}: needs {format_bytes(record['needed_bytes'])}; "
@@ -39,24 +42,26 @@ def speed_table(record: dict[str, Any]) -> Table:
     )
     table = Table(title=title, title_justify="left")
     table.add_column("", no_wrap=True)
-    for heading in ("step s", "speed %", "tokens/s", "device", "process", "host", "disk file"):
+    memory = ("device", "counted", "budget", *(["process"] if cuda else []), "host", "disk file")
+    for heading in ("step s", "speed %", "tokens/s", *memory):
         table.add_column(heading, justify="right", no_wrap=True)
     table.add_column("losses")
     for summary in record["summaries"]:
         name = Case(**summary["case"]).name
         error = escape(summary.get("error", ""))
         if "step_seconds" not in summary:
-            table.add_row(name, *[NONE] * 7, error or "not run")
+            table.add_row(name, *[NONE] * (3 + len(memory)), error or "not run yet")
             continue
-        peaks, counted = summary["peak_bytes"], summary.get("counted_peak_bytes")
-        host = counted["host"] if counted is not None else peaks.get("pinned", 0)
+        peaks, budget = summary["peak_bytes"], summary.get("budget_bytes", {})
+        sizes = [peaks["device"], summary.get("counted_peak_bytes", {}).get("device", 0)]
+        sizes += [budget.get("device", 0), *([peaks["process"]] if cuda else [])]
+        sizes += [budget.get("host") or peaks.get("pinned", 0), summary.get("disk_file_bytes", 0)]
         table.add_row(
             name,
             f"{summary['step_seconds']:.4f}",
             _number(summary["speed_percent"]),
             f"{options.batch * options.seq / summary['step_seconds']:,.0f}",
-            *(_size(nbytes) for nbytes in (peaks["device"], peaks["process"], host)),
-            _size(summary.get("disk_file_bytes", 0)),
+            *(_size(nbytes) for nbytes in sizes),
             _losses(summary) + (f"; then {error}" if error else ""),
         )
     return table

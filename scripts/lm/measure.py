@@ -10,6 +10,7 @@ import signal
 import time
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -71,12 +72,11 @@ class Outside:
         with suppress(OSError):
             Path("/proc/self/clear_refs").write_text("5")  # the peak starts from here
         self._rss = _status_bytes("VmRSS")
-        self._used_before = self._used = self._device_used()
+        self._used = self._device_used()
 
     def _device_used(self) -> int:
         if not self._cuda:
             return 0
-        torch.cuda.synchronize()
         free, total = torch.cuda.mem_get_info()
         return total - free
 
@@ -86,21 +86,18 @@ class Outside:
             torch.cuda.reset_peak_memory_stats()
             torch.cuda.reset_peak_host_memory_stats()
 
-    def look(self) -> None:
-        """Between steps."""
-        self._used = max(self._used, self._device_used())
-
     def peaks(self, arena: int) -> dict[str, int]:
-        """Bytes. ``arena``: the pager's, which no allocator of PyTorch counts."""
+        """Bytes. ``arena``: the pager's, which no allocator of PyTorch counts. On CUDA ``device``
+        is what was allocated, ``device_reserved`` with the allocator's cache, ``device_driver``
+        what the driver says was taken since the start, and is still."""
         growth = _status_bytes("VmHWM") - self._rss
         if not self._cuda:
             return {"device": growth, "process": growth}
-        pinned = torch.cuda.host_memory_stats()["active_bytes.peak"]
         return {
             "device": torch.cuda.max_memory_allocated() + arena,
             "device_reserved": torch.cuda.max_memory_reserved() + arena,
-            "device_driver": self._used - self._used_before,  # seen between steps
-            "pinned": pinned,
+            "device_driver": self._device_used() - self._used,
+            "pinned": torch.cuda.host_memory_stats()["active_bytes.peak"],
             "process": growth,
         }
 
@@ -153,18 +150,18 @@ def measure(spec: Spec) -> dict[str, Any]:
         warm_up_steps = len(losses)
         outside.warmed_up()
         watch = PagerWatch.of(pager) if pager is not None else None
-        seconds = []
+        # Nothing between the steps: moves that one leaves behind take the time of the next.
+        clock = [time.perf_counter()]
         for _ in range(spec.steps):
-            started = time.perf_counter()
             losses.append(trainer.step())
-            seconds.append(time.perf_counter() - started)
-            outside.look()
+            clock.append(time.perf_counter())
+        peaks = outside.peaks(pager.stats()["arena_bytes"] if pager is not None else 0)
         return {
-            "step_seconds": seconds,
+            "step_seconds": [end - begin for begin, end in pairwise(clock)],
             "warm_up_steps": warm_up_steps,
             "losses": losses,
             "needed_bytes": memory.report().needed_bytes if spec.needed else None,
-            "peak_bytes": outside.peaks(pager.stats()["arena_bytes"] if pager is not None else 0),
+            "peak_bytes": peaks,
             "pager": watch.record(spec.case.mode, spec.steps) if watch is not None else None,
         }
 

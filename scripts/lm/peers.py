@@ -6,6 +6,7 @@ host copies are page-locked on CUDA. What a peer needs is imported when the peer
 """
 
 import importlib
+import os
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -92,6 +93,7 @@ class Fsdp2Offload(PlainMemory):
         super().__init__(device, measure=False)
         if not dist.is_available():
             raise UnavailableError("FSDP2 needs torch.distributed, which this PyTorch has not")
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # the host's name may have no address
         self._folder = tempfile.TemporaryDirectory(prefix="bench_train-")
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo",

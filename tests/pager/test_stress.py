@@ -96,4 +96,6 @@ def test_random_training(one_thread, slow_channels, tmp_path, seed: int) -> None
         device_budget=budget, page_size=page, host_budget=host, disk_budget=disk,
         disk_path=tmp_path, policy="lp", verify=True,
     ) as pager:  # fmt: skip
+        assert pager.follower is not None
+        pager.follower.most_plans = 1
         compare_runs(script_of(seed), PlannedWorld(pager), must_move=False)

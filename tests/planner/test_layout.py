@@ -15,7 +15,15 @@ import pytest
 from tensorpager.planner import validator
 from tensorpager.planner.errors import InfeasibleBudget, PlanError, PolicyRefusal
 from tensorpager.planner.hardware import Hardware
-from tensorpager.planner.layout import Layout, lay_out, layout_from_json, layout_to_json, place
+from tensorpager.planner.layout import (
+    Layout,
+    _find_spells,
+    _find_stays,
+    lay_out,
+    layout_from_json,
+    layout_to_json,
+    place,
+)
 from tensorpager.planner.lp.policy import plan as lp_plan
 from tensorpager.planner.plan import Move, Plan, StartRun
 from tensorpager.planner.simulator import simulate
@@ -281,6 +289,27 @@ def test_a_stay_around_the_end_of_the_iteration(monkeypatch: pytest.MonkeyPatch)
     assert check_layout(trace, LINK, plan, layout, monkeypatch) is not None
 
 
+def test_a_move_in_has_one_base() -> None:
+    """Its first page has come and gone before there is a frame for its second."""
+    trace = paged_trace(
+        [(2, False), (2, True)],
+        [50.0] * 5,
+        [[Access(0, 0, 2, WRITE)], [], [Access(0, 0, 2, READ)], [Access(1, 1, 2, READ)], []],
+    )
+    moves = [
+        Move(13, 0, 2, "host", "in", 1),
+        Move(13, 0, 1, "host", "out", 2),
+        Move(13, 1, 1, "host", "out", 4),
+    ]
+    plan = plan_of(LINK, moves, [StartRun(13, 0, 2, "host")])
+    tight = LINK.with_(device_bytes=3 * PAGE)
+    simulation = simulate(trace, tight, plan, log_transfers=True)
+    assert [t.page_count for t in simulation.transfers or []] == [1, 1]
+    stays = _find_stays(trace, plan, _find_spells(trace, plan, simulation), 100)
+    assert sorted(trace.tensor_ids[stays.tensor].tolist()) == [3, 13]
+    assert stays.of_in.keys() == {0}
+
+
 def test_what_finds_no_room_is_counted() -> None:
     """a leaves frames 0 and 2 of three when b, of two pages, is born: there is room for two pages,
     but not in a row."""
@@ -346,15 +375,17 @@ def test_json_that_is_no_layout(change: dict[str, Any]) -> None:
 
 
 def expected_transfers(machine: Any, trace: Trace) -> list[tuple[int, str, float]]:
-    """(page, direction, arrival) of one iteration, µs since its begin, by the validator."""
+    """(page, what, when) of one iteration by the validator, µs since its begin: "out" and "in" when
+    a page arrives, "begin" when it begins to come in."""
     period = machine.durations[-1]
     began = machine.iteration_began / TICKS_PER_US - period
     found = []
     for event in [*machine.pages.events, *machine.pages.arrived_in]:
-        if event.why == "out" or event.what == "arrive":
+        begins = event.what == "take" and event.why == "in"
+        if begins or event.why == "out" or event.what == "arrive":
             at = event.us - began
             if -1e-6 <= at < period - 1e-6:
-                found.append((event.page, event.why, at))
+                found.append((event.page, "begin" if begins else event.why, at))
     return found
 
 
@@ -383,11 +414,16 @@ def test_transfers_are_logged_once_each(monkeypatch: pytest.MonkeyPatch) -> None
             move = case.plan.moves[transfer.move]
             assert (move.tier, move.action == "out") == (transfer.tier, transfer.is_out)
             each = (transfer.end_us - transfer.begin_us) / transfer.page_count
-            for nth in range(transfer.page_count if transfer.arrived else 0):
-                at = transfer.begin_us + (nth + 1) * each
-                at -= period if at > period - 1e-6 else 0.0
+            for nth in range(transfer.page_count):
                 page = base[transfer.tensor] + transfer.first_page + nth
-                logged.append((page, "out" if transfer.is_out else "in", at))
+                begin, end = (transfer.begin_us + n * each for n in (nth, nth + 1))
+                times = []
+                if transfer.arrived:
+                    times.append(("out" if transfer.is_out else "in", end))
+                if not transfer.is_out and each:
+                    times.append(("begin", begin))
+                for what, at in times:
+                    logged.append((page, what, at - (period if at > period - 1e-6 else 0.0)))
         expected = expected_transfers(machine, trace)
         assert len(logged) == len(expected)
         for ours, theirs in zip(sorted(logged), sorted(expected)):
