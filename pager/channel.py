@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from typing import TYPE_CHECKING
 
@@ -26,20 +27,27 @@ class Job:
 
 
 class Channel:
-    """First in, first out. The thread holds the pager's lock except while bytes move.
+    """First in, first out. Its threads hold the pager's lock except while bytes move.
 
-    ``busy``: bytes are moving. ``blocked``: the head cannot start until something changes.
+    There are ``lanes`` of them, so that the next transfer is under way when one ends: in between
+    lies Python, which has to wait for the GIL. ``busy``: transfers under way. ``blocked``: the head
+    cannot start until something changes.
     """
 
-    def __init__(self, executor: Executor, tier: str, *, is_out: bool) -> None:
+    def __init__(self, executor: Executor, tier: str, *, is_out: bool, lanes: int) -> None:
         self.tier = tier
         self.is_out = is_out
         self.jobs: deque[Job] = deque()
-        self.busy = False
+        self.busy = 0
         self.blocked = False
+        self._lanes = lanes
         self._executor = executor
         self._wake = threading.Condition(executor.lock)
-        self._thread: threading.Thread | None = None
+        self.threads: list[threading.Thread] = []
+        # While any transfer was under way: what was moved, and how long that took.
+        self.moved_pages = 0
+        self.moving_seconds = 0.0
+        self._since = 0.0
 
     @property
     def name(self) -> str:
@@ -49,29 +57,30 @@ class Channel:
     def add(self, job: Job) -> None:
         """Queue a job; the caller holds the lock."""
         self.jobs.append(job)
-        if self._thread is None:
-            name = f"tensorpager-{self.name}"
-            self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-            self._thread.start()
+        if not self.threads:
+            for _ in range(self._lanes):
+                name = f"tensorpager-{self.name}"
+                self.threads.append(threading.Thread(target=self._run, name=name, daemon=True))
+                self.threads[-1].start()
         if len(self.jobs) == 1:
             self.kick()
 
     def kick(self) -> None:
         """Something changed that the head may be waiting for."""
         self.blocked = False
-        if self._thread is not None and not self.busy:
+        if self.busy < self._lanes:
             self._wake.notify()
 
     def can_progress(self) -> bool:
-        return self.busy or (bool(self.jobs) and not self.blocked)
+        return bool(self.busy) or (bool(self.jobs) and not self.blocked)
 
     def join(self) -> None:
-        """Wait, without the lock, for the thread to end; ``executor.closing`` must be set."""
-        if self._thread is not None:
-            with self._executor.lock:
-                self._wake.notify()
-            self._thread.join()
-            self._thread = None
+        """Wait, without the lock, for the threads to end; ``executor.closing`` must be set."""
+        with self._executor.lock:
+            self._wake.notify_all()
+        for thread in self.threads:
+            thread.join()
+        self.threads.clear()
 
     def _run(self) -> None:
         executor = self._executor
@@ -85,9 +94,16 @@ class Channel:
                     executor.nothing_to_wait_for()
                     self._wake.wait()
                     continue
-                self.busy = True
+                if not self.busy:
+                    self._since = time.perf_counter()
+                self.busy += 1
+                if self.jobs and self.busy < self._lanes:
+                    self._wake.notify()
                 self._move(transfer)
-                self.busy = False
+                self.busy -= 1
+                self.moved_pages += len(transfer.pages)
+                if not self.busy:
+                    self.moving_seconds += time.perf_counter() - self._since
                 executor.moved(self)
 
     def _prepare(self) -> Transfer | None:

@@ -1,8 +1,9 @@
-"""An optimizer's step where everything fits: on plain views, past the dispatcher.
+"""An optimizer's step on plain views, past the dispatcher.
 
 An update is many small ops (Adam: 14 for a parameter), and one op on a PagedTensor costs some 30 µs
-of Python. Where all operands stay on the device in consecutive frames anyway, their pages are held
-for the whole step and the optimizer is given plain views of them, once.
+of Python. So pages are held for a whole update and the optimizer is given plain views of them: of
+all parameters at once where everything stays on the device anyway, else of one parameter with its
+gradient and states.
 """
 
 from __future__ import annotations
@@ -13,10 +14,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from .errors import InfeasibleBudget
 from .paged_tensor import PagedTensor, direct_view, withdraw
 
 if TYPE_CHECKING:
     from .runtime import Pager
+
+_LEAST_FRAMES_PER_PAGE = 3  # so many in the arena for each page that an update holds
 
 
 def step_as_dense(optimizer: Any, raw: Callable[..., Any]) -> bool:
@@ -27,15 +31,38 @@ def step_as_dense(optimizer: Any, raw: Callable[..., Any]) -> bool:
     made (one parameter at a time is less at once), or where the class is a user's own, which may
     look at what it is given.
     """
+    if not optimizer._tp_pager.fits or not _may_see_views(optimizer):
+        return False
+    with torch._C.DisableTorchFunctionSubclass():
+        return step_on_views(optimizer, raw)
+
+
+def step_alone_as_dense(optimizer: Any, raw: Callable[..., Any]) -> bool:
+    """The same for an optimizer whose groups name one parameter at the moment: its gradient and
+    states are brought onto the device with it. ``False``, and nothing done, where that would take
+    more than a share of the arena; ops one by one take less."""
     pager: Pager = optimizer._tp_pager
-    if not pager.fits or pager.budget.metering or pager.after_op is not None:
+    if not _may_see_views(optimizer):
+        return False
+    with torch._C.DisableTorchFunctionSubclass():
+        runs = {t._storage.run.id: t._storage.run for t in paged_operands(optimizer)}
+        pages = sum(run.count for run in runs.values())
+        if pages > pager.residency.pool.count // _LEAST_FRAMES_PER_PAGE:
+            return False
+        try:
+            return step_on_views(optimizer, raw)
+        except InfeasibleBudget:  # the user's own pins leave too little
+            return False
+
+
+def _may_see_views(optimizer: Any) -> bool:
+    pager: Pager = optimizer._tp_pager
+    if pager.budget.metering or pager.after_op is not None:
         return False
     if not f"{type(optimizer).__mro__[2].__module__}.".startswith("torch.optim."):
         return False
     with torch._C.DisableTorchFunctionSubclass():
-        if not _has_its_states(optimizer) or not _grads_match(optimizer):
-            return False
-        return step_on_views(optimizer, raw)
+        return _has_its_states(optimizer) and _grads_match(optimizer)
 
 
 def step_on_views(optimizer: Any, raw: Callable[..., Any]) -> bool:

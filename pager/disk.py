@@ -120,15 +120,16 @@ class DiskTier:
         self._refuse_if_gone()
         return self._fd
 
-    def write(self, runs: Sequence[SlotRun]) -> None:
-        """``submit_write``, and wait."""
-        self.submit_write(runs).result()
+    def write(self, runs: Sequence[SlotRun], *, here: bool = False) -> None:
+        """``submit_write``, and wait. ``here``: the calling thread does it all by itself, for those
+        who have threads of their own; it wakes up once, not once for each hand-over."""
+        self.submit_write(runs, here=here).result()
 
-    def read(self, runs: Sequence[SlotRun]) -> None:
-        """``submit_read``, and wait."""
-        self.submit_read(runs).result()
+    def read(self, runs: Sequence[SlotRun], *, here: bool = False) -> None:
+        """``submit_read``, and wait; ``here`` as above."""
+        self.submit_read(runs, here=here).result()
 
-    def submit_write(self, runs: Sequence[SlotRun]) -> Future[None]:
+    def submit_write(self, runs: Sequence[SlotRun], *, here: bool = False) -> Future[None]:
         """Starts to write; the arrays must not change until the future is done.
 
         All or nothing: if the future has an exception (PagerError), none of the slots can be read,
@@ -148,9 +149,9 @@ class DiskTier:
 
         with self._lock:
             self._written[slots] = False
-        return self._submit("written", tasks, on_success)
+        return self._submit("written", tasks, on_success, here=here)
 
-    def submit_read(self, runs: Sequence[SlotRun]) -> Future[None]:
+    def submit_read(self, runs: Sequence[SlotRun], *, here: bool = False) -> Future[None]:
         """Starts to read; the arrays may be used when the future has a result.
 
         If it has an exception (CorruptPage, PagerError) the arrays hold anything, and the slots
@@ -166,7 +167,7 @@ class DiskTier:
             failed: Future[None] = Future()
             failed.set_exception(self._corrupt(int(unwritten[0]), "was never written"))
             return failed
-        return self._submit("read", tasks, lambda: None)
+        return self._submit("read", tasks, lambda: None, here=here)
 
     def grow(self, capacity_bytes: int) -> None:
         """Enlarges the file in place. Slots keep their numbers and pages.
@@ -226,7 +227,9 @@ class DiskTier:
         assert not slots.size or 0 <= slots[0] <= slots[-1] < self.slots.count, f"{slots}"
         return slots
 
-    def _submit(self, verb: str, tasks: list[Task], on_success: Callable[[], None]) -> Future[None]:
+    def _submit(
+        self, verb: str, tasks: list[Task], on_success: Callable[[], None], *, here: bool
+    ) -> Future[None]:
         writes = verb == "written"
         move = self._write_task if writes else self._read_task
         limit = self._write_limit if writes else self._read_limit
@@ -246,8 +249,12 @@ class DiskTier:
             else:
                 batch.task_ended()
 
-        for task in tasks:
-            slot_end = limit.reserve(task.page_count * self._page_size)
+        ends = [limit.reserve(task.page_count * self._page_size) for task in tasks]
+        if here:
+            for task in tasks:
+                run(task, ends[-1] if task is tasks[-1] else 0.0)
+            return batch.future
+        for task, slot_end in zip(tasks, ends):
             try:
                 pool.submit(run, task, slot_end)
             except RuntimeError as error:  # closed meanwhile, or no thread to be had

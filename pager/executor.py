@@ -27,9 +27,11 @@ from .migration import Migration
 from .residency import Residency
 from .space import PageRun
 from .transfers import Transfers
+from .windows import open_window
 
 _WATCHDOG_SECONDS = 60.0
 _TICK_SECONDS = 1.0
+_LANES = 3
 TIERS = ("host", "disk")
 
 
@@ -58,8 +60,9 @@ class Executor:
         self._names = names
         self._changed = threading.Condition(lock)  # for the training thread
         self._waiting = False
-        self._outs = {tier: Channel(self, tier, is_out=True) for tier in TIERS}
-        self._ins = {tier: Channel(self, tier, is_out=False) for tier in TIERS}
+        lanes = _LANES if residency.backend.host_addressable else 1  # one staging buffer
+        self._outs = {tier: Channel(self, tier, is_out=True, lanes=lanes) for tier in TIERS}
+        self._ins = {tier: Channel(self, tier, is_out=False, lanes=lanes) for tier in TIERS}
         self.channels = (*self._outs.values(), *self._ins.values())
         self.births: dict[int, int] = {}  # key → frame, of the plan that is followed
 
@@ -120,19 +123,41 @@ class Executor:
         waited = False
         while run.base < 0:
             if self._residency.is_blank(run):
-                base = self.births.get(run.key, ANYWHERE)
-                if base < 0:
-                    return False
-                if self._residency.place_at(run, base):
+                if self._place(run):
                     return True
             elif not (run.moving or run.coming):
                 return False
             elif not waited:
                 waited = True
                 self.late += 1
-            if not self.wait():
+            if not self.wait() and not self._promote(run):
                 return False
         return True
+
+    def _place(self, run: PageRun) -> bool:
+        """Frames for a run that is born, if enough are free."""
+        residency = self._residency
+        if residency.place_at(run, self.births.get(run.key, ANYWHERE)):
+            return True
+        found = residency.pool.allocate_run(run.count)
+        if found is not None:
+            residency.pool.free(found, run.count)
+        else:
+            found = open_window(residency, run)
+        return found is not None and residency.place_at(run, found)
+
+    def _promote(self, run: PageRun) -> bool:
+        """Let ``run`` overtake jobs that cannot go on; ``False`` if that cannot help."""
+        helps = False
+        for channel in self._ins.values():
+            mine = [job for job in channel.jobs if job.run is run]
+            if mine and channel.jobs[0].run is not run:
+                others = [job for job in channel.jobs if job.run is not run]
+                channel.jobs.clear()
+                channel.jobs.extend((*mine, *others))
+                channel.kick()
+                helps = True
+        return helps
 
     def wait(self) -> bool:
         """Until something has moved; ``False`` if nothing will."""

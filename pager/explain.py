@@ -47,9 +47,8 @@ def explain(pager: Pager) -> str:
             f"Measured: {kind.measured / 1e3:.1f} ms, "
             f"{100 * (kind.measured / kind.guide.predicted_us - 1):+.1f} % of what was predicted."
         )
-    with pager.lock:
-        hardware = follower.hardware()
-    lines += [_limit(kind.guide, hardware), _more(kind.guide, hardware)]
+    if kind.hardware is not None:
+        lines += [_limit(kind.guide, kind.hardware), _more(kind.guide, kind.hardware)]
     return "\n".join(lines)
 
 

@@ -38,10 +38,17 @@ if TYPE_CHECKING:
     from .calibration import Calibration
     from .runtime import Pager
 
-_BATCH_SECONDS = 0.005  # of a channel's time: what one transfer moves
+_BATCH_SECONDS = 0.008  # of a channel's time: what one transfer moves
 _MOST_BATCH_BYTES = 128 << 20
 _MEASURED = 3  # iterations that follow a plan before it is judged
 _OFF_BY = 0.05
+_TELLING_SECONDS = 1.0
+_RATES = {
+    "host-out": "d2h_bytes_per_s",
+    "host-in": "h2d_bytes_per_s",
+    "disk-out": "disk_write_bytes_per_s",
+    "disk-in": "disk_read_bytes_per_s",
+}
 
 
 class Follower:
@@ -142,7 +149,6 @@ class Follower:
         with executor.quiet():
             residency.pin(runs)
         executor.faults += 1
-        self._in_state = None  # pages moved that the plan did not move: it is entered anew
 
     def unpinned(self) -> None:
         """An access has ended: what the plan queues now is queued."""
@@ -257,6 +263,7 @@ class Follower:
         kind.recorded = make_recorded(kind.log, kind.facts, size, kind.seconds(), device)
         kind.plans += 1
         kind.planned_full = kind.plans > 1
+        kind.hardware = hardware
         kind.process = PlanningProcess(kind.recorded.trace, hardware, quick=not kind.planned_full)
 
     def _is_off(self, kind: Kind) -> bool:
@@ -313,23 +320,32 @@ class Follower:
             )
             self._size_batches(self._calibration)
         size = pager.page_size
-        return hardware(
+        machine = hardware(
             self._calibration,
             device_bytes=pager.residency.pool.count * size,
             host_bytes=pager.host.slots.count * size,
             disk_bytes=pager.disk.slots.count * size if pager.disk is not None else 0,
             page_size=size,
         )
+        return machine.with_(**self._rates_in_training(machine))
+
+    def _rates_in_training(self, machine: Hardware) -> dict[str, float]:
+        """Rates that channels had beside the training, where they have moved enough to tell: ops
+        and moves share cores and memory, so these are lower than those of an idle machine."""
+        rates = {}
+        for channel in self.executor.channels:
+            nbytes = channel.moved_pages * self._pager.page_size
+            if channel.moving_seconds < _TELLING_SECONDS:
+                continue
+            field = _RATES[channel.name]
+            seen = nbytes / channel.moving_seconds
+            rates[field] = min(getattr(machine, field), seen)
+        return rates
 
     def _size_batches(self, measured: Calibration) -> None:
-        rates = {
-            "host-out": measured.d2h_bytes_per_s,
-            "host-in": measured.h2d_bytes_per_s,
-            "disk-out": measured.disk_write_bytes_per_s,
-            "disk-in": measured.disk_read_bytes_per_s,
-        }
-        for name, rate in rates.items():
-            nbytes = min(_MOST_BATCH_BYTES, int((rate or 0.0) * _BATCH_SECONDS))
+        for name, field in _RATES.items():
+            rate = getattr(measured, field) or 0.0
+            nbytes = min(_MOST_BATCH_BYTES, int(rate * _BATCH_SECONDS))
             self.transfers.batch_pages[name] = max(1, nbytes // self._pager.page_size)
 
     def _facts(self, log: AccessLog) -> dict[int, RunFacts]:

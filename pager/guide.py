@@ -70,6 +70,12 @@ class Guide:
         for where, actions in enumerate(found):
             if actions:
                 self.actions[where] = tuple(actions)
+        # Key → number of its last in-move: the order of those still under way at the end.
+        self.last_in = {
+            names[move.tensor]: index
+            for index, move in enumerate(plan.moves)
+            if move.action == "in"
+        }
         self.births = {names[tensor]: base for tensor, base in layout.births.items()}
         self.start = {names[tensor]: base for tensor, base in layout.start.items()}
         self.away = [Away(names[run.tensor], *run[1:]) for run in plan.start]

@@ -13,6 +13,7 @@ from .guide import Guide
 from .sequence_trace import RunFacts
 
 if TYPE_CHECKING:
+    from ..planner.hardware import Hardware
     from .planning import PlanningProcess
     from .sequence_trace import Recorded
 
@@ -33,6 +34,7 @@ class Kind:
         self.seen = 1
         self.guide: Guide | None = None
         self.recorded: Recorded | None = None  # what `process` or `guide` was made from
+        self.hardware: Hardware | None = None  # it was, or is being, planned for
         self.process: PlanningProcess | None = None
         self.refused: str | None = None  # why there is no plan
         self.plans = 0

@@ -269,7 +269,7 @@ class Migration:
             for batch, buffers in self._disk_batches(frames, slots, "out"):
                 if batch:
                     self.backend.carry_out(batch, mark)
-                self.disk.write(buffers)
+                self.disk.write(buffers, here=True)
             return
         stretches = merge(frames, slots)
         copies = [Copy(frame * size, self.host.view(slot, n)) for frame, slot, n in stretches]
@@ -294,7 +294,7 @@ class Migration:
         if tier == "disk":
             assert self.disk is not None
             for batch, buffers in self._disk_batches(frames, slots, "in"):
-                self.disk.read(buffers)
+                self.disk.read(buffers, here=True)
                 if batch:
                     self.backend.carry_in(batch, mark)
             return

@@ -19,7 +19,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from .dense_step import step_as_dense
+from .dense_step import step_alone_as_dense, step_as_dense
 from .errors import PagerError
 from .module import known_parameter
 
@@ -79,7 +79,8 @@ class PagedOptimizer:
                 for parameter in _one_at_a_time(self):
                     if id(parameter) in self._tp_done:
                         continue
-                    raw(self)
+                    if not step_alone_as_dense(self, raw):
+                        raw(self)
                     page_state(pager, self.state.get(parameter))
                     self._tp_done.add(id(parameter))
                 self._tp_stepped = True

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import numpy as np
+import numpy.typing as npt
 
 from .access_log import Names
 from .guide import Action, Guide
 from .page_table import NONE, Int32
 from .residency import Residency
+from .space import PageRun
 
 
 def reconcile(residency: Residency, names: Names, guide: Guide) -> list[Action]:
@@ -17,23 +19,52 @@ def reconcile(residency: Residency, names: Names, guide: Guide) -> list[Action]:
     and nothing pinned. Raises ``TierFull`` if what should leave has nowhere to go.
     """
     table = residency.table
-    target = np.full(len(table.frame), NONE)
-    for key, base in guide.start.items():
-        run = names.run_of(key, ())
-        if run is not None and base + run.count <= residency.pool.count:
-            rows = slice(run.first, run.first + run.count)
-            target[rows] = np.arange(base, base + run.count)
-    for away in guide.away:
-        run = names.run_of(away.key, ())
-        if run is not None:
-            first = run.first + away.first
-            target[first : first + away.pages] = NONE
+    order = _by_first_use(names, guide)
+    target, wanted = _targets(residency, names, guide, order)
     resident = table.frame >= 0
     unwanted = np.flatnonzero(resident & (target < 0)).astype(np.int32)
     residency.evict_pages(unwanted)
     pages = np.flatnonzero((table.frame >= 0) & (table.frame != target)).astype(np.int32)
     _rearrange(residency, pages, target[pages].astype(np.int32))
-    return _missing(residency, names, guide, target)
+    settled = [entry for entry in order if (target[entry[1].first :][: entry[1].count] >= 0).any()]
+    late = [entry for entry in order if entry not in settled]
+    late.sort(key=lambda entry: guide.last_in.get(entry[0], 0))
+    return _missing(residency, guide, [*settled, *late], wanted)
+
+
+def _by_first_use(names: Names, guide: Guide) -> list[tuple[int, PageRun]]:
+    """Keys and runs that should be on the device, at least in part."""
+    keys = dict.fromkeys(key for access in guide.keys for key in access if key in guide.start)
+    found = ((key, names.run_of(key, ())) for key in keys)
+    return [(key, run) for key, run in found if run is not None]
+
+
+def _targets(
+    residency: Residency, names: Names, guide: Guide, order: list[tuple[int, PageRun]]
+) -> tuple[Int32, npt.NDArray[np.bool_]]:
+    """Frame of each page, −1 for none; and which pages should be on the device.
+
+    A plan may want two pages in one frame: when its iterations follow each other, one of them is
+    still on its way, and waits. The one that is used first gets the frame.
+    """
+    table = residency.table
+    wanted = np.zeros(len(table.frame), np.bool_)
+    for _, run in order:
+        wanted[run.first : run.first + run.count] = True
+    for away in guide.away:
+        gone = names.run_of(away.key, ())
+        if gone is not None:
+            first = gone.first + away.first
+            wanted[first : first + away.pages] = False
+    target = np.full(len(table.frame), NONE)
+    taken = np.zeros(residency.pool.count, np.bool_)
+    for key, run in order:
+        pages = np.flatnonzero(wanted[run.first : run.first + run.count])
+        frames = guide.start[key] + pages
+        if len(frames) and frames[-1] < len(taken) and not taken[frames].any():
+            taken[frames] = True
+            target[run.first + pages] = frames
+    return target, wanted
 
 
 def _rearrange(residency: Residency, pages: Int32, targets: Int32) -> None:
@@ -54,25 +85,23 @@ def _rearrange(residency: Residency, pages: Int32, targets: Int32) -> None:
             residency.relocate(pages[:1], np.array([spare], np.int32))
 
 
-def _missing(residency: Residency, names: Names, guide: Guide, target: Int32) -> list[Action]:
-    """In-moves for pages that should be on the device and are below it, in the order of keys'
-    first use."""
+def _missing(
+    residency: Residency,
+    guide: Guide,
+    order: list[tuple[int, PageRun]],
+    wanted: npt.NDArray[np.bool_],
+) -> list[Action]:
+    """In-moves for pages that should be on the device and are below it."""
     table = residency.table
     found = []
-    seen: set[int] = set()
-    for keys in guide.keys:
-        for key in keys:
-            run = names.run_of(key, ()) if key > 0 and key not in seen else None
-            seen.add(key)
-            if run is None or key not in guide.start:
-                continue
-            rows = slice(run.first, run.first + run.count)
-            absent = (target[rows] >= 0) & (table.frame[rows] < 0)
-            for tier, column in (("host", table.host), ("disk", table.disk)):
-                here = absent & (column[rows] >= 0)
-                if tier == "disk":
-                    here &= table.host[rows] < 0
-                edges = np.flatnonzero(np.diff(np.concatenate([[0], here.view(np.int8), [0]])))
-                for first, last in edges.reshape(-1, 2).tolist():
-                    found.append(Action("in", tier, key, first, last - first, guide.start[key]))
+    for key, run in order:
+        rows = slice(run.first, run.first + run.count)
+        absent = wanted[rows] & (table.frame[rows] < 0)
+        for tier, here in (
+            ("host", absent & (table.host[rows] >= 0)),
+            ("disk", absent & (table.host[rows] < 0) & (table.disk[rows] >= 0)),
+        ):
+            edges = np.flatnonzero(np.diff(np.concatenate([[0], here.view(np.int8), [0]])))
+            for first, last in edges.reshape(-1, 2).tolist():
+                found.append(Action("in", tier, key, first, last - first, guide.start[key]))
     return found

@@ -35,8 +35,10 @@ class PageRun:
     ``nbytes``: bytes in use, of shared pages all.
     """
 
-    __slots__ = ("base", "born", "coming", "count", "first", "generation", "id", "key", "kind",
-                 "leaving", "moving", "nbytes", "pins", "settled", "small", "storages")  # fmt: skip
+    __slots__ = (
+        "base", "born", "coming", "count", "first", "generation", "id", "key", "kind",
+        "leaving", "moving", "nbytes", "pins", "settled", "small", "storages",
+    )  # fmt: skip
 
     def __init__(self, run_id: int, first: int, count: int, kind: str) -> None:
         self.id = run_id

@@ -14,11 +14,11 @@ import numpy as np
 
 from .backend import Backend
 from .channel import Channel, Job
-from .frame_pool import FramePool
 from .migration import Migration, merge
 from .page_table import BLANK, DIRTY, Int32, PageTable
 from .residency import Residency
 from .space import PageRun, generations
+from .windows import open_window
 
 if TYPE_CHECKING:
     from .access_log import Names
@@ -193,27 +193,37 @@ class Transfers:
         return pages, frames
 
     def _frames_for(self, run: PageRun, pages: Int32, base: int) -> Int32:
-        """Free frames for the first of ``pages``, taken from the pool; none if they are in use."""
+        """Free frames for the first of ``pages``, taken from the pool; none if too few are free.
+
+        The plan counts on any free frames: those that were foreseen are only the ones for which
+        nothing has to be moved aside.
+        """
         pool = self._residency.pool
         own = self._table.frame[run.first : run.first + run.count]
         resident = np.flatnonzero(own >= 0)
+        offset = int(pages[0]) - run.first
         if len(resident):
             base = int(own[resident[0]] - resident[0])
-        elif base < 0:  # no frame was found in advance: anywhere
-            found = pool.allocate_run(run.count)
+        if not self._fits(run, base, offset, len(pages), partly=bool(len(resident))):
+            found = None if len(resident) else pool.allocate_run(run.count)
+            if found is not None:
+                pool.free(found, run.count)
+            elif run.base < 0:
+                found = open_window(self._residency, run)
             if found is None:
                 return np.empty(0, np.int32)
-            pool.free(found, run.count)
             base = found
-        first = base + int(pages[0]) - run.first
-        count = len(pages)
-        if first < 0:
-            return np.empty(0, np.int32)
-        while count and not _is_free(pool, first, count):
-            count //= 2
-        if count:
-            pool.take(first, count)
-        return np.arange(first, first + count, dtype=np.int32)
+        first = base + offset
+        pool.take(first, len(pages))
+        return np.arange(first, first + len(pages), dtype=np.int32)
+
+    def _fits(self, run: PageRun, base: int, offset: int, count: int, *, partly: bool) -> bool:
+        """The frames for these pages are free; all of the run's, if none of it is there yet."""
+        if base < 0 or base + run.count > self._residency.pool.count:
+            return False
+        if partly:
+            return self._residency.pool.is_free(base + offset, count)
+        return self._residency.pool.is_free(base, run.count)
 
     # -- after -----------------------------------------------------------------------------------
     def finish(self, channel: Channel, transfer: Transfer, error: BaseException | None) -> None:
@@ -246,7 +256,3 @@ class Transfers:
             return
         self._migration.carried_in(tier, pages, frames)
         self._residency.arrived(run)
-
-
-def _is_free(pool: FramePool, start: int, count: int) -> bool:
-    return start >= 0 and start + count <= pool.count and pool.is_free(start, count)

@@ -264,7 +264,7 @@ def test_close_in_the_middle_of_an_iteration(one_thread) -> None:
             interrupted_iteration(pager, model)
         follower = pager.follower
         assert follower is not None
-    assert all(channel._thread is None for channel in follower.executor.channels)
+    assert not any(channel.threads for channel in follower.executor.channels)
 
 
 # -- what is said about it -----------------------------------------------------------------------

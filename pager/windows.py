@@ -1,0 +1,116 @@
+"""Consecutive frames for a run among frames that are free here and there.
+
+A plan counts frames, not places. Where enough are free but not in one piece, what is in the way is
+moved aside inside the arena: a copy in memory, far cheaper than waiting for a transfer. ::
+
+    frames   | A A . B . C C C . . D |      need 4: B is moved to the hole behind A ...
+             | A A B . . C C C . . D |      ... no; C to the holes at the end: none is that long
+             | A A . . . . . B C C C |      (the cheapest window whose occupants find another place)
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from .migration import merge
+from .space import PageRun
+
+if TYPE_CHECKING:
+    from .residency import Residency
+
+_NEVER = 1 << 40  # cost of a frame that must stay as it is
+_TRIES = 4  # windows to try, the cheapest first
+
+
+def open_window(residency: Residency, run: PageRun) -> int | None:
+    """Make ``run.count`` consecutive frames free but for pages of ``run`` itself, which are at
+    their places in it then; the first frame. ``None``, and nothing moved that matters, if too few
+    are free or nothing can be moved. ``run`` must not be in use in its present place."""
+    table, pool = residency.table, residency.pool
+    own = table.frame[run.first : run.first + run.count]
+    if pool.free_count < run.count - int((own >= 0).sum()) or run.count > pool.count:
+        return None
+    cost = _costs(residency, run)
+    sums = np.concatenate([[0], np.cumsum(cost)])
+    windows = sums[run.count :] - sums[: -run.count]
+    cheapest: list[int] = np.argsort(windows, kind="stable")[:_TRIES].tolist()
+    for base in cheapest:
+        if windows[base] >= _NEVER:
+            return None
+        if _clear(residency, run, base):
+            return base
+    return None
+
+
+def _costs(residency: Residency, run: PageRun) -> npt.NDArray[np.int64]:
+    """Of making each frame free: 0 where it is, 1 for a page that may move."""
+    table, pool = residency.table, residency.pool
+    cost = np.full(pool.count, _NEVER, np.int64)
+    for start, length in pool.runs():
+        cost[start : start + length] = 0
+    held = np.flatnonzero(table.frame_page >= 0)
+    owners = table.owner[table.frame_page[held]]
+    fixed = [r.id for r in residency.space.runs.values() if (r.pins or r.moving) and r is not run]
+    cost[held] = np.where(np.isin(owners, fixed), _NEVER, 1)
+    return cost
+
+
+def _clear(residency: Residency, run: PageRun, base: int) -> bool:
+    """Move what is in the window from ``base`` on to other places, and ``run``'s pages into it."""
+    table, pool = residency.table, residency.pool
+    window = np.arange(base, base + run.count, dtype=np.int32)
+
+    def take_free() -> None:  # so that nothing is moved from one place in the window to another
+        for frame in window[table.frame_page[window] < 0].tolist():
+            if pool.is_free(frame, 1):
+                pool.take(frame, 1)
+
+    take_free()
+    held = table.frame_page[window]
+    owners = np.unique(table.owner[held[held >= 0]]).tolist()
+    occupants = [residency.space.runs[owner] for owner in owners if owner != run.id]
+    cleared = True
+    for other in occupants:
+        cleared = cleared and _move_aside(residency, other)
+        take_free()
+    empty = window[table.frame_page[window] < 0]
+    for start, _, length in merge(empty, empty):
+        pool.free(start, length)
+    if cleared:
+        _bring_together(residency, run, base)
+    return cleared
+
+
+def _move_aside(residency: Residency, run: PageRun) -> bool:
+    """All pages of ``run`` that are on the device go to another place for the whole of it."""
+    start = residency.pool.allocate_run(run.count)
+    if start is None:
+        return False
+    residency.pool.free(start, run.count)
+    _bring_together(residency, run, start)
+    return True
+
+
+def _bring_together(residency: Residency, run: PageRun, base: int) -> None:
+    """Pages of ``run`` go to their frames from ``base`` on, which are free or their own."""
+    table = residency.table
+    pages = np.arange(run.first, run.first + run.count, dtype=np.int32)
+    targets = (pages - run.first + base).astype(np.int32)
+    wrong = (table.frame[pages] >= 0) & (table.frame[pages] != targets)
+    pages, targets = pages[wrong], targets[wrong]
+    while len(pages):  # some may be in each other's way
+        open_ = table.frame_page[targets] < 0
+        if not open_.any():  # a circle: one of them waits below, or elsewhere
+            spare = residency.pool.allocate_run(1)
+            if spare is None:
+                residency.evict_pages(pages[:1])
+                pages, targets = pages[1:], targets[1:]
+                continue
+            residency.pool.free(spare, 1)
+            residency.relocate(pages[:1], np.array([spare], np.int32))
+            continue
+        residency.relocate(pages[open_], targets[open_])
+        pages, targets = pages[~open_], targets[~open_]
