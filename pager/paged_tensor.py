@@ -92,6 +92,10 @@ class PagedTensor(Doors, torch.Tensor):
             info = _INFO[func] = describe(func)
         kind = info.kind
         if kind == "plain":
+            if not kwargs and not info.writes_named:
+                out = _run_quickly(func, args)
+                if out is not _NOT_QUICK:
+                    return out
             return run_dense(func, info, args, kwargs or {})
         return _SPECIAL[kind](func, info, args, kwargs or {})
 
@@ -215,7 +219,10 @@ def direct_view(tensor: PagedTensor) -> torch.Tensor:
     run = tensor._storage.run
     if tensor._view is None or tensor._view_generation != run.generation:
         address = tensor._storage.pager.address_of(tensor._storage)
-        with torch.inference_mode(False):  # it is kept, and training will write to it
+        if torch.is_inference_mode_enabled():  # it is kept, and training will write to it
+            with torch.inference_mode(False):
+                tensor._view = dense_view(tensor, address)
+        else:
             tensor._view = dense_view(tensor, address)
         tensor._view_generation = run.generation
     return tensor._view
@@ -311,6 +318,63 @@ def run_dense(func: Any, info: OpInfo, args: Any, kwargs: dict[str, Any]) -> Any
         return _restore(out, operands)
     except BaseException:
         withdraw(paged, operands.views)
+        raise
+    finally:
+        pager.unpin(runs)
+
+
+_NOT_QUICK = object()
+
+
+def _run_quickly(func: Any, args: Any) -> Any:
+    """``run_dense`` for the commonest case: an op that only reads tensors of one pager, all of them
+    on the device with their dense views at hand. ``_NOT_QUICK``, and nothing done, otherwise."""
+    paged: list[PagedTensor] = []
+    runs: list[PageRun] = []
+    plain = []
+    pager = None
+    for value in args:
+        kind = type(value)
+        if kind is PagedTensor:
+            storage = value._storage
+            run = storage.run
+            if pager is None:
+                pager = storage.pager
+            view = value._view
+            if (
+                view is None
+                or run.base < 0
+                or value._view_generation != run.generation
+                or storage.pager is not pager
+                or value.dtype.is_complex
+            ):
+                return _NOT_QUICK
+            if run not in runs:
+                runs.append(run)
+            paged.append(value)
+            plain.append(view)
+        elif kind in _LISTS and any(type(item) is PagedTensor for item in value):
+            return _NOT_QUICK
+        else:
+            plain.append(value)
+    if pager is None:
+        return _NOT_QUICK
+    pager.pin(runs)
+    try:
+        for tensor in paged:
+            if tensor._view_generation != tensor._storage.run.generation:
+                return _NOT_QUICK  # it moved just before it was pinned
+        out = func(*plain)
+        strided = type(out) is torch.Tensor and out.layout is torch.strided
+        if strided and not 0 <= out.data_ptr() - pager.backend.address < pager.reach_bytes:
+            return out
+        operands = _Operands(pager)
+        operands.twins = {id(t._view): t for t in paged}
+        return _restore(out, operands)
+    except BaseException:
+        withdraw(
+            paged, [view for view in plain if type(view) is torch.Tensor and pager.holds(view)]
+        )
         raise
     finally:
         pager.unpin(runs)
@@ -443,6 +507,8 @@ def _view(func: Any, info: OpInfo, args: Any, kwargs: dict[str, Any]) -> Any:
     base._storage.pager.check_open()
     if func is _DETACH or func is _ALIAS:
         return _like_geometry(base, base)
+    if func is _T and base.dim() == 2:  # of every linear's weight
+        return _transposed(base)
     out = func(meta_twin(base), *args[1:], **kwargs)
     if func is _AS_STRIDED:
         _check_bounds(out, base._storage)
@@ -454,6 +520,29 @@ def _view(func: Any, info: OpInfo, args: Any, kwargs: dict[str, Any]) -> Any:
 _DETACH = torch.ops.aten.detach.default
 _ALIAS = torch.ops.aten.alias.default
 _AS_STRIDED = torch.ops.aten.as_strided.default
+_T = torch.ops.aten.t.default
+
+
+def _transposed(base: PagedTensor) -> PagedTensor:
+    """``base.t()``, with the dense view at hand where ``base`` has it."""
+    rows, columns = base.size()
+    along, across = base.stride()
+    twin = PagedTensor(
+        base._storage, (columns, rows), (across, along), int(base.storage_offset()), base.dtype
+    )
+    if base.is_conj():
+        torch._C._set_conj(twin, True)
+    if base.is_neg():
+        torch._C._set_neg(twin, True)
+    if base._storage.run.base >= 0:
+        view = direct_view(base)
+        if torch.is_inference_mode_enabled():  # it is kept, and training will write to it
+            with torch.inference_mode(False):
+                twin._view = view.t()
+        else:
+            twin._view = view.t()
+        twin._view_generation = base._view_generation
+    return twin
 
 
 def _check_bounds(shape: torch.Tensor, storage: PagedStorage) -> None:

@@ -143,6 +143,7 @@ class Pager:
         self.stall_us = 0.0
         self.fits = False
         self.overlap = Overlap(self)
+        self.reach_bytes = self.backend.arena.numel()  # of addresses that are the arena's
         self.follower: Follower | None = Follower(self) if policy != "lru" else None
         self.on_iteration: list[IterationListener] = []
         self._shapes: set[Any] = set()  # input shapes that were metered
@@ -608,7 +609,7 @@ class Pager:
             return any(self.holds(part) for part in _components(tensor))
         if type(tensor) is not torch.Tensor or tensor.device.type != self.device.type:
             return False
-        return 0 <= tensor.data_ptr() - self.backend.address < self.backend.arena.numel()
+        return 0 <= tensor.data_ptr() - self.backend.address < self.reach_bytes
 
     def gather(self, run: PageRun) -> torch.Tensor:
         """The bytes of a pinned run in scattered frames as one dense tensor, uint8."""

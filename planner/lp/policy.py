@@ -37,7 +37,8 @@ from .schedule import make_schedule, to_moves
 Progress = Callable[[str, float], None]
 GOOD_ENOUGH = 99.8  # percent of the bound at which no further program is solved
 PERFECT = 99.9995  # at which the published policies are not asked
-FULL_SECONDS, QUICK_SECONDS = 50.0, 12.0
+CLOSE = 99.5  # at which they are not asked when time is out
+FULL_SECONDS, QUICK_SECONDS = 45.0, 12.0
 MAX_STEPS, MERGED_STEPS = 2500, 1000  # of a longer trace steps are merged
 QUICK_MAX_STEPS, QUICK_MERGED_STEPS, QUICK_BOUND_STEPS = 1500, 800, 300
 POOR = 98.0  # percent of the bound below which a search out of time goes on
@@ -118,7 +119,8 @@ class _Search:
             if done >= POOR and time.monotonic() > self.until:
                 break
         for name in self._others(best):
-            if _percent(least_us, best) >= PERFECT:
+            late = time.monotonic() > self.until
+            if _percent(least_us, best) >= (CLOSE if late else PERFECT):
                 break
             candidate = self._other(name)
             if candidate is not None and _faster(candidate, best):
@@ -135,7 +137,7 @@ class _Search:
         """The relaxed program; exact, and good for a plan too, if no steps are merged. Raises
         ``InfeasibleBudget`` if it has no solution; ``None`` if none was found in time."""
         problem = self.problem
-        if self.quick:
+        if self.quick and problem.steps > QUICK_BOUND_STEPS:
             problem, _ = merged(problem, QUICK_BOUND_STEPS, relaxed=True)
         elif problem.steps > self.limit:
             problem, _ = merged(problem, self.merged_steps, relaxed=True)

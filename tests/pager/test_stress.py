@@ -22,7 +22,7 @@ from .models import World, compare_runs, make_pager
 from .test_planned import PlannedWorld
 
 ITERATIONS = 10
-SEEDS = 50 if os.environ.get("TENSORPAGER_FULL") else 3
+SEEDS = 50 if os.environ.get("TENSORPAGER_FULL") else 2
 LONGEST_DELAY_SECONDS = 0.02
 
 

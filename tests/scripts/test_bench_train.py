@@ -38,6 +38,7 @@ def by_mode(record: dict[str, Any]) -> dict[str, dict[str, Any]]:
     return {summary["case"]["mode"]: summary for summary in record["summaries"]}
 
 
+@pytest.mark.slow
 def test_modes_train_the_same_side_by_side(tmp_path: Path) -> None:
     modes = "--modes=demand,overlap,save_on_cpu,fsdp2,torchao"
     record, output = bench(tmp_path / "out.json", modes, "--share=60%", "--steps=2")
@@ -66,6 +67,7 @@ def test_modes_train_the_same_side_by_side(tmp_path: Path) -> None:
     assert {"command", "date", "machine", "torch", "threads"} <= record["facts"].keys()
 
 
+@pytest.mark.slow
 def test_a_planned_run_waits_for_its_plan(tmp_path: Path) -> None:
     record, output = bench(tmp_path / "out.json", "--modes=planned", "--share=60%", "--steps=2")
     planned = by_mode(record)["planned"]
