@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
@@ -19,6 +20,16 @@ OUTCOMES = ("passed", "within bound", "raised alike", "not comparable", "left ou
 
 def pytest_configure(config: pytest.Config) -> None:
     config.stash[TALLY] = Counter()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Rates that tests measure stay out of the user's cache, in child processes too."""
+    folder = tmp_path_factory.mktemp("cache")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(folder))
+        patch.delenv("TENSORPAGER_CALIBRATION", raising=False)
+        yield folder
 
 
 @pytest.fixture(scope="session")

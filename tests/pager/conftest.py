@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,16 +13,6 @@ from tensorpager.pager.chaos import chaos
 from .models import FRAMES, Script, World, beside_a_model, compare_runs, make_pager
 
 LANES = ("tight", "chaos", "fits")
-
-
-@pytest.fixture(scope="session", autouse=True)
-def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Rates that tests measure stay out of the user's cache, in child processes too."""
-    folder = tmp_path_factory.mktemp("cache")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(folder))
-        patch.delenv("TENSORPAGER_CALIBRATION", raising=False)
-        yield folder
 
 
 @pytest.fixture

@@ -21,6 +21,7 @@ class _Shared:
     def get(self) -> tp.Pager:
         if self.pager is None:
             self.pager = tp.Pager(
+                policy="lru",
                 device_budget="64MiB",
                 host_budget="256MiB",
                 page_size=PAGE_BYTES,
