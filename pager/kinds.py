@@ -76,10 +76,11 @@ class Kinds:
         return kind
 
     def came(self, kind: Kind) -> None:
-        """``kind`` was the latest iteration's."""
+        """``kind`` was the latest iteration's. What came only once says nothing of what follows."""
         self.all.remove(kind)
         self.all.append(kind)
-        self._history = [*self._history[1 - _HISTORY :], kind.number]
+        if kind.seen > 1 or not self._history:
+            self._history = [*self._history[1 - _HISTORY :], kind.number]
 
     def expected(self) -> Kind | None:
         """The kind that followed the last time that things went as they do now: after the longest
