@@ -3,9 +3,8 @@
 A plan counts frames, not places. Where enough are free but not in one piece, what is in the way is
 moved aside inside the arena: a copy in memory, far cheaper than waiting for a transfer. ::
 
-    frames   | A A . B . C C C . . D |      need 4: B is moved to the hole behind A ...
-             | A A B . . C C C . . D |      ... no; C to the holes at the end: none is that long
-             | A A . . . . . B C C C |      (the cheapest window whose occupants find another place)
+    frames   | A A . . B . . C C C |      need 4, and 4 are free: the cheapest window holds B,
+             | A A . . . . B C C C |      which finds another place
 """
 
 from __future__ import annotations

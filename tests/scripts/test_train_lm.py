@@ -110,7 +110,14 @@ def test_tiny_model_trains_the_same_in_pages(
     assert paged["peak_bytes"]["disk"] > 0 or shares[2] == 0
 
 
-@pytest.mark.parametrize("shares", BUDGETS.values(), ids=BUDGETS)
+@pytest.mark.parametrize(
+    "shares",
+    [
+        shares if name == "25%, no host" else pytest.param(shares, marks=pytest.mark.slow)
+        for name, shares in BUDGETS.items()
+    ],
+    ids=BUDGETS,
+)
 def test_small_model_trains_the_same_in_pages(
     shares: tuple[int, int, int], plain_small: dict[str, Any], tmp_path: Path
 ) -> None:
@@ -127,7 +134,7 @@ def test_long_run_is_the_same_in_pages(
     assert_same_training(train(tmp_path / "paged.json", *LONG, *budgets), plain_long)
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "amp"])
+@pytest.mark.parametrize("dtype", [pytest.param("bf16", marks=pytest.mark.slow), "amp"])
 def test_lower_precision_trains_the_same_in_pages(dtype: str, tmp_path: Path) -> None:
     plain = train(tmp_path / "plain.json", *TINY, f"--dtype={dtype}", "--no-pager")
     budgets = budget_arguments((60, 200, 0), plain["needed_bytes"], tmp_path)
@@ -138,9 +145,9 @@ def test_lower_precision_trains_the_same_in_pages(dtype: str, tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("first", "second", "shares"),
     [
-        ("plain", "plain", BUDGETS["100%"]),
-        ("plain", "paged", BUDGETS["50%"]),
-        ("paged", "plain", BUDGETS["25%"]),
+        pytest.param("plain", "plain", BUDGETS["100%"], marks=pytest.mark.slow),
+        pytest.param("plain", "paged", BUDGETS["50%"], marks=pytest.mark.slow),
+        pytest.param("paged", "plain", BUDGETS["25%"], marks=pytest.mark.slow),
         ("paged", "paged", BUDGETS["25%, no host"]),
     ],
 )
