@@ -114,6 +114,7 @@ def test_under_chaos(one_thread) -> None:
         compare_runs(lambda world: everything(world, 16), PlannedWorld(pager))
 
 
+@pytest.mark.slow
 def test_evaluation_outside_of_iterations(one_thread) -> None:
     def script(world: World) -> object:
         model = world.module(mlp(depth=6))
@@ -129,6 +130,7 @@ def test_evaluation_outside_of_iterations(one_thread) -> None:
         compare_planned(script, pager)
 
 
+@pytest.mark.slow
 def test_a_skipped_layer_now_and_then(one_thread) -> None:
     def script(world: World) -> object:
         model = world.module(mlp(depth=6))
@@ -152,6 +154,7 @@ def test_a_skipped_layer_now_and_then(one_thread) -> None:
     assert stats["departures"] > 0
 
 
+@pytest.mark.slow
 def test_an_optimizer_that_is_replaced(one_thread) -> None:
     def script(world: World) -> object:
         model = world.module(mlp(depth=6))
@@ -164,6 +167,7 @@ def test_an_optimizer_that_is_replaced(one_thread) -> None:
         compare_planned(script, pager)
 
 
+@pytest.mark.slow
 def test_gradients_cleared_at_the_start(one_thread) -> None:
     def script(world: World) -> object:
         model = world.module(mlp(depth=6))

@@ -93,6 +93,7 @@ def test_another_iteration_file_and_exit_code(tmp_path: Path, script: Path) -> N
     assert "aten::cummax" not in read_trace(tmp_path / "x.parquet").op_names
 
 
+@pytest.mark.slow
 def test_too_few_iterations(tmp_path: Path, script: Path) -> None:
     ended = run(tmp_path, "--", sys.executable, script, 2, 0)
     assert ended.returncode == 1

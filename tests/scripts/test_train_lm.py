@@ -171,6 +171,7 @@ def test_resumed_runs_continue_exactly(
         assert record["peak_bytes"]["device"] <= record["budget_bytes"]["device"]
 
 
+@pytest.mark.slow
 def test_checkpoints_of_other_trainings_are_refused(tmp_path: Path) -> None:
     saved = tmp_path / "saved.pt"
     assert run(*TINY, "--steps=2", "--no-pager", f"--save={saved}").returncode == 0
@@ -217,6 +218,7 @@ def test_comparison(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [path]  # the disk tier's file is gone
 
 
+@pytest.mark.slow
 def test_comparison_passes_on_that_the_budget_is_impossible() -> None:
     result = run(*TINY, "--compare", "--device-budget=1%", "--host-budget=40MiB")
     assert result.returncode == 2

@@ -29,7 +29,7 @@ def test_forward(op: OpInfo, dtype: torch.dtype, pager, tally) -> None:
     )
     trials.compare(
         ((inputs_of(sample), call) for sample in samples(op, dtype)),
-        quick=2,
+        quick=1,
         full=full_limit(dtype),
     )
 
