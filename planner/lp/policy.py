@@ -40,7 +40,7 @@ PERFECT = 99.9995  # at which the published policies are not asked
 CLOSE = 99.5  # at which they are not asked when time is out
 FULL_SECONDS, QUICK_SECONDS = 45.0, 12.0
 MAX_STEPS, MERGED_STEPS = 2500, 1000  # of a longer trace steps are merged
-QUICK_MAX_STEPS, QUICK_MERGED_STEPS, QUICK_BOUND_STEPS = 1500, 800, 300
+QUICK_MAX_STEPS, QUICK_MERGED_STEPS, QUICK_BOUND_STEPS = 1000, 500, 300
 POOR = 98.0  # percent of the bound below which a search out of time goes on
 OTHERS = ("appobmem", "autoswap-doa", "g10", "lru")
 
