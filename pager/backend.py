@@ -23,6 +23,7 @@ On the CPU backend every copy is complete when the call returns, so the waits do
 """
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -70,6 +71,9 @@ class Backend(Protocol):
 
     def note_compute(self) -> None:
         """The calling thread's current stream is the one that ops run on from now on."""
+
+    def on_compute(self) -> AbstractContextManager[Any]:
+        """What the calling thread queues inside goes to the stream of ops."""
 
     def mark(self) -> Any:
         """A point in the order of work: all that was queued so far by ops and by copies of faults.

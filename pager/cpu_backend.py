@@ -2,6 +2,7 @@
 
 import ctypes
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -48,6 +49,9 @@ class CpuBackend:
 
     def note_compute(self) -> None:
         pass
+
+    def on_compute(self) -> AbstractContextManager[Any]:
+        return nullcontext()
 
     def mark(self) -> None:
         return None

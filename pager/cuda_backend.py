@@ -8,6 +8,7 @@ PyTorch's allocator, or takes it, without copying anything.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
@@ -180,6 +181,9 @@ class CudaBackend:
 
     def note_compute(self) -> None:
         self._compute = torch.cuda.current_stream(self.device)
+
+    def on_compute(self) -> AbstractContextManager[Any]:
+        return torch.cuda.stream(self._compute)
 
     def mark(self) -> torch.cuda.Event:
         self._compute.wait_stream(self._out)  # copies of faults leave frames that look free

@@ -27,7 +27,7 @@ from .migration import Migration
 from .residency import Residency
 from .space import PageRun
 from .transfers import Transfers
-from .windows import open_window
+from .windows import find_window
 
 _WATCHDOG_SECONDS = 60.0
 _TICK_SECONDS = 1.0
@@ -69,6 +69,8 @@ class Executor:
     # -- queueing --------------------------------------------------------------------------------
     def issue(self, actions: Iterable[Action], newborn: Sequence[PageRun]) -> None:
         """Queue moves. Those of runs that are gone are left out."""
+        if self.closing:
+            return
         for action in actions:
             run = self._names.run_of(action.key, newborn)
             if run is None:
@@ -139,11 +141,7 @@ class Executor:
         residency = self._residency
         if residency.place_at(run, self.births.get(run.key, ANYWHERE)):
             return True
-        found = residency.pool.allocate_run(run.count)
-        if found is not None:
-            residency.pool.free(found, run.count)
-        else:
-            found = open_window(residency, run)
+        found = find_window(residency, run)
         return found is not None and residency.place_at(run, found)
 
     def _promote(self, run: PageRun) -> bool:
@@ -161,7 +159,7 @@ class Executor:
 
     def wait(self) -> bool:
         """Until something has moved; ``False`` if nothing will."""
-        if self.closing or not any(channel.can_progress() for channel in self.channels):
+        if not any(channel.can_progress() for channel in self.channels):
             return False
         self._waiting = True
         deadline = time.monotonic() + _WATCHDOG_SECONDS

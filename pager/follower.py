@@ -59,8 +59,7 @@ class Follower:
         self.names = Names(pager.space)
         self.kinds = Kinds()
         self.transfers = Transfers(
-            pager.table, pager.migration, pager.residency, pager.backend, self.names,
-            pager.page_size,
+            pager.table, pager.migration, pager.residency, pager.backend, self.names
         )  # fmt: skip
         self.executor = Executor(
             pager.lock, pager.residency, pager.migration, self.transfers, self.names
@@ -72,7 +71,6 @@ class Follower:
         self.planned_iterations = 0
         self.last_mode = "demand"
         self.stall_us_last: float | None = None  # of the last iteration
-        self._kind: Kind | None = None
         self._expected: list[Keys] = []
         self._issued = 0
         self._whole = False  # has followed one plan from its begin
@@ -100,7 +98,7 @@ class Follower:
         if guide is None or pager.budget.metering or self.executor.error is not None:
             self._leave()
         elif self._enter(guide):
-            self._kind, self._whole = kind, True
+            self._whole = True
             self._issue(0)
 
     def _enter(self, guide: Guide) -> bool:
@@ -193,7 +191,7 @@ class Follower:
         other = self.kinds.with_prefix([*self.log.keys, keys])
         if other is None or other.guide is None:
             return
-        self._kind, self.guide, self._expected = other, other.guide, other.keys
+        self.guide, self._expected = other.guide, other.keys
         self.executor.births = other.guide.births
         self._issued = len(self.log.keys) + 1
 
@@ -201,7 +199,7 @@ class Follower:
         """Follow no plan; pages are faulted in."""
         if self.guide is not None or self._in_state is not None:
             self.executor.clear()
-        self.guide = self._in_state = self._kind = None
+        self.guide = self._in_state = None
         self._whole = False
         self.executor.births = {}
 
@@ -243,7 +241,7 @@ class Follower:
     # -- planning --------------------------------------------------------------------------------
     def _plan(self, kind: Kind) -> None:
         """Start to plan ``kind`` beside the training if that promises something."""
-        if self._pager.policy != "lp" or kind.process is not None or kind.refused is not None:
+        if kind.process is not None or kind.refused is not None:
             return
         if self.executor.error is not None or kind.plans >= self.most_plans or not kind.keys:
             return
@@ -262,15 +260,14 @@ class Follower:
         size, device = self._pager.page_size, str(self._pager.device)
         kind.recorded = make_recorded(kind.log, kind.facts, size, kind.seconds(), device)
         kind.plans += 1
-        kind.planned_full = kind.plans > 1
         kind.hardware = hardware
-        kind.process = PlanningProcess(kind.recorded.trace, hardware, quick=not kind.planned_full)
+        kind.process = PlanningProcess(kind.recorded.trace, hardware, quick=kind.plans == 1)
 
     def _is_off(self, kind: Kind) -> bool:
         """Whether a new plan is worth its time: the first one is a quick one, and times change."""
         if len(kind.measured_us) < _MEASURED or kind.guide is None or kind.measured is None:
             return False
-        if not kind.planned_full:
+        if kind.plans == 1:
             return True
         return abs(kind.measured - kind.guide.predicted_us) > _OFF_BY * kind.guide.predicted_us
 

@@ -73,16 +73,21 @@ class FramePool:
             n -= length
         return allocated
 
+    def find_run(self, n: int) -> int | None:
+        """Where ``allocate_run`` would claim ``n`` frames; claims nothing."""
+        assert n > 0, f"{n} frames"
+        fit: Run | None = next(self._by_size.irange((n, 0)), None)
+        return None if fit is None else fit[1]
+
     def allocate_run(self, n: int) -> int | None:
         """Claims ``n`` consecutive frames by best fit; None, and no change, if no run is so long.
 
         Returns the first one.
         """
-        assert n > 0, f"{n} frames"
-        fit: Run | None = next(self._by_size.irange((n, 0)), None)
-        if fit is None:
+        start = self.find_run(n)
+        if start is None:
             return None
-        length, start = fit
+        length = self._length_of[start]
         self._remove_run(start)
         if length > n:
             self._insert_run(start + n, length - n)

@@ -38,7 +38,6 @@ class Kind:
         self.process: PlanningProcess | None = None
         self.refused: str | None = None  # why there is no plan
         self.plans = 0
-        self.planned_full = False
         # Of the latest iterations, without stalls: seconds of each access.
         self.samples: deque[list[float]] = deque([log.seconds()], _SAMPLES)
         self.measured_us: deque[float] = deque(maxlen=_SAMPLES)  # of those that followed `guide`

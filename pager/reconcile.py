@@ -10,6 +10,7 @@ from .guide import Action, Guide
 from .page_table import NONE, Int32
 from .residency import Residency
 from .space import PageRun
+from .windows import rearrange
 
 
 def reconcile(residency: Residency, names: Names, guide: Guide) -> list[Action]:
@@ -25,7 +26,7 @@ def reconcile(residency: Residency, names: Names, guide: Guide) -> list[Action]:
     unwanted = np.flatnonzero(resident & (target < 0)).astype(np.int32)
     residency.evict_pages(unwanted)
     pages = np.flatnonzero((table.frame >= 0) & (table.frame != target)).astype(np.int32)
-    _rearrange(residency, pages, target[pages].astype(np.int32))
+    rearrange(residency, pages, target[pages].astype(np.int32))
     settled = [entry for entry in order if (target[entry[1].first :][: entry[1].count] >= 0).any()]
     late = [entry for entry in order if entry not in settled]
     late.sort(key=lambda entry: guide.last_in.get(entry[0], 0))
@@ -65,24 +66,6 @@ def _targets(
             taken[frames] = True
             target[run.first + pages] = frames
     return target, wanted
-
-
-def _rearrange(residency: Residency, pages: Int32, targets: Int32) -> None:
-    """Move resident ``pages`` to ``targets``, which are free or held by others of them."""
-    while len(pages):
-        free = residency.table.frame_page[targets] < 0
-        if free.any():
-            residency.relocate(pages[free], targets[free])
-            pages, targets = pages[~free], targets[~free]
-            continue
-        # Only cycles are left: one page makes way, through a free frame or below.
-        spare = residency.pool.allocate_run(1)
-        if spare is None:
-            residency.evict_pages(pages[:1])
-            pages, targets = pages[1:], targets[1:]
-        else:
-            residency.pool.free(spare, 1)
-            residency.relocate(pages[:1], np.array([spare], np.int32))
 
 
 def _missing(

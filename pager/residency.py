@@ -328,6 +328,7 @@ class Residency:
             self.pool.take(to, 1)
             self.table.move(one, np.array([to], np.int32))
             self.pool.free(source, 1)
+        self._note_use(left)
         for owner in np.unique(self.table.owner[pages]).tolist():
             self.settle(self.space.runs[owner])
 
@@ -343,18 +344,17 @@ class Residency:
     def _move(self, pages: Int32, frames: Int32) -> None:
         """Copy resident pages into other, empty frames of the arena."""
         old = self.table.frame[pages].copy()
-        self.backend.reuse_frames()
         device = self.backend.device
-        move_pages(
-            self.arena,
-            torch.from_numpy(old).to(device),
-            torch.from_numpy(frames.copy()).to(device),
-            self.page_size,
-        )
+        with self.backend.on_compute():  # a channel's thread may ask for it
+            self.backend.reuse_frames()
+            move_pages(
+                self.arena,
+                torch.from_numpy(old).to(device),
+                torch.from_numpy(frames.copy()).to(device),
+                self.page_size,
+            )
         self.table.move(pages, frames)
-        freed = np.sort(old)
-        for start, _, length in merge(freed, freed):
-            self.pool.free(start, length)
+        self._give_back(old)
 
     @property
     def arena(self) -> torch.Tensor:
@@ -411,10 +411,14 @@ class Residency:
         marks = [self._marks[frame] for frame in frames.tolist() if frame in self._marks]
         return max(marks, key=lambda mark: mark[0])[1] if marks else None
 
-    def _give_back(self, frames: Int32) -> None:
+    def _note_use(self, frames: Int32) -> None:
+        """What was in ``frames``, which are given back, is used up to now."""
         mark = self.backend.mark()
         if mark is not None:
             self._marks.update(dict.fromkeys(frames.tolist(), (next(generations), mark)))
+
+    def _give_back(self, frames: Int32) -> None:
+        self._note_use(frames)
         frames = np.sort(frames)
         for start, _, length in merge(frames, frames):
             self.pool.free(start, length)

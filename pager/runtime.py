@@ -435,8 +435,8 @@ class Pager:
         as a trace (``tensorpager show`` and ``plan`` read it) when the block ends.
 
         Every op counts, on dense tensors too. Without an iteration inside, the block is one.
-        Recording makes an iteration slower, by about 10 %. Raises ``PagerError`` if ``path`` cannot
-        be written or no iteration was completed; nothing is written then.
+        Recording makes an iteration slower, a small model's most. Raises ``PagerError`` if ``path``
+        cannot be written or no iteration was completed; nothing is written then.
         """
         self.check_open()
         return record_iterations(self, path)

@@ -18,7 +18,7 @@ from .migration import Migration, merge
 from .page_table import BLANK, DIRTY, Int32, PageTable
 from .residency import Residency
 from .space import PageRun, generations
-from .windows import open_window
+from .windows import find_window
 
 if TYPE_CHECKING:
     from .access_log import Names
@@ -68,14 +68,12 @@ class Transfers:
         residency: Residency,
         backend: Backend,
         names: Names,
-        page_size: int,
     ) -> None:
         self._table = table
         self._migration = migration
         self._residency = residency
         self._backend = backend
         self._names = names
-        self._page_size = page_size
         self.batch_pages: dict[str, int] = {}  # by channel name
         self.prefetched = self.skipped = 0
 
@@ -205,11 +203,7 @@ class Transfers:
         if len(resident):
             base = int(own[resident[0]] - resident[0])
         if not self._fits(run, base, offset, len(pages), partly=bool(len(resident))):
-            found = None if len(resident) else pool.allocate_run(run.count)
-            if found is not None:
-                pool.free(found, run.count)
-            elif run.base < 0:
-                found = open_window(self._residency, run)
+            found = find_window(self._residency, run)
             if found is None:
                 return np.empty(0, np.int32)
             base = found

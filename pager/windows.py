@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .migration import merge
+from .page_table import Int32
 from .space import PageRun
 
 if TYPE_CHECKING:
@@ -24,7 +25,17 @@ _NEVER = 1 << 40  # cost of a frame that must stay as it is
 _TRIES = 4  # windows to try, the cheapest first
 
 
-def open_window(residency: Residency, run: PageRun) -> int | None:
+def find_window(residency: Residency, run: PageRun) -> int | None:
+    """The first of ``run.count`` consecutive frames that are free, or were made so; pages of
+    ``run`` itself may be in them, then at their places. ``None`` as of :func:`_open_window`."""
+    rows = slice(run.first, run.first + run.count)
+    found = None
+    if (residency.table.frame[rows] < 0).all():
+        found = residency.pool.find_run(run.count)
+    return _open_window(residency, run) if found is None else found
+
+
+def _open_window(residency: Residency, run: PageRun) -> int | None:
     """Make ``run.count`` consecutive frames free but for pages of ``run`` itself, which are at
     their places in it then; the first frame. ``None``, and nothing moved that matters, if too few
     are free or nothing can be moved. ``run`` must not be in use in its present place."""
@@ -62,10 +73,13 @@ def _clear(residency: Residency, run: PageRun, base: int) -> bool:
     table, pool = residency.table, residency.pool
     window = np.arange(base, base + run.count, dtype=np.int32)
 
+    mine = np.zeros(run.count, np.bool_)
+
     def take_free() -> None:  # so that nothing is moved from one place in the window to another
-        for frame in window[table.frame_page[window] < 0].tolist():
-            if pool.is_free(frame, 1):
-                pool.take(frame, 1)
+        fresh = (table.frame_page[window] < 0) & ~mine
+        for start, _, length in merge(window[fresh], window[fresh]):
+            pool.take(start, length)
+        mine[fresh] = True
 
     take_free()
     held = table.frame_page[window]
@@ -75,8 +89,7 @@ def _clear(residency: Residency, run: PageRun, base: int) -> bool:
     for other in occupants:
         cleared = cleared and _move_aside(residency, other)
         take_free()
-    empty = window[table.frame_page[window] < 0]
-    for start, _, length in merge(empty, empty):
+    for start, _, length in merge(window[mine], window[mine]):
         pool.free(start, length)
     if cleared:
         _bring_together(residency, run, base)
@@ -85,10 +98,9 @@ def _clear(residency: Residency, run: PageRun, base: int) -> bool:
 
 def _move_aside(residency: Residency, run: PageRun) -> bool:
     """All pages of ``run`` that are on the device go to another place for the whole of it."""
-    start = residency.pool.allocate_run(run.count)
+    start = residency.pool.find_run(run.count)
     if start is None:
         return False
-    residency.pool.free(start, run.count)
     _bring_together(residency, run, start)
     return True
 
@@ -99,17 +111,21 @@ def _bring_together(residency: Residency, run: PageRun, base: int) -> None:
     pages = np.arange(run.first, run.first + run.count, dtype=np.int32)
     targets = (pages - run.first + base).astype(np.int32)
     wrong = (table.frame[pages] >= 0) & (table.frame[pages] != targets)
-    pages, targets = pages[wrong], targets[wrong]
-    while len(pages):  # some may be in each other's way
-        open_ = table.frame_page[targets] < 0
-        if not open_.any():  # a circle: one of them waits below, or elsewhere
-            spare = residency.pool.allocate_run(1)
-            if spare is None:
-                residency.evict_pages(pages[:1])
-                pages, targets = pages[1:], targets[1:]
-                continue
-            residency.pool.free(spare, 1)
-            residency.relocate(pages[:1], np.array([spare], np.int32))
+    rearrange(residency, pages[wrong], targets[wrong])
+
+
+def rearrange(residency: Residency, pages: Int32, targets: Int32) -> None:
+    """Move resident, unpinned ``pages`` to ``targets``, free or held by others of them."""
+    while len(pages):
+        free = residency.table.frame_page[targets] < 0
+        if free.any():
+            residency.relocate(pages[free], targets[free])
+            pages, targets = pages[~free], targets[~free]
             continue
-        residency.relocate(pages[open_], targets[open_])
-        pages, targets = pages[~open_], targets[~open_]
+        # Only circles are left: one page makes way, to a free frame or below.
+        spare = residency.pool.find_run(1)
+        if spare is None:
+            residency.evict_pages(pages[:1])
+            pages, targets = pages[1:], targets[1:]
+        else:
+            residency.relocate(pages[:1], np.array([spare], np.int32))

@@ -44,8 +44,8 @@ def plan_with_layout(
     """A plan, and base frames for as many of its stays as there is a place for.
 
     Prefetches fill the device to the last frame, so some stays find none. The executor places those
-    when they come, and moves others aside for it, which costs far less than a plan for less of the
-    device: that was 5 to 25 % slower on traces whose links are busy.
+    when they come, and moves others aside for it: a copy inside the arena, where a plan for less
+    of the device would wait for transfers.
 
     Raises what the policy raises: ``InfeasibleBudget``, ``PolicyRefusal``.
     """
