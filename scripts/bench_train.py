@@ -4,6 +4,9 @@
     bench_train.py --preset 10m --share 50% --disk-rate 200 --disk-rate 500
     bench_train.py --preset 1b --device cuda --share 75% --share 50% --clip 0 --rounds 3
 
+On the CPU the cores are the device, but one: it moves pages and runs Python, as a GPU has copy
+engines of its own. --threads says otherwise; all memory systems compute with as many.
+
 A first plain run measures the need, which 100 % of --share, --host and --disk means, and gives the
 losses that others must repeat bit for bit. Then every memory system trains in a process of its
 own, in turns, another one first in each round. Times are of the steps after warm-up; planned modes
@@ -34,6 +37,7 @@ os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # the profiler's, about older memory
 
 import click
+import torch
 from lm.bench_tables import show
 from lm.measure import MOST_WARM_UP_STEPS, OURS, WARM_UP_STEPS, Case, Spec, run_request
 from lm.model import PRESETS
@@ -165,6 +169,8 @@ def make_cases(modes: str | None, device: str, shares: list[str], rates: list[fl
 @click.option("--page-size", default="2MiB", show_default=True)
 @click.option("--modes", help=f"Of {', '.join(MODES)}; default all that the device has.")
 @click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True)
+@click.option("--threads", type=click.IntRange(1),
+              help="That compute, on the CPU; default: all cores but one.")  # fmt: skip
 @click.option("--minutes", type=float, help="Start nothing after that; list what was left out.")
 @click.option("--json", "json_path", type=click.Path(dir_okay=False, path_type=Path))
 @click.option("--child", type=(str, click.Path(path_type=Path)), hidden=True)
@@ -184,6 +190,7 @@ def main(
     page_size: str,
     modes: str | None,
     device: str,
+    threads: int | None,
     minutes: float | None,
     json_path: Path | None,
     child: tuple[str, Path] | None,
@@ -217,6 +224,10 @@ def main(
         if json_path is not None:
             write_json(json_path, make_record(bench, device))
 
+    if not cuda:
+        count = threads or max(1, len(os.sched_getaffinity(0)) - 1)
+        os.environ["OMP_NUM_THREADS"] = str(count)  # of the children
+        torch.set_num_threads(count)
     bench.run(save)
     record = make_record(bench, device)
     show(record)
