@@ -1,0 +1,269 @@
+"""Sums of an embedding's gradients, on every implementation."""
+
+import numpy as np
+import pytest
+import torch
+from page_suite import Backend, Guarded
+from paged_table import Table
+
+from tensorpager.kernels.row_sums import (
+    RowGroups,
+    add_rows,
+    group_rows,
+    sparse_gradient,
+    sum_rows,
+)
+
+FP32, FP16, BF16, FP64 = torch.float32, torch.float16, torch.bfloat16, torch.float64
+PADDING = 2
+CASES = {
+    # (rows, columns), rows looked up; row 2 is padding
+    "aligned": ((40, 64), [3, 39, 0, 3, 17, 2, 16, 3]),
+    "one_element": ((2000, 1), [0, 1999, 1024, 1023, 1, 0, 0, 2]),
+    "odd": ((60, 101), [10, 59, 10, 20, 40]),
+    "straddling": ((30, 100), [10, 20, 10, 29, 9, 10, 10, 10, 10, 10]),
+    "straddling_aligned": ((12, 304), [3, 6, 11, 6, 2]),
+    "over_a_page": ((7, 1030), [0, 3, 6, 3]),
+    "over_two_pages": ((4, 2500), [3, 1, 1]),
+}
+TYPES = {
+    "fp32": (FP32, FP32),
+    "bf16": (BF16, BF16),
+    "bf16_to_fp32": (BF16, FP32),
+    "fp16": (FP16, FP16),
+    "fp64": (FP64, FP64),
+}
+cases = pytest.mark.parametrize("case", CASES)
+types_quick_and_slow = pytest.mark.parametrize(
+    "types",
+    [n if n in ("fp32", "bf16") else pytest.param(n, marks=pytest.mark.slow) for n in TYPES],
+)
+
+
+def _gradients(rows: list[int], columns: int, dtype: torch.dtype) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(len(rows) + columns)
+    return torch.randn(len(rows), columns, generator=generator).to(dtype)
+
+
+def _in_order(rows: list[int], grad: torch.Tensor) -> dict[int, torch.Tensor]:
+    """The oracle: for each row one addition after another, in numpy's fp32 (fp64)."""
+    compute = np.float64 if grad.dtype == FP64 else np.float32
+    numbers = grad.to(FP64).numpy().astype(compute)
+    sums: dict[int, np.ndarray] = {}
+    for row, number in zip(rows, numbers, strict=True):
+        if row != PADDING:
+            sums[row] = sums.get(row, np.zeros(grad.shape[1], compute)) + number
+    return {row: torch.from_numpy(sums[row]) for row in sorted(sums)}
+
+
+def _exact_by_frequency(rows: list[int], grad: torch.Tensor) -> dict[int, torch.Tensor]:
+    return {row: total / rows.count(row) for row, total in _in_order(rows, grad.to(FP64)).items()}
+
+
+def _groups(rows: list[int], backend: Backend) -> RowGroups:
+    groups = group_rows(torch.tensor(rows, dtype=torch.int64), padding_idx=PADDING)
+    return groups.to(torch.device(backend.device))
+
+
+def _tables(groups: RowGroups) -> list[torch.Tensor]:
+    return [groups.ids, groups.order, groups.starts]
+
+
+def _sum(
+    backend: Backend,
+    rows: list[int],
+    grad: torch.Tensor,
+    dtype: torch.dtype,
+    by_frequency: bool = False,
+    offset: int = 0,
+) -> torch.Tensor:
+    groups = _groups(rows, backend)
+    grad = grad.to(backend.device)
+    nbytes = groups.ids.numel() * grad.shape[1] * dtype.itemsize
+    out = Guarded(nbytes, backend, offset=offset)
+    result = out.tensor.view(dtype).view(groups.ids.numel(), grad.shape[1])
+    backend.run(
+        sum_rows,
+        *(grad, groups, result, by_frequency),
+        reads=[grad, *_tables(groups)],
+        writes=[out.tensor],
+    )
+    out.assert_is(out.bytes())
+    return result.cpu()
+
+
+@cases
+@types_quick_and_slow
+def test_sums_are_in_order(backend: Backend, case: str, types: str) -> None:
+    """To the bit, whatever the implementation."""
+    (_, columns), rows = CASES[case]
+    grad = _gradients(rows, columns, TYPES[types][0])
+    expected = _in_order(rows, grad)
+    found = _sum(backend, rows, grad, TYPES[types][1])
+    assert torch.equal(found, torch.stack([*expected.values()]).to(TYPES[types][1]))
+
+
+@cases
+@types_quick_and_slow
+def test_sums_into_pages(backend: Backend, case: str, types: str) -> None:
+    """To the bit; of the pages only the rows that were looked up are read and written."""
+    shape, rows = CASES[case]
+    grad = _gradients(rows, shape[1], TYPES[types][0])
+    expected = _in_order(rows, grad)
+    dtype = TYPES[types][1]
+    target = Table(backend, shape, dtype, needed=expected)
+    groups, grad = _groups(rows, backend), grad.to(backend.device)
+    before = target.memory.bytes()
+    backend.run(
+        add_rows,
+        *(grad, groups, target.paged, target.frame_of),
+        reads=[target.frame_of, grad, *_tables(groups), *target.places()],
+        writes=target.places(),
+    )
+    compute = FP64 if dtype == FP64 else FP32
+    new = {row: (target.dense[row].to(compute) + expected[row]).to(dtype) for row in expected}
+    target.assert_is(before, {row: bytes(x.view(torch.uint8).numpy()) for row, x in new.items()})
+
+
+@pytest.mark.parametrize("dtype", [FP32, FP64], ids=str)
+def test_torch_adds_in_the_same_order(dtype: torch.dtype) -> None:
+    """What the reference promises: the bits of torch's dense gradient on a CPU."""
+    generator = torch.Generator().manual_seed(5)
+    indices = torch.randint(50, (4000,), generator=generator)
+    grad = torch.randn(4000, 19, generator=generator, dtype=dtype)
+    found = _sum(Backend("reference"), indices.tolist(), grad, dtype)
+    dense = torch.ops.aten.embedding_dense_backward(grad, indices, 50, PADDING, False)
+    groups = _groups(indices.tolist(), Backend("reference"))
+    assert torch.equal(found, dense[groups.ids])
+    assert torch.equal(found, torch.stack([*_in_order(indices.tolist(), grad).values()]))
+
+
+@pytest.mark.parametrize("columns", [64, 101])
+def test_scaled_by_frequency(backend: Backend, columns: int) -> None:
+    """Within one rounding of each addition and one of the scale.
+
+    |found - exact| <= (k + 2) * 2^-24 * (sum of the k gradients' magnitudes) / k
+    """
+    rows = [3, 7, 3, 2, 3, 3, 9, 7, *[11] * 30]
+    grad = _gradients(rows, columns, FP32)
+    exact = _exact_by_frequency(rows, grad)
+    size = _exact_by_frequency(rows, grad.abs())
+    found = _sum(backend, rows, grad, FP32, by_frequency=True)
+    for row, total in zip(exact, found.to(FP64), strict=True):
+        bound = (rows.count(row) + 2) * 2**-24 * size[row]
+        assert ((total - exact[row]).abs() <= bound).all()
+
+
+def test_scaled_by_frequency_into_pages(backend: Backend) -> None:
+    rows = [3, 7, 3, 2, 3, 3, 9, 7]
+    grad = _gradients(rows, 64, FP64)
+    exact = _exact_by_frequency(rows, grad)
+    target = Table(backend, (40, 64), FP64, needed=exact)
+    groups, grad = _groups(rows, backend), grad.to(backend.device)
+    backend.run(
+        add_rows,
+        *(grad, groups, target.paged, target.frame_of, True),
+        reads=[target.frame_of, grad, *_tables(groups), *target.places()],
+        writes=target.places(),
+    )
+    found = torch.cat(target.places()).cpu().view(FP64).view(len(exact), 64)
+    for row, total in zip(exact, found, strict=True):
+        assert torch.allclose(total, target.dense[row] + exact[row], rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("by_frequency", [False, True])
+def test_bits_of_torch_on_a_cpu(by_frequency: bool) -> None:
+    rows = [3, 7, 3, 2, 3, 3, 9, 7]
+    grad = _gradients(rows, 101, FP32)
+    dense = torch.ops.aten.embedding_dense_backward(
+        grad, torch.tensor(rows), 12, PADDING, by_frequency
+    )
+    found = _sum(Backend("reference"), rows, grad, FP32, by_frequency)
+    assert torch.equal(found, dense[[3, 7, 9]])
+
+
+def test_unaligned_result(backend: Backend) -> None:
+    rows = [3, 7, 3]
+    grad = _gradients(rows, 64, FP32)
+    expected = torch.stack([*_in_order(rows, grad).values()])
+    assert torch.equal(_sum(backend, rows, grad, FP32, offset=4), expected)
+
+
+def test_infinities_and_nans_stay_in_their_rows(backend: Backend) -> None:
+    rows = [3, 7, 3, 9]
+    grad = torch.ones(4, 8)
+    grad[0, 1], grad[2, 1], grad[1, 2], grad[3] = torch.inf, -torch.inf, torch.nan, -0.0
+    found = _sum(backend, rows, grad, BF16)
+    expected = torch.tensor([[2.0] * 8, [1.0] * 8, [0.0] * 8])
+    expected[0, 1] = expected[1, 2] = torch.nan
+    assert torch.equal(found.float().nan_to_num(7), expected.nan_to_num(7))
+
+
+@pytest.mark.parametrize("rows", [[], [2, 2]])
+def test_nothing_to_sum(backend: Backend, rows: list[int]) -> None:
+    grad = torch.ones(len(rows), 8)
+    assert _sum(backend, rows, grad, FP32).shape == (0, 8)
+    target = Table(backend, (9, 8), FP32, needed=[])
+    before = target.memory.bytes()
+    groups, grad = _groups(rows, backend), grad.to(backend.device)
+    backend.run(
+        add_rows,
+        *(grad, groups, target.paged, target.frame_of),
+        reads=[],
+        writes=[],
+    )
+    target.memory.assert_is(before)
+
+
+def test_groups() -> None:
+    groups = group_rows(torch.tensor([[5, 1, 5], [0, 5, 1]]), padding_idx=0)
+    assert groups.ids.tolist() == [1, 5]
+    assert groups.order.tolist() == [1, 5, 0, 2, 4]
+    assert groups.starts.tolist() == [0, 2, 5]
+    assert groups.lookups == 6
+
+
+def test_sparse_gradient_is_that_of_a_sparse_embedding() -> None:
+    embedding = torch.nn.Embedding(12, 5, padding_idx=PADDING, sparse=True)
+    indices = torch.tensor([[3, 7, 3], [2, 3, 9]])
+    grad = torch.randn(2, 3, 5)
+    embedding(indices).backward(grad)
+    groups = group_rows(indices, padding_idx=PADDING)
+    rows = torch.empty(3, 5)
+    sum_rows(grad.view(6, 5), groups, rows)
+    found = sparse_gradient(groups, rows, 12)
+    expected = embedding.weight.grad.coalesce()
+    assert found.is_coalesced()
+    assert found.shape == expected.shape
+    assert torch.equal(found.indices(), expected.indices())
+    assert torch.allclose(found.values(), expected.values(), rtol=1e-6)
+    torch.optim.SparseAdam([embedding.weight]).zero_grad()
+    embedding.weight.grad = found
+    torch.optim.SparseAdam([embedding.weight]).step()
+
+
+@pytest.mark.parametrize(
+    ("grad", "out", "message"),
+    [
+        (torch.ones(2, 8), torch.ones(2, 8), r"pass \[3, D\]"),
+        (torch.ones(8, 3).t(), torch.ones(2, 8), "contiguous"),
+        (torch.ones(3, 8), torch.ones(3, 8), r"pass \(2, 8\)"),
+        (torch.ones(3, 8), torch.ones(2, 8).double(), "float64 for both"),
+        (torch.ones(3, 8).double(), torch.ones(2, 8), "float64 for both"),
+        (torch.ones(3, 8).long(), torch.ones(2, 8), "in any mixture"),
+    ],
+)
+def test_wrong_arguments(grad: torch.Tensor, out: torch.Tensor, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        sum_rows(grad, group_rows(torch.tensor([1, 3, 1])), out)
+
+
+def test_errors_leave_pages_alone() -> None:
+    target = Table(Backend("reference"), (40, 64), FP32, needed=[0])
+    before = target.memory.bytes()
+    for row, error in ((39, ValueError), (40, IndexError)):
+        with pytest.raises(error, match=f"row {row}"):
+            add_rows(torch.ones(2, 64), group_rows(torch.tensor([0, row])), target.paged)
+    target.memory.assert_is(before)
+    with pytest.raises(ValueError, match=r"indices is torch.int32.*indices.long\(\)"):
+        group_rows(torch.zeros(3, dtype=torch.int32))
