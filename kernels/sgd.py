@@ -1,0 +1,397 @@
+"""SGD with momentum on pages: one pass over all operands, one launch for a list.
+
+20 bytes for each float32 parameter with momentum, 12 without.
+"""
+# mypy: allow-untyped-defs, allow-incomplete-defs
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from .blockwise import memory_of
+from .launch import tl, triton, use_triton
+from .pieces import Operand
+from .rounding import load_as, random_bits, random_key, store_as, tile_elements, tile_rows
+from .update import (
+    Group,
+    Number,
+    State,
+    alike,
+    chunks,
+    doubles,
+    launch_groups,
+    load_state,
+    make_groups,
+    state_dtype,
+    store_state,
+    table,
+    warps,
+)
+
+__all__ = ["sgd_step", "sgd_step_reference"]
+
+
+class _Sgd(NamedTuple):
+    """What is the same for all groups of a call, named as in torch.optim."""
+
+    lr: Number
+    momentum: float
+    dampening: float
+    weight_decay: float
+    nesterov: bool
+    maximize: bool
+    inv_scale: Number | None
+    found_inf: torch.Tensor | None
+    step: Number
+
+
+@triton.jit
+def _update(
+    addresses_ptr,
+    pieces,
+    piece,
+    scales_ptr,
+    first,
+    length,
+    key,
+    element,
+    numbers_ptr,
+    groups,
+    GRAD: tl.constexpr,
+    PARAM: tl.constexpr,
+    STATE: tl.constexpr,
+    MASTER: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
+    MOMENTUM: tl.constexpr,
+    NESTEROV: tl.constexpr,
+    MAXIMIZE: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    MASKED: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Update elements [first, first + TILE) of a piece; without MASKED it has so many.
+
+    key, element : random key, and number of the piece's first element, both uint32.
+    """
+    rows = tile_rows(first, TILE)
+    at = tile_elements(rows)
+    row = addresses_ptr + piece
+    param_at = tl.load(row + pieces)
+    lr = tl.load(numbers_ptr + groups)
+    decay = tl.load(numbers_ptr + 2 * groups)
+    inv_scale = tl.load(numbers_ptr + 6 * groups)
+
+    grad = load_as(tl.load(row), at, length, GRAD, ALIGNED, MASKED) * inv_scale
+    if MASTER:
+        master_at = tl.load(row + (3 if MOMENTUM else 2) * pieces)
+        param = load_as(master_at, at, length, "float32", ALIGNED, MASKED)
+    else:
+        param = load_as(param_at, at, length, PARAM, ALIGNED, MASKED)
+    if MAXIMIZE:
+        grad = -grad
+    grad = tl.where(decay != 0, grad + decay * param, grad)
+    if MOMENTUM:
+        momentum = tl.load(numbers_ptr + 3 * groups)
+        undamped = tl.load(numbers_ptr + 4 * groups)
+        fresh = tl.load(numbers_ptr + 5 * groups)
+        buffer_at = tl.load(row + 2 * pieces)
+        scales = buffer_at
+        if STATE == "uint8":
+            scales = tl.load(scales_ptr + piece)
+        old = load_state(buffer_at, scales, at, rows, length, STATE, False, ALIGNED, MASKED)
+        buffer = tl.where(fresh != 0, grad, old * momentum + undamped * grad)
+        random = at.to(tl.uint32)
+        if STOCHASTIC:
+            random = random_bits(key, element + random)
+        low = random & 0xFFFF
+        store_state(
+            buffer_at,
+            scales,
+            at,
+            rows,
+            buffer,
+            low,
+            length,
+            STATE,
+            False,
+            STOCHASTIC,
+            ALIGNED,
+            MASKED,
+        )
+        grad = grad + momentum * buffer if NESTEROV else buffer
+    param = param - lr * grad
+    store_as(param_at, at, param, length, PARAM, ALIGNED, MASKED)
+    if MASTER:
+        store_as(master_at, at, param, length, "float32", ALIGNED, MASKED)
+
+
+@triton.jit(
+    do_not_specialize=["pieces", "groups", "tiles"],
+    do_not_specialize_on_alignment=[
+        "addresses_ptr",
+        "scales_ptr",
+        "lengths_ptr",
+        "group_ptr",
+        "starts_ptr",
+        "seeds_ptr",
+        "numbers_ptr",
+    ],
+)
+def _sgd_step_kernel(
+    addresses_ptr,
+    scales_ptr,
+    lengths_ptr,
+    group_ptr,
+    starts_ptr,
+    seeds_ptr,
+    numbers_ptr,
+    pieces,
+    groups,
+    tiles,
+    GRAD: tl.constexpr,
+    PARAM: tl.constexpr,
+    MASTER: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    TILE: tl.constexpr,
+    STATE: tl.constexpr,
+    MOMENTUM: tl.constexpr,
+    NESTEROV: tl.constexpr,
+    MAXIMIZE: tl.constexpr,
+):
+    """Program t updates tile t % tiles of piece t // tiles, if the piece has so many.
+
+    addresses : int64 [operands, pieces]: gradient, parameter, then momentum and master where there
+        are any.
+    scales : int64 [8-bit states, pieces], addresses of the first scale of each piece.
+    numbers : [8, groups], see `_numbers`.
+    """
+    piece = tl.program_id(0) // tiles
+    first = tl.program_id(0) % tiles * TILE
+    group = tl.load(group_ptr + piece)
+    length = tl.load(lengths_ptr + piece)
+    numbers_ptr += group
+    found_inf = tl.load(numbers_ptr + 7 * groups)
+    if (first < length) & (found_inf == 0):
+        start = tl.load(starts_ptr + piece)
+        key = tl.load(seeds_ptr + group).to(tl.uint32)
+        if STOCHASTIC:
+            key = random_key(key, tl.load(numbers_ptr).to(tl.int32), start)
+        element = start.to(tl.uint32)
+        if first + TILE <= length:
+            _update(
+                addresses_ptr,
+                pieces,
+                piece,
+                scales_ptr,
+                first,
+                length,
+                key,
+                element,
+                numbers_ptr,
+                groups,
+                GRAD,
+                PARAM,
+                STATE,
+                MASTER,
+                STOCHASTIC,
+                MOMENTUM,
+                NESTEROV,
+                MAXIMIZE,
+                ALIGNED,
+                False,
+                TILE,
+            )
+        else:
+            _update(
+                addresses_ptr,
+                pieces,
+                piece,
+                scales_ptr,
+                first,
+                length,
+                key,
+                element,
+                numbers_ptr,
+                groups,
+                GRAD,
+                PARAM,
+                STATE,
+                MASTER,
+                STOCHASTIC,
+                MOMENTUM,
+                NESTEROV,
+                MAXIMIZE,
+                ALIGNED,
+                True,
+                TILE,
+            )
+
+
+@torch.no_grad()
+def sgd_step(
+    params: Sequence[Operand],
+    grads: Sequence[Operand],
+    momentum_buffers: Sequence[State] | None,
+    *,
+    lr: Number,
+    momentum: float,
+    dampening: float,
+    weight_decay: float,
+    nesterov: bool,
+    maximize: bool = False,
+    first: Sequence[bool],
+    masters: Sequence[Operand] | None = None,
+    inv_scale: Number | None = None,
+    found_inf: torch.Tensor | None = None,
+    seeds: Sequence[int] | None = None,
+    step: Number = 0,
+    firsts: Sequence[int] | None = None,
+) -> None:
+    """One step of torch.optim.SGD for a list of parameters, in place.
+
+    params, grads : float32, bfloat16 or float16 each, paged or dense; or all operands float64.
+    momentum_buffers : float32, bfloat16, or `Blockwise` in 8 bits; None if, and only if, momentum
+        is 0.
+    first : for each parameter, whether its buffer is fresh: what is in it is not used, and it
+        becomes the gradient.
+    masters : float32 copies of the parameters, which are then updated and rounded into params;
+        params are not read.
+    lr : a number, or a tensor of one element.
+    inv_scale : the gradients are multiplied by it; they are not written.
+    found_inf : one element; if it is not 0, nothing is written (and `first` stays as it was).
+    seeds : an integer for each parameter: bfloat16 and 8-bit buffers are rounded at random, by
+        seed, `step` (which must then count up) and element number. Without it to nearest.
+    firsts : for parameters updated a stretch at a time, the number of its first element, a
+        multiple of 4096; only the random numbers depend on it.
+
+    Computes in float32 (float64 for float64), and rounds only what is stored. One launch for all
+    groups with the same dtypes. On CUDA it is queued on the current stream of the device and the
+    call does not wait, also where lr, step, inv_scale and found_inf are tensors there. On a CPU it
+    returns when the step is done. Raises ValueError for operands that do not go together, before
+    anything is written.
+    """
+    chosen = _Sgd(
+        *(lr, momentum, dampening, weight_decay, nesterov, maximize, inv_scale, found_inf, step)
+    )
+    groups = _groups(params, grads, momentum_buffers, first, masters, seeds, firsts, chosen)
+    if not groups:
+        return
+    if not use_triton(memory_of(groups[0].param)):
+        _run_reference(groups, first, chosen)
+        return
+    for bucket in alike(groups):
+        state = state_dtype(bucket[0])
+        launch_groups(
+            _sgd_step_kernel,
+            bucket,
+            _numbers(bucket, [first[group.number] for group in bucket], chosen),
+            STATE=state,
+            MOMENTUM=momentum != 0,
+            NESTEROV=nesterov,
+            MAXIMIZE=maximize,
+            num_warps=warps(state),
+        )
+
+
+def _groups(
+    params: Sequence[Operand],
+    grads: Sequence[Operand],
+    momentum_buffers: Sequence[State] | None,
+    first: Sequence[bool],
+    masters: Sequence[Operand] | None,
+    seeds: Sequence[int] | None,
+    firsts: Sequence[int] | None,
+    chosen: _Sgd,
+) -> list[Group]:
+    if (chosen.momentum != 0) != (momentum_buffers is not None):
+        raise ValueError(
+            f"momentum is {chosen.momentum}; pass momentum_buffers if, and only if, it is not 0"
+        )
+    if chosen.nesterov and (chosen.momentum <= 0 or chosen.dampening != 0):
+        raise ValueError(
+            f"nesterov with momentum {chosen.momentum} and dampening {chosen.dampening}; it needs "
+            "momentum and no dampening"
+        )
+    if len(first) != len(params):
+        raise ValueError(f"first has {len(first)} entries for {len(params)} params; pass as many")
+    states = {"momentum_buffers": momentum_buffers}
+    return make_groups(params, grads, states, masters, seeds, firsts)
+
+
+def _numbers(groups: Sequence[Group], first: Sequence[bool], chosen: _Sgd) -> torch.Tensor:
+    """The kernel's table; column i is for groups[i]."""
+    device = memory_of(groups[0].param).device
+    rows: list[torch.Tensor | float] = [
+        doubles([chosen.step], device),
+        doubles([chosen.lr], device),
+        chosen.weight_decay,
+        chosen.momentum,
+        1 - chosen.dampening,
+        doubles(first, device),
+        doubles([1.0 if chosen.inv_scale is None else chosen.inv_scale], device),
+        doubles([0.0 if chosen.found_inf is None else chosen.found_inf], device),
+    ]
+    return table(rows, groups[0], len(groups))
+
+
+@torch.no_grad()
+def sgd_step_reference(
+    params: Sequence[Operand],
+    grads: Sequence[Operand],
+    momentum_buffers: Sequence[State] | None,
+    *,
+    lr: Number,
+    momentum: float,
+    dampening: float,
+    weight_decay: float,
+    nesterov: bool,
+    maximize: bool = False,
+    first: Sequence[bool],
+    masters: Sequence[Operand] | None = None,
+    inv_scale: Number | None = None,
+    found_inf: torch.Tensor | None = None,
+    seeds: Sequence[int] | None = None,
+    step: Number = 0,
+    firsts: Sequence[int] | None = None,
+) -> None:
+    """`sgd_step` in plain torch: the same bits as torch.optim's for-loop where all is float32."""
+    chosen = _Sgd(
+        *(lr, momentum, dampening, weight_decay, nesterov, maximize, inv_scale, found_inf, step)
+    )
+    groups = _groups(params, grads, momentum_buffers, first, masters, seeds, firsts, chosen)
+    _run_reference(groups, first, chosen)
+
+
+def _run_reference(groups: Sequence[Group], first: Sequence[bool], chosen: _Sgd) -> None:
+    if chosen.found_inf is not None and float(chosen.found_inf):
+        return
+    for group in groups:
+        _update_reference(group, first[group.number], chosen)
+
+
+def _update_reference(group: Group, fresh: bool, chosen: _Sgd) -> None:
+    """torch.optim's operations in its order, on a chunk after the other."""
+    lr = float(chosen.lr)
+    for chunk in chunks(group):
+        grad = chunk.grad.to(group.compute)
+        if chosen.inv_scale is not None:
+            grad = grad * chosen.inv_scale
+        if chosen.maximize:
+            grad = -grad
+        param = chunk.read_param()
+        if chosen.weight_decay != 0:
+            grad = grad.add(param, alpha=chosen.weight_decay)
+        if chosen.momentum != 0:
+            if fresh:
+                buffer = grad.clone()
+            else:
+                buffer = chunk.read_state(0)
+                buffer.mul_(chosen.momentum).add_(grad, alpha=1 - chosen.dampening)
+            chunk.write_state(0, buffer, int(chosen.step))
+            grad = grad.add(buffer, alpha=chosen.momentum) if chosen.nesterov else buffer
+        param.add_(grad, alpha=-lr)
+        chunk.write_param(param)

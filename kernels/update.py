@@ -1,0 +1,344 @@
+"""What fused optimizers share: parameters as groups, and one launch for all groups alike.
+
+A program updates one tile of one piece; the numbers of its group (learning rate, bias corrections
+and so on) are in a table on the device, so that nothing is read back to the host.
+"""
+# mypy: allow-untyped-defs, allow-incomplete-defs
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from .blockwise import (
+    BLOCK,
+    LONGEST,
+    Blockwise,
+    check_blocks,
+    dtype_name,
+    memory_of,
+    numel_of,
+    scale_addresses,
+)
+from .launch import launch, tl, triton
+from .pieces import Operand, cut, stretches
+from .quantize import decode_reference, encode_reference, load_blocks, store_blocks
+from .rounding import (
+    load_as,
+    random_bits_reference,
+    stochastic_bf16,
+    stochastic_bf16_reference,
+    store_as,
+    store_raw,
+)
+
+__all__ = ["Group", "Number", "State", "make_groups"]
+
+State = Operand | Blockwise
+Number = float | torch.Tensor  # a tensor has one element
+TILE = 1024
+FIRST_MULTIPLE = 4096
+FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+CHUNK = 1 << 18  # elements that a reference updates at a time: its temporaries stay in the caches
+STATE_FLOATS = (torch.float32, torch.bfloat16, torch.float64)
+
+
+@dataclass(frozen=True, eq=False)
+class Group:
+    """One parameter, or a stretch of one, and all that its update reads and writes.
+
+    number : its place in the caller's lists.
+    seed : for stochastic rounding; None rounds to nearest.
+    first : number of its first element within the parameter.
+    """
+
+    number: int
+    grad: Operand
+    param: Operand
+    states: tuple[State, ...]
+    master: Operand | None
+    seed: int | None
+    first: int
+
+    @property
+    def flat(self) -> list[Operand]:
+        """Operands of as many elements each: gradient, parameter, states, master."""
+        states = [x.codes if isinstance(x, Blockwise) else x for x in self.states]
+        return [self.grad, self.param, *states, *([self.master] if self.master is not None else [])]
+
+    @property
+    def scales(self) -> list[Operand]:
+        return [x.scales for x in self.states if isinstance(x, Blockwise)]
+
+    @property
+    def dtypes(self) -> tuple[torch.dtype, ...]:
+        return tuple(x.dtype for x in self.flat)
+
+    @property
+    def compute(self) -> torch.dtype:
+        """What is computed in."""
+        return torch.float64 if torch.float64 in self.dtypes else torch.float32
+
+
+def make_groups(
+    params: Sequence[Operand],
+    grads: Sequence[Operand],
+    states: dict[str, Sequence[State] | None],
+    masters: Sequence[Operand] | None,
+    seeds: Sequence[int] | None,
+    firsts: Sequence[int] | None,
+) -> list[Group]:
+    """Groups of parameters that have elements.
+
+    Raises ValueError for lists of different lengths, dtypes that do not go together, and blocks
+    that a page cuts.
+    """
+    given = {name: state for name, state in states.items() if state is not None}
+    optional = {"masters": masters, "seeds": seeds, "firsts": firsts}
+    for name, one in {"grads": grads, **given, **optional}.items():
+        if one is not None and len(one) != len(params):
+            raise ValueError(
+                f"{name} has {len(one)} entries for {len(params)} params; pass as many"
+            )
+    groups = [
+        Group(
+            number,
+            grads[number],
+            params[number],
+            tuple(state[number] for state in given.values()),
+            masters[number] if masters is not None else None,
+            seeds[number] if seeds is not None else None,
+            firsts[number] if firsts is not None else 0,
+        )
+        for number in range(len(params))
+    ]
+    for group in groups:
+        _check(group, list(given))
+    return [group for group in groups if numel_of(group.param)]
+
+
+def launch_groups(
+    kernel: Any, groups: Sequence[Group], numbers: torch.Tensor, **constants: Any
+) -> None:
+    """Queue one launch of `kernel` for groups of the same dtypes.
+
+    numbers : float32 or float64 [rows, groups], on the device; column i is for groups[i].
+    """
+    device = memory_of(groups[0].param).device
+    pieces = cut([group.flat for group in groups], LONGEST)
+    starts = pieces.starts + torch.tensor([group.first for group in groups])[pieces.group.long()]
+    scales = scale_addresses(pieces, [group.scales for group in groups])
+    seeds = torch.tensor([_int32(group.seed or 0) for group in groups], dtype=torch.int32)
+    tiles = -(-pieces.longest // TILE)
+    on_device = pieces.to(device)
+
+    def there(table: torch.Tensor) -> torch.Tensor:
+        return table.to(device, non_blocking=True)
+
+    launch(
+        kernel,
+        pieces.count * tiles,
+        *(on_device.addresses, there(scales), on_device.lengths, on_device.group, there(starts)),
+        *(there(seeds), numbers, pieces.count, len(groups), tiles),
+        GRAD=dtype_name(groups[0].grad.dtype),
+        PARAM=dtype_name(groups[0].param.dtype),
+        MASTER=groups[0].master is not None,
+        STOCHASTIC=groups[0].seed is not None,
+        ALIGNED=pieces.aligned,
+        TILE=TILE,
+        **constants,
+        # So that the interpreter's bits are the device's, now and with any version of Triton.
+        enable_fp_fusion=False,
+    )
+
+
+def alike(groups: Sequence[Group]) -> Iterator[list[Group]]:
+    """Groups of the same dtypes, which one launch can take."""
+    buckets: dict[tuple[torch.dtype, ...], list[Group]] = {}
+    for group in groups:
+        buckets.setdefault(group.dtypes, []).append(group)
+    yield from buckets.values()
+
+
+def warps(state: str) -> int:
+    """How many warps update a tile; 8-bit states take more registers for each element."""
+    if state == "uint8":
+        return 4 if torch.version.hip else 8  # 256 threads, four elements each
+    return 4
+
+
+def state_dtype(group: Group) -> str:
+    """What kernels call the dtype of a group's states, which all have the same."""
+    return dtype_name(group.dtypes[2]) if group.states else "float32"
+
+
+def doubles(values: Sequence[Number], device: torch.device) -> torch.Tensor:
+    """Numbers as float64 [n]: on `device` if one is there already, else on the host; no wait."""
+    if not any(isinstance(x, torch.Tensor) and x.device.type != "cpu" for x in values):
+        return torch.tensor([float(x) for x in values], dtype=torch.float64)
+    moved = [
+        x.reshape(()).to(device, torch.float64, non_blocking=True)
+        if isinstance(x, torch.Tensor)
+        else torch.full((), x, dtype=torch.float64, device=device)
+        for x in values
+    ]
+    return torch.stack(moved)
+
+
+def table(rows: Sequence[torch.Tensor | float], group: Group, groups: int) -> torch.Tensor:
+    """Rows of float64 numbers, each one for all groups or [groups], as a kernel reads them."""
+    device = memory_of(group.param).device
+    tensors = [x for x in rows if isinstance(x, torch.Tensor)]
+    where = next((x.device for x in tensors if x.device.type != "cpu"), torch.device("cpu"))
+    columns = [
+        x.to(where, non_blocking=True).expand(groups)
+        if isinstance(x, torch.Tensor)
+        else torch.full((groups,), x, dtype=torch.float64, device=where)
+        for x in rows
+    ]
+    return torch.stack(columns).to(device, group.compute, non_blocking=True)
+
+
+@triton.jit
+def load_state(
+    address,
+    scales,
+    at,
+    rows,
+    length,
+    DTYPE: tl.constexpr,
+    ROOT: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """A tile of a state; see `load_blocks`, whose arguments these are."""
+    if DTYPE == "uint8":
+        return load_blocks(address, scales, at, rows, length, ROOT, ALIGNED, MASKED)
+    else:
+        return load_as(address, at, length, DTYPE, ALIGNED, MASKED)
+
+
+@triton.jit
+def store_state(
+    address,
+    scales,
+    at,
+    rows,
+    value,
+    random,
+    length,
+    DTYPE: tl.constexpr,
+    ROOT: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """Store a tile of a state; see `store_blocks`, whose arguments these are."""
+    if DTYPE == "uint8":
+        store_blocks(
+            address, scales, at, rows, value, random, length, ROOT, STOCHASTIC, ALIGNED, MASKED
+        )
+    elif DTYPE == "bfloat16" and STOCHASTIC:
+        store_raw(address, at, stochastic_bf16(value, random), length, DTYPE, ALIGNED, MASKED)
+    else:
+        store_as(address, at, value, length, DTYPE, ALIGNED, MASKED)
+
+
+@dataclass(frozen=True, eq=False)
+class Chunk:
+    """Up to CHUNK elements of a group, for references: views [n], consecutive in every operand."""
+
+    group: Group
+    grad: torch.Tensor
+    param: torch.Tensor
+    states: list[torch.Tensor]
+    master: torch.Tensor | None
+    start: int
+
+    def read_state(self, i: int, *, root: bool = False) -> torch.Tensor:
+        """State i in what is computed in: its own memory where that has the dtype."""
+        state = self.group.states[i]
+        if isinstance(state, Blockwise):
+            return decode_reference(self.states[i], state.scales, self.start // BLOCK, root)
+        return self.states[i].to(self.group.compute)
+
+    def write_state(
+        self, i: int, value: torch.Tensor, step: int, *, root: bool = False, upper: bool = False
+    ) -> None:
+        """Store what `read_state` gave; upper : round with the upper 16 random bits."""
+        state, seed, random = self.group.states[i], self.group.seed, None
+        if seed is not None and self.states[i].dtype in (torch.uint8, torch.bfloat16):
+            first = self.group.first + self.start
+            random = random_bits_reference(seed, step, first, value.numel(), value.device)
+            random = random >> 16 if upper else random & 0xFFFF
+        if isinstance(state, Blockwise):
+            scales, block = state.scales, self.start // BLOCK
+            encode_reference(value, self.states[i], scales, block, root, random)
+        elif random is not None:
+            self.states[i].copy_(stochastic_bf16_reference(value, random))
+        elif value.data_ptr() != self.states[i].data_ptr():
+            self.states[i].copy_(value)
+
+    def read_param(self) -> torch.Tensor:
+        """The parameter, or its master, in what is computed in: its own memory if it can be."""
+        return (self.param if self.master is None else self.master).to(self.group.compute)
+
+    def write_param(self, value: torch.Tensor) -> None:
+        """Store the updated parameter, and in its master."""
+        for kept in (self.param, self.master):
+            if kept is not None and kept.data_ptr() != value.data_ptr():
+                kept.copy_(value)
+
+
+def chunks(group: Group) -> Iterator[Chunk]:
+    """All of a group, in order."""
+    start, count = 0, len(group.states)
+    for views in stretches(group.flat):
+        for parts in zip(*(view.split(CHUNK) for view in views), strict=True):
+            master = parts[-1] if group.master is not None else None
+            yield Chunk(group, parts[0], parts[1], list(parts[2 : 2 + count]), master, start)
+            start += parts[0].numel()
+
+
+def _check(group: Group, names: Sequence[str]) -> None:
+    """Raise ValueError unless the group's dtypes and blocks are such as kernels take."""
+    number = group.number
+    blockwise = [isinstance(x, Blockwise) for x in group.states]
+    check_blocks([group.grad, group.param, *group.states], number)
+    for what, operand in (("grad", group.grad), ("param", group.param)):
+        if operand.dtype not in FLOATS:
+            raise ValueError(f"{what} {number} is {operand.dtype}; convert it to a float dtype")
+    found = {group.dtypes[2 + i] for i in range(len(names))}
+    if len(found) > 1 or (names and not blockwise[0] and not found <= set(STATE_FLOATS)):
+        raise ValueError(
+            f"the states of param {number} are {', '.join(map(str, found))}; use float32, bfloat16 "
+            f"or Blockwise for all of {', '.join(names)}"
+        )
+    if group.master is not None and group.master.dtype != torch.float32:
+        raise ValueError(
+            f"param {number} has a master of {group.master.dtype}; use float32 masters, or none"
+        )
+    if group.compute == torch.float64 and set(group.dtypes) != {torch.float64}:
+        raise ValueError(
+            f"param {number} has float64 beside other dtypes {group.dtypes}; use it for all"
+        )
+    if group.first % FIRST_MULTIPLE:
+        raise ValueError(
+            f"param {number} starts at element {group.first}; cut it at a multiple of "
+            f"{FIRST_MULTIPLE}"
+        )
+    device = memory_of(group.param).device
+    for operand in [*group.flat, *group.scales]:
+        if memory_of(operand).device != device:
+            raise ValueError(
+                f"param {number} is on {device}, but has an operand on "
+                f"{memory_of(operand).device}; move it there"
+            )
+
+
+def _int32(seed: int) -> int:
+    """The lower 32 bits, signed."""
+    return (seed + (1 << 31)) % (1 << 32) - (1 << 31)
