@@ -4,10 +4,12 @@ Data moves 128 bits at a time, nothing spills, and copies take at most 40 regist
 256 threads on an SM, each thread with 64 bytes in flight, are 96 KiB in flight.
 """
 
+import ast
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -125,8 +127,18 @@ def _check(code: MachineCode, gate: Gate, wide: bool, threads_per_warp: int) -> 
         assert code.registers <= BYTE_COPY_REGISTERS
 
 
+def _gated() -> set[str]:
+    """Kernels with a gate here, or in the `GATED` of another gate file."""
+    found = set(GATES)
+    for path in Path(__file__).parent.glob("test_aot_*.py"):
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "GATED":
+                found |= ast.literal_eval(node.value)
+    return found
+
+
 def test_every_kernel_has_a_gate() -> None:
-    assert kernels_in_folder() == set(GATES)
+    assert kernels_in_folder() == _gated()
 
 
 @pytest.mark.parametrize("name", GATES)

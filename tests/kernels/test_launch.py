@@ -128,7 +128,7 @@ def test_every_kernel_has_launcher_reference_and_test() -> None:
     for name in kernels_in_folder():
         module_name, launcher = name.split(".")
         module = importlib.import_module(f"tensorpager.kernels.{module_name}")
-        assert module.__all__ == [launcher]
+        assert launcher in module.__all__
         assert callable(getattr(module, launcher))
         assert callable(getattr(module, f"{launcher}_reference"))
         assert Path(__file__).with_name(f"test_{module_name}.py").exists()
