@@ -29,8 +29,8 @@ from ..planner.sizes import format_bytes
 from .backend import Backend
 from .dense_meter import in_backward
 from .errors import InfeasibleBudget, TierFull
-from .optimizer import StepNeed, probe_step
 from .residency import Residency
+from .step_need import step_room
 
 _MARGIN = 16
 _MARGIN_BYTES = 1 << 20
@@ -137,9 +137,10 @@ class DeviceBudget:
         dense = self.dense_peak
         # A step taken inside backward cannot be measured there; its dense bytes are not foreseen.
         measurable = optimizer is not None and not in_backward()
-        need = probe_step(optimizer, self._measure) if measurable else None
-        if need is not None:
-            frames, dense = self._with_step(optimizer, need, frames, dense)
+        room = step_room(optimizer, self._measure) if measurable else None
+        if room is not None:
+            frames = max(frames, room.frames)
+            dense = max(dense, self.dense_baseline + room.dense + 1)
             self.dense_peak = dense
             self.residency.largest_need = frames
         minimum = max(dense, self.fixed_reserve or 0) + frames * self.page_size
@@ -148,19 +149,6 @@ class DeviceBudget:
             self._forget()
             raise InfeasibleBudget(self._refusal(dense, frames, minimum), minimum=minimum)
         self.backend.meter_start()  # the rest of the iteration
-
-    def _with_step(
-        self, optimizer: Any, need: StepNeed, frames: int, dense: int
-    ) -> tuple[int, int]:
-        largest = max(
-            p.numel() * p.element_size()
-            for group in optimizer.param_groups
-            for p in group["params"]
-            if p.grad is not None
-        )
-        pages = -(-largest // self.page_size)
-        step_dense = self.dense_baseline + int(need.dense * largest) + 1
-        return max(frames, need.operands * pages), max(dense, step_dense)
 
     def _refusal(self, dense: int, frames: int, minimum: int) -> str:
         budget = format_bytes(self.bytes)

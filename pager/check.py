@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from .page_table import BLANK, DIRTY, LIVE
+from .parts import held_pages
 
 if TYPE_CHECKING:
     from .runtime import Pager
@@ -73,7 +74,18 @@ def _check(pager: Pager) -> None:
             assert not below[rows].any(), f"run {run.id} is settled but has copies below"
         if run.pins:
             assert (where >= 0).all(), f"pinned run {run.id} is not on the device"
-        assert run.storages > 0, f"run {run.id} has no storage"
+        if run.parts is not None:
+            held = held_pages(run)
+            assert run.parts, f"run {run.id} is said to have pinned parts but has none"
+            assert run.first <= held[0], f"a part of run {run.id} begins before it"
+            assert held[-1] < run.first + run.count, f"a part of run {run.id} ends behind it"
+            assert (table.frame[held] >= 0).all(), f"a pinned part of run {run.id} is not there"
+        assert run.storages > 0 or run.parts, f"run {run.id} has no storage"
+    parted = [run for run in space.runs.values() if run.parts is not None]
+    assert set(residency.parts.pages().tolist()) == {
+        page for run in parted for page in held_pages(run).tolist()
+    }, "the pages that are held are not those of the runs that say so"
+    assert not residency.in_flight, "pages are said to be moving, and nothing moves"
 
 
 def _check_pool(

@@ -14,8 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from . import fused
+from .dense_views import direct_view, withdraw
 from .errors import InfeasibleBudget
-from .paged_tensor import PagedTensor, direct_view, withdraw
+from .paged_tensor import PagedTensor
 
 if TYPE_CHECKING:
     from .runtime import Pager
@@ -69,12 +71,13 @@ def step_on_views(optimizer: Any, raw: Callable[..., Any]) -> bool:
     """Run ``raw`` with all that the groups of ``optimizer`` name (parameters that have a gradient,
     their states, paged gradients) held on the device at once and seen as plain views.
 
-    ``False``, and nothing done, if the frames of one of them are scattered. Raises what pinning
-    them raises, before anything changed. To be called without torch functions of subclasses.
+    Where the frames of one of them are scattered, kernels on pages do it; ``False``, and nothing
+    done, if they cannot. Raises what pinning raises, before anything changed. To be called without
+    torch functions of subclasses.
     """
     with _views(optimizer._tp_pager, paged_operands(optimizer)) as views:
         if views is None:
-            return False
+            return fused.step_held(optimizer)
         parameters = list(_stepped(optimizer))
         with _in_place_of_paged(optimizer, views):
             raw(optimizer)

@@ -18,11 +18,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
+from . import fused
 from .dense_step import paged_operands, step_on_views
 from .errors import PagerError, TierFull
-from .optimizer import alone, page_state, peak_of_results, probe_step, raw_step
+from .optimizer import alone, page_state, raw_step
 from .paged_tensor import PagedTensor
 from .space import PageRun
+from .step_need import peak_of_results, probe_step
 
 if TYPE_CHECKING:
     from .overlap import Overlap
@@ -250,7 +252,9 @@ class EarlyUpdates:
                 alone(optimizer, group, parameter),
                 torch.autocast(kind, enabled=False) if cast else nullcontext(),
             ):
-                if not _fits_at_once(optimizer) or not _on_views(optimizer, raw):
+                if not _by_kernels(optimizer, group, parameter) and (
+                    not _fits_at_once(optimizer) or not _on_views(optimizer, raw)
+                ):
                     raw(optimizer)  # op by op, on pages
         except _NoRoom:
             return False
@@ -271,8 +275,19 @@ def _fits_at_once(optimizer: Any) -> bool:
     pager: Pager = optimizer._tp_pager
     with pager.lock:
         runs = {tensor._storage.run for tensor in paged_operands(optimizer)}
-        runs |= {run for run in pager.space.runs.values() if run.pins}
-        return sum(run.count for run in runs) <= pager.residency.pool.count
+        pinned = pager.residency.pinned_pages(besides=list(runs))
+        return sum(run.count for run in runs) + pinned <= pager.residency.pool.count
+
+
+def _by_kernels(optimizer: Any, group: dict[str, Any], parameter: torch.Tensor) -> bool:
+    residency = optimizer._tp_pager.residency
+    need = residency.largest_need
+    try:
+        return fused.step_one(optimizer, group, parameter)
+    except TierFull as error:  # what was updated of it is noted, and step() goes on from there
+        raise _NoRoom from error
+    finally:
+        residency.largest_need = need  # it could do with less, slab by slab
 
 
 def _on_views(optimizer: Any, raw: Callable[..., Any]) -> bool:

@@ -163,12 +163,16 @@ class Executor:
             return False
         self._waiting = True
         deadline = time.monotonic() + _WATCHDOG_SECONDS
-        while not self._changed.wait(_TICK_SECONDS):
-            if not any(channel.can_progress() for channel in self.channels):
-                break
-            if time.monotonic() > deadline:
-                raise PagerError(f"no page moved for {_WATCHDOG_SECONDS:g} s: {self.describe()}")
-        self._waiting = False
+        try:
+            while not self._changed.wait(_TICK_SECONDS):
+                if not any(channel.can_progress() for channel in self.channels):
+                    break
+                if time.monotonic() > deadline:
+                    raise PagerError(
+                        f"no page moved for {_WATCHDOG_SECONDS:g} s: {self.describe()}"
+                    )
+        finally:
+            self._waiting = False
         return True
 
     @contextmanager

@@ -106,7 +106,7 @@ class Follower:
         executor, residency = self.executor, self._pager.residency
         if self._in_state is not guide:
             executor.drain()
-            if any(run.pins for run in self._pager.space.runs.values()):
+            if residency.pinned_pages():
                 self._leave()
                 return False
             try:

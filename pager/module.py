@@ -93,12 +93,16 @@ def _take_over_hooks(pager: Pager, parameter: torch.Tensor, paged: PagedTensor) 
     """The user's hooks go on working, their handles too; gradients are paged before they run."""
     if parameter._backward_hooks:
         paged._backward_hooks = parameter._backward_hooks
-    theirs: Any = parameter._post_accumulate_grad_hooks
-    if theirs:
-        paged._post_accumulate_grad_hooks = theirs
-    handle = paged.register_post_accumulate_grad_hook(pager.page_grad)  # type: ignore[no-untyped-call]
-    if theirs:
-        theirs.move_to_end(handle.id, last=False)
+    theirs: Any = parameter._post_accumulate_grad_hooks  # handles refer to this very object
+    if not theirs:
+        paged.register_post_accumulate_grad_hook(pager.page_grad)  # type: ignore[no-untyped-call]
+        return
+    # Autograd reads the dict in order of insertion, whatever ``move_to_end`` made of it.
+    earlier = dict(theirs)
+    theirs.clear()
+    paged._post_accumulate_grad_hooks = theirs
+    paged.register_post_accumulate_grad_hook(pager.page_grad)  # type: ignore[no-untyped-call]
+    theirs.update(earlier)
 
 
 def _check_device(pager: Pager, parameter: torch.Tensor, label: str) -> None:

@@ -24,11 +24,12 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .dense_levels import levels_of
+from .dispatcher import hide_from_dynamo
 from .errors import PagerError
 from .names import ModulePaths, named_parameters, named_runs
 from .op_clock import clock_of
 from .op_info import describe
-from .paged_tensor import PagedTensor, _hide_from_dynamo
+from .paged_tensor import PagedTensor
 from .recording import Log, Mark, make_trace
 from .space import PagedStorage, PageRun
 
@@ -310,7 +311,7 @@ class _Ops(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # its wrapper would cost more than the rest; see _hide_from_dynamo below
+        return False  # its wrapper would cost more than the rest; see hide_from_dynamo below
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -333,4 +334,4 @@ class _Ops(TorchDispatchMode):
             here.op = -1
 
 
-_hide_from_dynamo(_Ops.__torch_dispatch__)
+hide_from_dynamo(_Ops.__torch_dispatch__)

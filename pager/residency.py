@@ -11,10 +11,15 @@ most recently used page is oldest. A window may cut a run in two; only the pages
 
 If pinned pages leave no such window, runs slide together (compaction); if even that cannot make
 room, the run is placed in scattered frames and ops read it through the gather kernel.
+
+Parts of runs (``parts.py``) are read page by page: any frames will do for them.
 """
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -26,9 +31,14 @@ from .errors import InfeasibleBudget, TierFull
 from .frame_pool import FramePool
 from .migration import Migration, expand, merge
 from .page_table import BLANK, Int32, PageTable
+from .parts import Parts, held_pages
 from .space import PageRun, Space, generations
 
+if TYPE_CHECKING:
+    from .executor import Executor
+
 _PINNED = np.iinfo(np.int64).max
+_AWAITED = _PINNED - 1
 
 
 def sliding_max(values: npt.NDArray[np.int64], width: int) -> npt.NDArray[np.int64]:
@@ -50,6 +60,10 @@ class Residency:
     ``make_room(frames)`` is asked when an op needs more frames than there are, ``make_way(frames)``
     when the tiers below have no room for what should leave; they may move the border of the arena,
     and return whether they did. ``before_pinning`` may move it too.
+
+    ``in_flight``: pages whose bytes are moving by planned transfers or read-ahead. ``streams``:
+    channels that read ahead where no plans are made, see :meth:`still`. ``pages_ahead``: pages that
+    were brought in before a slab needed them, and were still there when it did.
     """
 
     def __init__(
@@ -69,6 +83,10 @@ class Residency:
         self.pool = FramePool(frames)
         self.tick = 0
         self.ages: npt.NDArray[np.int64] = np.zeros(1024, np.int64)
+        self.parts = Parts(self)
+        self.in_flight: set[int] = set()
+        self.streams: list[Executor] = []
+        self.pages_ahead = 0
         self.faults = 0
         self.compactions = 0
         self.peak_frames = 0
@@ -85,24 +103,31 @@ class Residency:
     def touch(self, run: PageRun) -> None:
         """``run`` is the most recently used one now."""
         self.tick += 1
+        self._set_age(run, self.tick)
+
+    def _set_age(self, run: PageRun, age: int) -> None:
         if run.id >= len(self.ages):
             ages = np.zeros(max(2 * len(self.ages), run.id + 1), np.int64)
             ages[: len(self.ages)] = self.ages
             self.ages = ages
-        self.ages[run.id] = self.tick
+        self.ages[run.id] = age
 
     def pin(self, runs: Sequence[PageRun]) -> None:
         """Bring distinct ``runs`` onto the device and forbid their eviction. All or nothing.
 
         Afterwards ``run.base`` is the first frame, or −1 for a run in scattered frames.
         """
+        with self.still():
+            self._pin(runs)
+
+    def _pin(self, runs: Sequence[PageRun]) -> None:
         self.collect()
         self.before_pinning()
         for run in runs:
             run.pins += 1
             self.touch(run)
         try:
-            self._check_need(runs)
+            self.check_need(runs)
             for run in sorted(runs, key=lambda run: -run.count):
                 if run.base < 0 and not self._is_scattered(run):
                     try:
@@ -128,10 +153,15 @@ class Residency:
     def _frames_of(self, run: PageRun) -> Int32:
         return self.table.frame[run.first : run.first + run.count]
 
-    def _check_need(self, runs: Sequence[PageRun]) -> None:
-        mine = {run.id for run in runs}
-        need = sum(run.count for run in runs)
-        need += sum(r.count for r in self.space.runs.values() if r.pins and r.id not in mine)
+    def pinned_pages(self, besides: Sequence[PageRun] = ()) -> int:
+        """Pages that may not leave, of all runs but ``besides``."""
+        mine = {run.id for run in besides}
+        whole = sum(r.count for r in self.space.runs.values() if r.pins and r.id not in mine)
+        return whole + self.parts.count(besides)
+
+    def check_need(self, runs: Sequence[PageRun]) -> None:
+        """Room for ``runs`` beside all that is pinned."""
+        need = sum(run.count for run in runs) + self.pinned_pages(runs)
         self.largest_need = max(self.largest_need, need)
         if need > self.pool.count and not self.make_room(need):
             minimum = self.minimum_bytes(need)
@@ -142,10 +172,43 @@ class Residency:
                 minimum=minimum,
             )
 
+    # -- streams (``slabs.py``) ------------------------------------------------------------------
+    @contextmanager
+    def still(self) -> Iterator[None]:
+        """Inside, no stream's own channel moves a page. (Those of plans: ``Executor.quiet``.)"""
+        with ExitStack() as stack:
+            for stream in self.streams:
+                stack.enter_context(stream.quiet())
+            yield
+
+    def spent(self, run: PageRun) -> None:
+        """Pages of ``run`` are the first to leave from now on: a stream is over with them."""
+        self._set_age(run, 0)
+
+    def is_moving(self, pages: Int32) -> npt.NDArray[np.bool_]:
+        """Which of ``pages`` a channel is moving."""
+        if not self.in_flight:
+            return np.zeros(len(pages), np.bool_)
+        return np.isin(pages, list(self.in_flight))
+
+    def oldest(self, count: int) -> Int32:
+        """At most ``count`` pages on the device that may leave, least recently used first; none
+        that is awaited or moving."""
+        ages = self._frame_ages()
+        ages[self.table.frame_page < 0] = _PINNED
+        order = np.argsort(ages, kind="stable")
+        pages = self.table.frame_page[order[ages[order] < _AWAITED]]
+        chosen: Int32 = pages[~self.is_moving(pages)][:count]
+        return chosen
+
     # -- bringing a run in -----------------------------------------------------------------------
     def _bring(self, run: PageRun, wanted: Sequence[PageRun]) -> None:
         frames = self._claim(run, wanted)
         pages = np.arange(run.first, run.first + run.count, dtype=np.int32)
+        self.fill(run, pages, frames)
+
+    def fill(self, run: PageRun, pages: Int32, frames: Int32) -> None:
+        """Bring ``pages`` of ``run`` to ``frames``, which are empty, or theirs already."""
         current = self.table.frame[pages]
         moved = (current >= 0) & (current != frames)
         try:
@@ -173,6 +236,7 @@ class Residency:
         """Recompute ``run.base`` after its pages moved; dense views made before are stale."""
         frames = self._frames_of(run)
         whole = frames[0] >= 0 and bool((frames == frames[0] + np.arange(run.count)).all())
+        whole = whole and not run.moving  # nobody may use it then without waiting
         run.base = int(frames[0]) if whole and not (self.scattered and run.count > 1) else -1
         run.generation = next(generations)
         run.settled = False
@@ -180,7 +244,7 @@ class Residency:
     def _claim(self, run: PageRun, wanted: Sequence[PageRun]) -> Int32:
         """Frames for all pages of ``run``, empty or its own; taken from the pool."""
         count = run.count
-        if self.scattered and count > 1:
+        if run.parts is not None or (self.scattered and count > 1):
             return self._claim_scattered(run)
         in_place = self._in_place_base(run)
         if in_place is None:
@@ -218,10 +282,13 @@ class Residency:
         return base if fits and bool((frames[resident] - resident == base).all()) else -1
 
     def _frame_ages(self) -> npt.NDArray[np.int64]:
-        """Age of the page in each frame: 0 where empty, the largest number where pinned."""
+        """Age of the page in each frame: 0 where empty, the largest number where pinned, the next
+        one where awaited."""
         pages = self.table.frame_page
         owners = self.table.owner[pages]
         ages = np.where(pages >= 0, self.ages[owners], 0)
+        ages[self.parts.awaited_frames()] = _AWAITED
+        ages[self.parts.frames()] = _PINNED
         for run in self.space.runs.values():
             if run.pins:
                 frames = self._frames_of(run)
@@ -246,14 +313,22 @@ class Residency:
         """Keep what is resident, take any frames for the rest."""
         frames = self._frames_of(run).copy()
         missing = np.flatnonzero(frames < 0)
-        self._free_up(len(missing))
-        runs = self.pool.allocate(len(missing))
+        frames[missing] = self.claim_any(len(missing))
+        return frames
+
+    def claim_any(self, count: int) -> Int32:
+        """``count`` empty frames, side by side where that can be had."""
+        self._free_up(count)
+        taken = self.claim_free(count)
+        assert len(taken) == count
+        return taken
+
+    def claim_free(self, count: int) -> Int32:
+        """Free frames, taken from the pool: ``count``, or as many as there are."""
+        runs = self.pool.allocate(min(count, self.pool.free_count))
         assert runs is not None
         taken = expand(runs)
-        if self.scattered:  # the debug lane wants no two pages side by side
-            taken = taken[::-1]
-        frames[missing] = taken
-        return frames
+        return taken[::-1] if self.scattered else taken  # the debug lane: no two pages side by side
 
     # -- room ------------------------------------------------------------------------------------
     def _free_up(self, frames: int) -> None:
@@ -264,7 +339,7 @@ class Residency:
         ages = self._frame_ages()
         ages[self.table.frame_page < 0] = _PINNED
         order = np.argsort(ages, kind="stable")[:short]
-        assert ages[order[-1]] != _PINNED, "_check_need let a need pass that cannot be met"
+        assert ages[order[-1]] != _PINNED, "check_need let a need pass that cannot be met"
         self._evict_frames(np.sort(order).astype(np.int32))
 
     def _evict_frames(self, frames: Int32) -> None:
@@ -280,12 +355,14 @@ class Residency:
             self.settle(self.space.runs[owner])
 
     def evict_run(self, run: PageRun) -> Int32:
-        """Take all of an unpinned run off the device; the frames it had."""
+        """Take an unpinned run off the device, but for pages that part pins hold; the frames that
+        are free now."""
         assert not run.pins
-        frames = self._frames_of(run).copy()
-        pages = np.arange(run.first, run.first + run.count, dtype=np.int32)[frames >= 0]
+        pages = np.arange(run.first, run.first + run.count, dtype=np.int32)
+        pages = np.setdiff1d(pages[self.table.frame[pages] >= 0], held_pages(run))
+        frames: Int32 = self.table.frame[pages]
         self.evict_pages(pages)
-        return frames[frames >= 0]
+        return frames
 
     def _compact_for(self, run: PageRun, wanted: Sequence[PageRun]) -> int | None:
         """Slide runs together until ``run`` fits in one piece; its first frame, or ``None``.
@@ -304,13 +381,15 @@ class Residency:
         return self.pool.allocate_run(run.count)
 
     def compact(self, fixed: set[int]) -> None:
-        """Move every page towards frame 0, in order, except those of runs in ``fixed``."""
+        """Move every page towards frame 0, in order, except those of runs in ``fixed`` and those
+        that part pins hold."""
         self.compactions += 1
         self.backend.reuse_frames()
         pages_of = self.table.frame_page
+        held = set(self.parts.frames().tolist())
         target, sources, targets = 0, [], []
         for frame in np.flatnonzero(pages_of >= 0).tolist():
-            if int(self.table.owner[pages_of[frame]]) in fixed:
+            if frame in held or int(self.table.owner[pages_of[frame]]) in fixed:
                 target = frame + 1
                 continue
             if frame > target:
@@ -365,7 +444,12 @@ class Residency:
     def resize(self, frames: int) -> None:
         """Move the border of the arena. Shrinking evicts what no longer fits, and stops at the
         last pinned frame."""
+        with self.still():
+            self._resize(frames)
+
+    def _resize(self, frames: int) -> None:
         old = self.pool.count
+        frames = max(frames, int(self.parts.frames().max(initial=-1)) + 1)
         for run in self.space.runs.values():
             if run.pins:
                 frames = max(frames, int(self._frames_of(run).max()) + 1)
@@ -433,13 +517,13 @@ class Residency:
 
     def collect(self) -> None:
         """Give back everything of runs that nobody refers to any more; of those whose pages are
-        moving, when they have arrived."""
+        moving or held, when they are not any more."""
         if not self.space.dead and not self._moving_dead:
             return
         ended = [*self._moving_dead, *self.space.drain()]
-        self._moving_dead = [run for run in ended if run.moving]
+        self._moving_dead = [run for run in ended if run.moving or run.parts]
         for run in ended:
-            if run.moving:
+            if run.moving or run.parts:
                 continue
             pages = np.arange(run.first, run.first + run.count, dtype=np.int32)
             self.migration.void_copies(pages)

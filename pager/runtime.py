@@ -7,8 +7,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from pathlib import Path
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
@@ -18,31 +17,38 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from ..kernels.gather import gather_pages
 from ..kernels.scatter import scatter_pages
 from ..planner.plan import Plan
-from ..planner.sizes import format_bytes, parse_bytes
+from . import dispatcher as _dispatcher  # noqa: F401 - gives PagedTensor its two hooks
+from . import growth as _growth
 from . import module as _module
+from . import new_pages as _new_pages
 from . import optimizer as _optimizer
+from . import saving as _saving
+from . import slabs as _slabs
 from .activations import SavedTensors
+from .arguments import Arguments, check_arguments
 from .backend import make_backend
 from .budget import DeviceBudget
+from .capacity import bytes_in_pages, check_capacity, check_states
+from .dense_views import pinned_view
 from .disk import DiskTier
 from .doors import guard_data
-from .errors import InfeasibleBudget, PagerError, TierFull
+from .errors import InfeasibleBudget, PagerError
 from .explain import explain
 from .follower import Follower
+from .fused_states import Format
 from .host import HostTier
 from .migration import Migration
 from .overlap import Overlap
-from .page_table import PageTable
-from .paged_tensor import PagedTensor, dense_twin, dense_view
+from .page_table import Int32, PageTable
+from .paged_tensor import PagedTensor
 from .record import record_iterations, recording_from_environment
 from .residency import Residency
+from .settling import Settling
 from .space import PagedStorage, PageRun, Space
 from .stats import snapshot
 from .watch import IterationListener, Watcher
 
-_MIN_PAGE, _MAX_PAGE = 64 << 10, 16 << 20
 _MAX_REACH = 1 << 45  # bytes of address space; no page of it costs memory before it is used
-_POLICIES = ("lp", "lru")
 ModuleT = TypeVar("ModuleT", bound=torch.nn.Module)
 OptimizerT = TypeVar("OptimizerT", bound=torch.optim.Optimizer)
 
@@ -61,8 +67,8 @@ class Pager:
         dense_reserve: bytes of ``device_budget`` kept for dense temporaries; ``"auto"`` measures
             them in the first iteration.
         device: ``"cpu"`` or ``"cuda"``; default: CUDA if there is one.
-        policy: ``"lru"`` pages on demand. ``"lp"`` (the default) names the planned mode; in this
-            release both page on demand.
+        policy: ``"lp"`` (the default) plans what each kind of iteration moves, and when; until a
+            plan is there it pages on demand, as ``"lru"`` always does.
         verify: check a checksum on every way in from the host too (disk is always checked).
 
     Raises ``InfeasibleBudget``, ``PagerError`` or ``ValueError`` at once for budgets and paths that
@@ -82,55 +88,20 @@ class Pager:
         verify: bool = False,
     ) -> None:
         self.closed_reason: str | None = "is not open"
-        budget = parse_bytes(device_budget, "device_budget")
-        host_bytes = parse_bytes(host_budget, "host_budget")
-        disk_bytes = parse_bytes(disk_budget, "disk_budget")
-        self.page_size = _check_page_size(parse_bytes(page_size, "page_size"))
-        if policy not in _POLICIES:
-            raise ValueError(f"policy={policy!r} is unknown; choose one of {', '.join(_POLICIES)}")
-        reserve = None if dense_reserve == "auto" else parse_bytes(dense_reserve, "dense_reserve")
-        frames = self._first_frames(budget, reserve)
-        if disk_bytes and disk_path is None:
-            raise ValueError(
-                f"disk_budget={disk_budget!r} needs a disk_path: the folder for the paging file"
-            )
-        if device is None:
-            device = "cuda" if torch.cuda.is_available() else "cpu"
-        self.device = torch.device(device)
-        self.policy = policy
-        self.budget_bytes = {"device": budget, "host": host_bytes, "disk": disk_bytes}
-
-        # While the first iteration is metered the arena may have to hold any set of live pages.
-        reach = budget if self.device.type == "cuda" else budget + host_bytes + disk_bytes
-        size = self.page_size
-        self.disk: DiskTier | None = None
-        if disk_bytes:
-            assert disk_path is not None
-            self.disk = DiskTier(Path(disk_path), disk_bytes, size)
-        try:
-            reach = min(reach, _MAX_REACH) // size * size
-            self.backend = make_backend(self.device, reach, frames * size)
-        except BaseException:
-            if self.disk is not None:
-                self.disk.close()
-            raise
-        try:
-            self.host = HostTier(host_bytes, size)
-            self.backend.register_host(self.host.bytes)
-            self.table = PageTable(frames, self.device)
-            self.space = Space(self.table, size)
-            self.migration = Migration(
-                self.table, self.backend, self.host, self.disk, size, verify=verify
-            )
-        except BaseException:
-            self.backend.close()
-            if self.disk is not None:
-                self.disk.close()
-            raise
+        given = check_arguments(
+            device_budget, host_budget, disk_budget, disk_path, page_size, dense_reserve, device,
+            policy,
+        )  # fmt: skip
+        self.device, self.policy = given.device, policy
+        self.page_size, self.budget_bytes = given.page_size, dict(given.budget_bytes)
+        self._open_tiers(given, verify=verify)
         self.residency = Residency(
-            self.table, self.space, self.migration, self.backend, frames, size
+            self.table, self.space, self.migration, self.backend, given.frames, self.page_size
         )
-        self.budget = DeviceBudget(budget, size, reserve, self.residency, self.backend)
+        budget = given.budget_bytes["device"]
+        self.budget = DeviceBudget(
+            budget, self.page_size, given.reserve, self.residency, self.backend
+        )
         self.saved = SavedTensors(self)
         self.lock = threading.RLock()
         self.stepping = False
@@ -146,8 +117,7 @@ class Pager:
         self.reach_bytes = self.backend.arena.numel()  # of addresses that are the arena's
         self.follower: Follower | None = Follower(self) if policy != "lru" else None
         self.on_iteration: list[IterationListener] = []
-        self._shapes: set[Any] = set()  # input shapes that were metered
-        self._fresh_shapes: set[Any] = set()  # those of the iteration that runs
+        self._settling = Settling(self)
         self._inside = False
         self.closed_reason = None
         guard_data(self.saved)
@@ -158,34 +128,35 @@ class Pager:
             self.close()
             raise
 
-    def _first_frames(self, budget: int, reserve: int | None) -> int:
-        frames = (budget - (budget // 4 if reserve is None else reserve)) // self.page_size
-        if budget < self.page_size or (reserve is not None and frames < 1):
-            minimum = (reserve or 0) + self.page_size
-            raise InfeasibleBudget(
-                f"device_budget of {budget} bytes does not hold one page of {self.page_size} bytes"
-                + (f" beside dense_reserve of {reserve} bytes" if reserve else "")
-                + f"; give at least {minimum} bytes, or smaller pages",
-                minimum=minimum,
+    def _open_tiers(self, given: Arguments, *, verify: bool) -> None:
+        """The arena and the tiers below it; all are closed again if one cannot be had."""
+        size = given.page_size
+        # While the first iteration is metered the arena may have to hold any set of live pages.
+        on_cuda = self.device.type == "cuda"
+        reach = given.budget_bytes["device"] if on_cuda else sum(given.budget_bytes.values())
+        reach = min(reach, _MAX_REACH) // size * size
+        with ExitStack() as undo:
+            self.disk: DiskTier | None = None
+            if given.disk_path is not None:
+                self.disk = DiskTier(given.disk_path, given.budget_bytes["disk"], size)
+                undo.callback(self.disk.close)
+            self.backend = make_backend(self.device, reach, given.frames * size)
+            undo.callback(self.backend.close)
+            self.host = HostTier(given.budget_bytes["host"], size)
+            self.backend.register_host(self.host.bytes)
+            self.table = PageTable(given.frames, self.device)
+            self.space = Space(self.table, size)
+            self.migration = Migration(
+                self.table, self.backend, self.host, self.disk, size, verify=verify
             )
-        return max(1, frames)
+            undo.pop_all()
 
     # -- paging things ---------------------------------------------------------------------------
     def page(self, tensor: torch.Tensor) -> PagedTensor:
         """A PagedTensor with the values of ``tensor`` (copied; same shape, dtype and gradient flag;
         same strides where these are dense and do not overlap). A leaf; a Parameter stays one."""
         self.check_open()
-        if type(tensor) is PagedTensor and tensor._storage.pager is self:
-            return tensor
-        if tensor.layout is not torch.strided or tensor.is_quantized:
-            raise TypeError(
-                f"cannot page a tensor with layout {tensor.layout}, dtype {tensor.dtype}: only "
-                "strided tensors of ordinary dtypes have pages; call .to_dense() on it first"
-            )
-        paged = self.copy_in(tensor.detach(), "user")
-        if isinstance(tensor, torch.nn.Parameter):
-            paged._is_param = True
-        return paged.requires_grad_(tensor.requires_grad)  # type: ignore[return-value]
+        return _new_pages.page_copy(self, tensor)
 
     def page_module(self, model: ModuleT) -> ModuleT:
         """Make every parameter of ``model`` a PagedTensor, in place, and return ``model``.
@@ -199,13 +170,9 @@ class Pager:
         """
         self.check_open()
         _module.refuse_lazy(model)
-        seen: set[int] = set()
-        need = 0
-        for parameter in model.parameters():
-            if not isinstance(parameter, PagedTensor) and id(parameter) not in seen:
-                seen.add(id(parameter))
-                need += self._bytes_in_pages(parameter)
-        self._check_capacity(need, f"the parameters of {type(model).__name__}")
+        dense = (p for p in model.parameters() if not isinstance(p, PagedTensor))
+        need = bytes_in_pages(self, dense)
+        check_capacity(self, need, f"the parameters of {type(model).__name__}")
         with torch.no_grad():
             _module.page_module(self, model)
         for buffer in model.buffers():
@@ -222,11 +189,21 @@ class Pager:
         self.saved.forget()
         self.budget.dense_baseline = sum(nbytes for _, nbytes in self.saved.skip.values())
 
-    def optimizer(self, optimizer: OptimizerT, *, overlap: bool = False) -> OptimizerT:
-        """Make ``optimizer`` step on pages, one parameter at a time, and return it.
+    def optimizer(
+        self,
+        optimizer: OptimizerT,
+        *,
+        overlap: bool = False,
+        states: str | None = None,
+        master_weights: bool = False,
+    ) -> OptimizerT:
+        """Make ``optimizer`` step on pages, and return it.
 
         It stays the same object and an instance of its class (schedulers and GradScaler work as
-        usual). The result is bit for bit that of ``foreach=False``. Its states live in pages.
+        usual). Its states live in pages. On the CPU the result is bit for bit that of
+        ``foreach=False``. On CUDA torch's AdamW, Adam and SGD are updated by kernels on pages, which
+        round less often than PyTorch; ``foreach=False`` or ``fused=False`` on the optimizer keeps
+        PyTorch's own code.
 
         ``overlap``: update each parameter during the backward pass, as soon as its gradient is
         final, and drop the gradient (``param.grad`` is ``None`` afterwards). For programs in which
@@ -235,32 +212,26 @@ class Pager:
         checked in the first steps; where it does not hold the overlap goes off, with a warning. It
         does not hold later: ``PagerError``, where that can be noticed.
 
-        Raises ``TypeError`` for LBFGS, which needs all parameters at once.
+        ``states``, for AdamW, Adam and SGD themselves: ``"fp32"``; ``"bf16"``, half the bytes,
+        rounded at random so that small changes count; ``"8bit"``, a quarter, with a scale for each
+        256 elements. Small parameters (below 4096 elements) keep fp32, float64 ones float64. In
+        ``state_dict()`` 8-bit states are ``<name>_codes`` and ``<name>_scales``. Any of these loads
+        any other, and what plain torch saves; the same kind is restored bit for bit. Plain torch
+        loads what ``None``, ``"fp32"`` and ``"bf16"`` save.
+
+        ``master_weights``: parameters in bfloat16 or float16 have a float32 copy, state
+        ``"master"``. It is what is updated, and the parameter is rounded from it. States are fp32
+        then, unless said otherwise. What is written to a parameter by hand is taken over.
+
+        Raises ``TypeError`` for LBFGS, which needs all parameters at once, and for ``states`` or
+        ``master_weights`` with other classes; ``ValueError`` for unknown ``states``.
         """
         self.check_open()
-        _optimizer.page_optimizer(self, optimizer)
+        chosen = Format(states, master_weights)
+        _optimizer.page_optimizer(self, optimizer, chosen)
         self.optimizers.append(weakref.ref(optimizer))
         self.overlap.switch(optimizer, overlap)
         return optimizer
-
-    def _check_capacity(self, nbytes: int, what: str) -> None:
-        """Refuse what all tiers together cannot hold beside what is live."""
-        size = self.page_size
-        with self.lock:
-            self.residency.collect()
-        slots = self.host.slots.count + (self.disk.slots.count if self.disk else 0)
-        frames = self.budget.frames_at_least()
-        room = max(0, frames + slots - self.space.live_pages) * size
-        if nbytes > room:
-            short = -(-(nbytes - room) // size) * size
-            raise TierFull(
-                f"{what} take {format_bytes(nbytes)} and the tiers have {format_bytes(room)} left "
-                f"(device arena {format_bytes(frames * size)}, host "
-                f"{format_bytes(self.host.capacity_bytes)}, disk "
-                f"{format_bytes(self.disk.slots.count * size if self.disk else 0)}); raise "
-                f"host_budget or disk_budget by at least {format_bytes(short)} ({short} bytes; "
-                "pager.grow does it now). Nothing was changed."
-            )
 
     # -- training --------------------------------------------------------------------------------
     @contextmanager
@@ -275,9 +246,7 @@ class Pager:
             raise PagerError("iteration() is already running; iterations do not nest")
         self._inside = True
         self._count_buffers()
-        self._fresh_shapes.clear()
-        if not self.budget.settled:
-            self._start_metering()
+        self._settling.begin()
         ok = False
         try:
             self._begin()
@@ -299,8 +268,7 @@ class Pager:
             self._inside = False
             self._end(ok=ok)
         if self.budget.metering:
-            self._settle()
-            self._shapes |= self._fresh_shapes
+            self._settling.settle()
         self.iterations += 1
 
     def _begin(self) -> None:
@@ -319,71 +287,15 @@ class Pager:
                 self.follower.end(ok=ok)
         self.overlap.end(ok)
 
-    def _start_metering(self) -> None:
-        self.saved.dense_allowance = 0
-        self.fits = False
-        if self.follower is not None:
-            with self.lock:
-                self.follower.pause()
-        self.budget.start()
-
     def note_shapes(self, module: Any, args: Any, kwargs: Any) -> None:
         """Shapes that this model never ran on are metered again: they may need more."""
-        tensors = [v for v in (*args, *kwargs.values()) if isinstance(v, torch.Tensor)]
-        key = (
-            id(module),
-            torch.is_grad_enabled(),
-            module.training,
-            tuple((t.shape, t.dtype) for t in tensors),
-        )
-        if key in self._shapes or not self._inside:
-            return
-        self._fresh_shapes.add(key)
-        if self.budget.settled:
-            self._start_metering()
+        self._settling.note_shapes(module, args, kwargs)
 
     def before_step(self, optimizer: Any) -> None:
         """Checks of an optimizer's step, before anything changes."""
         self.check_open()
-        need = None
-        fresh = [
-            p
-            for group in optimizer.param_groups
-            for p in group["params"]
-            if p.grad is not None and not optimizer.state.get(p)
-        ]
-        if optimizer._tp_stepped and not optimizer.state:  # of the kind that keeps none
-            fresh = []
         self.budget.check(optimizer)
-        if fresh:
-            need = _optimizer.probe_step(optimizer, lambda action: (action(), 0)[1])  # type: ignore[func-returns-value]
-        if need is not None:
-            nbytes = int(need.state * sum(self._bytes_in_pages(p) for p in fresh))
-            self._check_capacity(nbytes, f"the states of {type(optimizer).__mro__[2].__name__}")
-
-    def _bytes_in_pages(self, tensor: torch.Tensor) -> int:
-        """Bytes that a copy of ``tensor`` takes: whole pages, unless it shares one."""
-        nbytes = tensor.numel() * tensor.element_size()
-        small = self.space.is_small(nbytes)
-        return nbytes if small else self.space.pages_for(nbytes) * self.page_size
-
-    def _settle(self) -> None:
-        """End of a metered iteration: place the border, and keep things dense if all fits."""
-        budget, space = self.budget, self.space
-        budget.check()
-        transient = space.peak_transient_pages * self.page_size
-        persistent = space.persistent_pages * self.page_size
-        arena = max(persistent, self.residency.largest_need * self.page_size)
-        dense = budget.dense_peak + budget.dense_peak // 8 + (1 << 20)
-        self.fits = budget.fixed_reserve is None and arena + transient + dense <= budget.bytes
-        with self.lock:
-            frames = self.residency.pool.count
-            roomy = self.fits and 4 * (arena + transient + dense) <= 3 * budget.bytes
-            extra = transient if self.fits else self.overlap.extra_dense()
-            budget.settle(extra, roomy=roomy)
-            if self.follower is not None and self.residency.pool.count != frames:
-                self.follower.forget_plans()
-        self.saved.dense_allowance = transient if self.fits else 0
+        check_states(self, optimizer)
 
     def page_grad(self, parameter: torch.Tensor) -> None:
         """Post-accumulate hook: the parameter is updated at once, where ``overlap.py`` allows it,
@@ -405,25 +317,12 @@ class Pager:
         """Ordinary tensors, as PyTorch's own: ``{"models": […], "optimizers": […]}`` in the order
         in which they were paged. Load with :meth:`load_state_dict` or with the models' own."""
         self.check_open()
-        models = [m() for m in self.models]
-        optimizers = [o() for o in self.optimizers]
-        return {
-            "models": [_dense_tree(m.state_dict()) for m in models if m is not None],
-            "optimizers": [_dense_tree(o.state_dict()) for o in optimizers if o is not None],
-        }
+        return _saving.state_dict(self)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load what :meth:`state_dict` gave into the same models and optimizers."""
         self.check_open()
-        for name, owners in (("models", self.models), ("optimizers", self.optimizers)):
-            live = [o for ref in owners if (o := ref()) is not None]
-            if len(state[name]) != len(live):
-                raise ValueError(
-                    f"the state has {len(state[name])} {name} and this pager {len(live)}; page the "
-                    "same ones in the same order first"
-                )
-            for owner, part in zip(live, state[name]):
-                owner.load_state_dict(part)
+        _saving.load_state_dict(self, state)
 
     # -- looking ---------------------------------------------------------------------------------
     def stats(self) -> dict[str, Any]:
@@ -486,40 +385,7 @@ class Pager:
         """
         self.check_open()
         wanted = {"device": device_budget, "host": host_budget, "disk": disk_budget}
-        for tier, text in wanted.items():
-            if text is None:
-                continue
-            nbytes = parse_bytes(text, f"{tier}_budget")
-            if nbytes < self.budget_bytes[tier]:
-                raise ValueError(
-                    f"{tier}_budget={text!r} is less than the {self.budget_bytes[tier]} bytes it "
-                    "has now; budgets can only grow"
-                )
-            with self.lock:
-                if self.follower is not None:
-                    self.follower.forget_plans()
-                self._grow_tier(tier, nbytes)
-                self.budget_bytes[tier] = nbytes
-
-    def _grow_tier(self, tier: str, nbytes: int) -> None:
-        if tier == "host":
-            self.backend.host_ready()
-            self.backend.unregister_host(self.host.bytes)
-            self.host.grow(nbytes)
-            self.backend.register_host(self.host.bytes)
-            self.migration.host_grew()
-        elif tier == "disk":
-            if self.disk is None:
-                raise PagerError("this Pager has no disk tier; give disk_path when making it")
-            self.disk.grow(nbytes)
-        elif nbytes > self.backend.arena.numel():
-            raise PagerError(
-                f"device_budget can grow to {self.backend.arena.numel()} bytes at most, the range "
-                "reserved at start; save state_dict() and make a new Pager"
-            )
-        else:
-            self.budget.bytes = nbytes
-            self.budget.place()
+        _growth.grow(self, wanted)
 
     # -- the dispatcher's side -------------------------------------------------------------------
     def check_open(self) -> None:
@@ -566,8 +432,8 @@ class Pager:
 
     @contextmanager
     def quiet(self) -> Iterator[None]:
-        """Under the lock, with no planned move under way and none that begins."""
-        with self.lock:
+        """Under the lock, with no page moving but by the caller."""
+        with self.lock, self.residency.still():
             if self.follower is None:
                 yield
             else:
@@ -624,92 +490,41 @@ class Pager:
         frames = self.table.device_frames(run.first, run.count)
         scatter_pages(source, frames, self.residency.arena, self.page_size)
 
-    @contextmanager
-    def pinned(self, tensor: PagedTensor) -> Iterator[torch.Tensor]:
+    def part(
+        self, tensor: PagedTensor, first: int, count: int, *, write: bool = False
+    ) -> AbstractContextManager[Int32]:
+        """Keep some pages of a tensor, which may be larger than the arena, on the device; see
+        ``slabs.part``."""
+        return _slabs.part(self, tensor, first, count, write=write)
+
+    def pinned(self, tensor: PagedTensor) -> AbstractContextManager[torch.Tensor]:
         """See ``PagedTensor.pin``."""
-        run = tensor._storage.run
-        self.pin([run])
-        try:
-            self.will_write(run)
-            if run.base >= 0:
-                yield dense_view(tensor, self.address_of(tensor._storage))
-            else:
-                buffer = self.gather(run)
-                yield dense_view(tensor, buffer.data_ptr() + tensor._storage.offset)
-                self.scatter(run, buffer)
-        finally:
-            self.unpin([run])
+        return pinned_view(self, tensor)
 
     # -- new pages -------------------------------------------------------------------------------
     def empty_like_geometry(self, like: torch.Tensor, kind: str) -> PagedTensor:
         """A PagedTensor with ``like``'s shape, dtype and (dense) strides; undefined values."""
-        self.check_open()
-        dense = torch.ops.aten.is_non_overlapping_and_dense(like)
-        shape = like if dense else torch.empty(like.size(), dtype=like.dtype, device="meta")
-        with self.lock:
-            self.residency.collect()
-            storage = self.space.storage(self, like.numel() * like.element_size(), kind)
-        return PagedTensor(storage, shape.size(), shape.stride(), 0, like.dtype)
+        return _new_pages.empty_like_geometry(self, like, kind)
 
     def copy_in(self, dense: torch.Tensor, kind: str) -> PagedTensor:
         """A PagedTensor with the values of plain, strided ``dense``."""
-        if not torch.ops.aten.is_non_overlapping_and_dense(dense):
-            dense = dense.contiguous()
-        dense = dense.resolve_conj().resolve_neg()
-        paged = self.empty_like_geometry(dense, kind)
-        if dense.numel():
-            flat = dense.as_strided((dense.numel(),), (1,), dense.storage_offset())
-            self._write(paged._storage, flat.view(torch.uint8))
-        return paged
+        return _new_pages.copy_in(self, dense, kind)
 
     def enlarge(self, storage: PagedStorage, nbytes: int) -> None:
         """Give ``storage`` room for ``nbytes``; its contents stay, new bytes are undefined. All
         PagedTensors that share it see the larger one."""
-        with self.lock:
-            self.residency.collect()
-            larger = self.space.storage(self, nbytes, storage.run.kind)
-        old = PagedTensor(storage, (storage.nbytes,), (1,), 0, torch.uint8)
-        PagedTensor(larger, (storage.nbytes,), (1,), 0, torch.uint8).copy_(old)
-        for name in ("run", "offset", "nbytes"):  # what it had is freed as `larger`
-            mine, other = getattr(storage, name), getattr(larger, name)
-            setattr(storage, name, other)
-            setattr(larger, name, mine)
+        _new_pages.enlarge(self, storage, nbytes)
 
     def store_bytes(self, source: torch.Tensor, kind: str) -> PagedStorage:
         """A new storage that holds the bytes of ``source`` (uint8, one-dimensional)."""
-        with self.lock:
-            self.residency.collect()
-            storage = self.space.storage(self, source.numel(), kind)
-        self._write(storage, source)
-        return storage
+        return _new_pages.store_bytes(self, source, kind)
 
     def _write(self, storage: PagedStorage, source: torch.Tensor) -> None:
-        run = storage.run
-        self.pin([run])
-        try:
-            self.will_write(run)
-            if run.base >= 0:
-                start = run.base * self.page_size + storage.offset
-                self.backend.arena[start : start + source.numel()].copy_(source)
-            else:
-                self.scatter(run, source.to(self.device))
-        finally:
-            self.unpin([run])
+        _new_pages.write(self, storage, source)
 
     def duplicate(self, tensor: PagedTensor) -> PagedTensor:
         """What ``copy.deepcopy`` of a leaf gives: its own pages, the same attributes."""
-        kind = tensor._storage.run.kind
-        twin = self.copy_in(dense_twin(tensor).detach(), kind)
-        if getattr(tensor, "_is_param", False):
-            twin._is_param = True
-        if tensor.requires_grad:
-            twin.requires_grad_(True)
-            if kind == "parameter":
-                twin.register_post_accumulate_grad_hook(self.page_grad)  # type: ignore[no-untyped-call]
-        if tensor.grad is not None:
-            grad = tensor.grad
-            twin.grad = self.duplicate(grad) if type(grad) is PagedTensor else grad.clone()
-        return twin
+        return _new_pages.duplicate(self, tensor)
 
     # -- the end ---------------------------------------------------------------------------------
     def close(self) -> None:
@@ -719,6 +534,8 @@ class Pager:
         self.closed_reason = "was closed"
         if self.follower is not None:
             self.follower.stop()
+        for stream in list(self.residency.streams):
+            stream.stop()
         with self.lock:
             self.backend.host_ready()
             self.backend.limit_dense(None)
@@ -750,15 +567,6 @@ class Pager:
         self.close()
 
 
-def _check_page_size(size: int) -> int:
-    if not _MIN_PAGE <= size <= _MAX_PAGE or size & (size - 1):
-        raise ValueError(
-            f"page_size={size} is not a power of two from 64 KiB to 16 MiB; try '2MiB', or '64KiB' "
-            "for small models"
-        )
-    return size
-
-
 def _components(tensor: torch.Tensor) -> list[torch.Tensor]:
     if tensor.layout is torch.sparse_coo:
         return [tensor._indices(), tensor._values()]
@@ -767,16 +575,6 @@ def _components(tensor: torch.Tensor) -> list[torch.Tensor]:
     if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
         return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
     return []
-
-
-def _dense_tree(tree: Any) -> Any:
-    if type(tree) is PagedTensor:
-        return dense_twin(tree).detach()
-    if isinstance(tree, dict):
-        return {key: _dense_tree(value) for key, value in tree.items()}
-    if isinstance(tree, list | tuple):
-        return type(tree)(_dense_tree(value) for value in tree)
-    return tree
 
 
 def _disown_in_child() -> None:

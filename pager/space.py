@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from .frame_pool import FramePool
-from .page_table import PageTable
+from .page_table import Int32, PageTable
 
 if TYPE_CHECKING:
     from .runtime import Pager
@@ -32,12 +32,13 @@ class PageRun:
     ``settled``: all pages are known DIRTY, so that another write changes no state.
     ``born``: how many runs were born before it. ``key``: its name in access logs, 0 for none yet.
     ``moving``: transfers of its pages under way; ``leaving``, ``coming``: planned ones not ended.
-    ``nbytes``: bytes in use, of shared pages all.
+    ``nbytes``: bytes in use, of shared pages all. ``parts``: pages that are pinned by themselves
+    (``parts.py``), ``None`` for none.
     """
 
     __slots__ = (
         "base", "born", "coming", "count", "first", "generation", "id", "key", "kind",
-        "leaving", "moving", "nbytes", "pins", "settled", "small", "storages",
+        "leaving", "moving", "nbytes", "parts", "pins", "settled", "small", "storages",
     )  # fmt: skip
 
     def __init__(self, run_id: int, first: int, count: int, kind: str) -> None:
@@ -48,6 +49,7 @@ class PageRun:
         self.kind = kind
         self.base = -1
         self.pins = 0
+        self.parts: list[Int32] | None = None
         self.generation = next(generations)
         self.settled = False
         self.small: FramePool | None = None

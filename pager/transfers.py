@@ -16,12 +16,15 @@ from .backend import Backend
 from .channel import Channel, Job
 from .migration import Migration, merge
 from .page_table import BLANK, DIRTY, Int32, PageTable
+from .parts import held_pages
 from .residency import Residency
 from .space import PageRun, generations
 from .windows import find_window
 
 if TYPE_CHECKING:
     from .access_log import Names
+
+PAGEWISE = -2  # an action's base: read-ahead, whose pages go to any free frames
 
 
 class Transfer:
@@ -99,6 +102,7 @@ class Transfers:
                 break
             if len(pages):
                 job.run.moving += 1
+                self._residency.in_flight.update(pages.tolist())
                 parts.append((job.run, pages))
                 ends.append(taken)
                 count += len(pages)
@@ -142,9 +146,9 @@ class Transfers:
             self.skipped += 1
             job.done = job.action.pages
             return nothing, nothing
-        if run.moving > len(chosen_before):
+        if run.moving > len(chosen_before) and job.action.base != PAGEWISE:
             return None, nothing
-        resident = pages[table.frame[pages] >= 0]
+        resident = self._may_leave(run, pages)
         for others in chosen_before:  # an earlier job, so late that this one is due too
             resident = np.setdiff1d(resident, others)
         clean = resident[(table.flags[resident] & DIRTY) == 0]
@@ -164,14 +168,30 @@ class Transfers:
         job.done = int(chosen[-1]) + 1 - run.first - job.action.first
         return chosen, slots
 
+    def _may_leave(self, run: PageRun, pages: Int32) -> Int32:
+        """Those that are on the device, not moving, and not pinned by themselves."""
+        resident = pages[self._table.frame[pages] >= 0]
+        if run.moving:
+            resident = resident[~self._residency.is_moving(resident)]
+        if run.parts is not None:
+            resident = np.setdiff1d(resident, held_pages(run))
+        return resident
+
     def _start_in(self, job: Job, limit: int) -> tuple[Int32 | None, Int32]:
         """Frames are taken, the planned ones where that is possible."""
         run, table = job.run, self._table
         nothing = np.empty(0, np.int32)
-        if run.leaving or run.moving:
+        pagewise = job.action.base == PAGEWISE
+        if (run.leaving or run.moving) and not pagewise:
             return None, nothing  # its pages are on their way out
+        if run.parts is not None and not pagewise:  # what is in use cannot make way for the rest
+            self.skipped += 1
+            job.done = job.action.pages
+            return nothing, nothing
         pages = self._rest(job)
         below = (table.frame[pages] < 0) & ((table.flags[pages] & BLANK) == 0)
+        if run.moving:
+            below &= ~self._residency.is_moving(pages)
         column = table.host if job.action.tier == "host" else table.disk
         here = below & (column[pages] >= 0)
         if not here.any():
@@ -181,12 +201,15 @@ class Transfers:
         start = int(np.argmax(here))
         stop = start + int(np.argmin(np.append(here[start:], False)))
         pages = pages[start : min(stop, start + limit)]
-        frames = self._frames_for(run, pages, job.action.base)
+        if pagewise:
+            frames = self._residency.claim_free(len(pages))
+        else:
+            frames = self._frames_for(run, pages, job.action.base)
         if not len(frames):
             return None, nothing
         pages = pages[: len(frames)]
         job.done = int(pages[-1]) + 1 - run.first - job.action.first
-        if job.done == job.action.pages:
+        if job.done == job.action.pages and not pagewise:
             self.prefetched += 1
         return pages, frames
 
@@ -227,6 +250,7 @@ class Transfers:
             part = slice(start, start + len(pages))
             start += len(pages)
             run.moving -= 1
+            self._residency.in_flight.difference_update(pages.tolist())
             frames, slots = transfer.frames[part], transfer.slots[part]
             alive = self._names.is_live(run) and run.storages > 0
             if channel.is_out:

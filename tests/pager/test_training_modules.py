@@ -2,12 +2,15 @@
 
 import subprocess
 import sys
+from functools import partial
 
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations
+
+import tensorpager as tp
 
 from .models import World, batch, loss_of, make_pager, mlp, plain, train
 
@@ -192,6 +195,27 @@ def test_hooks_of_the_user_on_parameters(same, before: bool) -> None:
         return train(world, model, optimizer, 2), seen, model
 
     same(script)
+
+
+def test_hooks_registered_before_paging_see_gradients_in_pages() -> None:
+    """The pager's own hook is the first to run; the user's follow in their order, and their handles
+    still remove them."""
+    model, seen = mlp(), []
+    weight = model[2].weight
+
+    def note(name: str, parameter: torch.Tensor) -> None:
+        seen.append((name, type(parameter.grad)))
+
+    removed = weight.register_post_accumulate_grad_hook(partial(note, "removed"))
+    for name in ("first", "second"):
+        weight.register_post_accumulate_grad_hook(partial(note, name))
+    with make_pager() as pager:
+        pager.page_module(model)
+        model[2].weight.register_post_accumulate_grad_hook(partial(note, "last"))
+        removed.remove()
+        with pager.iteration():
+            loss_of(model).backward()
+        assert seen == [(name, tp.PagedTensor) for name in ("first", "second", "last")]
 
 
 def test_step_in_the_backward_pass(same) -> None:

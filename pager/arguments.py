@@ -1,0 +1,80 @@
+"""The arguments of ``Pager``, checked before anything is reserved."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from ..planner.sizes import parse_bytes
+from .errors import InfeasibleBudget
+
+_MIN_PAGE, _MAX_PAGE = 64 << 10, 16 << 20
+_POLICIES = ("lp", "lru")
+
+
+class Arguments(NamedTuple):
+    """What a user asked for. ``reserve``: bytes for dense temporaries, ``None`` if they are to be
+    measured; ``frames``: what the arena begins with."""
+
+    budget_bytes: dict[str, int]
+    page_size: int
+    reserve: int | None
+    frames: int
+    disk_path: Path | None
+    device: torch.device
+
+
+def check_arguments(
+    device_budget: int | str,
+    host_budget: int | str,
+    disk_budget: int | str,
+    disk_path: str | os.PathLike[str] | None,
+    page_size: int | str,
+    dense_reserve: int | str,
+    device: str | torch.device | None,
+    policy: str,
+) -> Arguments:
+    """Raises ``InfeasibleBudget`` or ``ValueError`` for what cannot work; see ``Pager``."""
+    budget_bytes = {
+        "device": parse_bytes(device_budget, "device_budget"),
+        "host": parse_bytes(host_budget, "host_budget"),
+        "disk": parse_bytes(disk_budget, "disk_budget"),
+    }
+    page_bytes = _check_page_size(parse_bytes(page_size, "page_size"))
+    if policy not in _POLICIES:
+        raise ValueError(f"policy={policy!r} is unknown; choose one of {', '.join(_POLICIES)}")
+    reserve = None if dense_reserve == "auto" else parse_bytes(dense_reserve, "dense_reserve")
+    frames = _first_frames(budget_bytes["device"], reserve, page_bytes)
+    if budget_bytes["disk"] and disk_path is None:
+        raise ValueError(
+            f"disk_budget={disk_budget!r} needs a disk_path: the folder for the paging file"
+        )
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    folder = Path(disk_path) if budget_bytes["disk"] and disk_path is not None else None
+    return Arguments(budget_bytes, page_bytes, reserve, frames, folder, torch.device(device))
+
+
+def _check_page_size(size: int) -> int:
+    if not _MIN_PAGE <= size <= _MAX_PAGE or size & (size - 1):
+        raise ValueError(
+            f"page_size={size} is not a power of two from 64 KiB to 16 MiB; try '2MiB', or '64KiB' "
+            "for small models"
+        )
+    return size
+
+
+def _first_frames(budget: int, reserve: int | None, page_size: int) -> int:
+    frames = (budget - (budget // 4 if reserve is None else reserve)) // page_size
+    if budget < page_size or (reserve is not None and frames < 1):
+        minimum = (reserve or 0) + page_size
+        raise InfeasibleBudget(
+            f"device_budget of {budget} bytes does not hold one page of {page_size} bytes"
+            + (f" beside dense_reserve of {reserve} bytes" if reserve else "")
+            + f"; give at least {minimum} bytes, or smaller pages",
+            minimum=minimum,
+        )
+    return max(1, frames)

@@ -1,0 +1,246 @@
+"""``F.linear`` with a paged weight, as one node of the graph.
+
+PyTorch makes a linear of a transposed view and a product, in both directions; each is a trip
+through the dispatcher, and the view a new wrapper. Here the function is caught before it is taken
+apart: the product runs on plain views, and backward runs the same products as PyTorch's own
+formulas (``mm_mat1_backward``, ``mm_mat2_backward`` in its FunctionsManual.cpp), so that every bit
+is the same.
+
+Which way a product takes:
+
+==================================================  ================================================
+the weight takes more than half of the arena        slab by slab: ``linear_stream.py``
+it is in consecutive frames, as nearly always       a plain view; PyTorch's bits
+in scattered ones                                   ``kernels/linear_choice.py`` decides: a dense
+                                                    copy (on a CPU whenever there is room for it) or
+                                                    the kernels that read through the page table
+it does not fit beside what others have pinned      slab by slab, too
+==================================================  ================================================
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.autograd import forward_ad
+
+from ..kernels.linear import linear_forward
+from ..kernels.linear_choice import choose
+from ..kernels.linear_grad import linear_input_grad
+from ..kernels.paged_matrix import DTYPES, PagedMatrix
+from .dense_run import NOT_QUICK, PLAIN, run_dense, run_quickly
+from .dense_views import dense_view, direct_view, withdraw
+from .errors import InfeasibleBudget
+from .linear_stream import input_grad, is_streamed, linear_in_slabs, product
+from .paged_tensor import PagedTensor
+
+LINEAR = torch.nn.functional.linear
+_modes = torch._C._len_torch_dispatch_stack
+_functorch_level = torch._C._functorch.peek_interpreter_stack
+
+
+def linear(inputs: Any, weight: Any, bias: Any = None) -> Any:
+    """``F.linear``; ``NotImplemented`` where PyTorch's own way has to be taken.
+
+    inputs : [..., in_features], contiguous where it has more than two dimensions. Paged ones come
+        from checkpointing, which must see the same node as in the first forward pass.
+    weight : PagedTensor [out_features, in_features], contiguous.
+    bias : ``None``, or [out_features], paged or plain.
+    """
+    if type(weight) is not PagedTensor or not isinstance(inputs, torch.Tensor):
+        return NotImplemented
+    if is_streamed(weight):
+        return linear_in_slabs(inputs, weight, bias)
+    if _is_watched(weight) or not _fits_together(inputs, weight, bias):
+        return NotImplemented
+    if torch.is_grad_enabled() and (
+        weight.requires_grad
+        or inputs.requires_grad
+        or (bias is not None and bias.requires_grad)
+    ):  # fmt: skip
+        return _Linear.apply(inputs, weight, bias)  # type: ignore[no-untyped-call]
+    return _product(inputs, weight, bias)
+
+
+def _is_watched(weight: PagedTensor) -> bool:
+    """Somebody wants to see, or to change, the ops that a linear is made of."""
+    return bool(
+        weight._storage.pager.watch is not None
+        or _modes()
+        or torch.is_autocast_enabled(weight._storage.pager.device.type)
+        or _functorch_level() is not None
+        or forward_ad._current_level >= 0
+        or torch._C._is_tracing()
+        or torch.compiler.is_compiling()
+    )
+
+
+def _fits_together(inputs: torch.Tensor, weight: PagedTensor, bias: Any) -> bool:
+    dims = inputs.dim()
+    if dims < 2 or weight.dim() != 2 or (dims > 2 and not inputs.is_contiguous()):
+        return False
+    dtype = weight.dtype
+    if inputs.dtype != dtype or dtype.is_complex or not dtype.is_floating_point:
+        return False
+    if inputs.size(-1) != weight.size(1) or not weight.is_contiguous() or not inputs.numel():
+        return False
+    if inputs.layout is not torch.strided or inputs.device != weight.device:
+        return False
+    if bias is None:
+        return True
+    return isinstance(bias, torch.Tensor) and bias.dtype == dtype and bias.dim() == 1 and (
+        bias.size(0) == weight.size(0)
+    )  # fmt: skip
+
+
+def _product(inputs: torch.Tensor, weight: PagedTensor, bias: Any) -> torch.Tensor:
+    given = (inputs, weight, bias)
+    out = run_quickly(LINEAR, given)
+    if out is not NOT_QUICK:
+        return out  # type: ignore[no-any-return]
+    try:
+        if _may_be_read_directly(weight):
+            return _forward_on_pages(inputs, weight, bias)
+        return run_dense(LINEAR, PLAIN, given, {})  # type: ignore[no-any-return]
+    except InfeasibleBudget:  # beside what others have pinned
+        x, b = (t.clone() if type(t) is PagedTensor else t for t in (inputs, bias))
+        out = product(x.reshape(-1, x.size(-1)), weight, b)
+        return out.view(*inputs.shape[:-1], weight.size(0))
+
+
+def _times(rows: torch.Tensor, weight: PagedTensor) -> torch.Tensor:
+    """rows @ weight: the gradient of the inputs."""
+    try:
+        if not torch.is_grad_enabled() and _may_be_read_directly(weight):
+            return _backward_on_pages(rows, weight)
+        return rows.mm(weight)
+    except InfeasibleBudget:
+        return input_grad(rows, weight)
+
+
+# -- scattered frames ------------------------------------------------------------------------------
+def _may_be_read_directly(weight: PagedTensor) -> bool:
+    """It is not in consecutive frames now, and the kernels on pages can read it."""
+    storage = weight._storage
+    if storage.run.base >= 0 or storage.offset or weight.storage_offset():
+        return False
+    if weight.dtype not in DTYPES or not weight.is_contiguous() or not weight.numel():
+        return False
+    room = _room_bytes(weight)
+    nbytes = weight.numel() * weight.element_size()
+    return weight.device.type == "cuda" or (room is not None and nbytes > room)
+
+
+def _room_bytes(weight: PagedTensor) -> int | None:
+    """Dense memory that a gathered copy may take; ``None`` while the border is not settled. On a
+    CPU how much of it is in use is not known: all that there is beside the arena."""
+    pager = weight._storage.pager
+    if not pager.budget.settled:
+        return None
+    if pager.device.type == "cpu":
+        return pager.budget.reserve
+    return max(0, pager.budget.reserve - torch.cuda.memory_allocated(pager.device))
+
+
+def _forward_on_pages(inputs: torch.Tensor, weight: PagedTensor, bias: Any) -> torch.Tensor:
+    def by_kernel(matrix: PagedMatrix, given: list[torch.Tensor]) -> torch.Tensor:
+        x = inputs.reshape(-1, inputs.size(-1)).contiguous()
+        out = x.new_empty(x.size(0), matrix.rows)
+        linear_forward(x, matrix, out, given[0].contiguous() if given else None)
+        return out.view(*inputs.shape[:-1], matrix.rows)
+
+    others = [] if bias is None else [bias]
+    rows = inputs.numel() // inputs.size(-1)
+    return _on_pages(weight, others, rows, lambda w, o: LINEAR(inputs, w, *o), by_kernel)
+
+
+def _backward_on_pages(rows: torch.Tensor, weight: PagedTensor) -> torch.Tensor:
+    def by_kernel(matrix: PagedMatrix, given: list[torch.Tensor]) -> torch.Tensor:
+        out = rows.new_empty(rows.size(0), matrix.columns)
+        linear_input_grad(rows.contiguous(), matrix, out)
+        return out
+
+    return _on_pages(weight, [], rows.size(0), lambda w, _: rows.mm(w), by_kernel)
+
+
+def _on_pages(
+    weight: PagedTensor,
+    others: list[torch.Tensor],
+    m: int,
+    by_view: Callable[[torch.Tensor, list[torch.Tensor]], torch.Tensor],
+    by_kernel: Callable[[PagedMatrix, list[torch.Tensor]], torch.Tensor],
+) -> torch.Tensor:
+    """A product with m rows by ``by_kernel`` on the pages, or by ``by_view`` on a view of them, or
+    on a gathered copy. ``others``: further operands, paged or plain."""
+    pager, run = weight._storage.pager, weight._storage.run
+    paged = [weight, *(t for t in others if type(t) is PagedTensor)]
+    runs = list({t._storage.run.id: t._storage.run for t in paged}.values())
+    buffers: list[torch.Tensor] = []
+    views: list[torch.Tensor] = []
+
+    def dense(tensor: torch.Tensor) -> torch.Tensor:
+        if type(tensor) is not PagedTensor:
+            return tensor
+        if tensor._storage.run.base >= 0:
+            view = direct_view(tensor)
+        else:
+            buffers.append(pager.gather(tensor._storage.run))
+            view = dense_view(tensor, buffers[-1].data_ptr() + tensor._storage.offset)
+        views.append(view)
+        return view
+
+    pager.pin(runs)
+    try:
+        n, k = weight.size()
+        consecutive, room = run.base >= 0, _room_bytes(weight)
+        path = choose(
+            *(m, n, k, weight.dtype, consecutive),
+            device_type=weight.device.type,
+            room_bytes=room,
+        )
+        if path != "direct":
+            return by_view(dense(weight), [dense(t) for t in others])
+        with pager.lock:
+            pages = -(-n * k * weight.element_size() // pager.page_size)
+            frames = pager.table.device_frames(run.first, pages)
+        matrix = PagedMatrix(pager.residency.arena, frames, pager.page_size, weight.dtype, n, k)
+        return by_kernel(matrix, [dense(t) for t in others])
+    except BaseException:
+        withdraw(paged, views)
+        raise
+    finally:
+        pager.unpin(runs)
+
+
+# -- the graph -------------------------------------------------------------------------------------
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, inputs: torch.Tensor, weight: PagedTensor, bias: Any) -> torch.Tensor:
+        ctx.save_for_backward(inputs, weight)
+        return _product(inputs, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        inputs, weight = ctx.saved_tensors
+        for_inputs, for_weight, for_bias = ctx.needs_input_grad
+        rows = grad.reshape(-1, weight.size(0)) if grad.dim() > 2 else grad
+        of_inputs = of_weight = of_bias = None
+        if for_bias:
+            of_bias = rows.sum(0)
+        if for_inputs:
+            if inputs.dim() == 2 and _is_column_major(inputs):
+                of_inputs = weight.t().mm(rows.t()).t()
+            else:
+                of_inputs = _times(rows, weight)
+                if grad.dim() > 2:
+                    of_inputs = of_inputs.view(inputs.shape)
+        if for_weight:
+            flat = inputs.reshape(-1, inputs.size(-1)) if grad.dim() > 2 else inputs
+            of_weight = rows.t().mm(flat)
+        return of_inputs, of_weight, of_bias
+
+
+def _is_column_major(matrix: torch.Tensor) -> bool:
+    return matrix.stride(0) == 1 and matrix.stride(1) == matrix.size(0)

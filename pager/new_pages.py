@@ -1,0 +1,105 @@
+"""Makes PagedTensors: empty ones, copies of dense tensors and of paged ones, larger storages."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from .paged_tensor import PagedTensor
+from .plain_copies import dense_twin
+from .space import PagedStorage
+
+if TYPE_CHECKING:
+    from .runtime import Pager
+
+
+def page_copy(pager: Pager, tensor: torch.Tensor) -> PagedTensor:
+    """See ``Pager.page``."""
+    if type(tensor) is PagedTensor and tensor._storage.pager is pager:
+        return tensor
+    if tensor.layout is not torch.strided or tensor.is_quantized:
+        raise TypeError(
+            f"cannot page a tensor with layout {tensor.layout}, dtype {tensor.dtype}: only "
+            "strided tensors of ordinary dtypes have pages; call .to_dense() on it first"
+        )
+    paged = copy_in(pager, tensor.detach(), "user")
+    if isinstance(tensor, torch.nn.Parameter):
+        paged._is_param = True
+    return paged.requires_grad_(tensor.requires_grad)  # type: ignore[return-value]
+
+
+def empty_like_geometry(pager: Pager, like: torch.Tensor, kind: str) -> PagedTensor:
+    """See ``Pager.empty_like_geometry``."""
+    pager.check_open()
+    dense = torch.ops.aten.is_non_overlapping_and_dense(like)
+    shape = like if dense else torch.empty(like.size(), dtype=like.dtype, device="meta")
+    storage = _new_storage(pager, like.numel() * like.element_size(), kind)
+    return PagedTensor(storage, shape.size(), shape.stride(), 0, like.dtype)
+
+
+def copy_in(pager: Pager, dense: torch.Tensor, kind: str) -> PagedTensor:
+    """See ``Pager.copy_in``."""
+    if not torch.ops.aten.is_non_overlapping_and_dense(dense):
+        dense = dense.contiguous()
+    dense = dense.resolve_conj().resolve_neg()
+    paged = empty_like_geometry(pager, dense, kind)
+    if dense.numel():
+        flat = dense.as_strided((dense.numel(),), (1,), dense.storage_offset())
+        pager._write(paged._storage, flat.view(torch.uint8))
+    return paged
+
+
+def store_bytes(pager: Pager, source: torch.Tensor, kind: str) -> PagedStorage:
+    """See ``Pager.store_bytes``."""
+    storage = _new_storage(pager, source.numel(), kind)
+    pager._write(storage, source)
+    return storage
+
+
+def write(pager: Pager, storage: PagedStorage, source: torch.Tensor) -> None:
+    """The bytes of a new ``storage`` become those of ``source`` (uint8, one-dimensional)."""
+    run = storage.run
+    pager.pin([run])
+    try:
+        pager.will_write(run)
+        if run.base >= 0:
+            start = run.base * pager.page_size + storage.offset
+            pager.backend.arena[start : start + source.numel()].copy_(source)
+        else:
+            pager.scatter(run, source.to(pager.device))
+    finally:
+        pager.unpin([run])
+
+
+def enlarge(pager: Pager, storage: PagedStorage, nbytes: int) -> None:
+    """See ``Pager.enlarge``."""
+    larger = _new_storage(pager, nbytes, storage.run.kind)
+    old = PagedTensor(storage, (storage.nbytes,), (1,), 0, torch.uint8)
+    PagedTensor(larger, (storage.nbytes,), (1,), 0, torch.uint8).copy_(old)
+    for name in ("run", "offset", "nbytes"):  # what it had is freed as `larger`
+        mine, other = getattr(storage, name), getattr(larger, name)
+        setattr(storage, name, other)
+        setattr(larger, name, mine)
+
+
+def duplicate(pager: Pager, tensor: PagedTensor) -> PagedTensor:
+    """See ``Pager.duplicate``."""
+    kind = tensor._storage.run.kind
+    twin = copy_in(pager, dense_twin(tensor).detach(), kind)
+    if getattr(tensor, "_is_param", False):
+        twin._is_param = True
+    if tensor.requires_grad:
+        twin.requires_grad_(True)
+        if kind == "parameter":
+            twin.register_post_accumulate_grad_hook(pager.page_grad)  # type: ignore[no-untyped-call]
+    if tensor.grad is not None:
+        grad = tensor.grad
+        twin.grad = duplicate(pager, grad) if type(grad) is PagedTensor else grad.clone()
+    return twin
+
+
+def _new_storage(pager: Pager, nbytes: int, kind: str) -> PagedStorage:
+    with pager.lock:
+        pager.residency.collect()
+        return pager.space.storage(pager, nbytes, kind)

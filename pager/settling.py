@@ -1,0 +1,73 @@
+"""Which iterations are metered, and what is decided when one was.
+
+The first iteration is, and so is every one in which a paged module sees input shapes that it never
+ran on: they may need more dense memory.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from .runtime import Pager
+
+
+class Settling:
+    """Of one pager."""
+
+    def __init__(self, pager: Pager) -> None:
+        self._pager = pager
+        self._shapes: set[Any] = set()  # input shapes that were metered
+        self._fresh_shapes: set[Any] = set()  # those of the iteration that runs
+
+    def begin(self) -> None:
+        """An iteration begins."""
+        self._fresh_shapes.clear()
+        if not self._pager.budget.settled:
+            self._meter()
+
+    def note_shapes(self, module: Any, args: Any, kwargs: Any) -> None:
+        """See ``Pager.note_shapes``."""
+        tensors = [v for v in (*args, *kwargs.values()) if isinstance(v, torch.Tensor)]
+        key = (
+            id(module),
+            torch.is_grad_enabled(),
+            module.training,
+            tuple((t.shape, t.dtype) for t in tensors),
+        )
+        if key in self._shapes or not self._pager._inside:
+            return
+        self._fresh_shapes.add(key)
+        if self._pager.budget.settled:
+            self._meter()
+
+    def _meter(self) -> None:
+        pager = self._pager
+        pager.saved.dense_allowance = 0
+        pager.fits = False
+        if pager.follower is not None:
+            with pager.lock:
+                pager.follower.pause()
+        pager.budget.start()
+
+    def settle(self) -> None:
+        """End of a metered iteration: place the border, and keep things dense if all fits."""
+        pager, budget, space = self._pager, self._pager.budget, self._pager.space
+        residency = pager.residency
+        budget.check()
+        transient = space.peak_transient_pages * pager.page_size
+        persistent = space.persistent_pages * pager.page_size
+        arena = max(persistent, residency.largest_need * pager.page_size)
+        dense = budget.dense_peak + budget.dense_peak // 8 + (1 << 20)
+        pager.fits = budget.fixed_reserve is None and arena + transient + dense <= budget.bytes
+        with pager.lock:
+            frames = residency.pool.count
+            roomy = pager.fits and 4 * (arena + transient + dense) <= 3 * budget.bytes
+            extra = transient if pager.fits else pager.overlap.extra_dense()
+            budget.settle(extra, roomy=roomy)
+            if pager.follower is not None and residency.pool.count != frames:
+                pager.follower.forget_plans()
+        pager.saved.dense_allowance = transient if pager.fits else 0
+        self._shapes |= self._fresh_shapes

@@ -1,0 +1,101 @@
+"""Ops whose results are pages, and ops that are many: they need more than dense operands."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from .dense_run import LISTS, paged_in, run_dense
+from .geometry import meta_twin
+from .op_info import OpInfo
+from .page_lists import ListRun, knows_list
+from .paged_tensor import PagedTensor
+
+
+def run_elementwise_list(func: Any, info: OpInfo, args: Any, kwargs: dict[str, Any]) -> Any:
+    """``_foreach_*``, ``_fused_*``, AMP's check: element by element, so that only one element's
+    pages need to be on the device at a time. The results are the same bits. Elements that are there
+    in scattered frames are done together, as many as may be (``page_lists.py``)."""
+    lengths = {len(a) for a in args if type(a) in LISTS} - {0}  # what is not wanted may be empty
+    count = max(lengths, default=0)
+    if count <= 1 or len(lengths) > 1:  # which PyTorch refuses
+        return run_dense(func, info, args, kwargs)
+
+    def element(value: Any, index: int) -> Any:
+        if type(value) in LISTS and len(value) == count:
+            return [value[index]]
+        if isinstance(value, torch.Tensor) and value.dim() == 1 and value.size(0) == count:
+            return value[index : index + 1]  # scalars of addcmul and addcdiv
+        return value
+
+    group = ListRun(func) if knows_list(func) else None
+    results: list[Any] = []
+    try:
+        for index in range(count):
+            part = [element(a, index) for a in args]
+            named = {name: element(a, index) for name, a in kwargs.items()}
+            paged = paged_in(part, named)
+            if group is not None:
+                taken = group.take(part, named, paged) if paged else None
+                if taken is not None:
+                    results.append(taken)
+                    continue
+                group.flush()  # it may be about the same tensors
+            if paged:
+                results.append(run_dense(func, info, part, named))
+            else:
+                results.append(func(*part, **named))
+    finally:
+        if group is not None:
+            group.flush()
+    if not func._schema.returns:
+        return None
+    if results and type(results[0]) in LISTS:
+        first = results[0]
+        if first and type(first[0]) in LISTS:  # an op that returns several lists
+            return tuple([r[k][0] for r in results] for k in range(len(first)))
+        return [r[0] for r in results]
+    return results[0] if results else None
+
+
+def run_composite(func: Any, info: OpInfo, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Reached without autograd (inference mode): decompose, so that views stay views."""
+    out = func.decompose(*args, **kwargs)
+    return run_dense(func, info, args, kwargs) if out is NotImplemented else out
+
+
+def run_like(func: Any, info: OpInfo, args: Any, kwargs: dict[str, Any]) -> Any:
+    """``zeros_like`` and its kin inside an optimizer's step give pages: states are as big as the
+    parameters. Elsewhere they give dense tensors, like other ops."""
+    tensor = args[0]
+    if type(tensor) is not PagedTensor or not tensor._storage.pager.stepping:
+        return run_dense(func, info, args, kwargs)
+    shape = (
+        func(meta_twin(tensor), *args[1:], **{**kwargs, "device": "meta"})
+        if (func is not torch.ops.aten.clone.default)
+        else func(meta_twin(tensor), *args[1:], **kwargs)
+    )
+    result = tensor._storage.pager.empty_like_geometry(shape, "optimizer")
+    if func is torch.ops.aten.clone.default:
+        result.copy_(tensor)
+    elif func is torch.ops.aten.full_like.default:
+        result.fill_(args[1])
+    elif func is not torch.ops.aten.empty_like.default:
+        result.fill_(1 if func is torch.ops.aten.ones_like.default else 0)
+    return result
+
+
+def run_cast(func: Any, info: OpInfo, args: Any, kwargs: dict[str, Any]) -> Any:
+    """``.to(dtype)`` of a large parameter gives pages: autocast keeps such copies for as long as
+    its context lasts, which would otherwise be half a model of dense memory."""
+    tensor = args[0]
+    pager = tensor._storage.pager
+    device = kwargs.get("device")
+    elsewhere = device is not None and torch.device(device).type != pager.device.type
+    if tensor._storage.run.kind != "parameter" or tensor._storage.run.small or elsewhere:
+        return run_dense(func, info, args, kwargs)
+    shape = func(meta_twin(tensor), **{**kwargs, "device": "meta", "non_blocking": False})
+    result = pager.empty_like_geometry(shape, "activation")
+    result.copy_(tensor)
+    return result

@@ -1,0 +1,170 @@
+"""What an optimizer's step will need: found out before anything changes, on small stand-ins."""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from . import fused
+from .fused_states import is_big_dense
+from .optimizer import raw_step
+
+_PROBE_DIM = 64
+Measure = Callable[[Callable[[], None]], int]  # bytes that were alive at once, at most
+
+
+class StepNeed(NamedTuple):
+    """Per byte of a parameter: ``dense`` bytes alive at once during its step, and ``state`` bytes
+    kept. ``operands``: tensors of its size that one op of the step touches, at most."""
+
+    state: float
+    dense: float
+    operands: int
+
+
+class Room(NamedTuple):
+    """What the step of an optimizer takes at once: ``frames``, and ``dense`` bytes."""
+
+    frames: int
+    dense: int
+
+
+class _CountOperands(TorchDispatchMode):
+    """Most distinct tensors out of ``persistent`` that one op takes."""
+
+    def __init__(self, persistent: set[int]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.persistent = persistent
+        self.most = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        leaves = tree_leaves((args, kwargs))
+        pointers = {t.data_ptr() for t in leaves if isinstance(t, torch.Tensor)}
+        self.most = max(self.most, len(pointers & self.persistent))
+        return func(*args, **(kwargs or {}))
+
+
+def step_room(optimizer: Any, measure: Measure) -> Room | None:
+    """What a step of ``optimizer`` takes at least. ``None`` if that cannot be found out."""
+    pager = optimizer._tp_pager
+    streamed: list[torch.Tensor] = []
+    others: list[torch.Tensor] = []
+    for group in optimizer.param_groups:
+        for parameter in _steppable(group):
+            few = fused.goes_in_slabs(optimizer, group, parameter)
+            (streamed if few else others).append(parameter)
+    rooms = []
+    if streamed:
+        dense, _, pages = fused.need_of(optimizer, _largest(streamed), measure)
+        rooms.append(Room(pages, dense))
+    if others:
+        need = probe_step(optimizer, measure, others)
+        if need is None:
+            return None
+        nbytes = max(p.numel() * p.element_size() for p in others)
+        pages = -(-nbytes // pager.page_size)
+        rooms.append(Room(need.operands * pages, int(need.dense * nbytes)))
+    if not rooms:
+        return None
+    return Room(max(room.frames for room in rooms), max(room.dense for room in rooms))
+
+
+def probe_step(
+    optimizer: Any, measure: Measure, among: Sequence[torch.Tensor] | None = None
+) -> StepNeed | None:
+    """Run the optimizer's step on a small stand-in of its largest parameter, and measure.
+
+    Nothing of the optimizer changes. ``None`` if the stand-in cannot be stepped.
+    """
+    if among is None:
+        among = [p for group in optimizer.param_groups for p in _steppable(group)]
+    if not among:
+        return None
+    largest = _largest(among)
+    group = next(g for g in optimizer.param_groups if any(p is largest for p in g["params"]))
+    if fused.mode(optimizer) == "always" and fused.why_not(optimizer, group, largest) is None:
+        dense, nbytes, operands = fused.need_of(optimizer, largest, measure)
+        shapes = fused.state_shapes(optimizer, [largest])
+        state = sum(shape.numel() * shape.element_size() for shape in shapes)
+        nbytes = max(1, nbytes)
+        return StepNeed(state / max(1, largest.nbytes), dense / nbytes, operands)
+    shape = [min(n, _PROBE_DIM) for n in largest.shape]
+    while len(shape) and _numel(shape) < _PROBE_DIM**2 and _numel(shape) < largest.numel():
+        axis = max(range(len(shape)), key=lambda i: largest.shape[i] / shape[i])
+        shape[axis] = min(largest.shape[axis], shape[axis] * 2)
+    twin = torch.zeros(shape, dtype=largest.dtype, device=largest.device, requires_grad=True)
+    twin.grad = torch.ones_like(twin)
+    probe = copy.copy(optimizer)
+    probe.state = defaultdict(dict)
+    plain = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in group.items()}
+    probe.param_groups = [{**plain, "params": [twin]}]
+    raw = raw_step(type(optimizer))
+    size = twin.numel() * twin.element_size()
+    try:
+        raw(probe)  # makes the states
+        states = probe.state[twin].values()
+        state = sum(v.numel() * v.element_size() for v in states if is_big_dense(v))
+        dense = measure(lambda: raw(probe))
+        big = [v for v in states if is_big_dense(v)]
+        with _CountOperands({t.data_ptr() for t in (twin, twin.grad, *big)}) as counter:
+            raw(probe)
+    except Exception:  # an optimizer of the user's that needs more than this: nothing is known
+        return None
+    return StepNeed(state / size, dense / size, counter.most)
+
+
+def _steppable(group: dict[str, Any]) -> list[torch.Tensor]:
+    return [p for p in group["params"] if p.grad is not None and p.grad.layout is torch.strided]
+
+
+def _largest(parameters: Sequence[torch.Tensor]) -> torch.Tensor:
+    return max(parameters, key=lambda p: p.numel())
+
+
+class _LiveResults(TorchDispatchMode):
+    """Peak of the bytes that results of ops hold. Unlike the meter it works in any profiler."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._live: dict[int, tuple[StorageWeakRef, int]] = {}
+        self.peak = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        given = {m._cdata for m in _memories((args, kwargs))}
+        out = func(*args, **(kwargs or {}))
+        self._live = {key: kept for key, kept in self._live.items() if not kept[0].expired()}
+        for memory in _memories(out):
+            if memory._cdata not in given:
+                self._live[memory._cdata] = StorageWeakRef(memory), memory.nbytes()
+        self.peak = max(self.peak, sum(nbytes for _, nbytes in self._live.values()))
+        return out
+
+
+def _memories(tree: Any) -> list[Any]:
+    return [t.untyped_storage() for t in tree_leaves(tree) if isinstance(t, torch.Tensor)]
+
+
+def peak_of_results(action: Callable[[], None]) -> int:
+    """Bytes of the results of ops that were alive at once during ``action``, at most."""
+    results = _LiveResults()
+    with results:
+        action()
+    return results.peak
+
+
+def _numel(shape: list[int]) -> int:
+    count = 1
+    for n in shape:
+        count *= n
+    return count

@@ -1,0 +1,396 @@
+"""Embeddings: a table ten times the arena is looked up and trained, bit for bit as PyTorch does."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import tensorpager as tp
+from tensorpager.pager import table_ops
+
+from .models import PAGE_BYTES, World, assert_same, make_pager, mlp
+from .tables import (
+    FRAMES,
+    LANES,
+    ROWS,
+    WIDTH,
+    is_paged,
+    paged_table,
+    pages_of_table,
+    read_table,
+    slab_sgd,
+    tight,
+    write_table,
+)
+from .test_planned import compare_planned, planned_pager
+
+TEN_TIMES = 10 * FRAMES
+
+
+@pytest.fixture(autouse=True)
+def _seed(one_thread: None) -> None:
+    torch.manual_seed(3)
+
+
+def lookups(count: int = 300, rows: int = ROWS) -> torch.Tensor:
+    """Many distinct rows, the first and the last, and some of them many times."""
+    indices = torch.randint(rows, (5, count // 5))
+    indices[0, :20] = indices[1, 0]
+    indices[2, 0], indices[2, 1] = 0, rows - 1
+    return indices
+
+
+def gradients_of(table: torch.Tensor, indices: torch.Tensor, **options: Any) -> list[torch.Tensor]:
+    """The rows, and the table's gradient after one, and after two, backward passes."""
+    results = []
+    table.grad = None
+    for step in range(2):
+        out = F.embedding(indices + step, table, **options)
+        out.sin().mul(torch.linspace(-1, 1, out.numel()).view(out.shape)).sum().backward()
+        assert table.grad is not None
+        results += [out.detach(), read_table(table.grad).clone()]
+    return results
+
+
+# -- the same bits ---------------------------------------------------------------------------------
+@pytest.mark.parametrize("lane", list(LANES))
+def test_ten_times_the_arena(lane: str) -> None:
+    dense = torch.randn(ROWS, WIDTH)
+    plain = nn.Parameter(dense.clone())
+    indices = lookups(rows=ROWS - 1)
+    with tight(lane) as pager:
+        table = paged_table(pager, dense)
+        assert pages_of_table(table) >= TEN_TIMES
+        for padding in (None, int(indices[1, 0]), -1):
+            with pager.iteration():
+                found = gradients_of(table, indices, padding_idx=padding)
+            assert_same(found, gradients_of(plain, indices, padding_idx=padding))
+            assert is_paged(table.grad)
+        assert pager.residency.pool.count == FRAMES
+
+
+def test_used_twice_in_one_graph() -> None:
+    """Autograd adds the two gradients up: in pages again."""
+    dense = torch.randn(ROWS, WIDTH)
+    plain = nn.Parameter(dense.clone())
+    one, two = lookups(), lookups()
+    with tight() as pager:
+        table = paged_table(pager, dense)
+        for weight in (table, plain):
+            for _ in range(2):
+                loss = F.embedding(one, weight).sin().sum() + F.embedding(two, weight).cos().sum()
+                loss.backward()
+        assert is_paged(table.grad)
+        assert torch.equal(read_table(table.grad), plain.grad)
+
+
+def test_the_gradient_is_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Autograd takes over what backward made."""
+    copies = []
+    copy_gradient = table_ops.copy_gradient
+    monkeypatch.setattr(
+        table_ops, "copy_gradient", lambda given: copies.append(1) or copy_gradient(given)
+    )
+    with tight() as pager:
+        table = paged_table(pager, torch.randn(ROWS, WIDTH))
+        F.embedding(lookups(), table).sum().backward()
+        assert is_paged(table.grad)
+        assert not copies
+        twin = table.grad.clone()
+        assert copies
+        assert is_paged(twin)
+        assert torch.equal(read_table(twin), read_table(table.grad))
+
+
+@pytest.mark.parametrize("lane", ["plain", "chaos"])
+def test_rows_of_several_pages(lane: str) -> None:
+    dense = torch.randn(40, 40_000)  # 2.4 pages
+    plain = nn.Parameter(dense.clone())
+    indices = torch.tensor([[3, 39, 0], [3, 17, 17]])
+    with tight(lane) as pager:
+        table = paged_table(pager, dense)
+        for weight in (table, plain):
+            F.embedding(indices, weight, padding_idx=0).sin().sum().backward()
+        assert torch.equal(F.embedding(indices, table), F.embedding(indices, plain))
+        assert torch.equal(read_table(table.grad), plain.grad)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
+def test_dtypes(dtype: torch.dtype) -> None:
+    """Halves are summed in float32 and rounded once."""
+    dense = torch.randn(ROWS * 4 // dtype.itemsize, WIDTH).to(dtype)
+    indices = lookups()
+    with tight() as pager:
+        table = paged_table(pager, dense)
+        out = F.embedding(indices, table)
+        assert torch.equal(out, dense[indices])
+        grad = torch.randn(out.shape).to(dtype)
+        out.backward(grad)
+        wide = grad if dtype is torch.float64 else grad.float()
+        expected = torch.ops.aten.embedding_dense_backward(wide, indices, len(dense), -1, False)
+        assert torch.equal(read_table(table.grad), expected.to(dtype))
+
+
+@pytest.mark.parametrize("kind", ["by frequency", "int32", "empty", "one", "strided"])
+def test_other_calls(kind: str) -> None:
+    options: dict[str, Any] = {}
+    indices = lookups()
+    if kind == "by frequency":
+        options["scale_grad_by_freq"] = True
+    elif kind == "int32":
+        indices = indices.int()
+    elif kind == "empty":
+        indices = torch.empty(2, 0, dtype=torch.int64)
+    elif kind == "one":
+        indices = torch.tensor(11)
+    else:
+        indices = indices.t()[::2]
+    dense = torch.randn(ROWS, WIDTH)
+    plain = nn.Parameter(dense.clone())
+    with tight() as pager:
+        table = paged_table(pager, dense)
+        results = []
+        for weight in (table, plain):
+            out = F.embedding(indices, weight, **options)
+            out.sin().sum().backward()
+            results.append([out.detach(), out.stride(), read_table(weight.grad)])
+        assert_same(*results)
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+            assert torch.equal(F.embedding(indices, table), plain.detach()[indices.long()])
+
+
+def test_errors_are_pytorchs() -> None:
+    with tight() as pager:
+        table = paged_table(pager, torch.randn(ROWS, WIDTH))
+        plain = read_table(table)
+        for indices in (torch.tensor([3, ROWS]), torch.tensor([-1, 2])):
+            with pytest.raises(IndexError) as expected:
+                F.embedding(indices, plain)
+            with pytest.raises(IndexError) as found:
+                F.embedding(indices, table)
+            assert str(found.value) == str(expected.value)
+            assert pager.residency.pinned_pages() == 0
+        with pytest.raises(AssertionError, match="Padding_idx"):
+            F.embedding(torch.tensor([3]), table, padding_idx=ROWS)
+
+
+# -- what moves ------------------------------------------------------------------------------------
+def test_only_the_pages_of_the_rows_come_in() -> None:
+    with tight() as pager:
+        table = paged_table(pager, torch.arange(ROWS * WIDTH).view(ROWS, WIDTH).float())
+        scramble(pager)
+        row_bytes = WIDTH * 4
+        straddling = next(
+            row
+            for row in range(1000, ROWS)
+            if row * row_bytes // PAGE_BYTES != ((row + 1) * row_bytes - 1) // PAGE_BYTES
+        )
+        before = pager.stats()["bytes_in"]
+        with torch.no_grad():
+            out = F.embedding(torch.tensor([0, straddling, 5, straddling]), table)
+        assert pager.stats()["bytes_in"] - before == 3 * PAGE_BYTES
+        assert out[1, 0] == straddling * WIDTH
+        assert torch.equal(out[1], out[3])
+
+
+def scramble(pager: tp.Pager) -> None:
+    for run in list(pager.space.runs.values()):
+        with pager.quiet():
+            pager.residency.evict_run(run)
+
+
+def test_a_table_that_fits_is_pytorchs_own_way() -> None:
+    with make_pager(frames=40) as pager:
+        table = paged_table(pager, torch.randn(100, WIDTH))
+        out = F.embedding(torch.tensor([3, 5]), table)
+        assert "Embedding" in type(out.grad_fn).__name__
+        out.sum().backward()
+        middle = paged_table(pager, torch.randn(ROWS * 2 // 10, WIDTH))  # 17 of 40 frames
+        out = F.embedding(torch.tensor([3, 5]), middle)
+        assert "Lookup" in type(out.grad_fn).__name__
+    with make_pager(fits=True) as pager:
+        table = paged_table(pager, torch.randn(ROWS, WIDTH))
+        for _ in range(2):
+            with pager.iteration():
+                F.embedding(torch.tensor([3, 5]), table).sum().backward()
+        assert pager.fits
+        assert not is_paged(table.grad) or pager.iterations == 1
+
+
+def test_ways_that_stay_pytorchs() -> None:
+    """A table that could be on the device as a whole: transforms and modes see its ops."""
+    with make_pager(frames=24) as pager:
+        dense = torch.randn(1400, WIDTH)
+        table = paged_table(pager, dense.clone())
+        indices = lookups(100, 1400)
+        assert "Lookup" in type(F.embedding(indices, table).grad_fn).__name__
+        expected = F.embedding(indices, dense)
+        rows = torch.func.vmap(lambda some: F.embedding(some, table))(indices)
+        assert torch.equal(rows, expected)
+        with torch.no_grad():
+            renormed = F.embedding(indices, table, max_norm=1.0)
+        assert torch.equal(renormed, F.embedding(indices, dense.clone(), max_norm=1.0))
+        assert float(table.detach().to_dense()[indices[0, 0]].norm()) < 1.001
+
+
+# -- gradients of other kinds ----------------------------------------------------------------------
+def test_gradients_of_gradients() -> None:
+    dense = torch.randn(1400, WIDTH, dtype=torch.float64)
+    plain = nn.Parameter(dense.clone())
+    indices, factor = lookups(50, 1400), torch.randn(5, 10, WIDTH, dtype=torch.float64)
+    with make_pager(frames=48) as pager:
+        table = paged_table(pager, dense)
+        found = []
+        for weight in (table, plain):
+            leaf = factor.clone().requires_grad_()
+            out = F.embedding(indices, weight)
+            assert ("Lookup" in type(out.grad_fn).__name__) == is_paged(weight)
+            (grad,) = torch.autograd.grad((out * leaf).sum(), weight, create_graph=True)
+            assert torch.equal(read_table(grad), grad.detach())
+            found.append(torch.autograd.grad(grad.square().sum(), leaf)[0])
+        assert torch.equal(*found)
+        (grad,) = torch.autograd.grad(F.embedding(indices, table).sum(), table)
+        assert is_paged(grad)
+
+
+@pytest.mark.parametrize("optimizer", ["SGD", "SparseAdam"])
+def test_sparse_gradients_train_rows(optimizer: str) -> None:
+    """The pages of the rows, and no others, are read and written."""
+    dense = torch.randn(ROWS, WIDTH)
+    few = torch.tensor([[3, 4, 4, 900], [6500, 4, 3, 3]])
+    with tight("chaos") as pager:
+        modules = [nn.Embedding(ROWS, WIDTH, sparse=True, device="meta") for _ in range(2)]
+        pager.page_module(modules[0])
+        modules[1].weight = nn.Parameter(dense.clone())
+        write_table(modules[0].weight, dense)
+        kind: Any = getattr(torch.optim, optimizer)
+        steps = [kind(module.parameters(), lr=0.1) for module in modules]
+        pager.optimizer(steps[0])
+        moved = 0
+        for number in range(3):
+            before = pager.stats()["bytes_in"]
+            grads = []
+            for module, step in zip(modules, steps):
+                module(few + number).sin().sum().backward()
+                grads.append(module.weight.grad)
+                step.step()
+                module.zero_grad()
+            moved = pager.stats()["bytes_in"] - before
+            assert torch.equal(grads[0]._indices(), grads[1]._indices())
+            assert torch.equal(grads[0]._values(), grads[1]._values())
+        assert torch.equal(read_table(modules[0].weight), modules[1].weight)
+        assert moved <= 30 * PAGE_BYTES
+        for key, value in steps[1].state[modules[1].weight].items():
+            if isinstance(value, torch.Tensor):
+                found = steps[0].state[modules[0].weight][key]
+                assert torch.equal(read_table(found), value)
+
+
+# -- training --------------------------------------------------------------------------------------
+def a_table_and_a_model(world: World) -> object:
+    """Words through a table, twice the arena, and a model that is pressed out of it."""
+    dense = torch.randn(ROWS, WIDTH)
+    model = world.module(nn.Sequential(nn.Linear(WIDTH, 128), mlp(depth=4)))
+    optimizer = world.optimizer(torch.optim.AdamW(model.parameters(), lr=1e-3))
+    pager = world.pager
+    table = nn.Parameter(dense.clone()) if pager is None else paged_table(pager, dense)
+    losses = []
+    for step in range(6):
+        with world.iteration():
+            words, labels = lookups(100), torch.randint(10, (20,))
+            rows = F.embedding(words, table, padding_idx=1) + F.embedding(words // 2, table)
+            loss = F.cross_entropy(model(rows.mean(0)), labels)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        if step % 2:  # two passes for one update
+            slab_sgd(table, 0.5)
+            table.grad = None
+        losses.append(loss.item())
+    result = losses, model, optimizer, read_table(table)
+    if pager is not None:
+        del pager.kept_modules
+    return result
+
+
+@pytest.mark.parametrize("lane", ["plain", pytest.param("chaos", marks=pytest.mark.slow)])
+def test_planned_training(lane: str) -> None:
+    with planned_pager(verify=True) as pager, LANES[lane](pager):
+        stats = compare_planned(a_table_and_a_model, pager)
+        assert pager.residency.pinned_pages() == 0
+    assert stats["peak_bytes"]["device"] <= stats["budget_bytes"]["device"]
+
+
+TRAIN = """
+import json, resource, sys, torch
+import tensorpager as tp
+from torch.nn import functional as F
+sys.path.insert(0, sys.argv[3])
+from tests.pager.tables import read_table, slab_sgd, write_table
+paged, folder = sys.argv[1] == "paged", sys.argv[2]
+torch.set_num_threads(1)
+budget, page, width = 16 << 20, 256 << 10, 1024
+rows = 10 * budget // (4 * width)
+def part(first):
+    chance = torch.Generator().manual_seed(first)
+    return torch.randn(256, width, generator=chance)
+if paged:
+    pager = tp.Pager(budget, disk_budget="512MiB", disk_path=folder, page_size=page, device="cpu",
+                     dense_reserve="6MiB", policy="lru")
+    model = pager.page_module(torch.nn.Embedding(rows, width, device="meta"))
+    from tensorpager.pager.table_gradient import write_rows
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    for first in range(0, rows, 256):
+        write_rows(model.weight, first, part(first))
+else:
+    model = torch.nn.Embedding(rows, width)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    with torch.no_grad():
+        for first in range(0, rows, 256):
+            model.weight[first : first + 256] = part(first)
+torch.manual_seed(1)
+losses = []
+for _ in range(2):
+    words = torch.randint(rows, (64,))
+    if paged:
+        with pager.iteration():
+            loss = model(words).square().mean()
+            loss.backward()
+    else:
+        loss = model(words).square().mean()
+        loss.backward()
+    slab_sgd(model.weight, 100.0)
+    model.zero_grad()
+    losses.append(loss.item())
+with torch.no_grad():
+    losses.append(model(torch.arange(0, rows, 101)).double().sum().item())
+grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - peak
+stats = pager.stats() if paged else None
+print(json.dumps({"losses": losses, "grown": grown, "stats": stats, "budget": budget}))
+"""
+
+
+@pytest.mark.slow
+def test_seen_from_outside(tmp_path: Path) -> None:
+    """The process grows by the budget, while the table is ten times that."""
+    done = {}
+    for world in ("plain", "paged"):
+        root = str(Path(__file__).parents[2])
+        command = [sys.executable, "-c", TRAIN, world, str(tmp_path), root]
+        result = subprocess.run(command, capture_output=True, text=True, timeout=300)
+        assert result.returncode == 0, result.stderr
+        done[world] = json.loads(result.stdout)
+    paged, budget = done["paged"], done["paged"]["budget"]
+    assert paged["losses"] == done["plain"]["losses"]
+    assert done["plain"]["grown"] > 15 * budget  # the table and its gradient
+    assert paged["grown"] <= 1.1 * budget + (24 << 20)
+    assert paged["stats"]["peak_bytes"]["device"] <= budget
+    assert paged["stats"]["gathers"] == 0

@@ -1,0 +1,195 @@
+"""A linear layer with a paged weight: bit for bit PyTorch's, forward, backward, backward twice."""
+
+import copy
+
+import pytest
+import torch
+import torch.utils.checkpoint
+from torch.nn import functional as F
+
+import tensorpager as tp
+from tensorpager.pager import linear as linear_module
+from tensorpager.pager.chaos import chaos, scattered
+
+SHAPES = [(5, 7), (1, 7), (3, 4, 7), (1, 1, 7), (2, 3, 4, 7), (64, 7), (0, 7), (7,)]
+
+
+@pytest.fixture
+def pager():
+    with tp.Pager("8MiB", "32MiB", page_size="64KiB", device="cpu", policy="lru") as pager:
+        yield pager
+
+
+def both_ways(pager, inputs, weight, bias, *, frozen=(), twice=False):
+    """Results and gradients on plain tensors and with weight and bias in pages."""
+    found = []
+    for paged in (False, True):
+        leaves = [None if t is None else t.detach().clone() for t in (inputs, weight, bias)]
+        leaves[0] = inputs.detach()  # nobody writes to it; strides matter
+        if paged:
+            leaves[1:] = [None if t is None else pager.page(t) for t in leaves[1:]]
+        for index, leaf in enumerate(leaves):
+            if leaf is not None and index not in frozen:
+                leaf.requires_grad_()
+        out = F.linear(*leaves)
+        assert type(out) is torch.Tensor
+        results = [out]
+        if out.requires_grad:
+            wanted = [t for t in leaves if t is not None and t.requires_grad]
+            seed = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).reshape(out.shape)
+            grads = torch.autograd.grad(out, wanted, seed, create_graph=twice)
+            results += grads
+            if twice:
+                loss = sum((g * g).sum() for g in grads)
+                results += torch.autograd.grad(loss, wanted, allow_unused=True)
+        found.append([None if t is None else t.detach().to_dense() for t in results])
+    return found
+
+
+def assert_same(plain, paged):
+    assert len(plain) == len(paged)
+    for left, right in zip(plain, paged, strict=True):
+        assert (left is None) == (right is None)
+        if left is not None:
+            assert left.size() == right.size()
+            assert left.stride() == right.stride()
+            assert torch.equal(left, right)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("with_bias", [True, False])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_same_bits(pager, shape, with_bias, dtype):
+    inputs, weight = torch.randn(shape, dtype=dtype), torch.randn(6, 7, dtype=dtype)
+    bias = torch.randn(6, dtype=dtype) if with_bias else None
+    assert_same(*both_ways(pager, inputs, weight, bias))
+
+
+@pytest.mark.parametrize("frozen", [(0,), (1,), (2,), (0, 1), (1, 2), (0, 2), (0, 1, 2)])
+def test_frozen_operands(pager, frozen):
+    operands = torch.randn(3, 5, 7), torch.randn(6, 7), torch.randn(6)
+    assert_same(*both_ways(pager, *operands, frozen=frozen))
+
+
+@pytest.mark.parametrize("shape", [(5, 7), (2, 5, 7)], ids=str)
+def test_twice_backward(pager, shape):
+    operands = torch.randn(shape), torch.randn(6, 7), torch.randn(6)
+    assert_same(*both_ways(pager, *operands, twice=True))
+
+
+@pytest.mark.parametrize("with_bias", [True, False])
+def test_inputs_in_other_orders(pager, with_bias):
+    bias = torch.randn(6) if with_bias else None
+    for inputs in (
+        torch.randn(7, 5).t(),
+        torch.randn(5, 14)[:, ::2],
+        torch.randn(4, 3, 7).transpose(0, 1),
+        torch.randn(1, 7).expand(5, 7),
+    ):
+        plain, paged = both_ways(pager, inputs, torch.randn(6, 7), bias)
+        assert_same(plain, paged)
+
+
+@pytest.mark.parametrize("lane", [chaos, scattered])
+def test_under_eviction(pager, lane):
+    inputs, weight, bias = torch.randn(4, 300), torch.randn(500, 300), torch.randn(500)
+    with lane(pager):
+        assert_same(*both_ways(pager, inputs, weight, bias, twice=True))
+
+
+def test_it_is_one_node(pager):
+    """So that the fast way cannot fall out of use unnoticed."""
+    weight = pager.page(torch.randn(6, 7)).requires_grad_()
+    out = F.linear(torch.randn(5, 7), weight)
+    assert "Linear" in type(out.grad_fn).__name__
+
+
+def test_ways_that_stay_pytorchs(pager):
+    weight = pager.page(torch.randn(6, 7)).requires_grad_()
+    inputs = torch.randn(5, 7)
+    expected = F.linear(inputs, weight.detach().to_dense())
+    with torch.autocast("cpu", torch.bfloat16):
+        assert F.linear(inputs, weight).dtype is torch.bfloat16
+    primal, tangent = inputs, torch.ones_like(inputs)
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(primal, tangent)
+        out = torch.autograd.forward_ad.unpack_dual(F.linear(dual, weight))
+        assert torch.equal(out.primal, expected)
+        assert torch.allclose(out.tangent, F.linear(tangent, weight.detach().to_dense()))
+    rows = torch.func.vmap(lambda row: F.linear(row, weight))(inputs)
+    assert torch.allclose(rows, expected)
+    assert torch.equal(F.linear(input=inputs, weight=weight), expected)
+
+
+def test_wrong_shapes_are_pytorchs_errors(pager):
+    weight = pager.page(torch.randn(6, 7)).requires_grad_()
+    for inputs in (torch.randn(5, 8), torch.randn(5, 7, dtype=torch.float64)):
+        with pytest.raises(RuntimeError) as plain:
+            F.linear(inputs, weight.detach().to_dense())
+        with pytest.raises(RuntimeError) as paged:
+            F.linear(inputs, weight)
+        assert str(paged.value) == str(plain.value)
+
+
+def test_hooks_and_accumulation(pager):
+    model = torch.nn.Sequential(torch.nn.Linear(7, 6), torch.nn.ReLU(), torch.nn.Linear(6, 3))
+    twin = copy.deepcopy(model)
+    paged = pager.page_module(model)
+    seen = []
+    paged[0].weight.register_hook(lambda grad: seen.append(grad.shape))
+    batch = torch.randn(5, 7)
+    for _ in range(2):
+        paged(batch).sum().backward()
+        twin(batch).sum().backward()
+    assert seen == [torch.Size([6, 7])] * 2
+    for mine, other in zip(paged.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(mine.grad.to_dense(), other.grad)
+
+
+def test_modified_weight_is_noticed(pager):
+    weight = pager.page(torch.randn(6, 7)).requires_grad_()
+    inputs = torch.randn(5, 7, requires_grad=True)
+    out = F.linear(inputs, weight)
+    with torch.no_grad():
+        weight.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
+def test_paged_inputs(pager):
+    inputs, weight, bias = torch.randn(3, 5, 7), torch.randn(6, 7), torch.randn(6)
+    plain, _ = both_ways(pager, inputs, weight, bias)
+    leaves = [pager.page(t).requires_grad_() for t in (inputs, weight, bias)]
+    out = F.linear(*leaves)
+    assert "Linear" in type(out.grad_fn).__name__
+    seed = torch.linspace(-1, 1, out.numel()).reshape(out.shape)
+    grads = torch.autograd.grad(out, leaves, seed)
+    assert_same(plain, [out.detach(), *grads])
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpointed(reentrant):
+    model = torch.nn.Sequential(torch.nn.Linear(70, 600), torch.nn.ReLU(), torch.nn.Linear(600, 3))
+    twin, batch = copy.deepcopy(model), torch.randn(500, 70, requires_grad=True)
+    with tp.Pager("8MiB", "32MiB", page_size="64KiB", device="cpu", policy="lru") as pager:
+        paged = pager.page_module(model)
+        with pager.iteration():
+            torch.utils.checkpoint.checkpoint(
+                paged, batch, use_reentrant=reentrant
+            ).sum().backward()
+        twin(batch.detach()).sum().backward()
+        for mine, other in zip(paged.parameters(), twin.parameters(), strict=True):
+            assert torch.equal(mine.grad.to_dense(), other.grad)
+
+
+def test_what_is_caught(pager, monkeypatch):
+    """No gradients wanted: one product on plain views."""
+    calls = []
+    quickly = linear_module.run_quickly
+    monkeypatch.setattr(
+        linear_module, "run_quickly", lambda *given: calls.append(given) or quickly(*given)
+    )
+    weight = pager.page(torch.randn(6, 7))
+    with torch.no_grad():
+        F.linear(torch.randn(5, 7), weight)
+    assert len(calls) == 1
