@@ -13,6 +13,7 @@ from typing import NamedTuple, TypeVar
 import torch
 
 from ..kernels.cross_entropy import chunked_cross_entropy, equal_slabs
+from .dispatcher import hide_from_dynamo
 from .head_rows import HeadRows, Slab, slab_rows
 from .paged_tensor import PagedTensor
 from .table_gradient import new_gradient, write_rows
@@ -60,6 +61,9 @@ def linear_cross_entropy(
             hidden, targets, head, *anchors,
             ignore_index=ignore_index, label_smoothing=label_smoothing, reduction=reduction,
         )  # fmt: skip
+
+
+hide_from_dynamo(linear_cross_entropy)
 
 
 def _check(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:

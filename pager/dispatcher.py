@@ -40,7 +40,8 @@ def _torch_function(
 ) -> Any:
     """Composite functions that must not be taken apart; all others reach ``_torch_dispatch``."""
     if func is LINEAR and not kwargs:
-        result = linear(*args)
+        with torch._C.DisableTorchFunctionSubclass():
+            result = linear(*args)
         if result is not NotImplemented:
             return result
     kwargs = kwargs or {}
@@ -95,3 +96,4 @@ def hide_from_dynamo(function: Any) -> None:
 PagedTensor.__torch_function__ = classmethod(_torch_function)  # type: ignore[method-assign, assignment]
 PagedTensor.__torch_dispatch__ = classmethod(_torch_dispatch)  # type: ignore[assignment]
 hide_from_dynamo(_torch_dispatch)
+hide_from_dynamo(embedding)

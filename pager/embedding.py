@@ -14,7 +14,7 @@ from torch.autograd import forward_ad
 
 from .paged_tensor import PagedTensor
 from .table_gradient import embedding_gradient
-from .table_rows import is_large, is_table, look_up
+from .table_rows import can_be_whole, is_large, is_table, look_up
 
 EMBEDDING = torch.nn.functional.embedding
 _modes = torch._C._len_torch_dispatch_stack
@@ -40,16 +40,14 @@ def embedding(
     if not is_table(weight) or not is_large(weight) or not _are_indices(indices, weight):
         return NotImplemented
     padding = _padding(padding_idx, weight.size(0))
-    if padding is None or _is_watched():
+    if padding is None or _is_watched(weight):
         return NotImplemented
     if type(indices) is PagedTensor:
         indices = indices.detach().to_dense()
-    flat = indices.reshape(-1).long()
+    indices = indices.long()
     if torch.is_grad_enabled() and weight.requires_grad:
-        rows = _Lookup.apply(weight, flat, padding, scale_grad_by_freq, sparse)  # type: ignore[no-untyped-call]
-    else:
-        rows = look_up(weight, flat)
-    return rows.view(*indices.shape, weight.size(1))
+        return _Lookup.apply(weight, indices, padding, scale_grad_by_freq, sparse)  # type: ignore[no-untyped-call]
+    return look_up(weight, indices)
 
 
 def _are_indices(indices: Any, weight: PagedTensor) -> bool:
@@ -70,11 +68,11 @@ def _padding(given: int | None, rows: int) -> int | None:
     return given % rows
 
 
-def _is_watched() -> bool:
+def _is_watched(weight: PagedTensor) -> bool:
     """Somebody wants to see, or to change, the ops that it is made of. (Autocast leaves embeddings
-    alone.)"""
+    alone; a mode cannot see a table that is never on the device.)"""
     return bool(
-        _modes()
+        (_modes() and can_be_whole(weight))
         or _functorch_level() is not None
         or forward_ad._current_level >= 0
         or torch._C._is_tracing()
@@ -87,28 +85,29 @@ class _Lookup(torch.autograd.Function):
     def forward(
         ctx: Any,
         weight: PagedTensor,
-        flat: torch.Tensor,
+        indices: torch.Tensor,
         padding_idx: int,
         scale_grad_by_freq: bool,
         sparse: bool,
     ) -> torch.Tensor:
-        ctx.save_for_backward(flat)
+        ctx.save_for_backward(indices)
         ctx.table = weight.detach()  # its geometry; the values are not wanted any more
         ctx.options = padding_idx, scale_grad_by_freq
         ctx.sparse = sparse
-        return look_up(ctx.table, flat)
+        return look_up(ctx.table, indices)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        (flat,) = ctx.saved_tensors
-        if type(flat) is PagedTensor:
-            flat = flat.to_dense()
-        options = ctx.options
+        (indices,) = ctx.saved_tensors
+        if type(indices) is PagedTensor:
+            indices = indices.to_dense()
+        rows, options = ctx.table.size(0), ctx.options
         aten = torch.ops.aten
         if ctx.sparse:
-            of_weight = aten.embedding_sparse_backward(grad, flat, ctx.table.size(0), *options)
+            of_weight = aten.embedding_sparse_backward(grad, indices, rows, *options)
         elif torch.is_grad_enabled():  # its own history is wanted: only a dense one can have it
-            of_weight = aten.embedding_dense_backward(grad, flat, ctx.table.size(0), *options)
+            of_weight = aten.embedding_dense_backward(grad, indices, rows, *options)
         else:
-            of_weight = embedding_gradient(ctx.table, grad.contiguous(), flat, *options)
+            flat = grad.reshape(-1, grad.size(-1)).contiguous()
+            of_weight = embedding_gradient(ctx.table, flat, indices, *options)
         return of_weight, None, None, None, None

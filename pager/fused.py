@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +29,7 @@ from .fused_states import (
     MASTER,
     Format,
     entry,
+    follow,
     geometry,
     new_value,
     read,
@@ -140,9 +141,10 @@ def is_too_large(optimizer: Any, group: dict[str, Any], parameter: torch.Tensor)
         for dtype in [optimizer._tp_format.dtype(parameter)] * len(_keys(optimizer, group)):
             count += sum(_pages(pager, shape) for shape in geometry(parameter, dtype))
     budget = pager.budget
-    if budget.metering:
-        return count * pager.page_size + budget.dense_peak > budget.bytes
-    return count > pager.residency.pool.count
+    if not budget.metering:
+        return count > pager.residency.pool.count
+    dense = budget.dense_peak if budget.fixed_reserve is None else budget.fixed_reserve
+    return count * pager.page_size + dense > budget.bytes
 
 
 def goes_in_slabs(optimizer: Any, group: dict[str, Any], parameter: torch.Tensor) -> bool:
@@ -219,9 +221,17 @@ def _prepare(optimizer: Any, group: dict[str, Any], parameter: torch.Tensor) -> 
             new |= entry(key, value)
     if update.master is not None and MASTER not in state:
         new |= entry(MASTER, update.master)
+    elif update.master is not None and progress is None and _was_written(optimizer, parameter):
+        assert isinstance(update.master, torch.Tensor)
+        follow(pager, update.master, parameter)
     if new:
         optimizer.state[parameter].update(new)
     return update
+
+
+def _was_written(optimizer: Any, parameter: torch.Tensor) -> bool:
+    """Whether somebody may have written to a parameter since its master was updated."""
+    return optimizer._tp_versions.get(id(parameter)) != parameter._version
 
 
 def _assemble(
@@ -273,6 +283,8 @@ def _finish(optimizer: Any, update: Update) -> None:
     optimizer._tp_progress.pop(id(update.parameter), None)
     # Autograd must notice if a graph still wants the old values.
     torch.autograd.graph.increment_version([update.parameter])
+    if update.master is not None:
+        optimizer._tp_versions[id(update.parameter)] = update.parameter._version
 
 
 @contextmanager
@@ -366,8 +378,7 @@ def _at_once(optimizer: Any, updates: Sequence[Update]) -> None:
     """Raises ``NotAtOnce``, with nothing changed, where they do not fit together."""
     values = [value for update in updates for value in update.values]
     write = [written for update in updates for written in update.write]
-    with ExitStack() as stack:
-        operands = stack.enter_context(whole(optimizer._tp_pager, values, write))
+    with whole(optimizer._tp_pager, values, write) as operands:
         _on_held(optimizer, updates, operands)
 
 

@@ -20,7 +20,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from ..kernels.blockwise import BLOCK
+from ..kernels.pieces import stretches
 from ..kernels.quantize import dequantize, quantize
+from ..kernels.update import CHUNK
 from .operands import Coded, Value, has_no_gaps, same_order, spans
 from .paged_tensor import PagedTensor
 
@@ -59,7 +61,7 @@ class Format(NamedTuple):
             return parameter.dtype
         if self.states in (None, "fp32") or parameter.numel() < SMALL:
             return torch.float32
-        return _DTYPES[self.states]  # type: ignore[index]
+        return _DTYPES[self.states]
 
     def has_master(self, parameter: torch.Tensor) -> bool:
         return self.masters and parameter.dtype in _HALVES
@@ -177,6 +179,17 @@ def _there(pager: Pager, tensor: torch.Tensor, like: torch.Tensor) -> torch.Tens
     if type(tensor) is PagedTensor:
         return tensor if tensor._storage.pager is pager else tensor.to_dense()
     return tensor.to(like.device)
+
+
+def follow(pager: Pager, master: torch.Tensor, parameter: torch.Tensor) -> None:
+    """Where ``parameter`` is not ``master`` rounded, somebody has written to it: the master takes
+    its value over."""
+    with closing(spans(pager, [master, parameter], [True, False])) as walk:  # type: ignore[type-var]
+        for span in walk:
+            for kept, seen in stretches(span.operands):  # type: ignore[arg-type]
+                for wide, narrow in zip(kept.split(CHUNK), seen.split(CHUNK)):
+                    same = wide.to(narrow.dtype) == narrow
+                    wide.copy_(torch.where(same, wide, narrow.to(wide.dtype)))
 
 
 def convert_state(

@@ -9,7 +9,7 @@ is the same.
 Which way a product takes:
 
 ==================================================  ================================================
-the weight takes more than half of the arena        slab by slab: ``linear_stream.py``
+the weight takes more than the device budget        slab by slab: ``linear_stream.py``
 it is in consecutive frames, as nearly always       a plain view; PyTorch's bits
 in scattered ones                                   ``kernels/linear_choice.py`` decides: a dense
                                                     copy (on a CPU whenever there is room for it) or
@@ -51,7 +51,7 @@ def linear(inputs: Any, weight: Any, bias: Any = None) -> Any:
     """
     if type(weight) is not PagedTensor or not isinstance(inputs, torch.Tensor):
         return NotImplemented
-    if is_streamed(weight):
+    if is_streamed(inputs, weight):
         return linear_in_slabs(inputs, weight, bias)
     if _is_watched(weight) or not _fits_together(inputs, weight, bias):
         return NotImplemented

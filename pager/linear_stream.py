@@ -55,23 +55,23 @@ _PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter, PagedTensor)
 _functorch_level = torch._C._functorch.peek_interpreter_stack
 
 
-def is_streamed(weight: PagedTensor) -> bool:
-    """Whether a linear reads ``weight`` slab by slab.
+def is_streamed(inputs: torch.Tensor, weight: PagedTensor) -> bool:
+    """Whether a linear reads ``weight`` slab by slab: where it cannot be on the device whole.
 
-    It does if the weight's pages take more than half of the arena: on the device whole they would
-    push out nearly everything else, and leave no room to bring the next weight in meanwhile. It
-    does not if everything fits on the device. In a metered iteration, in which the arena is as
-    small as one op allows, half of the budget (less a fixed ``dense_reserve``) counts instead.
+    That is if its pages take more than the device budget, less a fixed ``dense_reserve``. (Any
+    other is metered whole, so the arena has room for it, and its results are PyTorch's bits; only
+    where that was never metered, or where others have pinned too much, it streams as well.) Where
+    the inputs and the result, which are dense, take more than the budget by themselves, streaming
+    would not help: the ordinary way then says which budget would.
     """
     run, pager = weight._storage.run, weight._storage.pager
-    if run.count == 1 or pager.fits:
-        return False
     budget = pager.budget
-    if budget.metering:
-        frames = (budget.bytes - (budget.fixed_reserve or 0)) // pager.page_size
-    else:
-        frames = min(pager.residency.pool.count, budget.bytes // pager.page_size)
-    return 2 * run.count > frames
+    nbytes = run.count * pager.page_size
+    if nbytes <= budget.bytes - (budget.fixed_reserve or 0):
+        return budget.settled and not budget.metering and run.count > pager.residency.pool.count
+    columns = max(1, weight.size(-1))
+    dense = inputs.numel() * (columns + weight.numel() // columns) // columns
+    return dense * inputs.element_size() <= budget.bytes
 
 
 def linear_in_slabs(inputs: torch.Tensor, weight: PagedTensor, bias: Any = None) -> Any:
@@ -154,7 +154,7 @@ def _go_together(
         torch.empty(tensor.size(), dtype=its, device="meta")
         for tensor, its in ((inputs, inputs.dtype), (weight, dtype))
     ]
-    with torch.no_grad(), torch.autocast("meta", enabled=False):
+    with torch.no_grad():
         plain = torch.nn.functional.linear(*twins)
         if bias is not None:
             plain + bias.new_empty(bias.size(), device="meta")

@@ -6,8 +6,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from ..kernels.scatter import scatter_pages
+from .errors import InfeasibleBudget
 from .paged_tensor import PagedTensor
 from .plain_copies import dense_twin
+from .slabs import fair_share, part
 from .space import PagedStorage
 
 if TYPE_CHECKING:
@@ -60,7 +63,14 @@ def store_bytes(pager: Pager, source: torch.Tensor, kind: str) -> PagedStorage:
 def write(pager: Pager, storage: PagedStorage, source: torch.Tensor) -> None:
     """The bytes of a new ``storage`` become those of ``source`` (uint8, one-dimensional)."""
     run = storage.run
-    pager.pin([run])
+    if run.count * pager.page_size > pager.budget.bytes:
+        _write_in_parts(pager, storage, source)
+        return
+    try:
+        pager.pin([run])
+    except InfeasibleBudget:  # larger than the arena, or than what others have left of it
+        _write_in_parts(pager, storage, source)
+        return
     try:
         pager.will_write(run)
         if run.base >= 0:
@@ -70,6 +80,18 @@ def write(pager: Pager, storage: PagedStorage, source: torch.Tensor) -> None:
             pager.scatter(run, source.to(pager.device))
     finally:
         pager.unpin([run])
+
+
+def _write_in_parts(pager: Pager, storage: PagedStorage, source: torch.Tensor) -> None:
+    """The same a few pages at a time. Raises ``InfeasibleBudget`` if not one page has room."""
+    size = pager.page_size
+    step = max(1, fair_share(pager))
+    for first in range(0, storage.run.count, step):
+        count = min(step, storage.run.count - first)
+        piece = source[first * size : (first + count) * size].to(pager.device)
+        with part(pager, storage, first, count, write=True) as frames:
+            on_device = torch.from_numpy(frames).to(pager.device)
+            scatter_pages(piece, on_device, pager.residency.arena, size)
 
 
 def enlarge(pager: Pager, storage: PagedStorage, nbytes: int) -> None:

@@ -42,6 +42,7 @@ class PagedOptimizer:
     _tp_progress: dict[int, fused.Progress]  # of parameters whose update was interrupted
     _tp_format: Format  # how states are kept
     _tp_numbers: dict[int, int]  # of parameters, for random rounding
+    _tp_versions: dict[int, int]  # of parameters with a master, when that was last updated
     _tp_early: EarlyUpdates | None = None  # updates parameters ahead of step()
     param_groups: list[dict[str, Any]]
     state: Any
@@ -121,7 +122,8 @@ class PagedOptimizer:
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickles as an optimizer of the plain class, on plain tensors."""
-        state = {**self.__getstate__(), "state": plain_states(self)}
+        state: dict[str, Any] = self.__getstate__()  # type: ignore[assignment]
+        state = {**state, "state": plain_states(self)}
         return _rebuild, (type(self).__mro__[2], state)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -144,6 +146,7 @@ class PagedOptimizer:
             super().load_state_dict(state_dict)  # type: ignore[misc]
         self._tp_done.clear()
         self._tp_progress.clear()
+        self._tp_versions.clear()
         for state in self.state.values():
             page_state(self._tp_pager, state)
 
@@ -186,6 +189,7 @@ def page_optimizer(
     paged._tp_progress = {}
     paged._tp_format = chosen
     paged._tp_numbers = {}
+    paged._tp_versions = {}
     paged._tp_stepped = False
     if chosen.chosen:
         with torch.no_grad():

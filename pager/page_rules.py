@@ -170,8 +170,7 @@ def _converts(source: torch.dtype, target: torch.dtype) -> bool:
 def _can_hold(dtype: torch.dtype, value: Any) -> bool:
     """Whether filling with ``value`` is exact, or rounds as torch does."""
     if isinstance(value, torch.Tensor):
-        floats = dtype in FLOATS and value.dtype in FLOATS
-        return floats and is_cell(value) and torch.promote_types(value.dtype, dtype) is dtype
+        return dtype in FLOATS and value.dtype in FLOATS and is_cell(value)
     if dtype in FLOATS:
         limit = torch.finfo(dtype).max
         return not math.isfinite(value) or abs(value) <= limit  # torch refuses what overflows

@@ -5,7 +5,7 @@
     operands pinned, all consecutive      dense views        dense_run.py, as ever
     operands pinned, some scattered       ``run_on_pages``   one launch, no copies
     more operands than the arena holds    ``run_in_slabs``   a launch per slab, reading ahead
-    a list, some elements scattered       ``page_lists.py``    a launch for as many as may be held
+    a list, some elements scattered       ``page_lists.py``   a launch for as many as may be held
 
 ``NotImplemented`` from these means that nothing was done, and that the op needs dense operands.
 """

@@ -162,7 +162,6 @@ class Residency:
     def check_need(self, runs: Sequence[PageRun]) -> None:
         """Room for ``runs`` beside all that is pinned."""
         need = sum(run.count for run in runs) + self.pinned_pages(runs)
-        self.largest_need = max(self.largest_need, need)
         if need > self.pool.count and not self.make_room(need):
             minimum = self.minimum_bytes(need)
             raise InfeasibleBudget(
@@ -171,6 +170,7 @@ class Residency:
                 f"{minimum} bytes",
                 minimum=minimum,
             )
+        self.largest_need = max(self.largest_need, need)
 
     # -- streams (``slabs.py``) ------------------------------------------------------------------
     @contextmanager

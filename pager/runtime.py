@@ -201,9 +201,10 @@ class Pager:
 
         It stays the same object and an instance of its class (schedulers and GradScaler work as
         usual). Its states live in pages. On the CPU the result is bit for bit that of
-        ``foreach=False``. On CUDA torch's AdamW, Adam and SGD are updated by kernels on pages, which
-        round less often than PyTorch; ``foreach=False`` or ``fused=False`` on the optimizer keeps
-        PyTorch's own code.
+        ``foreach=False``. On CUDA torch's own AdamW, Adam and SGD are updated by one kernel on
+        pages, whose results differ from PyTorch's by rounding; ``foreach=False`` or ``fused=False``
+        on the optimizer keeps PyTorch's code. Pages of a parameter that is larger than the arena
+        come and go slab by slab.
 
         ``overlap``: update each parameter during the backward pass, as soon as its gradient is
         final, and drop the gradient (``param.grad`` is ``None`` afterwards). For programs in which

@@ -69,7 +69,7 @@ def _sparse_mask(table: Any, mask: Any) -> Any:
     indices = mask._indices()
     return torch.sparse_coo_tensor(
         indices,
-        look_up(table, indices[0].contiguous()),
+        look_up(table, indices[0]),
         mask.size(),
         is_coalesced=mask.is_coalesced(),
         check_invariants=False,

@@ -14,6 +14,7 @@ import weakref
 from collections.abc import Generator
 from contextlib import closing
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -24,6 +25,9 @@ from ..kernels.rows import gather_rows, pages_of_rows, row_blocks
 from .paged_tensor import PagedTensor
 from .slabs import fair_share, pages_of, stream
 from .space import PagedStorage
+
+if TYPE_CHECKING:
+    from .runtime import Pager
 
 SHARE = 3  # a table of more than this fraction of the arena is large
 _CHUNK_ELEMENTS = 1 << 20  # of a temporary
@@ -45,14 +49,25 @@ def is_large(table: PagedTensor) -> bool:
         return False
     if storage in _large:
         return True
-    budget, frames = pager.budget, pager.residency.pool.count
-    if budget.metering:  # the arena is as small as it can be for now
-        beside = max(budget.dense_peak, budget.fixed_reserve or 0)
-        frames = max(frames, (budget.bytes - beside) // pager.page_size)
-    if storage.run.count * SHARE <= frames:
+    if storage.run.count * SHARE <= _most_frames(pager):
         return False
     _large.add(storage)
     return True
+
+
+def can_be_whole(table: PagedTensor) -> bool:
+    """Whether all of it can be on the device at once."""
+    return table._storage.run.count <= _most_frames(table._storage.pager)
+
+
+def _most_frames(pager: Pager) -> int:
+    """Frames of the arena; while it is as small as it can be, in a metered iteration, as many as it
+    may have afterwards."""
+    budget, frames = pager.budget, pager.residency.pool.count
+    if not budget.metering:
+        return frames
+    beside = max(budget.dense_peak, budget.fixed_reserve or 0)
+    return max(frames, (budget.bytes - beside) // pager.page_size)
 
 
 def is_table(tensor: PagedTensor) -> bool:
@@ -139,12 +154,14 @@ def _cuts(rows: Int64, nbytes: int, page_bytes: int, limit: int) -> list[tuple[i
 
 # -- reading and writing rows ----------------------------------------------------------------------
 def look_up(table: PagedTensor, indices: torch.Tensor) -> torch.Tensor:
-    """Rows of a paged table, dense: [n, D].
+    """Rows of a paged table, dense: [..., D].
 
-    indices : int64 [n], contiguous, on the table's device. On CUDA the call waits for them: which
-        pages hold the rows must be known on the host.
+    indices : int64 [...], on the table's device. On CUDA the call waits for them: which pages hold
+        the rows must be known on the host.
     """
-    out = torch.empty(len(indices), table.size(1), dtype=table.dtype, device=table.device)
+    shape = *indices.shape, table.size(1)
+    result = torch.empty(shape, dtype=table.dtype, device=table.device)
+    out, indices = result.view(-1, table.size(1)), indices.reshape(-1)
     host = indices.cpu().numpy()
     rows = np.unique(host)
     order = None
@@ -162,7 +179,7 @@ def look_up(table: PagedTensor, indices: torch.Tensor) -> torch.Tensor:
                 part = out.new_empty(len(some), out.shape[1])
                 gather_rows(group.table, indices[some], part)
                 out.index_copy_(0, some, part)
-    return out
+    return result
 
 
 def put_rows(table: Paged, rows: torch.Tensor, values: torch.Tensor) -> None:

@@ -1,96 +1,367 @@
-"""Everything that only a GPU can show, in one go: all gpu-marked tests, a paged training, and a
-model of a billion parameters under several memory systems side by side.
+#!/usr/bin/env python3
+"""Everything that only a GPU can show, in one go, within --minutes.
 
-    python scripts/gpu_check.py [--json FILE] [--minutes 9]
+    gpu_check.py --json FILE
 
-Needs a CUDA device; says so and exits with 1 where there is none.
+All gpu-marked tests, each file in a process of its own; every page kernel against its floor and
+against torch (bench_kernels.py); a model of a billion parameters under several memory systems side
+by side, at 75, 50 and 35 % of its need (bench_train.py); a paged training compared with a plain
+one; what the pager costs where everything fits; and what one paged op costs.
+
+Each part has a share of the time, and what a part leaves over goes to those after it. A part that
+fails or runs out of time does not stop the others. The JSON file has what every part said and
+measured, and is written after each.
+
+Without a GPU it says so, and runs what it can: the kernels in Triton's interpreter, their CPU
+references, and a count of the kernels' ahead-of-time tests.
+
+Exit codes: 1 if a part failed or was not run; 2 for wrong usage.
 """
 
-import argparse
 import datetime
+import importlib.metadata
 import json
+import os
 import platform
+import re
+import signal
 import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import click
 import torch
 
 ROOT = Path(__file__).resolve().parents[1]
+PYTHON = sys.executable
+TEST_FOLDERS = ("tests/kernels", "tests/pager", "tests/scripts")
 BENCH_MODES = "planned,save_on_cpu,torchao,fsdp2,bitsandbytes"
-SECONDS_TO_END = 10  # that bench_train.py takes from its last measurement to its end
+GRACE_SECONDS = 4.0  # between the request to end and the end of all of its processes
+LEAST_SECONDS = 10.0  # nothing is started with less
+ENDING_SECONDS = 10.0  # that a benchmark takes from its last measurement to its end
+TIMED_OUT = 124
+
+Record = dict[str, Any]
+Now = Callable[[], float]
+Runner = Callable[[Sequence[str], float, Mapping[str, str]], Record]
+"""(command, most seconds, more environment) → exit_code, seconds, output."""
 
 
-def run(command: list[str], deadline: float) -> dict[str, object]:
-    """Run ``command`` until ``deadline`` (monotonic seconds); how it ended, and its last lines."""
-    started = time.monotonic()
-    try:
-        done = subprocess.run(
+_running: set[int] = set()  # sessions of processes that have not ended
+
+
+def run_command(command: Sequence[str], seconds: float, more: Mapping[str, str]) -> Record:
+    """Run `command` in a session of its own, so that none of its processes survives `seconds`.
+
+    It is first interrupted, as by Ctrl-C, so that it can say how far it came.
+    """
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = {**os.environ, "PYTHONPATH": path, **more}
+    began = time.monotonic()
+    with tempfile.TemporaryFile("w+", errors="replace") as output:
+        process = subprocess.Popen(
             command,
             cwd=ROOT,
-            text=True,
-            stdout=subprocess.PIPE,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
             stderr=subprocess.STDOUT,
-            timeout=max(1.0, deadline - started),
+            start_new_session=True,
         )
-        code, output = done.returncode, done.stdout
-    except subprocess.TimeoutExpired as late:
-        code, output = 124, str(late.stdout or "")
-    print(output[-4000:], flush=True)
+        _running.add(process.pid)
+        code = TIMED_OUT
+        try:
+            code = process.wait(max(seconds - GRACE_SECONDS, 0.1))
+        except subprocess.TimeoutExpired:
+            _signal_session(process.pid, signal.SIGINT)
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(GRACE_SECONDS)
+        finally:
+            _signal_session(process.pid, signal.SIGKILL)  # also what it left behind
+            _running.discard(process.pid)
+            process.wait()
+        output.seek(0)
+        text = output.read()
+    return {"exit_code": code, "seconds": round(time.monotonic() - began, 1), "output": text}
+
+
+def _signal_session(leader: int, which: int) -> None:
+    with suppress(ProcessLookupError):
+        os.killpg(leader, which)
+
+
+@contextmanager
+def ending_all() -> Iterator[None]:
+    """Within it, Ctrl-C and SIGTERM end what is running too, which has sessions of its own."""
+
+    def end(number: int, _frame: object) -> None:
+        for leader in list(_running):
+            _signal_session(leader, signal.SIGKILL)
+        raise SystemExit(128 + number)
+
+    before = {number: signal.signal(number, end) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@dataclass(frozen=True)
+class Context:
+    """What parts run in. `runner` runs a command; `now` is a clock in seconds."""
+
+    folder: Path
+    runner: Runner = run_command
+    now: Now = time.monotonic
+
+
+@dataclass(frozen=True)
+class Program:
+    """A part that is one program, which writes its results to a file.
+
+    share : of the time, in seconds of the usual nine minutes.
+    arguments : of `python`; the name of the file to write follows ``--json``.
+    stops_itself : whether it knows ``--minutes``.
+    """
+
+    name: str
+    share: float
+    arguments: tuple[str, ...]
+    stops_itself: bool = False
+
+    def run(self, context: Context, seconds: float) -> Record:
+        target = context.folder / f"{self.name}.json"
+        command = [PYTHON, *self.arguments, "--json", str(target)]
+        if self.stops_itself:
+            command += ["--minutes", f"{max(1.0, seconds - ENDING_SECONDS) / 60:.2f}"]
+        record = _ended(command, context.runner(command, seconds, {}), seconds)
+        if target.exists():
+            try:
+                record["record"] = json.loads(target.read_text())
+            except ValueError as error:  # it was ended while it wrote
+                record["record_error"] = str(error)
+        return record
+
+
+@dataclass(frozen=True)
+class Suite:
+    """A part that is tests: those of `folders` with the marker, each file in its own process.
+
+    file_seconds : for one file at most. workers : files at a time.
+    count_only : whether they are only counted.
+    """
+
+    name: str
+    share: float
+    marker: str
+    folders: tuple[str, ...]
+    workers: int = 1
+    file_seconds: float = 90.0
+    count_only: bool = False
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+    def run(self, context: Context, seconds: float) -> Record:
+        deadline = context.now() + seconds
+        begin = [PYTHON, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", self.marker]
+        collect = [*begin, "--collect-only", *self.folders]
+        found = context.runner(collect, seconds, self.environment)
+        files = Counter(
+            line.partition("::")[0]
+            for line in found["output"].splitlines()
+            if "::" in line and not line.startswith(("ERROR", "FAILED"))
+        )
+        record = _ended(collect, found, seconds)
+        record |= {"collected": sum(files.values()), "files": []}
+        if found["exit_code"] == 0:
+            record["tail"] = record["tail"][-1:]
+        if self.count_only:
+            print(f"  {record['collected']} tests collected in {len(files)} files")
+            return record
+
+        def run_file(file: str) -> Record:
+            left = min(self.file_seconds, deadline - context.now())
+            if left < LEAST_SECONDS:
+                return {"file": file, "exit_code": None, "not_run": "no time was left"}
+            command = [*begin, file]
+            ended = context.runner(command, left, self.environment)
+            one = {"file": file, **counted(ended["output"]), **_ended(command, ended, left)}
+            if one["exit_code"] == 0:
+                del one["tail"]
+            print(f"  {file}: {_how(one)}", flush=True)
+            return one
+
+        with ThreadPoolExecutor(self.workers) as pool:
+            # Those with the most tests first, so that no long one is left for the end.
+            record["files"] = list(pool.map(run_file, [file for file, _ in files.most_common()]))
+        for word in ("passed", "failed", "skipped"):
+            record[word] = sum(one.get(word, 0) for one in record["files"])
+        codes = [record["exit_code"], *(one["exit_code"] for one in record["files"])]
+        record["exit_code"] = 0 if all(code == 0 for code in codes) else 1
+        record["seconds"] = round(context.now() - (deadline - seconds), 1)
+        return record
+
+
+Part = Program | Suite
+
+
+def _ended(command: Sequence[str], ended: Record, seconds: float) -> Record:
+    """What is kept of a command that ended."""
     return {
         "command": " ".join(command),
-        "exit_code": code,
-        "seconds": round(time.monotonic() - started, 1),
-        "tail": output.splitlines()[-30:],
+        "exit_code": ended["exit_code"],
+        "seconds": ended["seconds"],
+        "limit_seconds": round(seconds, 1),
+        "tail": ended["output"].splitlines()[-40:],
     }
 
 
-def bench_command(record: Path, deadline: float) -> list[str]:
-    """Few steps and one round. It lists what it did not get to before ``deadline``."""
-    seconds = max(1.0, deadline - time.monotonic() - SECONDS_TO_END)
-    command = [sys.executable, "scripts/bench_train.py", "--device", "cuda", "--preset", "1b"]
-    command += ["--share", "75%", "--share", "50%", "--share", "35%", "--clip", "0"]
-    command += ["--steps", "5", "--rounds", "1", "--modes", BENCH_MODES]
-    return [*command, "--minutes", f"{seconds / 60:.2f}", "--json", str(record)]
+def counted(output: str) -> dict[str, int]:
+    """Tests by outcome, from the last line in which pytest says it."""
+    for line in reversed(output.splitlines()):
+        found = re.findall(r"(\d+) (passed|failed|skipped|errors?)\b", line)
+        if found and " in " in line:
+            counts: Counter[str] = Counter()
+            for number, word in found:
+                counts["failed" if word.startswith("error") else word] += int(number)
+            return dict(counts)
+    return {}
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", type=Path, help="write the results here")
-    parser.add_argument("--minutes", type=float, default=9.0, help="stop after this long")
-    options = parser.parse_args()
-    if not torch.cuda.is_available():
-        print("gpu_check: no CUDA device; nothing was checked", file=sys.stderr)
-        return 1
-    deadline = time.monotonic() + 60 * options.minutes
-    python = sys.executable
-    with tempfile.TemporaryDirectory() as folder:
-        training = Path(folder) / "train.json"
-        compare = [python, "scripts/train_lm.py", "--device", "cuda", "--preset", "350m"]
-        compare += ["--steps", "8", "--batch", "8", "--seq", "512", "--compare"]
-        compare += ["--device-budget", "50%", "--host-budget", "100%", "--json", str(training)]
-        results: dict[str, Any] = {
-            "machine": torch.cuda.get_device_name(),
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-            "tests": run([python, "-m", "pytest", "-q", "-m", "gpu", "tests"], deadline),
-            "training": run(compare, deadline),
-        }
-        if training.exists():
-            results["training_record"] = json.loads(training.read_text())
-        side_by_side = Path(folder) / "bench.json"
-        results["side_by_side"] = run(bench_command(side_by_side, deadline), deadline)
-        if side_by_side.exists():
-            results["side_by_side_record"] = json.loads(side_by_side.read_text())
-    if options.json is not None:
-        options.json.write_text(json.dumps(results, indent=1) + "\n")
-    parts = ("tests", "training", "side_by_side")
-    return max(int(bool(results[name]["exit_code"])) for name in parts)
+def gpu_parts(cpus: int) -> tuple[Part, ...]:
+    """What a GPU shows, the most important first."""
+    kernels, *others = TEST_FOLDERS
+    workers = max(1, min(4, cpus // 4))
+    threads = {"OMP_NUM_THREADS": str(max(1, cpus // workers))}
+    marker = "gpu and not slow"
+    side_by_side = ("scripts/bench_train.py", "--device", "cuda", "--preset", "1b")
+    side_by_side += ("--share", "75%", "--share", "50%", "--share", "35%", "--clip", "0")
+    side_by_side += ("--steps", "5", "--rounds", "1", "--modes", BENCH_MODES)
+    training = ("scripts/train_lm.py", "--device", "cuda", "--preset", "350m", "--steps", "8")
+    training += ("--batch", "8", "--seq", "512", "--compare")
+    training += ("--device-budget", "50%", "--host-budget", "100%")
+    overhead = ("scripts/bench_overhead.py", "--device", "cuda", "--steps", "10")
+    one_op = ("scripts/bench_linear.py", "--rounds", "10", "--calls", "300")
+    return (
+        Suite("kernel_tests", 120, marker, (kernels,), workers, environment=threads),
+        Suite("other_tests", 55, marker, tuple(others)),
+        Program("kernels", 100, ("scripts/bench_kernels.py", "--quick"), stops_itself=True),
+        Program("side_by_side", 150, side_by_side, stops_itself=True),
+        Program("training", 60, training),
+        Program("overhead", 40, overhead),
+        Program("one_op", 15, one_op),
+    )
+
+
+def cpu_parts(cpus: int) -> tuple[Part, ...]:
+    """What can be checked without a GPU; all of it is about kernels."""
+    interpret = {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    folders = TEST_FOLDERS[:1]
+    workers = max(1, min(8, cpus))
+    references = ("scripts/bench_kernels.py", "--quick")
+    marker = "interpreter and not slow"
+    return (
+        Program("references", 80, references, stops_itself=True),
+        Suite("aot_tests", 40, "aot and not slow", folders, count_only=True),
+        Suite("interpreter_tests", 420, marker, folders, workers, 180.0, environment=interpret),
+    )
+
+
+def allotment(parts: Sequence[Part], number: int, left: float) -> float:
+    """Seconds for part `number` of the `left` ones: its share among those that are still to run."""
+    return left * parts[number].share / sum(part.share for part in parts[number:])
+
+
+def check(
+    parts: Sequence[Part], context: Context, minutes: float, save: Callable[[Record], None]
+) -> Record:
+    """Run all parts, in order, within `minutes`; `save` gets the record by part after each."""
+    deadline = context.now() + 60 * minutes
+    record: Record = {}
+    for number, part in enumerate(parts):
+        seconds = allotment(parts, number, deadline - context.now())
+        if seconds < LEAST_SECONDS:
+            record[part.name] = {"exit_code": None, "not_run": f"{seconds:.1f} s were left for it"}
+        else:
+            print(f"{part.name}: {seconds:.0f} s at most", flush=True)
+            try:
+                record[part.name] = part.run(context, seconds)
+            except Exception as error:  # the other parts may work
+                record[part.name] = {"exit_code": 1, "error": f"{type(error).__name__}: {error}"}
+        print(f"{part.name}: {_how(record[part.name])}", flush=True)
+        save(record)
+    return record
+
+
+def _how(record: Record) -> str:
+    """One line, and the end of the output of what failed."""
+    if record["exit_code"] is None:
+        return f"NOT RUN: {record['not_run']}"
+    if "error" in record:
+        return f"FAILED: {record['error']}"
+    codes = {0: "ok", TIMED_OUT: "OUT OF TIME"}
+    text = codes.get(record["exit_code"], f"FAILED (exit {record['exit_code']})")
+    words = [f"{record[word]} {word}" for word in ("passed", "failed", "skipped") if word in record]
+    text = ", ".join([text, *words, f"{record['seconds']} s"])
+    if record["exit_code"] and not record.get("files"):
+        text += "".join(f"\n    {line}" for line in record.get("tail", []))
+    return text
+
+
+def facts(cuda: bool) -> Record:
+    versions = {}
+    for package in ("numpy", "torch", "triton"):
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            versions[package] = None
+    return {
+        "gpu": torch.cuda.get_device_name() if cuda else None,
+        "system": platform.platform(),
+        "cpus": os.cpu_count(),
+        "python": platform.python_version(),
+        **versions,
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+    }
+
+
+@click.command(help=__doc__.replace("\n\n    gpu", "\n\n\b\n    gpu") if __doc__ else None)
+@click.option("--minutes", type=click.FloatRange(0, min_open=True), default=9.0, show_default=True)
+@click.option("--only", multiple=True, metavar="PART", help="Only this part; may be repeated.")
+@click.option("--json", "json_path", type=click.Path(dir_okay=False, path_type=Path))
+def main(minutes: float, only: tuple[str, ...], json_path: Path | None) -> None:
+    cuda = torch.cuda.is_available()
+    cpus = len(os.sched_getaffinity(0))
+    parts = gpu_parts(cpus) if cuda else cpu_parts(cpus)
+    names = [part.name for part in parts]
+    unknown = [name for name in only if name not in names]
+    if unknown:
+        raise click.UsageError(f"--only={unknown[0]!r} is no part here; use {', '.join(names)}")
+    chosen = [part for part in parts if not only or part.name in only]
+    about = facts(cuda)
+    if not cuda:
+        print("gpu_check: no CUDA device. Nothing that only a GPU can show is shown here;")
+        print("what follows are CPU references and Triton's interpreter.")
+
+    def save(record: Record) -> None:
+        if json_path is not None:
+            whole = {"facts": about, "minutes": minutes, "parts": record}
+            json_path.write_text(json.dumps(whole, indent=1) + "\n")
+
+    with ending_all(), tempfile.TemporaryDirectory(prefix="gpu_check-") as folder:
+        record = check(chosen, Context(Path(folder)), minutes, save)
+    bad = [name for name, one in record.items() if one["exit_code"] != 0]
+    print(f"failed: {', '.join(bad)}" if bad else "all parts ok")
+    sys.exit(int(bool(bad)))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

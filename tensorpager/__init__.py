@@ -10,6 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .pager.cross_entropy import linear_cross_entropy
     from .pager.errors import CorruptPage, InfeasibleBudget, PagerError, TierFull, TraceError
     from .pager.paged_tensor import PagedTensor
     from .pager.runtime import Pager
@@ -23,9 +24,14 @@ __all__ = [
     "TierFull",
     "TraceError",
     "__version__",
+    "linear_cross_entropy",
 ]
 __version__ = "0.1.0"
-_HOMES = {"PagedTensor": ".pager.paged_tensor", "Pager": ".pager.runtime"}
+_HOMES = {
+    "PagedTensor": ".pager.paged_tensor",
+    "Pager": ".pager.runtime",
+    "linear_cross_entropy": ".pager.cross_entropy",
+}
 
 
 def __getattr__(name: str) -> Any:

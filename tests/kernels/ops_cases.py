@@ -122,7 +122,7 @@ def non_finite_check_and_unscale() -> Args:
     return *reduce()[:5], torch.zeros(1), torch.full((1,), 0.25)
 
 
-def _step(memory: Memory, states: int, in_8_bits: bool) -> Args:
+def optimizer_args(memory: Memory, states: int, in_8_bits: bool) -> Args:
     """Parameters paged and dense, gradients in bfloat16 and float32, as an optimizer takes them."""
     numels = [1500, 300]
     params = lists(memory.page(values(1500)), values(300, seed=1))
@@ -142,12 +142,12 @@ def _step(memory: Memory, states: int, in_8_bits: bool) -> Args:
 def adam_step(in_8_bits: bool = False) -> Args:
     steps = [torch.tensor(1.0), torch.tensor(3.0)]
     numbers = torch.tensor(1e-3, dtype=torch.float64), None, torch.zeros(())
-    return *_step(Memory(), 2, in_8_bits), steps, *numbers, 0.9, 0.999, 1e-8, 0.01, True
+    return *optimizer_args(Memory(), 2, in_8_bits), steps, *numbers, 0.9, 0.999, 1e-8, 0.01, True
 
 
 def sgd_step() -> Args:
     numbers = torch.tensor(1.0), torch.tensor(0.1, dtype=torch.float64), None, None
-    return *_step(Memory(), 1, False), *numbers, [True, False], 0.9, 0.0, 0.01, False
+    return *optimizer_args(Memory(), 1, False), *numbers, [True, False], 0.9, 0.0, 0.01, False
 
 
 def quantize() -> Args:
@@ -238,6 +238,18 @@ CASES: dict[str, Callable[[], Args]] = {
         *(linear, linear_into, linear_input_grad, linear_input_grad_into, linear_weight_grad),
         *(gather_rows, group_rows_, sum_rows, add_rows, softmax_update, softmax_grad),
     )
+}
+
+VARIANTS: dict[str, tuple[str, Callable[[], Args]]] = {
+    "adam_in_8_bits": ("adam_step", lambda: adam_step(in_8_bits=True)),
+    "no_operands": (
+        "elementwise",
+        lambda: ("fill", Memory().arena, PAGE, [], [], [], "n", [], [], [1.0]),
+    ),
+    "nothing_to_reduce": ("reduce", lambda: (Memory().arena, PAGE, [], [], [], "sum")),
+    "half": ("linear", lambda: linear(torch.float16)),
+    "no_bias": ("linear", lambda: (*linear()[:-1], None)),
+    "no_rows_of_x": ("linear", lambda: (torch.zeros(0, 65), *linear()[1:])),
 }
 
 

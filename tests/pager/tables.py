@@ -17,8 +17,8 @@ from tensorpager.pager.slabs import slabs
 
 from .models import PAGE_BYTES, make_pager
 
-FRAMES = 8
-ROWS, WIDTH = 7000, 190  # 760 bytes a row, many straddle a border: 82 pages
+FRAMES = 4
+ROWS, WIDTH = 3600, 190  # 760 bytes a row, many straddle a border: 42 pages
 LANES: dict[str, Callable[[tp.Pager], Any]] = {
     "plain": lambda pager: nullcontext(),
     "chaos": chaos,
@@ -33,13 +33,13 @@ def tight(lane: str = "plain", **options: Any) -> Iterator[tp.Pager]:
     with make_pager(**({"frames": FRAMES} | options)) as pager:
         with pager.iteration():
             pass
-        assert pager.residency.pool.count == FRAMES
+        assert pager.residency.pool.count == options.get("frames", FRAMES)
         with LANES[lane](pager):
             yield pager
         check_invariants(pager)
         assert pager.residency.pinned_pages() == 0
         stats = pager.stats()
-        assert stats["gathers"] == 0
+        assert stats["gathers"] == 0 or lane == "scattered"  # there of activations
         assert pager.residency.peak_frames <= pager.residency.pool.count
         assert stats["peak_bytes"]["device"] <= stats["budget_bytes"]["device"]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,10 @@ def _seed(one_thread: None) -> None:
     torch.manual_seed(3)
 
 
+def slow(value: Any) -> Any:
+    return pytest.param(value, marks=pytest.mark.slow)
+
+
 def lookups(count: int = 300, rows: int = ROWS) -> torch.Tensor:
     """Many distinct rows, the first and the last, and some of them many times."""
     indices = torch.randint(rows, (5, count // 5))
@@ -61,20 +66,22 @@ def gradients_of(table: torch.Tensor, indices: torch.Tensor, **options: Any) -> 
 
 
 # -- the same bits ---------------------------------------------------------------------------------
-@pytest.mark.parametrize("lane", list(LANES))
-def test_ten_times_the_arena(lane: str) -> None:
+@pytest.mark.parametrize("lane", ["chaos", *map(slow, ("plain", "scattered"))])
+@pytest.mark.parametrize("padding", ["a row", *map(slow, ("none", "the last"))])
+def test_ten_times_the_arena(lane: str, padding: str) -> None:
+    """Forward, backward, and one more backward pass that adds to the gradient."""
     dense = torch.randn(ROWS, WIDTH)
     plain = nn.Parameter(dense.clone())
     indices = lookups(rows=ROWS - 1)
+    row = {"none": None, "a row": int(indices[1, 0]), "the last": -1}[padding]
     with tight(lane) as pager:
         table = paged_table(pager, dense)
         assert pages_of_table(table) >= TEN_TIMES
-        for padding in (None, int(indices[1, 0]), -1):
-            with pager.iteration():
-                found = gradients_of(table, indices, padding_idx=padding)
-            assert_same(found, gradients_of(plain, indices, padding_idx=padding))
-            assert is_paged(table.grad)
-        assert pager.residency.pool.count == FRAMES
+        before = pager.gathers
+        found = gradients_of(table, indices, padding_idx=row)
+        assert pager.gathers == before
+        assert_same(found, gradients_of(plain, indices, padding_idx=row))
+        assert is_paged(table.grad)
 
 
 def test_used_twice_in_one_graph() -> None:
@@ -85,9 +92,8 @@ def test_used_twice_in_one_graph() -> None:
     with tight() as pager:
         table = paged_table(pager, dense)
         for weight in (table, plain):
-            for _ in range(2):
-                loss = F.embedding(one, weight).sin().sum() + F.embedding(two, weight).cos().sum()
-                loss.backward()
+            loss = F.embedding(one, weight).sin().sum() + F.embedding(two, weight).cos().sum()
+            loss.backward()
         assert is_paged(table.grad)
         assert torch.equal(read_table(table.grad), plain.grad)
 
@@ -110,7 +116,7 @@ def test_the_gradient_is_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
         assert torch.equal(read_table(twin), read_table(table.grad))
 
 
-@pytest.mark.parametrize("lane", ["plain", "chaos"])
+@pytest.mark.parametrize("lane", [slow("plain"), "chaos"])
 def test_rows_of_several_pages(lane: str) -> None:
     dense = torch.randn(40, 40_000)  # 2.4 pages
     plain = nn.Parameter(dense.clone())
@@ -123,10 +129,10 @@ def test_rows_of_several_pages(lane: str) -> None:
         assert torch.equal(read_table(table.grad), plain.grad)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [slow(torch.float64), torch.bfloat16, slow(torch.float16)])
 def test_dtypes(dtype: torch.dtype) -> None:
     """Halves are summed in float32 and rounded once."""
-    dense = torch.randn(ROWS * 4 // dtype.itemsize, WIDTH).to(dtype)
+    dense = torch.randn(ROWS, WIDTH).to(dtype)
     indices = lookups()
     with tight() as pager:
         table = paged_table(pager, dense)
@@ -139,7 +145,7 @@ def test_dtypes(dtype: torch.dtype) -> None:
         assert torch.equal(read_table(table.grad), expected.to(dtype))
 
 
-@pytest.mark.parametrize("kind", ["by frequency", "int32", "empty", "one", "strided"])
+@pytest.mark.parametrize("kind", ["by frequency", "empty", "strided", *map(slow, ("int32", "one"))])
 def test_other_calls(kind: str) -> None:
     options: dict[str, Any] = {}
     indices = lookups()
@@ -213,16 +219,17 @@ def test_a_table_that_fits_is_pytorchs_own_way() -> None:
         out = F.embedding(torch.tensor([3, 5]), table)
         assert "Embedding" in type(out.grad_fn).__name__
         out.sum().backward()
-        middle = paged_table(pager, torch.randn(ROWS * 2 // 10, WIDTH))  # 17 of 40 frames
+        middle = paged_table(pager, torch.randn(1400, WIDTH))  # 17 of 40 frames
         out = F.embedding(torch.tensor([3, 5]), middle)
         assert "Lookup" in type(out.grad_fn).__name__
     with make_pager(fits=True) as pager:
         table = paged_table(pager, torch.randn(ROWS, WIDTH))
         for _ in range(2):
+            table.grad = None
             with pager.iteration():
                 F.embedding(torch.tensor([3, 5]), table).sum().backward()
         assert pager.fits
-        assert not is_paged(table.grad) or pager.iterations == 1
+        assert not is_paged(table.grad)
 
 
 def test_ways_that_stay_pytorchs() -> None:
@@ -265,7 +272,7 @@ def test_gradients_of_gradients() -> None:
 def test_sparse_gradients_train_rows(optimizer: str) -> None:
     """The pages of the rows, and no others, are read and written."""
     dense = torch.randn(ROWS, WIDTH)
-    few = torch.tensor([[3, 4, 4, 900], [6500, 4, 3, 3]])
+    few = torch.tensor([[3, 4, 4, 900], [3500, 4, 3, 3]])
     with tight("chaos") as pager:
         modules = [nn.Embedding(ROWS, WIDTH, sparse=True, device="meta") for _ in range(2)]
         pager.page_module(modules[0])
@@ -295,15 +302,47 @@ def test_sparse_gradients_train_rows(optimizer: str) -> None:
 
 
 # -- training --------------------------------------------------------------------------------------
+OPTIMIZERS: dict[str, Any] = {
+    "SGD": lambda table: torch.optim.SGD([table], lr=0.5, momentum=0.9, foreach=False),
+    "AdamW": lambda table: torch.optim.AdamW([table], lr=1e-2, foreach=False),
+}
+
+
+@pytest.mark.parametrize("lane", ["plain", slow("chaos")])
+@pytest.mark.parametrize("optimizer", [slow("SGD"), "AdamW"])
+def test_a_table_ten_times_the_arena_trains(optimizer: str, lane: str) -> None:
+    """From the first, metered iteration on; the losses have the same bits."""
+    dense = torch.randn(ROWS, WIDTH)
+    with tight(lane, frames=FRAMES + 2) as pager:
+        results = []
+        for table in (paged_table(pager, dense), nn.Parameter(dense.clone())):
+            paged = is_paged(table)
+            torch.manual_seed(8)
+            step = OPTIMIZERS[optimizer](table)
+            if paged:
+                pager.optimizer(step)
+            losses = []
+            for _ in range(3):
+                with pager.iteration() if paged else nullcontext():
+                    loss = F.embedding(lookups(100), table, padding_idx=2).sin().square().mean()
+                    loss.backward()
+                    step.step()
+                    step.zero_grad()
+                losses.append(loss.item())
+            results.append([losses, read_table(table)])
+        assert pager.stats()["dense_peak_bytes"] < dense.nbytes
+    assert_same(*results)
+
+
 def a_table_and_a_model(world: World) -> object:
-    """Words through a table, twice the arena, and a model that is pressed out of it."""
+    """Words through a table larger than the arena, and a model that is pressed out of it."""
     dense = torch.randn(ROWS, WIDTH)
     model = world.module(nn.Sequential(nn.Linear(WIDTH, 128), mlp(depth=4)))
     optimizer = world.optimizer(torch.optim.AdamW(model.parameters(), lr=1e-3))
     pager = world.pager
     table = nn.Parameter(dense.clone()) if pager is None else paged_table(pager, dense)
     losses = []
-    for step in range(6):
+    for step in range(4):
         with world.iteration():
             words, labels = lookups(100), torch.randint(10, (20,))
             rows = F.embedding(words, table, padding_idx=1) + F.embedding(words // 2, table)
@@ -321,7 +360,8 @@ def a_table_and_a_model(world: World) -> object:
     return result
 
 
-@pytest.mark.parametrize("lane", ["plain", pytest.param("chaos", marks=pytest.mark.slow)])
+@pytest.mark.slow  # test_linear_cross_entropy.py has a quick one
+@pytest.mark.parametrize("lane", ["plain", "chaos"])
 def test_planned_training(lane: str) -> None:
     with planned_pager(verify=True) as pager, LANES[lane](pager):
         stats = compare_planned(a_table_and_a_model, pager)
@@ -332,9 +372,7 @@ def test_planned_training(lane: str) -> None:
 TRAIN = """
 import json, resource, sys, torch
 import tensorpager as tp
-from torch.nn import functional as F
-sys.path.insert(0, sys.argv[3])
-from tests.pager.tables import read_table, slab_sgd, write_table
+from tensorpager.pager.table_gradient import write_rows
 paged, folder = sys.argv[1] == "paged", sys.argv[2]
 torch.set_num_threads(1)
 budget, page, width = 16 << 20, 256 << 10, 1024
@@ -346,7 +384,6 @@ if paged:
     pager = tp.Pager(budget, disk_budget="512MiB", disk_path=folder, page_size=page, device="cpu",
                      dense_reserve="6MiB", policy="lru")
     model = pager.page_module(torch.nn.Embedding(rows, width, device="meta"))
-    from tensorpager.pager.table_gradient import write_rows
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     for first in range(0, rows, 256):
         write_rows(model.weight, first, part(first))
@@ -357,6 +394,9 @@ else:
         for first in range(0, rows, 256):
             model.weight[first : first + 256] = part(first)
 torch.manual_seed(1)
+optimizer = torch.optim.SGD(model.parameters(), lr=100.0, foreach=False)
+if paged:
+    pager.optimizer(optimizer)
 losses = []
 for _ in range(2):
     words = torch.randint(rows, (64,))
@@ -364,11 +404,12 @@ for _ in range(2):
         with pager.iteration():
             loss = model(words).square().mean()
             loss.backward()
+            optimizer.step()
     else:
         loss = model(words).square().mean()
         loss.backward()
-    slab_sgd(model.weight, 100.0)
-    model.zero_grad()
+        optimizer.step()
+    optimizer.zero_grad()
     losses.append(loss.item())
 with torch.no_grad():
     losses.append(model(torch.arange(0, rows, 101)).double().sum().item())
@@ -383,14 +424,13 @@ def test_seen_from_outside(tmp_path: Path) -> None:
     """The process grows by the budget, while the table is ten times that."""
     done = {}
     for world in ("plain", "paged"):
-        root = str(Path(__file__).parents[2])
-        command = [sys.executable, "-c", TRAIN, world, str(tmp_path), root]
+        command = [sys.executable, "-c", TRAIN, world, str(tmp_path)]
         result = subprocess.run(command, capture_output=True, text=True, timeout=300)
         assert result.returncode == 0, result.stderr
         done[world] = json.loads(result.stdout)
     paged, budget = done["paged"], done["paged"]["budget"]
     assert paged["losses"] == done["plain"]["losses"]
-    assert done["plain"]["grown"] > 15 * budget  # the table and its gradient
+    assert done["plain"]["grown"] > 10 * budget  # the table, and most of its gradient
     assert paged["grown"] <= 1.1 * budget + (24 << 20)
     assert paged["stats"]["peak_bytes"]["device"] <= budget
     assert paged["stats"]["gathers"] == 0

@@ -1,0 +1,1 @@
+"""What ``bench_kernels.py`` is made of: cases as data, clocks, rates, sweeps and goals."""

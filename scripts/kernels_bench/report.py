@@ -1,0 +1,123 @@
+"""What a run prints: a line for each row as it comes, tables of the sweeps, goals at the end."""
+
+from __future__ import annotations
+
+import statistics
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from tensorpager.planner.sizes import format_bytes
+
+from .case import Rates
+
+HEAD = (
+    f"{'case':20} {'operand':>9} {'page':>7} {'kernels':>10} {'call':>10} {'floor':>10} "
+    f"{'of floor':>8}  against torch"
+)
+
+
+def rates_text(rates: Rates) -> str:
+    parts = [f"copy {rates.memory / 1e9:,.0f} GB/s (read plus written)"]
+    parts.append(f"from page-locked memory {rates.link / 1e9:,.1f} GB/s")
+    parts += [f"{str(dtype)[6:]} {f / 1e12:,.0f} TFLOP/s" for dtype, f in rates.flops.items()]
+    return ", ".join(parts)
+
+
+def row_text(row: dict[str, Any]) -> str:
+    """One line under HEAD; ``*`` where all would fit in L2."""
+    name, size = row["case"], format_bytes(row["nbytes"])
+    begin = f"{name:20} {size:>9} {format_bytes(row['page_bytes']):>7} "
+    if row["status"] != "right":
+        return f"{begin}{row['status'].upper()}: {row['why']}"
+    floor = f"{row['floor_ms']:.4f} ms"
+    kernels, call = _ms(row.get("kernels")), _ms(row["call"])
+    star = "*" if row["fits_in_l2"] else ""
+    text = f"{begin}{kernels:>10} {call:>10} {floor:>10} {row['share_of_floor']:>7.1%}{star:1} "
+    if "peer" in row:
+        ratio = row["peer_over_call"]
+        return f"{text} {ratio:.2f} x the speed of {row['peer_name']}"
+    return text.rstrip()
+
+
+def _ms(times: dict[str, Any] | None) -> str:
+    return "" if times is None else f"{times['median_ms']:.4f} ms"
+
+
+def print_products(rows: Sequence[dict[str, Any]]) -> None:
+    """The paged product by M: times, and shares of cuBLAS's speed."""
+    title = "paged linear, bfloat16 (shares of cuBLAS on a dense or consecutive weight)"
+    heads = ("weight", "M", "cuBLAS", "direct", "gather", "direct", "chosen", "path", "of best")
+    table = Table(*heads, title=title, title_justify="left")
+    for row in rows:
+        begin = [f"{row['n']} x {row['k']}", str(row["m"])]
+        if row["status"] != "right":
+            table.add_row(*begin, row["status"].upper(), row["why"])
+            continue
+        times = [_ms(row[path]) for path in ("cublas", "direct", "gather")]
+        shares = [f"{row['direct_share']:.1%}", f"{row['chosen_share']:.1%}", row["chosen"]]
+        table.add_row(*begin, *times, *shares, f"{row['chosen_of_best']:.1%}")
+    _console().print(table)
+
+
+def print_link(link: dict[str, Any]) -> None:
+    size = format_bytes(link["nbytes"])
+    for way in ("in", "out"):
+        rates = [
+            link["nbytes"] / link[f"{kind} {way}"]["median_ms"] / 1e6
+            for kind in ("one copy", "pages")
+        ]
+        print(
+            f"copies {way:3} {size}: at once {rates[0]:.1f} GB/s, by pages of "
+            f"{format_bytes(link['page_bytes'])} {rates[1]:.1f} GB/s ({link[f'share_{way}']:.1%})"
+        )
+
+
+def print_fetches(fetches: dict[str, Any]) -> None:
+    heads = ("block", "blocks", "kernel", "copy engine")
+    table = Table(*heads, title="zero copy, from queueing to arrival", title_justify="left")
+    for row in fetches["rows"]:
+        sizes = [format_bytes(row["block_bytes"]), str(row["blocks"])]
+        table.add_row(*sizes, _ms(row["kernel"]), _ms(row["engine"]))
+    _console().print(table)
+    found = fetches["crossover"]
+    size = format_bytes(found["block_bytes"])
+    print(f"the kernel wins up to blocks of {size}, from {found['blocks']} of them on")
+
+
+def print_goals(goals: Sequence[dict[str, Any]]) -> None:
+    table = Table("goal", "at least", "figure", "", "where", title="goals", title_justify="left")
+    for goal in goals:
+        figure = f"{goal['figure']:.1%}" if "figure" in goal else ""
+        where = goal.get("where", "")
+        table.add_row(goal["goal"], f"{goal['least']:.0%}", figure, goal["outcome"], where)
+    _console().print(table)
+
+
+def reference_text(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """Lines about CPU references: none of these figures is a kernel's."""
+    lines = []
+    for row in rows:
+        times = f"{row['call']['median_ms']:.3f} ms" if "call" in row else row["why"]
+        share = f"{row['share_of_floor']:.1%} of a dense copy's rate" if "call" in row else ""
+        lines.append(f"CPU reference of {row['case']:20} {times:>12}  {share}".rstrip())
+    return lines
+
+
+def counts(rows: Sequence[dict[str, Any]]) -> str:
+    """Such as ``"50 right, 1 wrong"``."""
+    found = [row["status"] for row in rows]
+    known = dict.fromkeys(("right", "wrong", "broken", "not run"))
+    return ", ".join(f"{found.count(status)} {status}" for status in known if status in found)
+
+
+def median_share(rows: Sequence[dict[str, Any]]) -> float | None:
+    shares = [row["share_of_floor"] for row in rows if "share_of_floor" in row]
+    return statistics.median(shares) if shares else None
+
+
+def _console() -> Console:
+    return Console() if sys.stdout.isatty() else Console(width=120)
