@@ -27,6 +27,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import increment_version
 
+from .launch import check_arena
 from .pieces import Operand, Paged
 
 __all__ = ["NAMESPACE", "decoded", "define", "encoded", "operand_list"]
@@ -121,6 +122,7 @@ def decoded(
                 f"{where} is on {tensor.device}, the arena on {arena.device}; move it there"
             )
         if table.numel():
+            check_arena(arena, page_bytes)
             _check_table(where, tensor, table)
             operands.append(Paged(arena, table.detach().numpy(), page_bytes, tensor.dtype, numel))
             continue

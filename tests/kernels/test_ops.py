@@ -248,6 +248,7 @@ def test_backward_does_not_mind_that_other_pages_were_written() -> None:
         ({"numels": [1500, 31]}, r"xs\[1\] has 30 elements, but numels says 31"),
         ({"numels": [5000, 30]}, "take 5 pages of 4096 bytes, but frames has 2 entries"),
         ({"dense": [1500, 30]}, r"xs\[0\] has 1500 dense elements and 2 frames"),
+        ({"page_bytes": 5000}, "page_bytes is 5000; use a power of two"),
         ({"frames": torch.int64}, r"the frames of xs\[0\] are torch.int64"),
     ],
     ids=str,
@@ -259,7 +260,7 @@ def test_lists_that_do_not_fit(change: dict[str, Any], message: str) -> None:
     sizes = change.get("dense", [0, 30])
     with pytest.raises(ValueError, match=message):
         ops.reduce(
-            *(memory.arena, PAGE, change.get("numels", [1500, 30])),
+            *(memory.arena, change.get("page_bytes", PAGE), change.get("numels", [1500, 30])),
             *([torch.zeros(size) for size in sizes], frames, "sum"),
         )
 
