@@ -24,95 +24,28 @@ import json
 import os
 import platform
 import re
-import signal
-import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import click
 import torch
+from lm.processes import TIMED_OUT, Record, ending_all, run_command
 
-ROOT = Path(__file__).resolve().parents[1]
 PYTHON = sys.executable
 TEST_FOLDERS = ("tests/kernels", "tests/pager", "tests/scripts")
 BENCH_MODES = "planned,save_on_cpu,torchao,fsdp2,bitsandbytes"
-GRACE_SECONDS = 4.0  # between the request to end and the end of all of its processes
 LEAST_SECONDS = 10.0  # nothing is started with less
 ENDING_SECONDS = 10.0  # that a benchmark takes from its last measurement to its end
-TIMED_OUT = 124
 
-Record = dict[str, Any]
 Now = Callable[[], float]
 Runner = Callable[[Sequence[str], float, Mapping[str, str]], Record]
-"""(command, most seconds, more environment) → exit_code, seconds, output."""
-
-
-_running: set[int] = set()  # sessions of processes that have not ended
-
-
-def run_command(command: Sequence[str], seconds: float, more: Mapping[str, str]) -> Record:
-    """Run `command` in a session of its own, so that none of its processes survives `seconds`.
-
-    It is first interrupted, as by Ctrl-C, so that it can say how far it came.
-    """
-    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    environment = {**os.environ, "PYTHONPATH": path, **more}
-    began = time.monotonic()
-    with tempfile.TemporaryFile("w+", errors="replace") as output:
-        process = subprocess.Popen(
-            command,
-            cwd=ROOT,
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-        _running.add(process.pid)
-        code = TIMED_OUT
-        try:
-            code = process.wait(max(seconds - GRACE_SECONDS, 0.1))
-        except subprocess.TimeoutExpired:
-            _signal_session(process.pid, signal.SIGINT)
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(GRACE_SECONDS)
-        finally:
-            _signal_session(process.pid, signal.SIGKILL)  # also what it left behind
-            _running.discard(process.pid)
-            process.wait()
-        output.seek(0)
-        text = output.read()
-    return {"exit_code": code, "seconds": round(time.monotonic() - began, 1), "output": text}
-
-
-def _signal_session(leader: int, which: int) -> None:
-    with suppress(ProcessLookupError):
-        os.killpg(leader, which)
-
-
-@contextmanager
-def ending_all() -> Iterator[None]:
-    """Within it, Ctrl-C and SIGTERM end what is running too, which has sessions of its own."""
-
-    def end(number: int, _frame: object) -> None:
-        for leader in list(_running):
-            _signal_session(leader, signal.SIGKILL)
-        raise SystemExit(128 + number)
-
-    before = {number: signal.signal(number, end) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+"""As `run_command`: (command, most seconds, more environment) → exit_code, seconds, output."""
 
 
 @dataclass(frozen=True)

@@ -29,12 +29,13 @@ class Setting:
     page_bytes: int
     seed: int = 0
 
-    def generator(self) -> torch.Generator:
-        return torch.Generator(self.device).manual_seed(self.seed)
+    def generator(self, salt: int = 0) -> torch.Generator:
+        return torch.Generator(self.device).manual_seed(1000 * self.seed + salt)
 
-    def randn(self, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    def randn(self, *shape: int, dtype: torch.dtype = torch.float32, salt: int = 0) -> torch.Tensor:
+        """Normal numbers; other ones with another `salt`."""
         values = torch.empty(shape, dtype=dtype, device=self.device)
-        return values.normal_(generator=self.generator())
+        return values.normal_(generator=self.generator(salt))
 
     def elements(self, dtype: torch.dtype) -> int:
         """That the main operand has."""

@@ -45,7 +45,7 @@ def _work(m: int, n: int, k: int) -> Work:
 
 def _forward(setting: Setting, *, descriptors: bool) -> Job:
     m, n, k = shape(setting)
-    weight, x = setting.randn(n, k, dtype=DTYPE), setting.randn(m, k, dtype=DTYPE)
+    weight, x = setting.randn(n, k, dtype=DTYPE), setting.randn(m, k, dtype=DTYPE, salt=1)
     pages = Pages(weight, setting.page_bytes, setting.seed)
     matrix = pages.matrix()
     out = torch.full((m, n), torch.nan, dtype=DTYPE, device=setting.device)
@@ -77,7 +77,7 @@ def _descriptors(setting: Setting) -> Job:
 
 def _input_grad(setting: Setting) -> Job:
     m, n, k = shape(setting)
-    weight, grad = setting.randn(n, k, dtype=DTYPE), setting.randn(m, n, dtype=DTYPE)
+    weight, grad = setting.randn(n, k, dtype=DTYPE), setting.randn(m, n, dtype=DTYPE, salt=1)
     matrix = Pages(weight, setting.page_bytes, setting.seed).matrix()
     out = torch.full((m, k), torch.nan, dtype=DTYPE, device=setting.device)
     return Job(
@@ -91,7 +91,7 @@ def _input_grad(setting: Setting) -> Job:
 
 def _weight_grad(setting: Setting) -> Job:
     m, n, k = shape(setting)
-    grad, x = setting.randn(m, n, dtype=DTYPE), setting.randn(m, k, dtype=DTYPE)
+    grad, x = setting.randn(m, n, dtype=DTYPE), setting.randn(m, k, dtype=DTYPE, salt=1)
     nothing = torch.full((n, k), torch.nan, dtype=DTYPE, device=setting.device)
     pages = Pages(nothing, setting.page_bytes, setting.seed)
     matrix = pages.matrix()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from tensorpager.kernels.blockwise import BLOCK, Blockwise
@@ -9,9 +11,10 @@ from tensorpager.kernels.paged_matrix import PagedMatrix
 from tensorpager.kernels.pieces import Paged
 from tensorpager.kernels.quantize import quantize_reference
 
-from .case import ResultError, Setting
+from .case import ResultError, Setting, close, rounding
 
 POISON = 0xA5
+DIFFERENT_CODES = 1e-3
 SPARE_SHARE = 8  # one spare frame for so many pages, at least one
 
 
@@ -66,8 +69,29 @@ class BlockwisePages:
         codes = torch.zeros(values.numel(), dtype=torch.uint8, device=values.device)
         scales = torch.zeros(-(-values.numel() // BLOCK), device=values.device)
         self.dense = Blockwise(codes, scales)
+        self._root = root
         quantize_reference([values], [self.dense], root)
         self.codes = Pages(codes, setting.page_bytes, seed)
         self.scales = Pages(scales, setting.page_bytes, seed + 1)
         self.state = Blockwise(self.codes.paged, self.scales.paged)
         self.nbytes = codes.nbytes + scales.nbytes
+
+    def compare(self, name: str) -> None:
+        """Raise `ResultError` unless pages and dense hold the same, but for rounding.
+
+        torch divides on a device by multiplying, so scales differ in their last bits, and with
+        them a code here and there by one step.
+        """
+        scales, codes = self.scales.read(f"{name} scales"), self.codes.read(f"{name} codes")
+        assert isinstance(self.dense.scales, torch.Tensor)
+        close(f"{name} scales", scales, self.dense.scales, rounding(scales, 16, torch.float32))
+        got, expected = self._steps(codes), self._steps(self.dense.codes)
+        close(f"{name} codes", got, expected, 1.0)
+        share = float((got != expected).double().mean())
+        if share > DIFFERENT_CODES:
+            raise ResultError(f"{name} codes: {share:.2%} are off by one")
+
+    def _steps(self, codes: Any) -> torch.Tensor:
+        """Codes as numbers of steps from 0, in the order of what they mean."""
+        code = codes.int()
+        return code if self._root else torch.where(code > 127, 128 - code, code)

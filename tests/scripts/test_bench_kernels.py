@@ -33,6 +33,7 @@ PAGE = 4096
 ODD = Setting("cpu", 5 * PAGE - 36, PAGE)
 WHOLE = Setting("cpu", 8 * PAGE, PAGE)
 FLAT_RATES = Rates(1e9, 1e9, {})
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 each_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 
 
@@ -76,6 +77,34 @@ def test_checks_notice_a_kernel_that_does_nothing(case: Case) -> None:
     job = case.make(ODD)
     with pytest.raises((ResultError, IndexError)):
         dataclasses.replace(job, run=lambda: None).check()
+
+
+@pytest.mark.gpu
+@needs_gpu
+@each_case
+def test_cases_are_right_on_a_gpu(case: Case) -> None:
+    if torch.cuda.get_device_capability()[0] < case.least_capability:
+        pytest.skip(f"needs sm_{case.least_capability}0")
+    case.make(Setting("cuda", (4 << 20) + 3 * PAGE, 64 << 10)).check()
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_cuda_clock_on_a_gpu() -> None:
+    """Kernels take some of a call's time, and torch's own ops have none that are told apart."""
+    clock = CudaClock()
+    job = next(case for case in CASES if case.name == "gather").make(
+        Setting("cuda", 64 << 20, 64 << 10)
+    )
+    job.check()
+    turns = {
+        "call": lambda: clock.call(job.run),
+        "kernels": lambda: clock.kernels(job.run),
+        "peer": lambda: clock.kernels(job.peer or job.run),
+    }
+    times = take_turns(turns, 0.0)
+    assert set(times) == {"call", "kernels"}
+    assert 0 < times["kernels"].median < 2 * times["call"].median
 
 
 def test_every_kernel_has_a_case() -> None:

@@ -16,7 +16,6 @@ import torch
 from click.testing import CliRunner
 from gpu_check import (
     LEAST_SECONDS,
-    TIMED_OUT,
     Context,
     Program,
     Suite,
@@ -25,8 +24,9 @@ from gpu_check import (
     counted,
     cpu_parts,
     gpu_parts,
-    run_command,
 )
+from lm import processes
+from lm.processes import TIMED_OUT, run_command
 
 COLLECTED = (
     "tests/a/test_x.py::test_1[cuda]\ntests/a/test_y.py::test_2\ntests/a/test_x.py::test_3\n"
@@ -201,9 +201,9 @@ def test_parts_are_there(parts: Sequence[gpu_check.Part]) -> None:
     assert len({part.name for part in parts}) == len(parts)
     for part in parts:
         if isinstance(part, Program):
-            assert (gpu_check.ROOT / part.arguments[0]).is_file()
+            assert (processes.ROOT / part.arguments[0]).is_file()
         else:
-            assert all((gpu_check.ROOT / folder).is_dir() for folder in part.folders)
+            assert all((processes.ROOT / folder).is_dir() for folder in part.folders)
             assert part.workers >= 1
 
 
@@ -237,7 +237,7 @@ def test_a_command_sees_the_package_and_its_environment() -> None:
     code = "import os; print(os.environ['PYTHONPATH'].split(os.pathsep)[0], os.environ['EXTRA'])"
     found = run_command([sys.executable, "-S", "-c", code], 60, {"EXTRA": "7"})
     assert found["exit_code"] == 0
-    assert found["output"].split() == [str(gpu_check.ROOT), "7"]
+    assert found["output"].split() == [str(processes.ROOT), "7"]
 
 
 def test_a_late_command_is_interrupted_and_its_children_end(
@@ -261,7 +261,7 @@ def test_a_late_command_is_interrupted_and_its_children_end(
         """Its time is over as soon as it has a child, however slow the machine is."""
 
         def wait(self, timeout: float | None = None) -> int:
-            if timeout == pytest.approx(1000 - gpu_check.GRACE_SECONDS):
+            if timeout == pytest.approx(1000 - processes.GRACE_SECONDS):
                 while not child.exists():
                     time.sleep(0.01)
                 raise subprocess.TimeoutExpired(self.args, timeout)
@@ -271,7 +271,7 @@ def test_a_late_command_is_interrupted_and_its_children_end(
     found = run_command([sys.executable, "-S", "-c", script], 1000, {})
     assert found["exit_code"] == TIMED_OUT
     assert found["output"].split() == ["began", "interrupted"]
-    assert not gpu_check._running
+    assert not processes._running
     pid = int(child.read_text())
     for _ in range(1000):
         if not _alive(pid):
@@ -281,7 +281,7 @@ def test_a_late_command_is_interrupted_and_its_children_end(
 
 
 def test_a_command_that_ignores_the_interrupt_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu_check, "GRACE_SECONDS", 0.1)
+    monkeypatch.setattr(processes, "GRACE_SECONDS", 0.1)
     script = "import signal, time; signal.signal(signal.SIGINT, signal.SIG_IGN); time.sleep(600)"
     found = run_command([sys.executable, "-S", "-c", script], 0.5, {})
     assert found["exit_code"] == TIMED_OUT
