@@ -3,7 +3,8 @@
 An update is many small ops (Adam: 14 for a parameter), and one op on a PagedTensor costs some 30 µs
 of Python. So pages are held for a whole update and the optimizer is given plain views of them: of
 all parameters at once where everything stays on the device anyway, else of one parameter with its
-gradient and states.
+gradient and states. Pages in scattered frames have no plain view; kernels on pages (``fused.py``)
+update those.
 """
 
 from __future__ import annotations

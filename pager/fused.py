@@ -231,7 +231,7 @@ def _prepare(optimizer: Any, group: dict[str, Any], parameter: torch.Tensor) -> 
 
 def _was_written(optimizer: Any, parameter: torch.Tensor) -> bool:
     """Whether somebody may have written to a parameter since its master was updated."""
-    return optimizer._tp_versions.get(id(parameter)) != parameter._version
+    return bool(optimizer._tp_versions.get(id(parameter)) != parameter._version)
 
 
 def _assemble(
@@ -466,13 +466,14 @@ def _asked(chosen: Format) -> str:
     return ", ".join([*asked, *(["master_weights=True"] if chosen.masters else [])])
 
 
-def step_all(optimizer: Any, otherwise: Callable[[dict[str, Any], torch.Tensor], None]) -> None:
+def step_all(optimizer: Any, otherwise: Callable[[dict[str, Any], torch.Tensor], None]) -> bool:
     """One step of all parameters that have a gradient and are not in ``optimizer._tp_done``.
+    ``False``, and nothing done, if GradScaler wants it left out.
 
     ``otherwise``: updates one that the kernels do not.
     """
     if _is_left_out(optimizer):
-        return
+        return False
     most = _most(optimizer) // _BATCH_SHARE
     for group in optimizer.param_groups:
         batch = _Batch(optimizer, most)
@@ -485,6 +486,7 @@ def step_all(optimizer: Any, otherwise: Callable[[dict[str, Any], torch.Tensor],
             else:
                 batch.add(_prepare(optimizer, group, parameter))
         batch.flush()
+    return True
 
 
 class _Batch:

@@ -53,6 +53,7 @@ class HeadRows:
 
     @property
     def goes_up(self) -> bool:
+        """It is the last one of the weight: forward ends with it."""
         return self._slab == self._slabs[-1]
 
     def get(self, begin: int, end: int) -> torch.Tensor:
@@ -141,6 +142,7 @@ def _rows_of(
         if len(ranges) == len(pieces) == 1:
             return pager.residency.arena[pieces[0][1]].view(weight.dtype).view(shape)
         if dense is None:
+            pager.gathers += 1
             dense = torch.empty(high - low, dtype=torch.uint8, device=pager.device)
         for at, piece in pieces:
             position = begin - low + at

@@ -8,14 +8,14 @@ is the same.
 
 Which way a product takes:
 
-==================================================  ================================================
-the weight takes more than the device budget        slab by slab: ``linear_stream.py``
-it is in consecutive frames, as nearly always       a plain view; PyTorch's bits
-in scattered ones                                   ``kernels/linear_choice.py`` decides: a dense
-                                                    copy (on a CPU whenever there is room for it) or
-                                                    the kernels that read through the page table
-it does not fit beside what others have pinned      slab by slab, too
-==================================================  ================================================
+| the weight | is read |
+|---|---|
+| takes more than the device budget | slab by slab (``linear_stream.py``) |
+| is in consecutive frames, as nearly always | by a plain view: PyTorch's bits |
+| is in scattered frames | gathered, or where it is: ``kernels/linear_choice.py`` decides |
+| fits, but not beside what others have pinned | slab by slab |
+
+On a CPU scattered frames are gathered unless the copy is larger than all dense memory.
 """
 
 from __future__ import annotations

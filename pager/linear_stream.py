@@ -147,18 +147,28 @@ def _as_autocast_has_it(
 def _go_together(
     inputs: torch.Tensor, weight: PagedTensor, dtype: torch.dtype, bias: torch.Tensor | None
 ) -> bool:
-    """``False`` for dtypes of no products here. Raises PyTorch's own error for what it refuses."""
+    """``False`` for operands of no product here. Raises PyTorch's own errors for what it refuses:
+    shapes that disagree, and dtypes."""
     if not weight.dtype.is_floating_point or inputs.layout is not torch.strided:
         return False
-    twins = [
-        torch.empty(tensor.size(), dtype=its, device="meta")
-        for tensor, its in ((inputs, inputs.dtype), (weight, dtype))
-    ]
+    if inputs.device != weight.device:
+        return False
+    linear = torch.nn.functional.linear
     with torch.no_grad():
-        plain = torch.nn.functional.linear(*twins)
+        out = linear(inputs.new_empty(inputs.size(), device="meta"), _on_meta(weight, inputs.dtype))
         if bias is not None:
-            plain + bias.new_empty(bias.size(), device="meta")
-    return inputs.device == weight.device and (bias is None or bias.dtype == dtype)
+            out + bias.new_empty(bias.size(), device="meta")
+        if inputs.dtype is dtype and (bias is None or bias.dtype is dtype):
+            return True
+        cell = torch.ones(1, 1)
+        linear(
+            cell.to(inputs.dtype), cell.to(dtype), None if bias is None else cell[0].to(bias.dtype)
+        )
+    return False
+
+
+def _on_meta(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty(tensor.size(), dtype=dtype, device="meta")
 
 
 def _plain(tensor: Any) -> Any:
@@ -230,7 +240,8 @@ def _product(x: torch.Tensor, weight: PagedTensor, bias: torch.Tensor | None) ->
     matrix = _Matrix.of(weight)
     out = x.new_empty(x.size(0), matrix.rows)
     direct = matrix.is_read_directly(x)
-    x = _contiguous_rows(x) if direct else x
+    if direct:
+        x, bias = _contiguous_rows(x), None if bias is None else bias.contiguous()
     with torch.no_grad(), _as_it_is(x), closing(_walk(matrix)) as slabs:
         for slab in slabs:
             if direct:
@@ -268,7 +279,7 @@ def _input_grad(grad: torch.Tensor, weight: PagedTensor) -> torch.Tensor:
 
 def _weight_grad(grad: torch.Tensor, x: torch.Tensor, weight: PagedTensor) -> PagedTensor:
     """In new pages. If they find no room in the tiers (``TierFull``), none of them stays."""
-    like = torch.empty(weight.size(), dtype=weight.dtype, device="meta")
+    like = _on_meta(weight, weight.dtype)
     with torch.no_grad():
         result = weight._storage.pager.empty_like_geometry(like, "gradient")
     matrix = _Matrix.of(result)

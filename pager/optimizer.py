@@ -3,7 +3,8 @@
 The optimizer's own ``step`` runs once per parameter, so that at most one parameter with its
 gradient and states must be on the device; states go into pages as they are made. Optimizers update
 each parameter by itself, so the result is bit for bit that of one ``step`` over all of them with
-``foreach=False``.
+``foreach=False``. Those that kernels on pages know (``fused.py``) are updated by these where that
+is better: then not even one parameter has to be on the device as a whole.
 """
 
 from __future__ import annotations
@@ -105,8 +106,7 @@ class PagedOptimizer:
             page_state(self._tp_pager, self.state.get(parameter))
 
         with torch.no_grad():
-            fused.step_all(self, otherwise)
-        self._tp_stepped = True
+            self._tp_stepped |= fused.step_all(self, otherwise)
 
     def _step_alone(
         self, group: dict[str, Any], parameter: torch.Tensor, raw: Callable[..., Any]

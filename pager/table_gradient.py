@@ -11,7 +11,7 @@ import itertools
 import weakref
 from collections.abc import Generator, Iterator
 from contextlib import closing
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 import torch
@@ -23,7 +23,7 @@ from .page_table import Int32
 from .paged_tensor import PagedTensor
 from .slabs import Pages, fair_share, slabs, stream
 from .space import PagedStorage
-from .table_rows import in_frames, pages_at_once, row_bytes
+from .table_rows import can_be_whole, in_frames, pages_at_once, row_bytes
 
 _gradients: weakref.WeakSet[PagedStorage] = weakref.WeakSet()
 
@@ -37,14 +37,15 @@ def new_gradient(table: torch.Tensor) -> PagedTensor:
     return gradient
 
 
-def is_gradient(value: Any) -> bool:
-    """Whether this module made it, and it is all of it."""
-    return (
-        type(value) is PagedTensor
-        and value._storage in _gradients
-        and value.is_contiguous()
-        and value.numel() * value.element_size() == value._storage.nbytes
-    )
+def is_gradient(value: Any) -> TypeGuard[PagedTensor]:
+    """Whether this module made it, or it is one that can never be on the device whole; all of
+    it."""
+    if type(value) is not PagedTensor or value._storage.run.kind != "gradient":
+        return False
+    if value._storage not in _gradients and can_be_whole(value):
+        return False
+    nbytes = value.numel() * value.element_size()
+    return value.is_contiguous() and nbytes == value._storage.nbytes
 
 
 # -- of an embedding -------------------------------------------------------------------------------

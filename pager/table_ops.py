@@ -26,6 +26,9 @@ def _add(one: Any, other: Any, *, alpha: Any = 1) -> Any:
         return NotImplemented
     if not (is_gradient(one) or is_gradient(other)):
         return NotImplemented
+    for gradient, rows in ((one, other), (other, one)):
+        if alpha == 1 and is_gradient(gradient) and _are_rows_of(rows, gradient):
+            return _add_sparse(copy_gradient(gradient), rows)
     return add_gradients(one, other, alpha)
 
 

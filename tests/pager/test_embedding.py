@@ -268,7 +268,22 @@ def test_gradients_of_gradients() -> None:
         assert is_paged(grad)
 
 
-@pytest.mark.parametrize("optimizer", ["SGD", "SparseAdam"])
+@pytest.mark.slow
+def test_sparse_and_dense_gradients_of_one_table() -> None:
+    """In one graph, and added to each other over two passes."""
+    dense = torch.randn(ROWS, WIDTH)
+    one, two = lookups(50), lookups(50)
+    results = []
+    with tight() as pager:
+        for table in (paged_table(pager, dense), nn.Parameter(dense.clone())):
+            both = F.embedding(one, table, sparse=True).sin() + F.embedding(two, table).cos()
+            both.sum().backward()
+            F.embedding(two, table, sparse=True).sin().sum().backward()
+            results.append(read_table(table.grad))
+    assert torch.equal(*results)
+
+
+@pytest.mark.parametrize("optimizer", [slow("SGD"), "SparseAdam"])
 def test_sparse_gradients_train_rows(optimizer: str) -> None:
     """The pages of the rows, and no others, are read and written."""
     dense = torch.randn(ROWS, WIDTH)
@@ -354,10 +369,7 @@ def a_table_and_a_model(world: World) -> object:
             slab_sgd(table, 0.5)
             table.grad = None
         losses.append(loss.item())
-    result = losses, model, optimizer, read_table(table)
-    if pager is not None:
-        del pager.kept_modules
-    return result
+    return losses, model, optimizer, read_table(table)
 
 
 @pytest.mark.slow  # test_linear_cross_entropy.py has a quick one
@@ -367,6 +379,17 @@ def test_planned_training(lane: str) -> None:
         stats = compare_planned(a_table_and_a_model, pager)
         assert pager.residency.pinned_pages() == 0
     assert stats["peak_bytes"]["device"] <= stats["budget_bytes"]["device"]
+
+
+@pytest.mark.slow
+def test_an_iteration_is_recorded(tmp_path: Path) -> None:
+    """The recorder is a mode, which keeps smaller tables on PyTorch's own way."""
+    with tight() as pager:
+        table = paged_table(pager, torch.randn(ROWS, WIDTH))
+        with pager.record(tmp_path / "trace.parquet"), pager.iteration():
+            F.embedding(lookups(50), table).sum().backward()
+        assert is_paged(table.grad)
+        assert (tmp_path / "trace.parquet").stat().st_size > 0
 
 
 TRAIN = """
@@ -380,16 +403,18 @@ rows = 10 * budget // (4 * width)
 def part(first):
     chance = torch.Generator().manual_seed(first)
     return torch.randn(256, width, generator=chance)
+tiny = torch.nn.Embedding(2, 2)
+tiny(torch.tensor([1])).sum().backward()
+torch.optim.SGD(tiny.parameters(), lr=1.0).step()
+peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 if paged:
     pager = tp.Pager(budget, disk_budget="512MiB", disk_path=folder, page_size=page, device="cpu",
                      dense_reserve="6MiB", policy="lru")
     model = pager.page_module(torch.nn.Embedding(rows, width, device="meta"))
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     for first in range(0, rows, 256):
         write_rows(model.weight, first, part(first))
 else:
     model = torch.nn.Embedding(rows, width)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     with torch.no_grad():
         for first in range(0, rows, 256):
             model.weight[first : first + 256] = part(first)

@@ -6,7 +6,7 @@ import copy
 import io
 import math
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,7 @@ from .models import (
 )
 from .test_planned import PlannedWorld, planned_pager
 
+STATES = ("fp32", "bf16", "8bit")
 FLOATS = PAGE_BYTES // 4  # of a page
 LANES: dict[str, Callable[[tp.Pager], Any]] = {
     "plain": lambda pager: nullcontext(),
@@ -112,7 +113,6 @@ QUICK_BITS = [
     ("adamw", "chaos", "fp32"),
     ("adamw", "scattered", None),
     ("sgd-momentum", "scattered", None),
-    ("adam-amsgrad", "plain", "fp32"),
 ]
 
 
@@ -121,11 +121,12 @@ def test_the_same_bits(one_thread, calls: Calls, flags: str, lane: str, states: 
     kind, options = FLAGS[flags]
 
     def script(world: World) -> object:
-        model = world.module(mlp(depth=4))
-        optimizer = world.optimizer(KINDS[kind](two_groups(model), foreach=False, **options))
+        model = world.module(mlp(depth=2 if lane == "chaos" else 4))
+        chosen = {"foreach": False, **copy.deepcopy(options)}  # schedulers write to a tensor
+        optimizer = world.optimizer(KINDS[kind](two_groups(model), **chosen))
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 7, 0.5)
         losses = []
-        for _ in range(5 if (flags, lane, states) in QUICK_BITS else 20):
+        for _ in range(4 if (flags, lane, states) in QUICK_BITS else 20):
             losses += train(world, model, optimizer, 1)
             scheduler.step()
         return losses, model, optimizer
@@ -306,9 +307,48 @@ def test_a_disk_that_fails_amid_a_parameter(
                 assert not pair.optimizer._tp_progress
             return amid, plain((pair.parameter.detach(), pair.optimizer))
 
-    amid, result = run(tmp_path / "broken", 1, 4, 9)
+    amid, result = run(tmp_path / "broken", 1, 9)
     assert amid > 1, "it never broke off amid the parameter"
     assert_same(result, run(tmp_path / "well")[1])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("states", STATES)
+def test_a_disk_that_fails_amid_a_step_of_many(
+    tmp_path, one_thread, monkeypatch, states: str
+) -> None:
+    """Each parameter is updated once, however often the step has to be taken."""
+    disk = Failing(monkeypatch)
+
+    def run(folder: Path, fails: bool) -> Any:
+        folder.mkdir()
+        torch.manual_seed(7)
+        failures = 0
+        with make_pager(**TIERS["disk"], disk_path=folder) as pager:
+            world = FusedWorld(pager, states=states)
+            model = world.module(mlp())
+            optimizer = world.optimizer(torch.optim.AdamW(model.parameters()))
+            train(world, model, optimizer, 1)
+            for _ in range(3):
+                with pager.iteration():
+                    loss_of(model).backward()
+                    for times in range(20):
+                        disk.times = times if fails else math.inf
+                        try:
+                            optimizer.step()
+                        except OSError:
+                            failures += 1
+                            continue
+                        finally:
+                            disk.times = math.inf
+                        break
+                    optimizer.zero_grad()
+                check_invariants(pager)
+            return failures, plain((model, optimizer))
+
+    failures, result = run(tmp_path / "broken", True)
+    assert failures > 5
+    assert_same(result, run(tmp_path / "well", False)[1])
 
 
 def test_a_step_that_broke_off_is_forgotten_when_states_are_loaded(
@@ -335,39 +375,38 @@ def state_pages(pager: tp.Pager) -> int:
     return pager.space.kind_pages["optimizer"]
 
 
-STEPS = {"adamw": 40, "sgd-momentum": 100}
-STATES = ("fp32", "bf16", "8bit")
+STEPS = {"adamw": 20, "sgd-momentum": 60}  # in which something is learnt
 
 
-@pytest.mark.parametrize("flags", ["adamw", "sgd-momentum"])
+@pytest.mark.parametrize("flags", slow_unless(("adamw",), ("adamw", "sgd-momentum")))
 def test_pages_of_states(one_thread, flags: str) -> None:
-    """Of a parameter of 32 pages: exactly what its states take."""
+    """Of a parameter of 16 pages: exactly what its states take."""
     pages = {}
     for states in STATES:
         with make_pager(frames=200) as pager:
-            pair = Pair(pager, 32 * FLOATS, flags, states=states)
+            pair = Pair(pager, 16 * FLOATS, flags, states=states)
             pair.grads(1)
             pair.optimizer.step()
             live_pages(pager)
             pages[states] = pager.space.kind_pages["optimizer"]
     count = 2 if flags == "adamw" else 1
-    # Scales take 8 KiB for each state, and all are in one page of 64 KiB.
-    assert pages == {"fp32": count * 32, "bf16": count * 16, "8bit": count * 8 + 1}
+    # Scales take 4 KiB for each state, and all are in one page of 64 KiB.
+    assert pages == {"fp32": count * 16, "bf16": count * 8, "8bit": count * 4 + 1}
 
 
-@pytest.mark.parametrize("flags", ["adamw", "sgd-momentum"])
-@pytest.mark.parametrize("states", slow_unless(("8bit",), ["bf16", "8bit"]))
+@pytest.mark.parametrize("flags", slow_unless(("adamw",), ("adamw", "sgd-momentum")))
+@pytest.mark.parametrize("states", slow_unless(("8bit",), ("bf16", "8bit")))
 def test_room_for_states_is_checked_before_anything_changes(
     one_thread, flags: str, states: str
 ) -> None:
     """With states of fp32 the same budget is refused."""
     count = 2 if flags == "adamw" else 1
-    least = {"bf16": 32 + count * 16, "8bit": 32 + count * 8 + 1}[states] + 32  # and the gradient
+    least = {"bf16": count * 8, "8bit": count * 4 + 1}[states] + 2 * 16
     for chosen in (states, "fp32"):
-        host = (least - 16 + 8) * PAGE_BYTES  # 8 for room to move
-        with make_pager(frames=16, host_budget=host) as pager:
-            settled(pager, 16)
-            pair = Pair(pager, 32 * FLOATS, flags, states=chosen)
+        host = (least - 8 + 6) * PAGE_BYTES  # 6 for room to move
+        with make_pager(frames=8, host_budget=host) as pager:
+            settled(pager, 8)
+            pair = Pair(pager, 16 * FLOATS, flags, states=chosen)
             pair.grads(1)
             if chosen == states:
                 pair.optimizer.step()
@@ -375,7 +414,7 @@ def test_room_for_states_is_checked_before_anything_changes(
             with pytest.raises(tp.TierFull, match=r"the states of .* Nothing was changed"):
                 pair.optimizer.step()
             assert not pair.optimizer.state
-            assert_same(plain(pair.parameter.detach()), values(32 * FLOATS, 0))
+            assert_same(plain(pair.parameter.detach()), values(16 * FLOATS, 0))
 
 
 def task(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -390,6 +429,7 @@ def learn(world: World, flags: str, steps: int, dtype: torch.dtype = torch.float
     torch.manual_seed(3)
     model = world.module(mlp(depth=2).to(dtype))
     kind, options = FLAGS[flags]
+    options = {**options, "lr": {"adamw": 2e-3, "sgd": 0.1}[kind]}
     optimizer = world.optimizer(KINDS[kind](model.parameters(), **options))
     losses = []
     for seed in range(steps):
@@ -412,9 +452,9 @@ FACTOR = 1.01  # of the loss of plain torch
 )
 def test_a_model_learns(one_thread, flags: str, states: str) -> None:
     expected = learn(World(), flags, STEPS[flags])
-    with make_pager() as pager:
+    with make_pager(frames=40) as pager:
         loss = learn(FusedWorld(pager, states=states), flags, STEPS[flags])
-    assert expected < 1.8
+    assert expected < 2.0
     assert expected / FACTOR <= loss <= FACTOR * expected
 
 
@@ -554,7 +594,7 @@ def test_to_plain_torch_and_back(one_thread, states: str | None) -> None:
         twin = mlp(depth=2)
         plain_optimizer = torch.optim.AdamW(twin.parameters())
         train(World(), twin, plain_optimizer, 2)
-        optimizer.load_state_dict(plain_optimizer.state_dict())
+        optimizer.load_state_dict(plain(plain_optimizer))  # torch would share small ones
         loaded = plain(optimizer)
         train(world, model, optimizer, 1)
 
@@ -649,7 +689,8 @@ def test_updates_during_backward(one_thread, states: str) -> None:
     assert_same(results[1], results[0])
 
 
-@pytest.mark.parametrize("states", slow_unless(("8bit",), STATES))
+@pytest.mark.slow
+@pytest.mark.parametrize("states", STATES)
 def test_in_planned_mode(one_thread, states: str) -> None:
     """A step's accesses are logged as others are, so that plans are followed to the end."""
     results = []
@@ -714,7 +755,7 @@ def test_classes_that_are_not_known() -> None:
             with pytest.raises(TypeError, match=f"states='8bit' .* not for {kind.__name__}; use"):
                 pager.optimizer(optimizer, states="8bit")
             assert type(optimizer) is kind
-        with pytest.raises(TypeError, match="master_weights=True is for .* not for Adagrad"):
+        with pytest.raises(TypeError, match=r"master_weights=True is for .* not for Adagrad"):
             pager.optimizer(torch.optim.Adagrad(model.parameters()), master_weights=True)
 
 
@@ -726,7 +767,7 @@ def test_states_that_are_not_known() -> None:
             pager.optimizer(optimizer, states="int8")
         pager.optimizer(optimizer, states="bf16")
         pager.optimizer(optimizer)
-        with pytest.raises(tp.PagerError, match="paged already, .*'bf16'.* and now .*'8bit'"):
+        with pytest.raises(tp.PagerError, match=r"paged already, .*'bf16'.* and now .*'8bit'"):
             pager.optimizer(optimizer, states="8bit")
 
 
@@ -735,7 +776,9 @@ def test_a_gradient_that_the_kernels_cannot_take() -> None:
         table = pager.page_module(nn.Embedding(64, 128, sparse=True))
         optimizer = pager.optimizer(torch.optim.SGD(table.parameters(), lr=0.1), states="bf16")
         before = plain(table.weight)
-        table.weight.grad = torch.sparse_coo_tensor([[1]], torch.ones(1, 128), (64, 128))
+        table.weight.grad = torch.sparse_coo_tensor(
+            [[1]], torch.ones(1, 128), (64, 128), check_invariants=True
+        )
         with pytest.raises(ValueError, match=r"parameter 0 of group 0, .* gradient is sparse"):
             optimizer.step()
         assert torch.equal(plain(table.weight), before)
