@@ -45,8 +45,9 @@ class _Kept:
         self.counted = counted
 
     def __del__(self) -> None:
-        if self.owner is not None:
-            self.owner.dense_bytes -= self.counted
+        owner = getattr(self, "owner", None)  # torch.compile makes one without __init__
+        if owner is not None:
+            owner.dense_bytes -= self.counted
 
 
 class _Origin(NamedTuple):

@@ -227,8 +227,7 @@ class _Linear(torch.autograd.Function):
         for_inputs, for_weight, for_bias = ctx.needs_input_grad
         rows = grad.reshape(-1, weight.size(0)) if grad.dim() > 2 else grad
         of_inputs = of_weight = of_bias = None
-        if for_bias:
-            of_bias = rows.sum(0)
+        # In PyTorch's order: second derivatives are summed in the order of these nodes.
         if for_inputs:
             if inputs.dim() == 2 and _is_column_major(inputs):
                 of_inputs = weight.t().mm(rows.t()).t()
@@ -239,6 +238,8 @@ class _Linear(torch.autograd.Function):
         if for_weight:
             flat = inputs.reshape(-1, inputs.size(-1)) if grad.dim() > 2 else inputs
             of_weight = rows.t().mm(flat)
+        if for_bias:
+            of_bias = rows.sum(0)
         return of_inputs, of_weight, of_bias
 
 

@@ -29,7 +29,9 @@ import torch
 
 from .dense_meter import allocated_bytes
 from .early import EarlyUpdates, unsuitable
+from .paged_tensor import PagedTensor
 from .space import PageRun
+from .table_rows import is_large
 
 if TYPE_CHECKING:
     from .runtime import Pager
@@ -145,6 +147,8 @@ class Overlap:
         group = groups[place.group]["params"] if place.group < len(groups) else ()
         if place.position >= len(group) or group[place.position] is not parameter:
             return False  # the groups were changed since
+        if type(parameter.grad) is PagedTensor and is_large(parameter):
+            return False  # made in pages, slab by slab; so is its update
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             return bool(early.update(optimizer, place.group, parameter))
 

@@ -126,10 +126,12 @@ def _input(value: Any) -> Any:
 # -- larger than the arena -------------------------------------------------------------------------
 def is_too_large(pager: Pager, runs: Iterable[PageRun]) -> bool:
     """Whether ``runs`` can never be on the device together. In a metered iteration, in which the
-    arena is as large as it has to be: not within the whole budget."""
+    arena is as large as it has to be: not within the budget, beside dense bytes known so far."""
     pages = sum(run.count for run in runs)
-    if pager.budget.metering:
-        return pages * pager.page_size > pager.budget.bytes
+    budget = pager.budget
+    if budget.metering:
+        dense = max(budget.dense_peak, budget.fixed_reserve or 0)
+        return pages * pager.page_size > budget.bytes - dense
     return pages > pager.residency.pool.count
 
 
