@@ -39,9 +39,9 @@ def _torch_function(
     cls: type, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
 ) -> Any:
     """Composite functions that must not be taken apart; all others reach ``_torch_dispatch``."""
-    if func is LINEAR and not kwargs:
+    if func is LINEAR:
         with torch._C.DisableTorchFunctionSubclass():
-            result = linear(*args)
+            result = linear(*args, **kwargs) if kwargs else linear(*args)
         if result is not NotImplemented:
             return result
     kwargs = kwargs or {}

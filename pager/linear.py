@@ -41,14 +41,15 @@ _modes = torch._C._len_torch_dispatch_stack
 _functorch_level = torch._C._functorch.peek_interpreter_stack
 
 
-def linear(inputs: Any, weight: Any, bias: Any = None) -> Any:
+def linear(input: Any, weight: Any, bias: Any = None) -> Any:
     """``F.linear``; ``NotImplemented`` where PyTorch's own way has to be taken.
 
-    inputs : [..., in_features], contiguous where it has more than two dimensions. Paged ones come
+    input : [..., in_features], contiguous where it has more than two dimensions. Paged ones come
         from checkpointing, which must see the same node as in the first forward pass.
     weight : PagedTensor [out_features, in_features], contiguous.
     bias : ``None``, or [out_features], paged or plain.
     """
+    inputs = input
     if type(weight) is not PagedTensor or not isinstance(inputs, torch.Tensor):
         return NotImplemented
     if is_streamed(inputs, weight):
@@ -60,7 +61,7 @@ def linear(inputs: Any, weight: Any, bias: Any = None) -> Any:
         or inputs.requires_grad
         or (bias is not None and bias.requires_grad)
     ):  # fmt: skip
-        return _Linear.apply(inputs, weight, bias)  # type: ignore[no-untyped-call]
+        return _apply(inputs, weight, bias)
     return _product(inputs, weight, bias)
 
 
@@ -241,6 +242,10 @@ class _Linear(torch.autograd.Function):
         if for_bias:
             of_bias = rows.sum(0)
         return of_inputs, of_weight, of_bias
+
+
+# Past what `Function.apply` does for functorch, which is refused above.
+_apply: Any = super(torch.autograd.Function, _Linear).apply
 
 
 def _is_column_major(matrix: torch.Tensor) -> bool:

@@ -138,12 +138,12 @@ def _result_dtype(own: torch.dtype, asked: torch.dtype | None) -> torch.dtype | 
 
 # -- of slabs --------------------------------------------------------------------------------------
 def part_of(call: Reduction) -> Reduction:
-    """What is to be done with each slab: as ``call``, in float64."""
+    """What is to be done with each page: as ``call``, in float64."""
     return replace(call, how="sum" if call.how == "mean" else call.how, dtype=torch.float64)
 
 
 def joined(call: Reduction, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The result from those of :func:`part_of`, in the order of the slabs."""
+    """The result from those of :func:`part_of`, in the order of the pages."""
     values = torch.stack(list(parts))
     if call.how in ("amax", "amin"):
         value = values.amax() if call.how == "amax" else values.amin()

@@ -13,6 +13,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -138,8 +139,9 @@ def is_too_large(pager: Pager, runs: Iterable[PageRun]) -> bool:
 def run_in_slabs(pager: Pager, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """The op on operands that are not pinned, and may all be larger than the arena.
 
-    Results are the bits of :func:`run_on_pages`, but that partial results of reductions are joined
-    in float64 in the order of the slabs, and that of halves on a CPU the result alone is rounded.
+    Results are the bits of :func:`run_on_pages`, but that partial results of reductions are of
+    single pages, joined in float64 in their order (the same bits wherever the pages are), and that
+    of halves on a CPU the result alone is rounded.
     """
     with torch._C.DisableTorchFunctionSubclass():
         if func in _BY_STRETCH:
@@ -149,10 +151,9 @@ def run_in_slabs(pager: Pager, func: Any, args: Sequence[Any], kwargs: dict[str,
             return NotImplemented
         if isinstance(call, Reduction):
             each = part_of(call)
-            parts = [
-                reduce(operands, each.how, each.p, each.dtype)[0]
-                for operands in _walk(pager, call.tensors, writes=False)
-            ]
+            parts: list[torch.Tensor] = []
+            for (operand,) in _walk(pager, call.tensors, writes=False):
+                parts += reduce(_page_by_page(operand), each.how, each.p, each.dtype).unbind()
             return _as_torch_returns(func, call, joined(call, parts))
         if isinstance(call, Unscale):
             for operands in _walk(pager, call.tensors, writes=True):
@@ -163,6 +164,20 @@ def run_in_slabs(pager: Pager, func: Any, args: Sequence[Any], kwargs: dict[str,
             rest = iter(others)
             elementwise(call.op, [out], *[[next(rest)] if is_operand(v) else v for v in inputs])
         return _as_torch_returns(func, call, call.target)
+
+
+def _page_by_page(operand: Operand) -> list[Operand]:
+    """One operand for each page: what is in frames side by side would be reduced as one, and the
+    result depend on where the pages are."""
+    if not isinstance(operand, Paged):
+        return [operand]
+    step = operand.page_bytes // operand.dtype.itemsize
+    return [
+        replace(
+            operand, frames=operand.frames[i : i + 1], numel=min(step, operand.numel - i * step)
+        )
+        for i in range(len(operand.frames))
+    ]
 
 
 def _fill_in_slabs(pager: Pager, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
