@@ -39,13 +39,14 @@ def _torch_function(
     cls: type, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
 ) -> Any:
     """Composite functions that must not be taken apart; all others reach ``_torch_dispatch``."""
-    if func is LINEAR:
+    compiling = torch.compiler.is_compiling()  # which would trace the ways of our own
+    if func is LINEAR and not compiling and not (kwargs and "out" in kwargs):
         with torch._C.DisableTorchFunctionSubclass():
             result = linear(*args, **kwargs) if kwargs else linear(*args)
         if result is not NotImplemented:
             return result
     kwargs = kwargs or {}
-    if func is EMBEDDING:
+    if func is EMBEDDING and not compiling:
         result = embedding(*args, **kwargs)
         if result is not NotImplemented:
             return result

@@ -164,7 +164,8 @@ def elementwise_call(
     """The call with these arguments (of one element, for a list op), ready to run; the memory of a
     new result is there, undefined. ``None`` where the kernels may differ from PyTorch.
 
-    ``exact=False``: a half may be rounded once where PyTorch does twice, a scalar operand before.
+    ``exact=False``: a half may be rounded once where PyTorch does twice, a scalar operand before,
+    and bytes of a bool that are not 0 or 1 are copied as they are.
     """
     if not _copies_as_it_is(form, values):
         return None
@@ -183,6 +184,8 @@ def elementwise_call(
     dtype = result_dtype(form.op, target, inputs, asked, exact=exact)
     if dtype is None or any(is_cell(v) and not is_near(v, lead) for v in inputs):
         return None
+    if exact and form.op == "copy" and dtype is torch.bool:
+        return None  # PyTorch makes 1 of any true byte; kernels move bytes
     if target is None:
         target = torch.empty_strided(lead.size(), lead.stride(), dtype=dtype, device=lead.device)
     return Elementwise(form.op, target, tuple(in_order_of(lead, v) for v in inputs))

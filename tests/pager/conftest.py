@@ -24,7 +24,7 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-@pytest.fixture(params=LANES)
+@pytest.fixture(params=[*LANES[:2], pytest.param(LANES[2], marks=pytest.mark.slow)])
 def lane(request: pytest.FixtureRequest) -> str:
     """``tight``: far more live pages than frames. ``chaos``: as tight, and after each op all that
     is not pinned is evicted and its frames are poisoned. ``fits``: nothing has to move."""

@@ -99,7 +99,14 @@ def test_wrong_usage_is_one_line_and_code_2() -> None:
     assert result.stderr.count("\n") == 1
 
 
-@pytest.mark.parametrize("shares", BUDGETS.values(), ids=BUDGETS)
+@pytest.mark.parametrize(
+    "shares",
+    [
+        pytest.param(shares, marks=pytest.mark.slow) if name in ("100%", "25%") else shares
+        for name, shares in BUDGETS.items()
+    ],
+    ids=BUDGETS,
+)
 def test_tiny_model_trains_the_same_in_pages(
     shares: tuple[int, int, int], plain_tiny: dict[str, Any], tmp_path: Path
 ) -> None:
@@ -110,14 +117,8 @@ def test_tiny_model_trains_the_same_in_pages(
     assert paged["peak_bytes"]["disk"] > 0 or shares[2] == 0
 
 
-@pytest.mark.parametrize(
-    "shares",
-    [
-        shares if name == "25%, no host" else pytest.param(shares, marks=pytest.mark.slow)
-        for name, shares in BUDGETS.items()
-    ],
-    ids=BUDGETS,
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("shares", BUDGETS.values(), ids=BUDGETS)
 def test_small_model_trains_the_same_in_pages(
     shares: tuple[int, int, int], plain_small: dict[str, Any], tmp_path: Path
 ) -> None:
@@ -134,7 +135,8 @@ def test_long_run_is_the_same_in_pages(
     assert_same_training(train(tmp_path / "paged.json", *LONG, *budgets), plain_long)
 
 
-@pytest.mark.parametrize("dtype", [pytest.param("bf16", marks=pytest.mark.slow), "amp"])
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["bf16", "amp"])
 def test_lower_precision_trains_the_same_in_pages(dtype: str, tmp_path: Path) -> None:
     plain = train(tmp_path / "plain.json", *TINY, f"--dtype={dtype}", "--no-pager")
     budgets = budget_arguments((60, 200, 0), plain["needed_bytes"], tmp_path)

@@ -15,13 +15,18 @@ DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.complex64)
 def op_params(
     wanted: Callable[[OpInfo], object], dtypes: tuple[torch.dtype, ...] = DTYPES
 ) -> list[pytest.param]:
-    return [
-        pytest.param(op, dtype, id=f"{op.full_name}-{dtype_name(dtype)}")
-        for op in op_db
-        if wanted(op)
-        for dtype in dtypes
-        if dtype in op.supported_dtypes("cpu")
-    ]
+    """The first of ``dtypes`` for every op and one other, in turns; all that an op supports in full
+    runs."""
+    found = []
+    for number, op in enumerate(op for op in op_db if wanted(op)):
+        supported = [dtype for dtype in dtypes if dtype in op.supported_dtypes("cpu")]
+        others = supported[1:]
+        quick = {*supported[:1], *(others[number % len(others) :][:1] if others else ())}
+        for dtype in supported:
+            name = f"{op.full_name}-{dtype_name(dtype)}"
+            marks = () if dtype in quick else (pytest.mark.slow,)
+            found.append(pytest.param(op, dtype, id=name, marks=marks))
+    return found
 
 
 def dtype_name(dtype: torch.dtype) -> str:

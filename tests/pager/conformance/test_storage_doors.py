@@ -127,7 +127,11 @@ answer("right" if right else "wrong")
 
 @pytest.mark.parametrize(
     ("backend", "lane"),
-    [("eager", CHAOS), ("aot_eager", PLAIN), ("aot_eager", CHAOS)],
+    [
+        pytest.param("eager", CHAOS, marks=pytest.mark.slow),
+        pytest.param("aot_eager", PLAIN, marks=pytest.mark.slow),
+        ("aot_eager", CHAOS),
+    ],
     ids=["eager-chaos", "aot_eager-plain", "aot_eager-chaos"],
 )
 def test_compiled_module_with_paged_parameters(backend, lane):
