@@ -83,6 +83,7 @@ def test_plain_record(plain_tiny: dict[str, Any]) -> None:
     assert {"command", "date", "machine", "torch", "threads"} <= plain_tiny["facts"].keys()
 
 
+@pytest.mark.slow
 def test_plain_runs_repeat_bit_for_bit(plain_tiny: dict[str, Any], tmp_path: Path) -> None:
     again = train(tmp_path / "again.json", *TINY, "--no-pager")
     assert again["losses"] == plain_tiny["losses"]
@@ -102,7 +103,7 @@ def test_wrong_usage_is_one_line_and_code_2() -> None:
 @pytest.mark.parametrize(
     "shares",
     [
-        pytest.param(shares, marks=pytest.mark.slow) if name in ("100%", "25%") else shares
+        pytest.param(shares, marks=pytest.mark.slow) if name != "25%, no host" else shares
         for name, shares in BUDGETS.items()
     ],
     ids=BUDGETS,
@@ -184,6 +185,7 @@ def test_checkpoints_of_other_trainings_are_refused(tmp_path: Path) -> None:
         assert result.stderr.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_an_impossible_budget_names_the_smallest_one(
     plain_tiny: dict[str, Any], tmp_path: Path
 ) -> None:
