@@ -24,7 +24,11 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-@pytest.fixture(params=[*LANES[:2], pytest.param(LANES[2], marks=pytest.mark.slow)])
+@pytest.fixture(
+    params=[
+        lane if lane == "chaos" else pytest.param(lane, marks=pytest.mark.slow) for lane in LANES
+    ]
+)
 def lane(request: pytest.FixtureRequest) -> str:
     """``tight``: far more live pages than frames. ``chaos``: as tight, and after each op all that
     is not pinned is evicted and its frames are poisoned. ``fits``: nothing has to move."""
