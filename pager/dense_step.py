@@ -1,7 +1,7 @@
 """An optimizer's step on plain views, past the dispatcher.
 
-An update is many small ops (Adam: 14 for a parameter), and one op on a PagedTensor costs some 30 µs
-of Python. So pages are held for a whole update and the optimizer is given plain views of them: of
+An update is many small ops (Adam: 14 for a parameter), and each one on a PagedTensor goes through
+Python. So pages are held for a whole update and the optimizer is given plain views of them: of
 all parameters at once where everything stays on the device anyway, else of one parameter with its
 gradient and states. Pages in scattered frames have no plain view; kernels on pages (``fused.py``)
 update those.
