@@ -147,15 +147,16 @@ def gaps(trace: Trace, page_size: int) -> Gaps:
     )
 
 
-def live_pages(trace: Trace, page_size: int) -> Ints:
-    """Pages that exist while each op runs, [ops]: all persistent tensors, and the others from the
-    first op that touches them to the last one."""
+def live_pages(trace: Trace, page_size: int, chosen: Bools | None = None) -> Ints:
+    """Pages of the (chosen) tensors that exist while each op runs, [ops]: all persistent tensors,
+    and the others from the first op that touches them to the last one."""
     count = trace.pages(page_size)
+    chosen = np.ones(trace.tensors, np.bool_) if chosen is None else chosen
     change = np.zeros(trace.ops + 1, np.int64)
-    passing = ~trace.tensor_persistent
+    passing = chosen & ~trace.tensor_persistent
     np.add.at(change, trace.first_op[passing], count[passing])
     np.add.at(change, trace.last_op[passing] + 1, -count[passing])
-    return np.cumsum(change[:-1]) + int(count[trace.tensor_persistent].sum())
+    return np.cumsum(change[:-1]) + int(count[chosen & trace.tensor_persistent].sum())
 
 
 def working_set_pages(trace: Trace, page_size: int) -> Ints:

@@ -1,0 +1,303 @@
+"""The steady iteration of a plan as a picture needs it: when ops ran, what moved, where pages were.
+
+Everything is derived from one run of the machine model. The iteration repeats, so what a move does
+after the iteration's end is shown at its begin, where the move of the iteration before does it.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+
+from .errors import PlanError
+from .hardware import Hardware
+from .lifetimes import live_pages
+from .plan import Move, Plan
+from .simulation import Simulation, Stall, Transfer
+from .simulator import simulate
+from .trace import KINDS, Floats, Ints, Trace
+
+DEVICE, LEAVING, HOST, DISK, COMING = "device", "leaving", "host", "disk", "coming"
+PLACES = (DEVICE, LEAVING, HOST, DISK, COMING)
+
+
+class Span(NamedTuple):
+    """Pages of a tensor (index in the trace) that were at one place from ``begin_us`` on.
+
+    ``leaving`` and ``coming`` pages hold a frame and are lost to ops; a leaving page may still be
+    waiting for the link. ``coming`` begins with the transfer: pages that wait for it are below.
+    """
+
+    tensor: int
+    first_page: int
+    page_count: int
+    begin_us: float
+    end_us: float
+    place: str
+
+
+@dataclass(frozen=True, eq=False)
+class Curve:
+    """Device bytes in whole pages from ``time_us[i]`` until ``time_us[i + 1]``, per kind of tensor;
+    kinds of which there is nothing are left out."""
+
+    time_us: Floats
+    by_kind: dict[str, Ints]
+
+    @cached_property
+    def total(self) -> Ints:
+        return sum(self.by_kind.values(), np.zeros(len(self.time_us), np.int64))
+
+
+@dataclass(frozen=True, eq=False)
+class Timeline:
+    """One iteration: times in µs since its begin, tensors as their index in ``trace``.
+
+    Without a plan nothing moves and nothing waits. ``transfers`` may end after ``iteration_us``.
+    """
+
+    trace: Trace
+    page_size: int
+    iteration_us: float
+    op_start_us: Floats
+    op_end_us: Floats
+    plan: Plan | None = None
+    hardware: Hardware | None = None
+    simulation: Simulation | None = None
+    stalls: Sequence[Stall] = ()
+    transfers: Sequence[Transfer] = ()
+    _moves: dict[int, list[int]] = field(default_factory=dict)  # tensor → moves of it
+    _transfers: dict[int, list[Transfer]] = field(default_factory=dict)  # move → its transfers
+
+    def queued_us(self, move: Move) -> float:
+        """When ``move`` is queued: at the end of the op before the one that it belongs to."""
+        return float(self.op_end_us[move.issue_op - 1]) if move.issue_op else 0.0
+
+    def lifetime_us(self, tensor: int) -> tuple[float, float]:
+        """From when to when ``tensor`` exists."""
+        if self.trace.tensor_persistent[tensor]:
+            return 0.0, self.iteration_us
+        first, last = self.trace.first_op[tensor], self.trace.last_op[tensor]
+        return float(self.op_start_us[first]), float(self.op_end_us[last])
+
+    def moves_of(self, tensor: int) -> list[Move]:
+        """The plan's moves of ``tensor``, in their order."""
+        return (
+            [self.plan.moves[index] for index in self._moves.get(tensor, ())] if self.plan else []
+        )
+
+    def residency(self, tensor: int) -> list[Span]:
+        """Where the pages of ``tensor`` are while it exists, page by page, then by time."""
+        spans: list[Span] = []
+        for first, last in self._runs(tensor):
+            spans += self._spans(tensor, first, last)
+        return spans
+
+    def _runs(self, tensor: int) -> list[tuple[int, int]]:
+        """Its pages, cut where a move or a transfer begins or ends."""
+        cuts = {0, int(-(-self.trace.tensor_bytes[tensor] // self.page_size))}
+        for index in self._moves.get(tensor, ()):
+            assert self.plan is not None
+            for part in (self.plan.moves[index], *self._transfers.get(index, ())):
+                cuts |= {part.first_page, part.first_page + part.page_count}
+        edges = sorted(cuts)
+        return list(itertools.pairwise(edges))
+
+    def _spans(self, tensor: int, first: int, last: int) -> list[Span]:
+        """Of pages that always move together."""
+        born, dead = self.lifetime_us(tensor)
+        changes = self._changes(tensor, first, last)
+        if self.trace.tensor_persistent[tensor]:
+            # The end of the iteration before is the end of this one.
+            late = [(time - dead, place) for time, place in changes if time >= dead]
+            changes = sorted(
+                late + [change for change in changes if change[0] < dead], key=lambda item: item[0]
+            )
+            place = changes[-1][1] if changes else DEVICE
+        else:
+            place = DEVICE
+        spans: list[Span] = []
+        begin = born
+        for time, following in [*changes, (dead, "")]:
+            end = min(max(time, begin), dead)
+            if end > begin and spans and spans[-1].place == place:
+                spans[-1] = spans[-1]._replace(end_us=end)
+            elif end > begin:
+                spans.append(Span(tensor, first, last - first, begin, end, place))
+            begin, place = end, following
+        return spans
+
+    def _changes(self, tensor: int, first: int, last: int) -> list[tuple[float, str]]:
+        """(when, where to) of pages ``first`` to ``last`` by the moves of one iteration."""
+        found: list[tuple[float, str]] = []
+        for index in self._moves.get(tensor, ()):
+            assert self.plan is not None
+            move = self.plan.moves[index]
+            if move.action == "drop" or not _covers(move, first, last):
+                continue
+            mine = [t for t in self._transfers.get(index, ()) if _covers(t, first, last)]
+            if move.action == "out":
+                found.append((self.queued_us(move), LEAVING if mine else move.tier))
+            for transfer in mine:
+                page_us = (transfer.end_us - transfer.begin_us) / transfer.page_count
+                begin = transfer.begin_us + (first - transfer.first_page) * page_us
+                if move.action == "in" and transfer.end_us > transfer.begin_us:
+                    found.append((begin, COMING))
+                if transfer.arrived:
+                    place = DEVICE if move.action == "in" else move.tier
+                    found.append((begin + (last - first) * page_us, place))
+        return found
+
+
+def _covers(part: Move | Transfer, first: int, last: int) -> bool:
+    return part.first_page <= first and last <= part.first_page + part.page_count
+
+
+def timeline(trace: Trace, plan: Plan | None = None, hardware: Hardware | None = None) -> Timeline:
+    """Of ``plan`` on ``hardware``, both or neither. Raises ``PlanError`` if it is infeasible there.
+
+    ``plan.trace_sha256`` is not looked at; ``commands.checks`` does that with the files' names.
+    """
+    if plan is None or hardware is None:
+        ends = np.cumsum(trace.op_duration_us)
+        starts = ends - trace.op_duration_us
+        return Timeline(trace, trace.page_size, trace.ideal_us, starts, ends)
+    result = simulate(trace, hardware, plan, log_transfers=True)
+    if result.predicted is None or result.transfers is None:
+        raise PlanError(f"the plan is infeasible on this machine: {result.reason}")
+    index = {int(number): i for i, number in enumerate(trace.tensor_ids)}
+    moves: dict[int, list[int]] = defaultdict(list)
+    for number, move in enumerate(plan.moves):
+        moves[index[move.tensor]].append(number)
+    transfers: dict[int, list[Transfer]] = defaultdict(list)
+    for transfer in result.transfers:
+        transfers[transfer.move].append(transfer)
+    nothing = np.zeros(0)
+    return Timeline(
+        trace,
+        hardware.page_size,
+        result.predicted.iteration_us,
+        nothing if result.op_start_us is None else result.op_start_us,
+        nothing if result.op_end_us is None else result.op_end_us,
+        plan,
+        hardware,
+        result,
+        result.stalls,
+        result.transfers,
+        dict(moves),
+        dict(transfers),
+    )
+
+
+def device_curve(line: Timeline) -> Curve:
+    """Frames that are held over time, page by page, by the kind of the tensor that holds them.
+
+    A frame is held until the page that leaves it has arrived, and from when the transfer of the
+    page that takes it begins.
+    """
+    if line.plan is None:
+        return _without_a_plan(line)
+    changes = _Changes(line)
+    changes.births()
+    changes.moves()
+    changes.deaths()
+    return changes.curve()
+
+
+def _without_a_plan(line: Timeline) -> Curve:
+    trace = line.trace
+    kinds = np.array(trace.tensor_kinds)
+    by_kind = {}
+    for kind in KINDS:
+        pages = live_pages(trace, line.page_size, kinds == kind)
+        if pages.any():
+            by_kind[kind] = pages * line.page_size
+    return Curve(line.op_start_us, by_kind)
+
+
+class _Changes:
+    """Frames taken and given back: (when, by which tensor, how many)."""
+
+    def __init__(self, line: Timeline) -> None:
+        self.line = line
+        self.pages = line.trace.pages(line.page_size)
+        self.held = np.zeros(line.trace.tensors, np.int64)  # when the iteration's moves are done
+        self.time: list[Floats] = []
+        self.tensor: list[Ints] = []
+        self.frames: list[Ints] = []
+
+    def add(self, time: Floats, tensor: Ints, frames: Ints) -> None:
+        self.time.append(time)
+        self.tensor.append(tensor)
+        self.frames.append(frames)
+        np.add.at(self.held, tensor, frames)
+
+    def births(self) -> None:
+        trace = self.line.trace
+        new = np.flatnonzero(~trace.tensor_persistent)
+        self.add(self.line.op_start_us[trace.first_op[new]], new, self.pages[new])
+
+    def moves(self) -> None:
+        line = self.line
+        assert line.plan is not None
+        for transfer in line.transfers:
+            count = transfer.page_count
+            if not transfer.arrived and (transfer.is_out or transfer.end_us == transfer.begin_us):
+                continue  # its frames are given back when the tensor dies
+            page_us = (transfer.end_us - transfer.begin_us) / count
+            place = np.arange(count, dtype=np.float64) + (1 if transfer.is_out else 0)
+            self.add(
+                transfer.begin_us + place * page_us,
+                np.full(count, transfer.tensor),
+                np.full(count, -1 if transfer.is_out else 1),
+            )
+        for tensor, moves in line._moves.items():
+            for number in moves:
+                move = line.plan.moves[number]
+                if move.action == "out":
+                    moved = sum(t.page_count for t in line._transfers.get(number, ()))
+                    self.add(
+                        np.array([line.queued_us(move)]),
+                        np.array([tensor]),
+                        np.array([moved - move.page_count]),
+                    )
+
+    def deaths(self) -> None:
+        trace = self.line.trace
+        dying = np.flatnonzero(~trace.tensor_persistent)
+        self.add(self.line.op_end_us[trace.last_op[dying]], dying, -self.held[dying])
+
+    def curve(self) -> Curve:
+        line, trace = self.line, self.line.trace
+        assert line.plan is not None
+        time, tensor = np.concatenate(self.time), np.concatenate(self.tensor)
+        frames = np.concatenate(self.frames)
+        late = time >= line.iteration_us
+        late &= trace.tensor_persistent[tensor]
+        # Persistent tensors end as the plan's start says, once what is late has happened.
+        base = np.where(trace.tensor_persistent, self.pages, 0)
+        index = {int(number): i for i, number in enumerate(trace.tensor_ids)}
+        for run in line.plan.start:
+            base[index[run.tensor]] -= run.page_count
+        np.add.at(base, tensor[late], -frames[late])
+        time = np.where(late, time - line.iteration_us, time)
+        # At one instant frames are given back before others are taken.
+        order = np.lexsort((frames > 0, time))
+        time, tensor, frames = time[order], tensor[order], frames[order]
+        last = np.append(np.diff(time) > 0, True) if len(time) else np.zeros(0, np.bool_)
+        ticks = np.concatenate([[0.0], time[last]])
+        kinds = np.array([KINDS.index(kind) for kind in trace.tensor_kinds], np.int64)
+        by_kind: dict[str, Ints] = {}
+        for number, kind in enumerate(KINDS):
+            mine = kinds[tensor] == number
+            level = int(base[kinds == number].sum()) + np.cumsum(np.where(mine, frames, 0))
+            levels = np.concatenate([[int(base[kinds == number].sum())], level[last]])
+            if levels.any():
+                by_kind[kind] = levels * line.page_size
+        return Curve(ticks, by_kind)

@@ -1,0 +1,105 @@
+"""The timeline of a plan: spans by hand, and two derivations of it against each other."""
+
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tensorpager.planner.errors import PlanError
+from tensorpager.planner.hardware import load_hardware
+from tensorpager.planner.plan import Plan
+from tensorpager.planner.simulator import simulate
+from tensorpager.planner.timeline import (
+    COMING,
+    DEVICE,
+    HOST,
+    LEAVING,
+    Timeline,
+    device_curve,
+    timeline,
+)
+
+from .command_line import HARDWARE, MOVES, PAGE, weight_trace
+from .random_plans import case_of
+
+HOLDING = (DEVICE, LEAVING, COMING)
+
+
+@pytest.fixture
+def line(tmp_path: Path) -> Timeline:
+    (tmp_path / "hw.toml").write_text(HARDWARE)
+    hardware = load_hardware(str(tmp_path / "hw.toml"))
+    plan = Plan("by hand", PAGE, 4 * PAGE, 1_000_000, 0, MOVES)
+    return timeline(weight_trace(), plan, hardware)
+
+
+def test_a_weight_leaves_and_comes_back(line: Timeline) -> None:
+    """The copy stays good in the steady state, as 'update' only reads: leaving costs no time."""
+    assert line.residency(0) == [
+        (0, 0, 2, 0.0, 10.0, DEVICE),
+        (0, 0, 2, 10.0, 20.0, HOST),
+        (0, 0, 2, 20.0, 40.0, COMING),
+        (0, 0, 2, 40.0, 50.0, DEVICE),
+    ]
+    assert line.residency(1) == [(1, 0, 4, 10.0, 20.0, DEVICE)]
+    assert line.iteration_us == 50.0
+    curve = device_curve(line)
+    levels = {
+        time: (int(curve.by_kind["parameter"][i]), int(curve.by_kind["activation"][i]))
+        for i, time in enumerate(curve.time_us.tolist())
+    }
+    assert levels == {
+        0.0: (2000, 0),
+        10.0: (0, 4000),
+        20.0: (1000, 0),
+        30.0: (2000, 0),
+    }
+
+
+def test_without_a_plan_nothing_moves() -> None:
+    line = timeline(weight_trace())
+    assert line.iteration_us == 30.0
+    assert line.residency(1) == [(1, 0, 4, 10.0, 20.0, DEVICE)]
+    assert device_curve(line).total.tolist() == [2000, 6000, 2000]
+
+
+def test_an_infeasible_plan_is_refused(line: Timeline) -> None:
+    assert line.hardware is not None
+    empty = Plan("none", PAGE, 4 * PAGE, 0, 0, [])
+    with pytest.raises(PlanError, match="infeasible on this machine: op 1"):
+        timeline(weight_trace(), empty, line.hardware)
+
+
+class _PageByPage(Timeline):
+    def _runs(self, tensor: int) -> list[tuple[int, int]]:
+        count = int(self.trace.pages(self.page_size)[tensor])
+        return [(page, page + 1) for page in range(count)]
+
+
+def test_spans_and_frames_agree_on_random_plans() -> None:
+    """Frames counted from transfers equal the spans that hold one, page by page, at any time; they
+    never exceed the device nor what the simulator calls the peak."""
+    compared = 0
+    for seed in range(400):
+        case = case_of(seed)
+        result = simulate(case.trace, case.hardware, case.plan)
+        if not result.feasible or not case.trace.ops:
+            continue
+        line = timeline(case.trace, case.plan, case.hardware)
+        line = _PageByPage(**vars(line))
+        curve = device_curve(line)
+        assert result.predicted is not None
+        assert curve.total.max(initial=0) <= result.predicted.peak_device_bytes
+        spans = [span for tensor in range(case.trace.tensors) for span in line.residency(tensor)]
+        begins = np.array([span.begin_us for span in spans if span.place in HOLDING])
+        ends = np.array([span.end_us for span in spans if span.place in HOLDING])
+        times = np.array([random.Random(seed).uniform(0, line.iteration_us) for _ in range(50)])
+        edges = np.concatenate([begins, ends, curve.time_us])
+        clear = np.abs(times[:, None] - edges[None]).min(axis=1, initial=np.inf) > 1e-3
+        for time in times[clear].tolist():
+            held = int(((begins <= time) & (time < ends)).sum()) * case.hardware.page_size
+            place = int(np.searchsorted(curve.time_us, time, "right")) - 1
+            assert held == int(curve.total[place]), (seed, time)
+            compared += 1
+    assert compared > 2000
