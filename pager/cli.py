@@ -4,22 +4,29 @@ from __future__ import annotations
 
 from functools import partial
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import click
 
 from ..planner.commands import failures
+from ..planner.commands.completion import completable
+from ..planner.commands.output import output_path
 
 # Name on the command line → where the click command is, relative to this package.
 COMMANDS = {
     "doctor": ".doctor:doctor",
     "record": ".record_command:record",
+    "top": ".top_command:top",
     "import": "..planner.commands.import_trace:import_trace",
     "show": "..planner.commands.show:show",
     "plan": "..planner.commands.plan:plan",
     "simulate": "..planner.commands.simulate:simulate",
     "compare": "..planner.commands.compare:compare",
     "pool": "..planner.commands.pool:pool",
+    "diff": "..planner.commands.diff:diff",
+    "perfetto": "..planner.commands.perfetto:perfetto",
+    "completion": "..planner.commands.completion:completion",
 }
 
 
@@ -35,7 +42,7 @@ class LazyGroup(click.Group):
             return None
         module, _, attribute = COMMANDS[cmd_name].partition(":")
         command: click.Command = getattr(import_module(module, __package__), attribute)
-        return command
+        return completable(command)
 
     def make_context(self, *args: Any, **kwargs: Any) -> click.Context:
         with failures.closed_pipe_ends_quietly():
@@ -56,8 +63,20 @@ class LazyGroup(click.Group):
     invoke_without_command=True,
 )
 @click.version_option(package_name="tensorpager")
+@click.option(
+    "--svg",
+    type=click.Path(path_type=Path),
+    callback=output_path,
+    help="Write the tables and charts that a command prints as a picture too.",
+)
 @click.pass_context
-def main(context: click.Context) -> None:
-    """Train PyTorch models that do not fit, inside a byte-hard memory budget."""
+def main(context: click.Context, svg: Path | None) -> None:
+    """Train PyTorch models that do not fit, inside a byte-hard memory budget.
+
+    \b
+    Example:
+      tensorpager show trace.parquet
+      tensorpager --svg show.svg show trace.parquet
+    """
     if context.invoked_subcommand is None:
         click.echo(context.get_help())

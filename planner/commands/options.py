@@ -66,6 +66,19 @@ def page(text: str) -> int:
     return found
 
 
+def policy_names(text: str) -> list[str]:
+    """Names between commas without repeats, each known, in the order given."""
+    from ..policies.registry import ALIASES, POLICIES, find
+
+    chosen = list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
+    if not chosen:
+        known = ", ".join([*POLICIES, *ALIASES])
+        raise click.BadOptionUsage("policies", f"--policies names none of {known}.")
+    for name in chosen:
+        find(name)
+    return chosen
+
+
 trace_argument = click.argument("trace_path", metavar="TRACE", type=click.Path(path_type=Path))
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables.")
 
@@ -143,6 +156,35 @@ def hardware_options(command: F) -> F:
         wrapped = option(wrapped)
     return wrapped  # type: ignore[no-any-return]
 
+
+def optional_hardware_options(command: F) -> F:
+    """The same options for a command that can do without a machine: without ``--hardware`` it gets
+    ``machine=None``. Overrides of a machine that is not named are refused."""
+
+    @wraps(command)
+    def with_machine(hardware: str | None, device_bytes: Any, **values: Any) -> Any:
+        overrides = {name: values.pop(name) for name in _OVERRIDES}
+        if hardware is None:
+            if any(value is not None for value in (device_bytes, *overrides.values())):
+                raise click.UsageError(
+                    "--device-bytes, --d2h and the like change a machine; name it with --hardware."
+                )
+            return command(machine=None, **values)
+        share = device_bytes if isinstance(device_bytes, Share) else None
+        overrides["device_bytes"] = None if share else device_bytes
+        return command(machine=Machine(_apply(hardware, overrides), share), **values)
+
+    wrapped: Any = with_machine
+    for option in reversed([_OPTIONAL_HARDWARE, *_HARDWARE_OPTIONS[1:]]):
+        wrapped = option(wrapped)
+    return wrapped  # type: ignore[no-any-return]
+
+
+_OPTIONAL_HARDWARE = click.option(
+    "--hardware",
+    metavar="NAME|FILE",
+    help=f"The machine of the plan: {', '.join(PRESETS)}, or a TOML file.",
+)
 
 _OVERRIDES = (
     "host_bytes",

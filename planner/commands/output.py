@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from io import StringIO
 from pathlib import Path
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
 Progress = Callable[[str, float], None]
 PIPE_WIDTH = 80
+PICTURE_WIDTH = 100
 
 
 def emit_text(text: str) -> None:
@@ -29,6 +31,11 @@ def emit_text(text: str) -> None:
 
 def emit_json(content: Any) -> None:
     click.echo(json.dumps(content, indent=2, allow_nan=False))
+
+
+def output_width() -> int:
+    """Columns that ``emit`` fills: the terminal's, or ``PIPE_WIDTH`` where stdout is none."""
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else PIPE_WIDTH
 
 
 def emit(*parts: RenderableType) -> None:
@@ -52,6 +59,38 @@ def emit(*parts: RenderableType) -> None:
             console.print(part)
     lines = (line.rstrip() for line in capture.get().splitlines())
     click.echo("\n".join(lines))
+    _add_to_picture(parts)
+
+
+def _add_to_picture(parts: Sequence[RenderableType]) -> None:
+    """What is printed, in colour as an SVG file too, if ``tensorpager --svg FILE`` asks for it."""
+    context = click.get_current_context(silent=True)
+    root = context.find_root() if context is not None else None
+    path = root.params.get("svg") if root is not None else None
+    if root is None or path is None:
+        return
+    from rich.console import Console
+
+    printed = root.ensure_object(list)
+    printed.extend(parts)
+    console = Console(
+        file=StringIO(),
+        record=True,
+        force_terminal=True,
+        color_system="truecolor",
+        width=PICTURE_WIDTH,
+        markup=False,
+        emoji=False,
+        highlight=False,
+        no_color=False,
+    )
+    for part in printed:
+        console.print(part)
+    picture = console.export_svg(title=f"tensorpager {root.invoked_subcommand}")
+    # A picture loads nothing from the net: rich names a web font.
+    picture = re.sub(r"@font-face \{.*?\}", "", picture, flags=re.DOTALL)
+    with whole_file(path) as part:
+        part.write_text(picture, encoding="utf-8")
 
 
 @contextmanager

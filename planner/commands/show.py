@@ -1,16 +1,39 @@
-"""``tensorpager show``: what is in a trace."""
+"""``tensorpager show``: what is in a trace, and the life of one tensor of it."""
 
 from __future__ import annotations
 
+from functools import wraps
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from ..sizes import format_bytes
-from .options import json_option, page_size_option, trace_argument
+from .checks import require_same_pages, require_same_trace
+from .options import F, Machine, json_option, optional_hardware_options, trace_argument
 from .output import emit, emit_json
-from .tables import format_share, format_us, pairs, short, table
+
+if TYPE_CHECKING:
+    from ..hardware import Hardware
+    from ..trace import Trace
+
+# As in trace.py and show_groups.py, whose numpy is not for --help.
+KINDS = ("parameter", "gradient", "optimizer", "activation", "input", "workspace")
+BY = ("tensor", "module", "kind", "op")
+TOP, TOP_OF_A_LIFE = 5, 20
+
+
+def _machine_or_page_size(command: F) -> F:
+    """``--hardware`` and its overrides, all optional; without a machine ``--page-size`` stands for
+    itself, as ``page_size_alone``."""
+    takes_a_machine = optional_hardware_options(command)
+
+    @wraps(takes_a_machine)
+    def apart(*, hardware: str | None, page_size: int | None, **values: Any) -> Any:
+        alone = None if hardware else page_size
+        values["page_size"] = page_size if hardware else None
+        return takes_a_machine(hardware=hardware, page_size_alone=alone, **values)
+
+    return apart  # type: ignore[return-value]
 
 
 @click.command()
@@ -18,121 +41,123 @@ from .tables import format_share, format_us, pairs, short, table
 @click.option(
     "--top",
     type=click.IntRange(min=0),
-    default=5,
-    show_default=True,
-    help="How many of the largest and of the hottest tensors to list.",
+    metavar="N",
+    help=f"Rows of each list, the largest first (default: {TOP}; with --tensor {TOP_OF_A_LIFE}).",
 )
-@page_size_option(None, "Count in pages of this size (default: the trace's).")
+@click.option(
+    "--kind",
+    "kinds",
+    type=click.Choice(KINDS),
+    multiple=True,
+    metavar="KIND",
+    help=f"Only tensors of this kind ({', '.join(KINDS)}); may be given several times.",
+)
+@click.option(
+    "--by",
+    type=click.Choice(BY),
+    default=BY[0],
+    show_default=True,
+    help="What the lists are of; op: that made a tensor, or that accesses it.",
+)
+@click.option("--tensor", metavar="NAME|NUMBER", help="Show the life of this tensor instead.")
+@click.option(
+    "--plan",
+    "plan_path",
+    metavar="PLAN",
+    type=click.Path(path_type=Path),
+    help="What this plan does with the tensor; needs --tensor and --hardware.",
+)
+@_machine_or_page_size
 @json_option
-def show(trace_path: Path, top: int, page_size: int | None, as_json: bool) -> None:
+def show(
+    trace_path: Path,
+    top: int | None,
+    kinds: tuple[str, ...],
+    by: str,
+    tensor: str | None,
+    plan_path: Path | None,
+    machine: Machine | None,
+    page_size_alone: int | None,
+    as_json: bool,
+) -> None:
     """Say what a trace holds.
 
-    Peak memory and what it is made of, what lies idle for how long, which tensors matter.
+    Memory over time, its peak and what makes it, what lies idle for how long, what is used again
+    how soon. With --hardware also what of the idle bytes the link could hide.
+
+    With --tensor: one tensor's uses, its idle periods and, with --plan, when it moves where.
 
     \b
     Example:
-      tensorpager show bert-256.parquet --top 10
+      tensorpager show bert-256.parquet --hardware a100 --by module
+      tensorpager show bert-256.parquet --tensor layers.3.attn.weight
     """
     from ..trace_file import read_trace
-    from .summary import summary
 
+    if plan_path is not None and (tensor is None or machine is None):
+        missing = "--tensor NAME" if tensor is None else "--hardware NAME"
+        raise click.UsageError(
+            f"--plan says what becomes of one tensor on a machine: add {missing}."
+        )
+    if tensor is not None and (kinds or by != BY[0]):
+        raise click.UsageError("--tensor shows one tensor: leave out --kind and --by.")
     trace = read_trace(trace_path)
-    found = summary(trace, page_size or trace.page_size, top)
+    hardware = None if machine is None else machine.for_trace(trace)
+    page_size = int(hardware.page_size) if hardware else page_size_alone or trace.page_size
+    if tensor is None:
+        count = TOP if top is None else top
+        _show_all(trace_path, trace, page_size, kinds, hardware, count, by, as_json)
+    else:
+        count = TOP_OF_A_LIFE if top is None else top
+        _show_one(trace_path, trace, page_size, hardware, tensor, plan_path, count, as_json)
+
+
+def _show_all(
+    path: Path,
+    trace: Trace,
+    page_size: int,
+    kinds: tuple[str, ...],
+    hardware: Hardware | None,
+    top: int,
+    by: str,
+    as_json: bool,
+) -> None:
+    from .show_overview import overview
+    from .summary import View, summary
+
+    view = View(trace, page_size, kinds, hardware)
+    found = summary(view, top, by)
     if as_json:
         emit_json(found)
-        return
-    emit(
-        pairs([("trace", str(trace_path)), *_facts(found)]),
-        "",
-        _kinds(found["peak"]),
-        "",
-        _idle(found["idle"]),
-        *_tensors("Largest tensors", found["largest"]),
-        *_tensors("Hottest tensors (most bytes accessed)", found["hottest"]),
-    )
+    else:
+        emit(*overview(path, view, found))
 
 
-def _facts(found: dict[str, Any]) -> list[tuple[str, str]]:
-    peak, need, read_only = found["peak"], found["working_set"], found["read_only"]
-    return [
-        ("source", short(found["source"], 64) or "not given"),
-        ("device", short(found["device"], 64) or "not given"),
-        ("iteration", f"{found['ops']} ops, {format_us(found['ideal_us'])} if nothing waits"),
-        ("tensors", f"{found['tensors']}, {found['persistent_tensors']} of them persistent"),
-        ("page size", format_bytes(found["page_size"])),
-        (
-            "peak",
-            f"{format_bytes(peak['live_bytes'])} live at op {peak['op']} "
-            f"'{short(peak['op_name'])}' "
-            f"({format_bytes(peak['live_page_bytes'])} at most in whole pages)",
-        ),
-        (
-            "working set",
-            f"{format_bytes(need['page_bytes'])} in pages at most, op {need['op']} "
-            f"'{short(need['op_name'])}': no smaller device budget works",
-        ),
-        (
-            "read only",
-            f"{read_only['tensors']} tensors, {format_bytes(read_only['bytes'])} "
-            f"({100 * read_only['share_of_bytes']:.1f} % of all tensors' bytes)",
-        ),
-    ]
+def _show_one(
+    path: Path,
+    trace: Trace,
+    page_size: int,
+    hardware: Hardware | None,
+    tensor: str,
+    plan_path: Path | None,
+    top: int,
+    as_json: bool,
+) -> None:
+    from ..plan import read_plan
+    from ..timeline import timeline
+    from .show_life import life_tables
+    from .show_names import find_tensor
+    from .show_tensor import life
 
-
-def _kinds(peak: dict[str, Any]) -> Any:
-    rows = [
-        (kind, format_bytes(size), format_share(size, peak["live_bytes"]))
-        for kind, size in peak["bytes_by_kind"].items()
-    ]
-    return table(("<kind", "at the peak", "share"), rows)
-
-
-def _idle(idle: dict[str, Any]) -> Any:
-    rows = [
-        (
-            _range(line["from_us"], line["to_us"]),
-            str(line["periods"]),
-            format_bytes(line["bytes"]),
-            format_bytes(line["mean_bytes"]),
-            format_share(line["mean_bytes"], idle["mean_live_bytes"]),
-        )
-        for line in idle["by_length"]
-    ]
-    mean, live = format_bytes(idle["mean_bytes"]), format_bytes(idle["mean_live_bytes"])
-    rows.append(
-        (
-            "all",
-            str(idle["periods"]),
-            format_bytes(sum(line["bytes"] for line in idle["by_length"])),
-            mean,
-            format_share(idle["mean_bytes"], idle["mean_live_bytes"]),
-        )
-    )
-    heads = ("<idle for", "periods", "bytes", "idle at a time", "of live")
-    return table(heads, rows, title=f"On average {mean} of {live} live lie idle")
-
-
-def _range(lower: float, upper: float | None) -> str:
-    if upper is None:
-        return f"{format_us(lower)} or more"
-    return (
-        f"under {format_us(upper)}" if lower == 0 else f"{format_us(lower)} to {format_us(upper)}"
-    )
-
-
-def _tensors(title: str, tensors: list[dict[str, Any]]) -> list[Any]:
-    if not tensors:
-        return []
-    rows = [
-        (
-            str(tensor["tensor"]),
-            tensor["name"] or "",
-            tensor["kind"],
-            format_bytes(tensor["nbytes"]),
-            str(tensor["accesses"]),
-            format_bytes(tensor["touched_bytes"]),
-        )
-        for tensor in tensors
-    ]
-    heads = ("tensor", "<name", "<kind", "size", "accesses", "accessed")
-    return ["", table(heads, rows, title=title)]
+    index = find_tensor(trace, tensor, str(path))
+    plan = None
+    if plan_path is not None:
+        assert hardware is not None
+        plan = read_plan(plan_path)
+        require_same_trace(plan, plan_path, trace, path)
+        require_same_pages(plan, plan_path, hardware)
+    found = life(timeline(trace, plan, hardware), index, page_size, hardware)
+    if as_json:
+        emit_json(found)
+    else:
+        emit(*life_tables(str(path), found, top))

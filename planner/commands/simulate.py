@@ -1,4 +1,4 @@
-"""``tensorpager simulate``: a plan run through the machine model."""
+"""``tensorpager simulate``: a plan run through the machine model, here or on other machines."""
 
 from __future__ import annotations
 
@@ -6,13 +6,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from click.core import ParameterSource
 
 from ..hardware import describe
+from .axes import KINDS, Axis, check_together, parse_axis
 from .checks import require_same_pages, require_same_trace
 from .failures import CheckFailed
-from .options import Machine, hardware_options, json_option, trace_argument
-from .output import emit, emit_json
+from .options import Machine, hardware_options, json_option, policy_names, trace_argument
+from .output import emit, emit_json, output_path
+from .sweep import Asked, run_sweep
 from .tables import format_share, format_us, pairs, predicted_json, predicted_table, table
+from .target import percent, run_target
 
 if TYPE_CHECKING:
     from ..simulation import Simulation, Stall
@@ -21,30 +25,136 @@ if TYPE_CHECKING:
 
 @click.command()
 @trace_argument
-@click.argument("plan_path", metavar="PLAN", type=click.Path(path_type=Path))
+@click.argument("plan_path", metavar="[PLAN]", required=False, type=click.Path(path_type=Path))
 @hardware_options
+@click.option(
+    "--sweep",
+    "axes",
+    metavar="NAME=LOW:HIGH:STEPS",
+    type=parse_axis,
+    multiple=True,
+    callback=lambda context, option, axes: check_together(axes),
+    help=f"Try other machines, or NAME=a,b,c: {', '.join(KINDS)}. Several give every combination.",
+)
+@click.option(
+    "--target", type=percent, metavar="%", help="Find the least device memory for this speed: 95%."
+)
+@click.option(
+    "--policies", metavar="A,B,…", help="Who plans for --sweep and --target (default: lp,lru)."
+)
+@click.option("--quick", is_flag=True, help="A shorter search (policy lp).")
+@click.option(
+    "--jobs",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Processes that plan (default: one a core, up to 8).",
+)
+@click.option(
+    "--csv",
+    "csv_path",
+    metavar="FILE",
+    type=click.Path(path_type=Path),
+    callback=output_path,
+    help="Write every point as a line of CSV too.",
+)
 @click.option(
     "--stalls",
     type=click.IntRange(min=0),
     default=10,
     show_default=True,
-    help="How many of the longest stalls to list.",
+    help="How many of PLAN's longest stalls to list.",
 )
 @json_option
+@click.pass_context
 def simulate(
-    trace_path: Path, plan_path: Path, machine: Machine, stalls: int, as_json: bool
+    context: click.Context,
+    trace_path: Path,
+    plan_path: Path | None,
+    machine: Machine,
+    axes: tuple[Axis, ...],
+    target: float | None,
+    policies: str | None,
+    quick: bool,
+    jobs: int | None,
+    csv_path: Path | None,
+    stalls: int,
+    as_json: bool,
 ) -> None:
-    """Run a plan through the machine model.
+    """Run a plan through the machine model, or ask what other machines would do.
 
-    Says how fast it is, how much memory it takes, and which op waits for what.
+    With PLAN: how fast it is, how much memory it takes, and which op waits for what. The machine
+    may be another than the plan was made for, with pages of the same size.
 
-    The machine may be another than the plan was made for, with pages of the same size. Exits with
-    1 if the plan is not feasible there.
+    With --sweep each policy plans for each machine, or PLAN runs on each; without either, on this
+    machine alone. Sizes and rates more than 8 times apart are spaced by equal factors, page sizes
+    are powers of two, device sizes may be shares of the trace's peak.
+
+    With --target the least device memory with which a policy reaches that share of the ideal speed.
+
+    Exits with 1 if nothing is feasible, or no policy reaches the target.
 
     \b
     Example:
       tensorpager simulate bert-256.parquet plan.json --hardware a100 --h2d 12GB
+      tensorpager simulate bert-256.parquet --hardware g10 --sweep device=8GiB:64GiB:8 --quick
+      tensorpager simulate bert-256.parquet --hardware g10 --sweep link=8GB:64GB:4 --policies lp
+      tensorpager simulate bert-256.parquet --hardware g10 --target 95% --quick
     """
+    _refuse_what_plays_no_part(context)
+    if plan_path is not None and not axes:
+        _run_plan(trace_path, plan_path, machine, stalls, as_json)
+        return
+    from ..trace_file import read_trace
+
+    names = policy_names("lp,lru" if policies is None else policies)
+    plan = None
+    if plan_path is not None:
+        from ..plan import read_plan
+
+        plan = read_plan(plan_path)
+        names = [plan.policy]
+    trace = read_trace(trace_path)
+    if plan is not None and plan_path is not None:
+        require_same_trace(plan, plan_path, trace, trace_path)
+        require_same_pages(plan, plan_path, machine.base)
+    asked = Asked(trace_path, trace, machine, names, quick, jobs, plan)
+    if target is None:
+        run_sweep(asked, axes, csv_path, as_json)
+        return
+    run_target(asked, target, csv_path, as_json)
+
+
+def _refuse_what_plays_no_part(context: click.Context) -> None:
+    """A combination that would leave something out without a word is bad usage."""
+    given = {
+        name
+        for name in context.params
+        if context.get_parameter_source(name) is ParameterSource.COMMANDLINE
+    }
+    sweeps = "axes" in given
+    if "target" in given and sweeps:
+        raise click.UsageError("--target and --sweep are two questions; ask one after the other.")
+    if "target" in given and "device_bytes" in given:
+        raise click.UsageError("--device-bytes is what --target looks for; leave one of them out.")
+    if "target" in given and "plan_path" in given:
+        raise click.UsageError("--target makes plans for many budgets; leave out PLAN.")
+    if "plan_path" in given:
+        for name in ("policies", "quick"):
+            if name in given:
+                raise click.UsageError(f"--{name} is for planning; leave it or PLAN out.")
+        if any(axis.name == "page-size" for axis in context.params["axes"]):
+            raise click.UsageError(
+                "--sweep page-size: a plan has pages of one size; leave out PLAN to plan anew."
+            )
+        if not sweeps and given & {"jobs", "csv_path"}:
+            raise click.UsageError("--jobs and --csv are for --sweep and --target.")
+    if "stalls" in given and (sweeps or "plan_path" not in given):
+        raise click.UsageError("--stalls is for a PLAN on one machine.")
+
+
+def _run_plan(
+    trace_path: Path, plan_path: Path, machine: Machine, stalls: int, as_json: bool
+) -> None:
     from ..plan import read_plan
     from ..simulator import simulate as run
     from ..trace_file import read_trace

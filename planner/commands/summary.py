@@ -1,6 +1,8 @@
 """What ``show`` says of a trace, as numbers: peaks, kinds, idle time, the tensors that matter.
 
-Bytes are the tensors' own; where whole pages are meant, the name says ``page_bytes``.
+Bytes are the tensors' own; where whole pages are meant, the name says ``page_bytes``, or that it is
+a device's size. ``chosen`` tensors, all or those of some kinds, are what peaks, idle periods and
+lists are of; ops, working sets and reuses are always of the whole trace.
 """
 
 from __future__ import annotations
@@ -9,18 +11,72 @@ from typing import Any
 
 import numpy as np
 
-from ..lifetimes import Gaps, gaps, live_pages, working_set_pages
+from ..hardware import Hardware
+from ..lifetimes import gaps, live_pages, working_set_pages
+from ..reuse import reuses
 from ..trace import KINDS, WRITE, Bools, Floats, Ints, Trace
+from .chart import fullest
+from .show_groups import hot_groups, live_groups
+from .show_link import gap_bytes, hideable_bytes, idle_us
 
 # Idle periods are sorted by how long they are, in µs, half-open: [0, 100 µs), [100 µs, 1 ms), …
 EDGES_US = (0.0, 1e2, 1e3, 1e4, 1e5, 1e6)
+MOMENTS = 200  # of the memory over time in the JSON
+DEVICE_SHARES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)  # of the peak
 
 
-def summary(trace: Trace, page_size: int, top: int) -> dict[str, Any]:
-    """Everything ``show --json`` prints; ``top`` tensors in each list."""
-    need = working_set_pages(trace, page_size)
+class View:
+    """What of a trace is looked at, and how: tensors of ``kinds`` (none: all), pages of
+    ``page_size`` bytes, the link of ``hardware`` if there is one."""
+
+    def __init__(
+        self,
+        trace: Trace,
+        page_size: int,
+        kinds: tuple[str, ...] = (),
+        hardware: Hardware | None = None,
+    ) -> None:
+        self.trace, self.page_size, self.kinds, self.hardware = trace, page_size, kinds, hardware
+        of_kind = np.array(trace.tensor_kinds, dtype=np.str_)
+        self.chosen: Bools = np.isin(of_kind, kinds or KINDS)
+        self.live_by_kind: dict[str, Ints] = {
+            kind: live_pages(trace, 1, of_kind == kind)
+            for kind in KINDS
+            if (not kinds or kind in kinds) and (of_kind == kind).any()
+        }
+        self.page_bytes_by_kind: dict[str, Ints] = {
+            kind: live_pages(trace, page_size, of_kind == kind) * page_size
+            for kind in self.live_by_kind
+        }
+        self.live: Ints = sum(self.live_by_kind.values(), np.zeros(trace.ops, np.int64))
+        self.peak_op = int(self.live.argmax())
+        self.ends: Floats = np.cumsum(trace.op_duration_us)
+        self.starts: Floats = self.ends - trace.op_duration_us
+
+    @property
+    def axis(self) -> tuple[Floats, float, str]:
+        """Where ops begin and the last one ends, in µs; in ops if no op takes any time."""
+        if self.trace.ideal_us:
+            return self.starts, self.trace.ideal_us, "time"
+        return np.arange(self.trace.ops, dtype=np.float64), float(self.trace.ops), "ops"
+
+    @property
+    def live_at_peak(self) -> Bools:
+        """Which of the chosen tensors exist at the peak, [tensors]."""
+        trace, op = self.trace, self.peak_op
+        passing = (trace.first_op <= op) & (op <= trace.last_op)
+        alive: Bools = self.chosen & (trace.tensor_persistent | passing)
+        return alive
+
+
+def summary(view: View, top: int, by: str = "tensor") -> dict[str, Any]:
+    """Everything ``show --json`` prints; ``top`` tensors or groups in each list."""
+    trace, page_size, op = view.trace, view.page_size, view.peak_op
+    need = working_set_pages(trace, page_size) * page_size
     needy = int(need.argmax())
-    return {
+    touched = touched_bytes(trace)
+    whole_pages = sum(view.page_bytes_by_kind.values(), np.zeros(trace.ops, np.int64))
+    found: dict[str, Any] = {
         "source": trace.source,
         "device": trace.device,
         "sha256": trace.sha256,
@@ -31,126 +87,204 @@ def summary(trace: Trace, page_size: int, top: int) -> dict[str, Any]:
         "ideal_us": trace.ideal_us,
         "iteration_us": trace.metadata.get("iteration_us"),
         "page_size": page_size,
-        "peak": _peak(trace, page_size),
+        "kinds": list(view.kinds) or None,
+        "peak": {
+            "live_bytes": int(view.live[op]),
+            "live_page_bytes": int(whole_pages.max()),
+            "op": op,
+            "op_name": trace.op_names[op],
+            "bytes_by_kind": {k: int(v[op]) for k, v in view.live_by_kind.items() if v[op]},
+        },
+        "peak_at_us": float(view.starts[op]),
+        "peak_tensors": _peak_tensors(view, top),
+        "peak_tensors_count": int(view.live_at_peak.sum()),
         "working_set": {
-            "page_bytes": int(need[needy]) * page_size,
+            "page_bytes": int(need[needy]),
             "op": needy,
             "op_name": trace.op_names[needy],
         },
-        "read_only": _read_only(trace),
-        "idle": _idle(trace, page_size),
-        "largest": _tensors(trace, trace.tensor_bytes, top),
-        "hottest": _tensors(trace, touched_bytes(trace), top),
+        "working_set_median_page_bytes": int(np.median(need)),
+        "read_only": _read_only(view),
+        "idle": _idle(view),
+        "reuse": _reuse(view, int(need[needy])),
+        "over_time": _over_time(view),
+        "largest": _tensors(view, trace.tensor_bytes, touched, top),
+        "hottest": _tensors(view, touched, touched, top),
     }
+    if by != "tensor":
+        rows = np.flatnonzero(view.chosen[trace.access_tensor])
+        live = live_groups(trace, by, view.live_at_peak)
+        hot = hot_groups(trace, by, rows, access_bytes(trace)[rows])
+        found["groups"] = {
+            "by": by,
+            "at_peak": live[:top],
+            "at_peak_count": len(live),
+            "hottest": hot[:top],
+            "hottest_count": len(hot),
+        }
+    return found
 
 
-def live_bytes(trace: Trace, chosen: Bools | None = None) -> Ints:
-    """Bytes of the (chosen) tensors that exist while each op runs, [ops]."""
-    chosen = np.ones(trace.tensors, np.bool_) if chosen is None else chosen
-    passing = chosen & ~trace.tensor_persistent
-    change = np.zeros(trace.ops + 1, np.int64)
-    np.add.at(change, trace.first_op[passing], trace.tensor_bytes[passing])
-    np.add.at(change, trace.last_op[passing] + 1, -trace.tensor_bytes[passing])
-    lasting = int(trace.tensor_bytes[chosen & trace.tensor_persistent].sum())
-    return np.cumsum(change[:-1]) + lasting
+def access_bytes(trace: Trace) -> Ints:
+    """Bytes that each access touches, [accesses]."""
+    begin = trace.access_first_page * trace.page_size
+    end = begin + trace.access_page_count * trace.page_size
+    size: Ints = np.minimum(end, trace.tensor_bytes[trace.access_tensor]) - begin
+    return size
 
 
 def touched_bytes(trace: Trace) -> Ints:
     """Bytes that the ops of an iteration access, [tensors]; a tensor counts at every access."""
-    begin = trace.access_first_page * trace.page_size
-    end = begin + trace.access_page_count * trace.page_size
-    size = np.minimum(end, trace.tensor_bytes[trace.access_tensor]) - begin
     total = np.zeros(trace.tensors, np.int64)
-    np.add.at(total, trace.access_tensor, size)
+    np.add.at(total, trace.access_tensor, access_bytes(trace))
     return total
 
 
-def _peak(trace: Trace, page_size: int) -> dict[str, Any]:
-    live = live_bytes(trace)
-    op = int(live.argmax())
-    kinds = np.array(trace.tensor_kinds)
-    by_kind = {kind: int(live_bytes(trace, kinds == kind)[op]) for kind in KINDS}
-    return {
-        "live_bytes": int(live[op]),
-        "live_page_bytes": int(live_pages(trace, page_size).max()) * page_size,
-        "op": op,
-        "op_name": trace.op_names[op],
-        "bytes_by_kind": {kind: size for kind, size in by_kind.items() if size},
-    }
+def _peak_tensors(view: View, top: int) -> list[dict[str, Any]]:
+    """The largest of those that make the peak, and for how long each lies idle around it."""
+    trace, op = view.trace, view.peak_op
+    live = np.flatnonzero(view.live_at_peak)
+    order = np.argsort(-trace.tensor_bytes[live], kind="stable")[:top]
+    before, after = _uses_around(trace, op)
+    found = []
+    for tensor in live[order].tolist():
+        last, following = int(before[tensor]), int(after[tensor])
+        idle = 0.0
+        if last != op:
+            wrapped = (following >= trace.ops) + (last < 0)
+            idle = view.starts[following % trace.ops] - view.ends[last] + wrapped * trace.ideal_us
+        found.append(
+            {
+                "tensor": int(trace.tensor_ids[tensor]),
+                "name": trace.tensor_names[tensor],
+                "kind": trace.tensor_kinds[tensor],
+                "first_op_name": trace.op_names[trace.first_op[tensor]],
+                "nbytes": int(trace.tensor_bytes[tensor]),
+                "share": int(trace.tensor_bytes[tensor]) / int(view.live[op]),
+                "in_use": last == op,
+                "idle_us": max(0.0, float(idle)),
+            }
+        )
+    return found
 
 
-def _read_only(trace: Trace) -> dict[str, Any]:
+def _uses_around(trace: Trace, op: int) -> tuple[Ints, Ints]:
+    """Ops of the last use up to ``op``, negative if it is in the iteration before, and of the
+    first one after, [tensors]."""
+    before = trace.last_op - trace.ops
+    after = trace.first_op + trace.ops
+    past = trace.access_op <= op
+    np.maximum.at(before, trace.access_tensor[past], trace.access_op[past])
+    np.minimum.at(after, trace.access_tensor[~past], trace.access_op[~past])
+    return before, after
+
+
+def _read_only(view: View) -> dict[str, Any]:
     """Tensors that no op writes: sent away once, they can be dropped and fetched again for good."""
+    trace = view.trace
     written = np.zeros(trace.tensors, np.bool_)
     written[trace.access_tensor[(trace.access_mode & WRITE) != 0]] = True
-    size, total = int(trace.tensor_bytes[~written].sum()), int(trace.tensor_bytes.sum())
+    only_read = view.chosen & ~written
+    size = int(trace.tensor_bytes[only_read].sum())
+    total = int(trace.tensor_bytes[view.chosen].sum())
     return {
-        "tensors": int((~written).sum()),
+        "tensors": int(only_read.sum()),
         "bytes": size,
         "share_of_bytes": size / total if total else 0.0,
     }
 
 
-def _idle(trace: Trace, page_size: int) -> dict[str, Any]:
+def _idle(view: View) -> dict[str, Any]:
     """Periods of at least one op between two uses of a tensor (or of a range of its pages), those
     of persistent tensors around the iteration's end included.
 
-    ``mean_bytes``: bytes idle at a time, over the (ideal) iteration; ``mean_live_bytes``: live.
+    ``mean_bytes``: bytes idle at a time, over the (ideal) iteration; ``mean_live_bytes``: live;
+    ``hideable_bytes``: those that the link could move out and back in time, null without a machine.
     """
-    found = gaps(trace, page_size)
-    size, idle_us = _gap_bytes(trace, found, page_size), _gap_us(trace, found)
-    place = np.searchsorted(EDGES_US, idle_us, side="right") - 1
-    ideal = trace.ideal_us
-    live = float(live_bytes(trace) @ trace.op_duration_us)
-    uppers = (*EDGES_US[1:], None)
-    return {
-        "periods": len(found),
-        "mean_bytes": float(size @ idle_us) / ideal if ideal else 0.0,
-        "mean_live_bytes": live / ideal if ideal else 0.0,
-        "by_length": [
+    trace, machine, ideal = view.trace, view.hardware, view.trace.ideal_us
+    found = gaps(trace, view.page_size)
+    found = found.pick(view.chosen[found.tensor])
+    size = gap_bytes(trace, found, view.page_size)
+    length = idle_us(trace, found, view.starts, view.ends, ideal)
+    hidden = None if machine is None else hideable_bytes(size, found.pages, length, machine)
+    place = np.searchsorted(EDGES_US, length, side="right") - 1
+    live = float(view.live @ trace.op_duration_us)
+    lines = []
+    for number, (lower, upper) in enumerate(zip(EDGES_US, (*EDGES_US[1:], None))):
+        mine = place == number
+        lines.append(
             {
                 "from_us": lower,
                 "to_us": upper,
-                "periods": int((place == number).sum()),
-                "bytes": int(size[place == number].sum()),
-                "mean_bytes": float((size * idle_us)[place == number].sum()) / ideal
-                if ideal
-                else 0.0,
+                "periods": int(mine.sum()),
+                "bytes": int(size[mine].sum()),
+                "mean_bytes": float(size[mine] @ length[mine]) / ideal if ideal else 0.0,
+                "hideable_bytes": None if hidden is None else int(hidden[mine].sum()),
             }
-            for number, (lower, upper) in enumerate(zip(EDGES_US, uppers))
-        ],
+        )
+    rate = None if machine is None else min(machine.d2h_bytes_per_s, machine.h2d_bytes_per_s)
+    return {
+        "periods": len(found),
+        "mean_bytes": float(size @ length) / ideal if ideal else 0.0,
+        "mean_live_bytes": live / ideal if ideal else 0.0,
+        "hideable_bytes": None if hidden is None else int(hidden.sum()),
+        "link_bytes": None if rate is None or rate == np.inf else int(rate * ideal / 1e6),
+        "by_length": lines,
     }
 
 
-def _gap_bytes(trace: Trace, found: Gaps, page_size: int) -> Ints:
-    begin = found.first_page * page_size
-    end = (found.first_page + found.pages) * page_size
-    clipped: Ints = np.minimum(end, trace.tensor_bytes[found.tensor]) - begin
-    return clipped
+def _reuse(view: View, working_set: int) -> dict[str, Any]:
+    """What share of the uses that could find their pages would find them on LRU devices of several
+    sizes, and what the others fetch. Sizes under the largest working set run nothing."""
+    trace, page_size = view.trace, view.page_size
+    found = reuses(trace, page_size)
+    peak = int(live_pages(trace, page_size).max()) * page_size
+    sizes = {working_set} | {int(share * peak) for share in DEVICE_SHARES}
+    if view.hardware is not None:
+        sizes.add(int(min(view.hardware.device_bytes, peak)))
+    total = int(found.pages.sum())
+    rows = []
+    for size in sorted(size for size in sizes if size >= working_set):
+        hit = found.found_in(size // page_size)
+        pages = int(found.pages[hit].sum())
+        rows.append(
+            {
+                "device_bytes": size,
+                "share_of_peak": size / peak if peak else 1.0,
+                "share_of_uses": float(hit.mean()) if len(hit) else 1.0,
+                "share_of_bytes": pages / total if total else 1.0,
+                "fetched_page_bytes": (total - pages) * page_size,
+            }
+        )
+    return {"uses": len(found.op), "page_bytes": total * page_size, "lru_devices": rows}
 
 
-def _gap_us(trace: Trace, found: Gaps) -> Floats:
-    """From the end of the use before to the start of the one after, if no op had to wait."""
-    starts = np.concatenate([[0.0], np.cumsum(trace.op_duration_us)])
-    around = found.end >= trace.ops
-    next_start = starts[found.end % trace.ops] + around * trace.ideal_us
-    idle: Floats = next_start - starts[found.begin + 1]
-    return idle
+def _over_time(view: View) -> dict[str, Any]:
+    """Bytes per kind at the fullest moment of each of ``MOMENTS`` equal parts of the iteration."""
+    starts, end, _ = view.axis
+    piece = fullest(starts, end, view.live_by_kind, min(MOMENTS, view.trace.ops))
+    return {
+        "at_us": view.starts[piece.at].tolist(),
+        "op": piece.at.tolist(),
+        "bytes_by_kind": {kind: level.tolist() for kind, level in piece.levels.items()},
+    }
 
 
-def _tensors(trace: Trace, weight: Ints, top: int) -> list[dict[str, Any]]:
+def _tensors(view: View, weight: Ints, touched: Ints, top: int) -> list[dict[str, Any]]:
     """The ``top`` tensors of most ``weight``, heaviest first, the earlier one where equal."""
-    touched = touched_bytes(trace)
+    trace = view.trace
     uses = np.bincount(trace.access_tensor, minlength=trace.tensors)
+    order = np.argsort(-weight, kind="stable")
     return [
         {
             "tensor": int(trace.tensor_ids[tensor]),
             "name": trace.tensor_names[tensor],
             "kind": trace.tensor_kinds[tensor],
+            "first_op_name": trace.op_names[trace.first_op[tensor]],
             "persistent": bool(trace.tensor_persistent[tensor]),
             "nbytes": int(trace.tensor_bytes[tensor]),
             "accesses": int(uses[tensor]),
             "touched_bytes": int(touched[tensor]),
         }
-        for tensor in np.argsort(-weight, kind="stable")[:top].tolist()
+        for tensor in order[view.chosen[order]][:top].tolist()
     ]

@@ -12,7 +12,7 @@ import pytest
 from tensorpager.pager.cli import COMMANDS
 from tensorpager.planner.commands import options, output, tables
 
-from .command_line import run
+from .command_line import refused, run
 
 
 def in_new_process(*arguments: object, **options: Any) -> subprocess.CompletedProcess[str]:
@@ -131,3 +131,16 @@ def test_sizes_on_the_command_line() -> None:
     assert options.limit_or_share("12.5%") == options.Share(0.125)
     assert options.limit_or_share("1GiB") == 1 << 30
     assert options.rate("25GB/s") == options.rate("25GB") == 25 * 10**9
+
+
+def test_what_is_printed_becomes_a_picture_too(trace_path: Path, tmp_path: Path) -> None:
+    picture = tmp_path / "show.svg"
+    printed = run("show", trace_path).stdout
+    result = run("--svg", picture, "show", trace_path)
+    assert result.exit_code == 0
+    assert result.stdout == printed
+    text = picture.read_text()
+    assert text.startswith("<svg")
+    assert "working" in text
+    assert "url(" not in text.replace("url(#", "")  # nothing from the net
+    assert "no folder" in refused("--svg", tmp_path / "none" / "x.svg", "show", trace_path)

@@ -2,16 +2,20 @@
 
 import json
 import stat
+import time
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from tensorpager.planner.trace import make_trace
+from tensorpager.planner import trace as trace_module
+from tensorpager.planner.commands import show, show_groups
+from tensorpager.planner.commands.show_groups import module_of
+from tensorpager.planner.trace import Trace, make_trace
 from tensorpager.planner.trace_file import write_trace
 
-from .command_line import PAGE, run, run_json, weight_trace
+from .command_line import PAGE, refused, run, run_json, weight_trace
 
 SHARED = Path(__file__).resolve().parents[3] / "shared" / "data"
 
@@ -101,6 +105,200 @@ def test_show_fits_80_columns_whatever_the_names(tmp_path: Path) -> None:
     assert max(map(len, result.stdout.splitlines())) <= 80
     assert "\x1b" not in result.stdout
     assert result.stdout.count("weight  ") == 6  # each name's end, in two lists
+
+
+def test_show_says_what_makes_the_peak(trace_path: Path) -> None:
+    found = run_json("show", trace_path)
+    assert found["peak_at_us"] == 10.0
+    assert found["peak_tensors_count"] == 2
+    fill, weight = found["peak_tensors"]
+    assert (fill["tensor"], fill["share"], fill["in_use"]) == (1, 2 / 3, True)
+    assert (weight["tensor"], weight["name"], weight["in_use"]) == (0, "weight", False)
+    assert weight["idle_us"] == 10.0
+    assert found["working_set_median_page_bytes"] == 2 * PAGE
+    assert found["over_time"]["op"] == [0, 1, 2]
+    assert found["over_time"]["bytes_by_kind"] == {
+        "parameter": [2 * PAGE] * 3,
+        "activation": [0, 4 * PAGE, 0],
+    }
+
+
+def test_show_says_what_lru_devices_find(trace_path: Path) -> None:
+    """The weight is found again at the next iteration's begin by every device; in between by one
+    that holds the activation too."""
+    reuse = run_json("show", trace_path)["reuse"]
+    assert (reuse["uses"], reuse["page_bytes"]) == (2, 4 * PAGE)
+    small, *_, large = reuse["lru_devices"]
+    assert small == {
+        "device_bytes": 4 * PAGE,
+        "share_of_peak": 2 / 3,
+        "share_of_uses": 0.5,
+        "share_of_bytes": 0.5,
+        "fetched_page_bytes": 2 * PAGE,
+    }
+    assert (large["device_bytes"], large["share_of_uses"]) == (6 * PAGE, 1.0)
+    assert large["fetched_page_bytes"] == 0
+
+
+def test_show_sets_idle_bytes_against_a_link(trace_path: Path, machine_path: Path) -> None:
+    """A page takes 10 µs each way, and the weight is idle for 10 µs."""
+    idle = run_json("show", trace_path)["idle"]
+    assert (idle["hideable_bytes"], idle["link_bytes"]) == (None, None)
+    hardware = ("--hardware", machine_path)
+    for rate, hidden in (("1e8", 0), ("200000000", PAGE), ("1GB", 2 * PAGE)):
+        if rate != "1e8":
+            hardware = ("--hardware", machine_path, "--d2h", rate, "--h2d", rate)
+        idle = run_json("show", trace_path, *hardware)["idle"]
+        assert idle["hideable_bytes"] == hidden
+        assert idle["by_length"][0]["hideable_bytes"] == hidden
+    assert idle["link_bytes"] == 30_000  # 1 GB/s for 30 µs
+    late = run_json("show", trace_path, *hardware, "--latency-us", 4.5)["idle"]
+    assert late["hideable_bytes"] == 0
+    shown = run("show", trace_path, *hardware).stdout
+    assert "link hides" in shown
+    assert " device┤──" in shown
+    assert "--hardware g10|" in run("show", trace_path).stdout
+
+
+def test_show_only_some_kinds(trace_path: Path) -> None:
+    found = run_json("show", trace_path, "--kind", "parameter")
+    assert found["kinds"] == ["parameter"]
+    assert found["peak"]["bytes_by_kind"] == {"parameter": 2 * PAGE}
+    assert [tensor["tensor"] for tensor in found["largest"] + found["hottest"]] == [0, 0]
+    assert found["read_only"]["share_of_bytes"] == 1.0
+    both = run_json("show", trace_path, "--kind", "parameter", "--kind", "activation")
+    assert both["peak"] == run_json("show", trace_path)["peak"]
+    none = run("show", trace_path, "--kind", "optimizer")
+    assert none.exit_code == 0, none.exception
+    assert "'--kind'" in refused("show", trace_path, "--kind", "weights")
+
+
+def layered_trace() -> Trace:
+    """Two layers of a weight, its gradient and what is saved for backward, with odd names."""
+    names = {
+        0: "layers.0.attn.weight",
+        1: "layers.1.attn.weight",
+        2: "layers.0.attn:saved.0",
+        3: "layers.0.attn.weight.grad",
+        4: "<b>ünï cødé</b> \x1b[31m\n& sons",
+    }
+    kinds = {2: "activation", 3: "gradient", 4: "workspace"}
+    sizes = {0: 4000, 1: 4000, 2: 2500, 3: 1000, 4: 1, 5: 700}
+    return make_trace(
+        [(i, size, i < 2) for i, size in sizes.items()],
+        [
+            ("mm", 10.0, [0], [2]),
+            ("mm", 10.0, [1], [4]),
+            ("relu", 0.0, [2, 4], [5]),
+            ("mm_backward", 30.0, [2, 5], [3]),
+            ("step", 10.0, [3], [0, 1]),
+        ],
+        page_size=PAGE,
+        names=names,
+        kinds=kinds,
+    )
+
+
+@pytest.mark.parametrize(
+    ("by", "live", "hot"),
+    [
+        (
+            "module",
+            [("layers.0.attn", 3, 7500), ("layers.1.attn", 1, 4000), ("(no name)", 1, 700)],
+            ("layers.0.attn", 7),
+        ),
+        (
+            "kind",
+            [("parameter", 2, 8000), ("activation", 2, 3200), ("gradient", 1, 1000)],
+            ("parameter", 4),
+        ),
+        ("op", [("(persistent)", 2, 8000), ("mm", 1, 2500), ("mm_backward", 1, 1000)], ("mm", 4)),
+    ],
+)
+def test_show_by(
+    by: str, live: list[tuple[str, int, int]], hot: tuple[str, int], tmp_path: Path
+) -> None:
+    """The peak is at 'mm_backward': the weights, a gradient, what was saved, and one unnamed."""
+    path = tmp_path / "t.parquet"
+    write_trace(path, layered_trace())
+    found = run_json("show", path, "--by", by)
+    assert found["peak"]["live_bytes"] == 12200
+    groups = found["groups"]
+    assert groups["by"] == by
+    assert [(g["group"], g["tensors"], g["bytes"]) for g in groups["at_peak"]][:3] == live
+    assert sum(group["share"] for group in groups["at_peak"]) == pytest.approx(1.0)
+    assert sum(g["tensors"] for g in groups["at_peak"]) == found["peak_tensors_count"] == 5
+    if by == "op":
+        assert sum(group["accesses"] for group in groups["hottest"]) == found["accesses"]
+    assert (groups["hottest"][0]["group"], groups["hottest"][0]["accesses"]) == hot
+    text = run("show", path, "--by", by, "--top", 1)
+    assert text.exit_code == 0
+    assert "--top lists more" in text.stdout
+    assert "\x1b" not in text.stdout
+
+
+def test_module_names() -> None:
+    assert module_of("layers.3.attn.weight", "parameter") == "layers.3.attn"
+    assert module_of("layers.3.attn.weight +2 more", "parameter") == "layers.3.attn"
+    assert module_of("layers.3.attn.weight.grad", "gradient") == "layers.3.attn"
+    assert module_of("layers.3.attn.weight.exp_avg", "optimizer") == "layers.3.attn"
+    assert module_of("GPT[0].h.1:saved.12", "activation") == "GPT[0].h.1"
+    assert module_of("weight", "parameter") == module_of("weight.grad", "gradient") == "(top)"
+    assert module_of("dense", "workspace") == "dense"
+    assert module_of(None, "activation") == module_of("", "input") == "(no name)"
+
+
+@pytest.mark.parametrize("durations", [1.0, 0.0])
+def test_show_the_smallest_traces(durations: float, tmp_path: Path, machine_path: Path) -> None:
+    path = tmp_path / "t.parquet"
+    for tensors in ([], [(0, 1, False)], [(0, 1, True)]):
+        ids = [identity for identity, _, _ in tensors]
+        write_trace(path, make_trace(tensors, [("only", durations, ids, [])], page_size=PAGE))
+        found = run_json("show", path, "--hardware", machine_path, "--by", "op")
+        assert found["peak"]["live_bytes"] == len(tensors)
+        for more in ((), ("--hardware", machine_path), ("--by", "module"), ("--top", 0)):
+            result = run("show", path, *more)
+            assert result.exit_code == 0, result.exception
+            assert max(map(len, result.stdout.splitlines())) <= 80
+        if tensors:
+            assert run_json("show", path, "--tensor", 0)["nbytes"] == 1
+            assert run("show", path, "--tensor", 0).exit_code == 0
+
+
+def test_show_says_what_options_need(trace_path: Path) -> None:
+    assert (show.KINDS, show.BY) == (trace_module.KINDS, show_groups.BY)
+    assert "--hardware" in refused("show", trace_path, "--h2d", "5GB")
+    assert "--tensor" in refused("show", trace_path, "--plan", "p.json", "--hardware", "g10")
+    assert "--hardware" in refused("show", trace_path, "--plan", "p.json", "--tensor", 0)
+    assert "--kind" in refused("show", trace_path, "--tensor", 0, "--kind", "input")
+    assert run_json("show", trace_path, "--page-size", 500)["page_size"] == 500
+    other = run_json("show", trace_path, "--page-size", 500, "--hardware", "g10")
+    assert other["page_size"] == 500
+
+
+@pytest.mark.slow
+def test_show_is_quick_on_long_traces(tmp_path: Path) -> None:
+    """100,000 ops, 300,000 accesses, 45,000 tensors: within a minute even where everything is slow
+    (some 1.5 s usually)."""
+    rng = np.random.default_rng(0)
+    ops, tensors = 100_000, 45_000
+    birth = rng.integers(0, ops - 1, tensors)
+    length = np.where(rng.random(tensors) < 0.3, 50_000, rng.geometric(1 / 20, tensors))
+    death = np.minimum(birth + length, ops - 1)
+    uses = [[] for _ in range(ops)]  # type: list[list[int]]
+    for tensor, (first, last) in enumerate(zip(birth.tolist(), death.tolist())):
+        for op in {first, last, *rng.integers(first, last, 5, endpoint=True).tolist()}:
+            uses[op].append(tensor)
+    trace = make_trace(
+        [(t, int(size) + 1, t % 15 == 0) for t, size in enumerate(rng.lognormal(13, 2, tensors))],
+        [(f"op{op % 99}", float(op % 7), mine, []) for op, mine in enumerate(uses)],
+        page_size=2 << 20,
+        names={t: f"layers.{t % 50}.attn.{t}" for t in range(tensors)},
+    )
+    write_trace(tmp_path / "t.parquet", trace)
+    begin = time.perf_counter()
+    assert run("show", tmp_path / "t.parquet", "--by", "module").exit_code == 0
+    assert time.perf_counter() - begin < 60
 
 
 @pytest.mark.skipif(not SHARED.exists(), reason="the public traces are not beside the repository")

@@ -1,0 +1,127 @@
+"""Events of the Trace Event Format (JSON), which ui.perfetto.dev and chrome://tracing open.
+
+Format: the public document "Trace Event Format" (1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU at
+docs.google.com); what Perfetto makes of it: src/trace_processor/importers/json in its repository.
+Times are µs with three decimals. Perfetto turns times and durations into whole nanoseconds, each
+rounded down, and does not draw slices of one track that overlap: so a slice ends 1 ns before the
+next one may begin.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+Event = dict[str, Any]
+CATEGORY = "tensorpager"
+NS = 0.001  # µs
+FLOW_INSET = 1.0  # µs: how far into its slice a flow's end lies, so that it is in that slice
+
+
+def time_us(us: float) -> float:
+    """As it is written: not negative, whole nanoseconds."""
+    return max(round(us, 3), 0.0)
+
+
+def plain(text: str) -> str:
+    """A name as a viewer can draw it: no control characters, never empty."""
+    return "".join(c if c.isprintable() else "?" for c in text) or "(no name)"
+
+
+class Track:
+    """A thread of a process: slices one after another, none of which overlap."""
+
+    def __init__(self, pid: int, tid: int, name: str) -> None:
+        self.pid, self.tid, self.name = pid, tid, name
+        self.events: list[Event] = []
+        self._end = 0.0
+
+    def slice(
+        self, name: str, begin_us: float, end_us: float, args: dict[str, Any]
+    ) -> tuple[float, float]:
+        """Adds one that begins where the last one ended at the earliest. Returns its begin and its
+        duration as they were written."""
+        begin = max(time_us(begin_us), self._end)
+        end = max(time_us(end_us), begin)
+        self._end = end
+        duration = max(round(end - begin - NS, 3), 0.0)
+        self._add({"ph": "X", "name": plain(name), "ts": begin, "dur": duration, "args": args})
+        return begin, duration
+
+    def flow_out(self, number: int, name: str, begin: float, duration: float) -> None:
+        """From the end of the slice that was added last, whose begin and duration these are."""
+        at = time_us(begin + duration - min(duration / 2, FLOW_INSET))
+        self._add({"ph": "s", "name": name, "id": number, "ts": at})
+
+    def flow_in(self, number: int, name: str, begin: float, duration: float) -> None:
+        """To the begin of the slice that was added last."""
+        at = time_us(begin + min(duration / 2, FLOW_INSET))
+        self._add({"ph": "f", "bp": "e", "name": name, "id": number, "ts": at})
+
+    def _add(self, event: Event) -> None:
+        head = {"ph": event["ph"], "cat": CATEGORY, "pid": self.pid, "tid": self.tid}
+        self.events.append({**head, **event})
+
+    def metadata(self, place: int) -> list[Event]:
+        """Its name, and where it comes among the threads of its process."""
+        return [
+            _metadata(self.pid, self.tid, "thread_name", name=self.name),
+            _metadata(self.pid, self.tid, "thread_sort_index", sort_index=place),
+        ]
+
+
+def process_metadata(pid: int, name: str, labels: str, place: int) -> list[Event]:
+    """Name, labels (shown beside it) and place of a process among the others."""
+    return [
+        _metadata(pid, pid, "process_name", name=plain(name)),
+        _metadata(pid, pid, "process_labels", labels=plain(labels)),
+        _metadata(pid, pid, "process_sort_index", sort_index=place),
+    ]
+
+
+def _metadata(pid: int, tid: int, what: str, **args: Any) -> Event:
+    return {"ph": "M", "name": what, "pid": pid, "tid": tid, "args": args}
+
+
+def counter(pid: int, name: str, us: float, values: dict[str, float]) -> Event:
+    """From ``us`` on the counter ``name`` has these values, drawn on top of each other."""
+    return {"ph": "C", "name": name, "pid": pid, "tid": pid, "ts": time_us(us), "args": values}
+
+
+def in_order(events: Iterable[Event]) -> list[Event]:
+    """Metadata, then the others by time; at one time as they were given."""
+    return sorted(events, key=lambda event: (event["ph"] != "M", event.get("ts", 0.0)))
+
+
+def write_events(
+    path: Path, events: Iterable[Event], document: dict[str, Any], packed: bool
+) -> None:
+    """Writes ``document``, an object in the format, with ``events`` after those that it has in
+    ``traceEvents``; ``packed``: as gzip. The same content is always the same bytes."""
+    lines = (line.encode() for line in _lines(events, document))
+    with path.open("wb") as file:
+        if not packed:
+            file.writelines(lines)
+            return
+        with gzip.GzipFile("", "wb", 6, file, mtime=0) as sink:
+            sink.writelines(lines)
+
+
+def _lines(events: Iterable[Event], document: dict[str, Any]) -> Iterator[str]:
+    """One event a line."""
+    mark = "{\n"
+    for key, value in document.items():
+        yield f"{mark}{json.dumps(key)}: "
+        mark = ",\n"
+        if key != "traceEvents":
+            yield json.dumps(value)
+            continue
+        comma = "[\n"
+        for event in (*value, *events):
+            yield comma + json.dumps(event)
+            comma = ",\n"
+        yield "[]" if comma == "[\n" else "\n]"
+    yield "\n}\n"

@@ -1,0 +1,146 @@
+"""``tensorpager perfetto``: an iteration as a trace viewer shows it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from ..errors import PlanError
+from ..sizes import format_bytes
+from .checks import require_same_pages, require_same_trace
+from .options import Machine, optional_hardware_options, trace_argument
+from .output import emit_text, output_path, whole_file
+
+if TYPE_CHECKING:
+    from ..chrome_trace import Event
+    from ..timeline import Timeline
+    from ..trace import Trace
+
+
+@click.command()
+@trace_argument
+@click.argument("plan_path", metavar="[PLAN]", required=False, type=click.Path(path_type=Path))
+@optional_hardware_options
+@click.option(
+    "--join",
+    "profile_path",
+    metavar="PROFILE",
+    type=click.Path(path_type=Path),
+    help="Add to this torch.profiler trace (.json, .json.gz), from which TRACE was imported.",
+)
+@click.option(
+    "--iterations",
+    type=click.IntRange(1, 100),
+    default=1,
+    show_default=True,
+    help="How many iterations of the steady state to draw.",
+)
+@click.option(
+    "-o",
+    "--output",
+    required=True,
+    type=click.Path(path_type=Path),
+    callback=output_path,
+    help="The file to write; packed if its name ends in .gz.",
+)
+def perfetto(
+    trace_path: Path,
+    plan_path: Path | None,
+    machine: Machine | None,
+    profile_path: Path | None,
+    iterations: int,
+    output: Path,
+) -> None:
+    """Write an iteration for the Perfetto trace viewer.
+
+    The file is in the Trace Event Format, for ui.perfetto.dev or chrome://tracing: ops, what they
+    wait for, what each channel moves and for which op, bytes on the device, in host memory and on
+    disk. Without a plan: ops and device memory only.
+
+    \b
+    Example:
+      tensorpager perfetto bert.parquet plan.json --hardware a100 -o bert.json.gz
+      tensorpager import torch-profiler profile.json.gz -o step.parquet
+      tensorpager perfetto step.parquet --join profile.json.gz -o joined.json.gz
+    """
+    from ..chrome_trace import write_events
+    from ..trace_file import read_trace
+
+    if profile_path is not None and iterations > 1:
+        raise click.UsageError("--join shows the recorded iteration; leave --iterations away.")
+    if profile_path is not None and output.exists() and output.samefile(profile_path):
+        raise click.UsageError(f"-o {output} is the profile itself; name another file.")
+    trace = read_trace(trace_path)
+    line = _timeline(trace, trace_path, plan_path, machine)
+    document: dict[str, Any] = {"traceEvents": []}
+    if profile_path is not None:
+        events, document = _joined(line, trace_path, profile_path)
+    else:
+        from ..perfetto import Picture
+        from ..perfetto_clock import steady
+
+        events = Picture(line, steady(line, iterations), iterations).events()
+        document |= {"displayTimeUnit": "ms", "otherData": _other_data(line)}
+    with whole_file(output) as part:
+        write_events(part, events, document, output.suffix == ".gz")
+    size = f", {format_bytes(output.stat().st_size)}" if output.is_file() else ""
+    transfers = sum(event["ph"] == "X" and "move" in event["args"] for event in events)
+    emit_text(
+        f"{output}: {trace.ops} ops, {transfers} transfers, {len(line.stalls)} stalls{size}; "
+        "open it at https://ui.perfetto.dev"
+    )
+
+
+def _timeline(
+    trace: Trace, trace_path: Path, plan_path: Path | None, machine: Machine | None
+) -> Timeline:
+    from ..timeline import timeline
+
+    if plan_path is None:
+        if machine is not None:
+            raise click.UsageError("--hardware is the machine of a plan; name the plan's file too.")
+        return timeline(trace)
+    if machine is None:
+        raise click.UsageError("a plan needs the machine that it runs on; give --hardware too.")
+    from ..plan import read_plan
+
+    plan = read_plan(plan_path)
+    hardware = machine.for_trace(trace)
+    require_same_trace(plan, plan_path, trace, trace_path)
+    require_same_pages(plan, plan_path, hardware)
+    try:
+        return timeline(trace, plan, hardware)
+    except PlanError as error:
+        raise PlanError(f"{plan_path}: {error}") from error
+
+
+def _joined(
+    line: Timeline, trace_path: Path, profile_path: Path
+) -> tuple[list[Event], dict[str, Any]]:
+    """Our events on the profile's clock, and the profile, as it is."""
+    from ..importers.json_file import read_json_object
+    from ..perfetto import Picture
+    from ..perfetto_join import free_pid, joined_clock, measured_iteration, profile_events
+    from ..timeline import timeline
+
+    document = read_json_object(profile_path)
+    theirs = profile_events(document, profile_path)
+    ops = measured_iteration(line.trace, trace_path, theirs, profile_path)
+    pid = free_pid(theirs)
+    recorded = timeline(line.trace)
+    events = Picture(recorded, joined_clock(recorded, ops), pid=pid, place=-2).events()
+    if line.plan is not None:
+        events += Picture(line, joined_clock(line, ops), pid=pid + 10, place=-1).events()
+    return events, document
+
+
+def _other_data(line: Timeline) -> dict[str, str]:
+    from ..hardware import describe
+
+    trace = line.trace
+    found = {"source": trace.source, "device": trace.device, "trace sha256": trace.sha256}
+    if line.plan is not None and line.hardware is not None:
+        found |= {"policy": line.plan.policy, "hardware": describe(line.hardware)}
+    return found

@@ -1,0 +1,295 @@
+"""``show`` as people read it: the header, the picture, and the tables below it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ..hardware import PRESETS, describe
+from ..sizes import format_bytes
+from ..trace import WRITE
+from .chart import MemoryChart
+from .output import output_width
+from .show_groups import BY
+from .summary import View
+from .tables import TEXT_WIDTH, format_share, format_us, pairs, short, table
+
+BAR = 8  # columns of a bar in a table
+
+
+def overview(path: Path, view: View, found: dict[str, Any]) -> list[Any]:
+    """What to print of ``found``, the summary of ``view``."""
+    by = found.get("groups", {}).get("by", BY[0])
+    return [
+        pairs([("trace", str(path)), *_facts(view, found)]),
+        "",
+        _chart(view, found["peak"]),
+        "",
+        _kinds(found["peak"]),
+        *(_peak_tensors(found) if by == BY[0] else _peak_groups(found)),
+        "",
+        *_idle(found["idle"], view),
+        *_idle_note(found["idle"], view),
+        *_reuse(found, view),
+        *(_hottest(found) if by == BY[0] else _hot_groups(found)),
+    ]
+
+
+def _facts(view: View, found: dict[str, Any]) -> list[tuple[str, str]]:
+    peak, need, read_only = found["peak"], found["working_set"], found["read_only"]
+    kinds = f", {', '.join(view.kinds)} only," if view.kinds else ""
+    rows = [
+        ("source", short(found["source"], 64) or "not given"),
+        ("device", short(found["device"], 64) or "not given"),
+        ("iteration", f"{found['ops']} ops, {format_us(found['ideal_us'])} if nothing waits"),
+        (
+            "tensors",
+            f"{found['tensors']}, {found['persistent_tensors']} of them persistent; "
+            f"{found['accesses']} accesses",
+        ),
+        ("page size", format_bytes(found["page_size"])),
+        (
+            "peak",
+            f"{format_bytes(peak['live_bytes'])} live{kinds} at op {peak['op']} "
+            f"'{short(peak['op_name'])}' "
+            f"({format_bytes(peak['live_page_bytes'])} at most in whole pages)",
+        ),
+        (
+            "working set",
+            f"{format_bytes(need['page_bytes'])} in pages at most, op {need['op']} "
+            f"'{short(need['op_name'])}': no smaller device budget works; "
+            f"half of the ops need {format_bytes(found['working_set_median_page_bytes'])} or less",
+        ),
+        (
+            "read only",
+            f"{read_only['tensors']} tensors, {format_bytes(read_only['bytes'])} "
+            f"({100 * read_only['share_of_bytes']:.1f} % of the tensors' bytes)"
+            + ("" if (view.trace.access_mode & WRITE).any() else "; this trace tells of no write"),
+        ),
+    ]
+    return rows if view.hardware is None else [*rows, ("hardware", describe(view.hardware))]
+
+
+def _chart(view: View, peak: dict[str, Any]) -> MemoryChart:
+    starts, end, unit = view.axis
+    if view.hardware is None:
+        note = f"{format_bytes(peak['live_bytes'])} at op {peak['op']}"
+        return MemoryChart(starts, end, view.live_by_kind, note, peak["op_name"], unit=unit)
+    levels = view.page_bytes_by_kind  # what a device's size is set against
+    total = sum(levels.values(), np.zeros(view.trace.ops, np.int64))
+    op = int(total.argmax())
+    note = f"{format_bytes(int(total[op]))} in whole pages at op {op}"
+    limit = view.hardware.device_bytes
+    return MemoryChart(starts, end, levels, note, view.trace.op_names[op], limit, unit)
+
+
+def _kinds(peak: dict[str, Any]) -> Any:
+    rows = [
+        (
+            kind,
+            format_bytes(size),
+            format_share(size, peak["live_bytes"]),
+            bar(size, peak["live_bytes"], 2 * BAR),
+        )
+        for kind, size in peak["bytes_by_kind"].items()
+    ]
+    return table(("<kind", "at the peak", "share", "<"), rows)
+
+
+def heading(text: str) -> Any:
+    """What stands above a table."""
+    from rich.text import Text
+
+    return Text(text, style="bold")
+
+
+def named_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Any:
+    """A table whose first column of text may be as wide as the others leave room for."""
+    named = next(number for number, head in enumerate(columns) if head.startswith("<"))
+    taken = sum(
+        2 + max(len(cell) for cell in cells)
+        for number, cells in enumerate(zip(columns, *rows))
+        if number != named
+    )
+    room = max(TEXT_WIDTH, output_width() - taken)
+    result = table(columns, [])
+    for row in rows:
+        result.add_row(
+            *(
+                short(cell, room if number == named else TEXT_WIDTH)
+                for number, cell in enumerate(row)
+            )
+        )
+    return result
+
+
+def bar(part: float, whole: float, columns: int = BAR) -> str:
+    """``part`` of ``whole``; what is not nothing shows."""
+    eighths = math.ceil(8 * columns * part / whole - 1e-9) if whole else 0
+    return "█" * (eighths // 8) + " ▏▎▍▌▋▊▉"[eighths % 8].strip()
+
+
+def _peak_tensors(found: dict[str, Any]) -> list[Any]:
+    tensors = found["peak_tensors"]
+    if not tensors:
+        return []
+    rows = [
+        (
+            str(tensor["tensor"]),
+            tensor["name"] or f"(by {tensor['first_op_name']})",
+            tensor["kind"],
+            format_bytes(tensor["nbytes"]),
+            f"{100 * tensor['share']:.1f} %",
+            "in use" if tensor["in_use"] else format_us(tensor["idle_us"]),
+        )
+        for tensor in tensors
+    ]
+    heads = ("tensor", "<name", "<kind", "size", "share", "idle for")
+    title = f"Largest tensors at the peak{_of(len(rows), found['peak_tensors_count'])}"
+    return ["", heading(title), named_table(heads, rows)]
+
+
+def _peak_groups(found: dict[str, Any]) -> list[Any]:
+    groups = found["groups"]
+    if not groups["at_peak"]:
+        return []
+    rows = [
+        (
+            group["group"],
+            str(group["tensors"]),
+            format_bytes(group["bytes"]),
+            f"{100 * group['share']:.1f} %",
+            bar(group["share"], 1.0),
+        )
+        for group in groups["at_peak"]
+    ]
+    what = "op that made them" if groups["by"] == "op" else groups["by"]
+    title = f"At the peak, by {what}{_of(len(rows), groups['at_peak_count'])}"
+    return [
+        "",
+        heading(title),
+        named_table((f"<{groups['by']}", "tensors", "bytes", "share", "<"), rows),
+    ]
+
+
+def _hot_groups(found: dict[str, Any]) -> list[Any]:
+    groups = found["groups"]
+    if not groups["hottest"]:
+        return []
+    rows = [
+        (
+            group["group"],
+            str(group["accesses"]),
+            format_bytes(group["touched_bytes"]),
+            f"{100 * group['share']:.1f} %",
+            bar(group["share"], 1.0),
+        )
+        for group in groups["hottest"]
+    ]
+    title = f"Most bytes accessed, by {groups['by']}{_of(len(rows), groups['hottest_count'])}"
+    return [
+        "",
+        heading(title),
+        named_table((f"<{groups['by']}", "accesses", "accessed", "share", "<"), rows),
+    ]
+
+
+def _of(shown: int, there: int) -> str:
+    return f" ({shown} of {there}; --top lists more)" if shown < there else ""
+
+
+def _hottest(found: dict[str, Any]) -> list[Any]:
+    if not found["hottest"]:
+        return []
+    rows = [
+        (
+            str(tensor["tensor"]),
+            tensor["name"] or f"(by {tensor['first_op_name']})",
+            tensor["kind"],
+            format_bytes(tensor["nbytes"]),
+            str(tensor["accesses"]),
+            format_bytes(tensor["touched_bytes"]),
+        )
+        for tensor in found["hottest"]
+    ]
+    heads = ("tensor", "<name", "<kind", "size", "accesses", "accessed")
+    return ["", heading("Hottest tensors (most bytes accessed)"), named_table(heads, rows)]
+
+
+# --- idle time and reuse ----------------------------------------------------------------------
+
+
+def _idle(idle: dict[str, Any], view: View) -> list[Any]:
+    most = max(line["mean_bytes"] for line in idle["by_length"])
+    lines = [(_range(line["from_us"], line["to_us"]), line) for line in idle["by_length"]]
+    whole = {**idle, "bytes": sum(line["bytes"] for line in idle["by_length"])}
+    rows = [
+        (
+            name,
+            str(line["periods"]),
+            format_bytes(line["bytes"]),
+            *([] if view.hardware is None else [_hidden(line)]),
+            format_bytes(line["mean_bytes"]),
+            format_share(line["mean_bytes"], idle["mean_live_bytes"]),
+            "" if line is whole else bar(line["mean_bytes"], most),
+        )
+        for name, line in [*lines, ("all", whole)]
+    ]
+    mean, live = format_bytes(idle["mean_bytes"]), format_bytes(idle["mean_live_bytes"])
+    hidden = [] if view.hardware is None else ["link hides"]
+    heads = ("<idle for", "periods", "bytes", *hidden, "at a time", "of live", "<")
+    return [heading(f"On average {mean} of {live} live lie idle"), table(heads, rows)]
+
+
+def _hidden(line: dict[str, Any]) -> str:
+    return format_share(line["hideable_bytes"], line["bytes"]) if line["bytes"] else ""
+
+
+def _idle_note(idle: dict[str, Any], view: View) -> list[str]:
+    if view.hardware is None:
+        return [f"--hardware {'|'.join(PRESETS)} says how much of that its link could hide."]
+    if idle["link_bytes"] is None:
+        return []
+    return [
+        "'link hides': has time to go to the host and come back, with the link to itself; in an "
+        f"iteration it moves at most {format_bytes(idle['link_bytes'])} both ways."
+    ]
+
+
+def _range(lower: float, upper: float | None) -> str:
+    if upper is None:
+        return f"{format_us(lower)} or more"
+    return (
+        f"under {format_us(upper)}" if lower == 0 else f"{format_us(lower)} to {format_us(upper)}"
+    )
+
+
+def _reuse(found: dict[str, Any], view: View) -> list[Any]:
+    reuse = found["reuse"]
+    if not reuse["uses"]:
+        return []
+    smallest, machine = found["working_set"]["page_bytes"], view.hardware
+    own = None if machine is None else machine.device_bytes
+    rows = [
+        (
+            format_bytes(line["device_bytes"]),
+            f"{100 * line['share_of_peak']:.0f} %",
+            f"{100 * line['share_of_uses']:.1f} %",
+            f"{100 * line['share_of_bytes']:.1f} %",
+            format_bytes(line["fetched_page_bytes"]),
+            bar(line["fetched_page_bytes"], reuse["page_bytes"]),
+            "working set"
+            if line["device_bytes"] == smallest
+            else "this device"
+            if line["device_bytes"] == own
+            else "",
+        )
+        for line in reuse["lru_devices"]
+    ]
+    heads = ("LRU device", "of peak", "found", "of bytes", "fetched", "<", "<")
+    title = f"Reuse: what a device that keeps what was used last finds, of {reuse['uses']} uses"
+    return ["", heading(title), table(heads, rows)]

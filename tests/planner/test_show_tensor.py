@@ -1,0 +1,255 @@
+"""``tensorpager show --tensor``: the life of one tensor, and what a plan does with it."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from random import Random
+
+import numpy as np
+import pytest
+
+from tensorpager.planner.commands.show_map import PlaceMap, stays
+from tensorpager.planner.plan import Move
+from tensorpager.planner.trace import make_trace
+from tensorpager.planner.trace_file import write_trace
+
+from .command_line import MOVES, PAGE, refused, run, run_json, weight_trace
+from .random_plans import page_groups, random_trace
+
+
+def test_a_life_by_hand(trace_path: Path) -> None:
+    found = run_json("show", trace_path, "--tensor", "weight")
+    assert found == {
+        "tensor": 0,
+        "name": "weight",
+        "shared_with": [],
+        "kind": "parameter",
+        "module": "(top)",
+        "nbytes": 2 * PAGE,
+        "page_size": PAGE,
+        "pages": 2,
+        "persistent": True,
+        "from_op": 0,
+        "to_op": 2,
+        "from_us": 0.0,
+        "to_us": 30.0,
+        "iteration_us": 30.0,
+        "reads": 2,
+        "writes": 0,
+        "accesses": [
+            {
+                "op": op,
+                "op_name": name,
+                "access": "read",
+                "first_page": 0,
+                "page_count": 2,
+                "start_us": 10.0 * op,
+                "end_us": 10.0 * op + 10.0,
+            }
+            for op, name in ((0, "forward"), (2, "update"))
+        ],
+        "gaps": [
+            {
+                "from_op": 0,
+                "to_op": 2,
+                "first_page": 0,
+                "page_count": 2,
+                "begin_us": 10.0,
+                "idle_us": 10.0,
+                "bytes": 2 * PAGE,
+                "hideable_bytes": None,
+            }
+        ],
+        "plan": None,
+    }
+    passing = run_json("show", trace_path, "--tensor", 1)
+    assert (passing["from_us"], passing["to_us"], passing["gaps"]) == (10.0, 20.0, [])
+    text = run("show", trace_path, "--tensor", "weight").stdout
+    assert "persistent" in text
+    assert "--hardware says" in text
+
+
+def test_what_a_plan_does_with_it(
+    trace_path: Path, machine_path: Path, save_plan: Callable[..., Path]
+) -> None:
+    """As test_timeline.py has it: the copy stays good, so leaving costs no time; coming back takes
+    20 µs, for which 'update' waits."""
+    hardware = ("--plan", save_plan(MOVES), "--hardware", machine_path)
+    found = run_json("show", trace_path, "--tensor", "weight", *hardware)
+    assert found["iteration_us"] == 50.0
+    assert [access["start_us"] for access in found["accesses"]] == [0.0, 40.0]
+    assert found["gaps"][0]["idle_us"] == 30.0
+    assert found["gaps"][0]["hideable_bytes"] == PAGE
+    plan = found["plan"]
+    assert [(m["action"], m["queued_us"], m["begin_us"], m["end_us"]) for m in plan["moves"]] == [
+        ("out", 10.0, None, None),
+        ("in", 20.0, 20.0, 40.0),
+    ]
+    assert [(s["place"], s["begin_us"], s["end_us"]) for s in plan["residency"]] == [
+        ("device", 0.0, 10.0),
+        ("host", 10.0, 20.0),
+        ("coming", 20.0, 40.0),
+        ("device", 40.0, 50.0),
+    ]
+    assert plan["share_of_time_on_device"] == pytest.approx(20 / 50)
+    assert plan["stall_us"] == 20.0
+    assert [stall["op_name"] for stall in plan["stalls"]] == ["update"]
+    text = run("show", trace_path, "--tensor", "weight", *hardware).stdout
+    assert max(map(len, text.splitlines())) <= 80
+    assert "Ops that wait for it, 20 µs in all" in text
+    assert "40.0 % of its time (by hand)" in text
+    assert "never moves it" in run("show", trace_path, "--tensor", 1, *hardware).stdout
+
+
+def test_plans_that_do_not_fit(
+    trace_path: Path, machine_path: Path, save_plan: Callable[..., Path]
+) -> None:
+    arguments = ("show", trace_path, "--tensor", 0, "--hardware", machine_path)
+    missing = save_plan([Move(0, 0, 2, "host", "out", 1)])
+    assert "infeasible" in refused(*arguments, "--plan", missing)
+    other = save_plan(MOVES, trace_sha256="f" * 64)
+    assert "another trace" in refused(*arguments, "--plan", other)
+    assert "--page-size 1000" in refused(
+        *arguments, "--plan", save_plan(MOVES), "--page-size", 2000
+    )
+    assert "nothing.json" in refused(*arguments, "--plan", "nothing.json")
+
+
+def test_names(tmp_path: Path) -> None:
+    path = tmp_path / "t.parquet"
+    names = {0: "layers.0.attn.weight", 1: "layers.1.attn.weight", 2: "5", 3: "ünï <b>\x1b[31m"}
+    names |= {4: "twice", 5: "twice", 6: "layers.1"}
+    trace = make_trace(
+        [(number, 100, False) for number in range(8)],
+        [("op", 1.0, list(range(8)), [])],
+        page_size=PAGE,
+        names=names,
+        metadata={"shared": {"6": ["layers.1", "bias.of.it"], "7": "not a list"}},
+    )
+    write_trace(path, trace)
+
+    def number(text: object) -> int:
+        return int(run_json("show", path, "--tensor", text)["tensor"])
+
+    assert number("layers.0.attn.weight") == 0
+    assert number("ATTN.weight".replace("ATTN", "1.ATTN")) == 1  # the only one with it inside
+    assert number(5) == 5  # numbers before names
+    assert number("layers.1") == 6  # all of a name before parts of one
+    assert number("bias.of.it") == 6
+    assert run_json("show", path, "--tensor", 6)["shared_with"] == ["bias.of.it"]
+    assert number("<b>") == 3
+    assert "\x1b" not in run("show", path, "--tensor", 3).stdout
+    assert "2 tensors are called 'twice': 4 (twice), 5 (twice)" in refused(
+        "show", path, "--tensor", "twice"
+    )
+    line = refused("show", path, "--tensor", "attn")
+    assert "2 tensors match 'attn': 0 (layers.0.attn.weight), 1 " in line
+    line = refused("show", path, "--tensor", "layers.1.atn.weight")
+    assert "closest names: layers.1.attn.weight, layers.0.attn.weight" in line
+    assert "\x1b" not in refused("show", path, "--tensor", "\x1b" * 300)
+    assert "closest" in refused("show", path, "--tensor", 99)
+    assert "closest" in refused("show", path, "--tensor", "9" * 5000)
+
+
+def test_without_names_there_are_numbers(tmp_path: Path) -> None:
+    path = tmp_path / "t.parquet"
+    write_trace(path, make_trace([(7, 1, True)], [("op", 1.0, [7], [])], page_size=PAGE))
+    assert "no names here" in refused("show", path, "--tensor", "weight")
+    assert "(no name)" in run("show", path, "--tensor", 7).stdout
+
+
+def test_long_lists_are_shortened(tmp_path: Path) -> None:
+    path = tmp_path / "t.parquet"
+    ops = [("use", 1.0, [0] if number % 2 else [], []) for number in range(100)]
+    write_trace(path, make_trace([(0, 1, True)], ops, page_size=PAGE))
+    text = run("show", path, "--tensor", 0).stdout
+    assert text.count("… 30 more of 50; --top 50 lists all") == 2
+    assert "more of" not in run("show", path, "--tensor", 0, "--top", 50).stdout
+    assert run("show", path, "--tensor", 0, "--top", 0).exit_code == 0
+    assert len(run_json("show", path, "--tensor", 0)["accesses"]) == 50
+
+
+def test_gaps_of_parts_are_those_of_their_pages(tmp_path: Path) -> None:
+    """Against every page's uses, counted one by one."""
+    path = tmp_path / "t.parquet"
+    compared = 0
+    for seed in range(8):
+        trace = random_trace(Random(seed))
+        write_trace(path, trace)
+        for tensor in range(trace.tensors):
+            found = run_json("show", path, "--tensor", int(trace.tensor_ids[tensor]))
+            got = {
+                (page, gap["from_op"], gap["to_op"])
+                for gap in found["gaps"]
+                for page in range(gap["first_page"], gap["first_page"] + gap["page_count"])
+            }
+            expected = set()
+            for owner, begin, end, uses in page_groups(trace):
+                if owner != tensor or not uses:
+                    continue
+                around = [uses[0] + trace.ops] if trace.tensor_persistent[tensor] else []
+                for before, after in zip(uses, [*uses[1:], *around]):
+                    if after > before + 1:
+                        pages = range(begin, end)
+                        expected |= {(page, before, after % trace.ops) for page in pages}
+            assert got == expected
+            compared += len(expected)
+    assert compared > 30
+
+
+def span(place: str, first: int, count: int, begin: float, end: float) -> dict[str, object]:
+    return {
+        "place": place,
+        "first_page": first,
+        "page_count": count,
+        "begin_us": begin,
+        "end_us": end,
+    }
+
+
+def test_the_map_of_pages() -> None:
+    """Page 0 stays; pages 1 to 3 are on the host in the second half, the last one from 60 µs."""
+    spans = [
+        span("device", 0, 1, 0.0, 100.0),
+        span("device", 1, 2, 0.0, 50.0),
+        span("host", 1, 2, 50.0, 100.0),
+        span("device", 3, 1, 0.0, 60.0),
+        span("host", 3, 1, 60.0, 100.0),
+    ]
+    drawn = PlaceMap(spans, 4, 100.0, [0.0, 95.0]).lines(38, colour=False)
+    lines = [line.plain.rstrip() for line in drawn]
+    assert lines[:5] == [
+        " page 0│" + "█" * 30,
+        "      1│" + "█" * 15 + "─" * 15,
+        "      2│" + "█" * 15 + "─" * 15,
+        "      3│" + "█" * 18 + "─" * 12,
+        "   used│╵" + " " * 27 + "╵",
+    ]
+    assert lines[-1].split() == ["█", "device", "─", "host"]
+    assert all(len(line) <= 38 for line in lines)
+    plain = PlaceMap(spans, 4, 100.0, []).lines(38, colour=False, blocks=False)
+    assert all(line.plain.replace("µ", "u").isascii() for line in plain)
+    assert stays(spans) == [
+        ("device", 0, 1, 0.0, 100.0),
+        ("device", 1, 3, 0.0, 60.0),
+        ("host", 1, 3, 50.0, 100.0),
+    ]
+
+
+def test_a_tensor_of_many_pages_that_no_time_passes_for() -> None:
+    drawn = PlaceMap([span("device", 0, 10**6, 0.0, 0.0)], 10**6, 0.0, [0.0]).lines(
+        80, colour=False
+    )
+    assert len([line for line in drawn if "│" in line.plain]) == 9
+
+
+def test_parts_in_other_pages(tmp_path: Path) -> None:
+    trace = weight_trace()
+    first, count = trace.access_first_page.copy(), trace.access_page_count.copy()
+    first[0], count[0] = 1, 1
+    path = tmp_path / "t.parquet"
+    write_trace(path, replace(trace, access_first_page=first, access_page_count=count))
+    found = run_json("show", path, "--tensor", 0, "--page-size", 500)
+    assert [(a["first_page"], a["page_count"]) for a in found["accesses"]] == [(2, 2), (0, 4)]
+    assert "2 to 3" in run("show", path, "--tensor", 0, "--page-size", 500).stdout
+    assert np.sum([gap["bytes"] for gap in found["gaps"]]) == 2 * PAGE

@@ -1,0 +1,458 @@
+"""``simulate --sweep`` and ``--target``: other machines, and how little memory is enough.
+
+The small trace takes 30 µs where all its 6 pages fit. A page takes 10 µs on the link, so ``lp``, to
+which the weight's copy below stays clean, waits 10 µs for each page that is missing; ``lru`` sends
+its victim out before, and waits for that too.
+"""
+
+import csv
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+from rich.console import Console
+
+from tensorpager.planner.commands.axes import parse_axis
+from tensorpager.planner.commands.curve import Curves, Series
+from tensorpager.planner.commands.target import percent
+from tensorpager.planner.errors import PagerError
+from tensorpager.planner.hardware import Hardware
+from tensorpager.planner.plan import Predicted
+from tensorpager.planner.sweep import Evaluator, Outcome, Task
+from tensorpager.planner.target import Answer, _between, least_memory
+from tensorpager.planner.trace import make_trace
+from tensorpager.planner.trace_file import write_trace
+
+from .command_line import MOVES, PAGE, refused, run, run_json, weight_trace
+
+GiB = 1 << 30
+
+
+# --- what is asked -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "labels"),
+    [
+        ("device=8GiB:64GiB:8", [f"{n} GiB" for n in range(8, 65, 8)]),  # not more than 8 times
+        ("host=1GiB:16GiB:5", ["1 GiB", "2 GiB", "4 GiB", "8 GiB", "16 GiB"]),
+        ("host=0:128GiB:3", ["0 B", "64 GiB", "128 GiB"]),  # no factor leads away from 0
+        ("host=0,1.5GiB,inf", ["0 B", "1.5 GiB", "no limit"]),
+        ("device=20%:100%:5", ["20 %", "40 %", "60 %", "80 %", "100 %"]),
+        ("device=5%:100%:2", ["5 %", "100 %"]),
+        ("h2d=1GB:100GB:3", ["1 GB/s", "10 GB/s", "100 GB/s"]),
+        ("disk-read=500MB/s,6.5GB/s", ["500 MB/s", "6.5 GB/s"]),
+        ("latency-us=0:100:3", ["0 µs", "50 µs", "100 µs"]),
+        ("page-size=64KiB:16MiB", [f"{64 << n} KiB" for n in range(4)] + ["1 MiB"]),
+        ("page-size=64KiB:16MiB:3", ["64 KiB", "1 MiB", "16 MiB"]),
+        ("page-size=1MiB:4MiB:9", ["1 MiB", "2 MiB", "4 MiB"]),
+        (" link = 8GB , 8GB, 16GB ", ["8 GB/s", "16 GB/s"]),
+        ("device=24GiB,24.001GiB", ["24 GiB", "24.001 GiB"]),
+    ],
+)
+def test_sweeps_that_are_meant(text: str, labels: list[str]) -> None:
+    assert list(parse_axis(text).labels)[: len(labels)] == labels
+
+
+def test_spacing_hits_both_ends() -> None:
+    values = parse_axis(f"device=3333333333:{100 * GiB}:7").values
+    assert values[0] == 3333333333
+    assert values[-1] == 100 * GiB
+    factors = [b / a for a, b in pairwise(values)]  # type: ignore[operator]
+    assert max(factors) == pytest.approx(min(factors))
+    assert parse_axis("link=1GB,2GB").fields == ("d2h_bytes_per_s", "h2d_bytes_per_s")
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("speed=1:2:3", "no 'speed' to sweep; NAME is one of device, host"),
+        ("device", "no values; write for example 'device=20%:100%:9'"),
+        ("device=,", "no values"),
+        ("device=1GiB:2GiB", "LOW:HIGH:STEPS"),
+        ("device=1:2:3:4", "LOW:HIGH:STEPS"),
+        ("device=2GiB:1GiB:4", "LOW 2GiB is not below HIGH 1GiB; turn them around"),
+        ("device=1GiB:2GiB:one", "STEPS is 'one'"),
+        ("device=1GiB:2GiB:1", "from 2 to 1000"),
+        ("device=1GiB:2GiB:1000000000", "from 2 to 1000"),
+        ("device=10%:2GiB:4", "both in % or both in bytes"),
+        ("device=lots", "not a byte count"),
+        ("device=0:5:3", "0 is too little"),
+        ("h2d=0", "0 is too little"),
+        ("host=1GiB:inf:3", "no end at inf"),
+        ("device=" + "9" * 400, "more than any machine has"),
+        ("page-size=1000:4096:2", "a page of 1000 bytes is no power of two; 1024 is"),
+        ("latency-us=-1", "no number of µs"),
+        ("latency-us=nan:1:2", "no number of µs"),
+    ],
+)
+def test_sweeps_that_are_not(text: str, said: str) -> None:
+    with pytest.raises(click.BadParameter) as error:
+        parse_axis(text)
+    assert said in error.value.message
+    assert repr(text)[1:-1] in error.value.message
+
+
+@pytest.mark.parametrize(("text", "value"), [("95%", 95.0), (" 99.5 % ", 99.5), ("80", 80.0)])
+def test_targets(text: str, value: float) -> None:
+    assert percent(text) == value
+
+
+@pytest.mark.parametrize("text", ["0", "101%", "nan", "fast", "", "%", "0.95", "1"])
+def test_no_targets(text: str) -> None:
+    with pytest.raises(click.BadParameter):
+        percent(text)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--sweep", "link=1GB", "--sweep", "h2d=2GB"), "link and h2d: both set h2d_bytes_per_s"),
+        (("--sweep", "host=1,2", "--sweep", "host=3"), "host twice"),
+        (("--sweep", "device=1:999:999", "--sweep", "link=1,2"), "1696 plans; at most 1000"),
+        (("--sweep", "link=1GB", "--target", "95%"), "two questions"),
+        (("--target", "95%", "--device-bytes", "50%"), "--device-bytes is what --target looks for"),
+        (("--target", "often"), "'often'"),
+        (("PLAN", "--target", "95%"), "leave out PLAN"),
+        (("PLAN", "--quick"), "--quick is for planning"),
+        (("PLAN", "--sweep", "page-size=1000,2000"), "pages of one size"),
+        (("PLAN", "--csv", "points.csv"), "--csv"),
+        (("--stalls", "3"), "--stalls"),
+        (("--policies", "magic"), "magic"),
+        (("--policies", ","), "--policies names none of lru"),
+        (("--csv", "/no/such/folder/points.csv"), "no folder"),
+    ],
+)
+def test_what_does_not_go_together(
+    arguments: tuple[str, ...],
+    said: str,
+    trace_path: Path,
+    machine_path: Path,
+    save_plan: Callable[..., Path],
+) -> None:
+    given = [save_plan(MOVES) if word == "PLAN" else word for word in arguments]
+    assert said in refused("simulate", trace_path, *given, "--hardware", machine_path)
+
+
+# --- sweeps --------------------------------------------------------------------------------------
+
+
+def swept(trace: Path, machine: Path, *arguments: object) -> Any:
+    return run_json("simulate", trace, "--hardware", machine, *arguments)
+
+
+def test_each_point_is_planned_by_each_policy(trace_path: Path, machine_path: Path) -> None:
+    found = swept(trace_path, machine_path, "--sweep", "device=3000:6000:4")
+    assert found["ideal_us"] == 30.0
+    assert found["peak_bytes"] == 6 * PAGE
+    (axis,) = found["axes"]
+    assert (axis["name"], axis["fields"], len(axis["labels"])) == ("device", ["device_bytes"], 4)
+    points = [(p["policy"], p["device_bytes"], p["iteration_us"]) for p in found["points"]]
+    lp = [("lp", 3000, None), ("lp", 4000, 50.0), ("lp", 5000, 40.0), ("lp", 6000, 30.0)]
+    assert points[:4] == [(a, b, c if c is None else pytest.approx(c)) for a, b, c in lp]
+    assert [policy for policy, _, _ in points[4:]] == ["lru"] * 4
+    assert all(b >= a - 1e-9 for (_, _, a), (_, _, b) in zip(points[1:4], points[5:]))
+    first = found["points"][0]
+    assert (first["feasible"], first["reason"]) == (False, "op 1 'fill' alone needs 3.91 KiB")
+    assert first["disk_bytes"] == "inf"
+    assert all(
+        p["peak_device_bytes"] <= p["device_bytes"] for p in found["points"] if p["feasible"]
+    )
+
+
+def test_a_grid_with_shares_and_page_sizes(trace_path: Path, machine_path: Path) -> None:
+    arguments = ("--sweep", "page-size=1000,3000", "--sweep", "device=70%,100%")
+    found = swept(trace_path, machine_path, *arguments, "--policies", "lru")
+    # In pages of 3000 bytes the weight has 1 page, the activation 2: 70 % are 2 pages.
+    sizes = [(p["page_size"], p["device_bytes"]) for p in found["points"]]
+    assert sizes == [(1000, 4000), (1000, 6000), (3000, 6000), (3000, 9000)]
+
+
+def test_a_plan_on_other_machines(
+    trace_path: Path, machine_path: Path, save_plan: Callable[..., Path]
+) -> None:
+    """Its two pages come back while nothing else goes on: 2 · 1000 bytes at the link's rate."""
+    plan = save_plan(MOVES)
+    arguments = ("simulate", trace_path, plan, "--hardware", machine_path, "--sweep")
+    found = run_json(*arguments, "link=50MB,100MB,1GB")
+    times = [p["iteration_us"] for p in found["points"]]
+    assert times == pytest.approx([70.0, 50.0, 32.0])
+    assert {p["policy"] for p in found["points"]} == {"by hand"}
+    result = run(*arguments, "device=1000,2000")
+    assert result.exit_code == 1
+    assert "nothing runs at any of 2 points" in result.stderr
+    assert result.stdout.count("no plan") == 2
+
+
+def test_no_sweep_is_one_point(trace_path: Path, machine_path: Path) -> None:
+    found = swept(trace_path, machine_path)
+    assert [(p["policy"], p["device_bytes"]) for p in found["points"]] == [
+        ("lp", 4000),
+        ("lru", 4000),
+    ]
+
+
+def test_tables_curves_and_csv(trace_path: Path, machine_path: Path, tmp_path: Path) -> None:
+    out = tmp_path / "points.csv"
+    arguments = (
+        "simulate",
+        trace_path,
+        "--hardware",
+        machine_path,
+        "--sweep",
+        "device=3000:6000:4",
+    )
+    result = run(*arguments, "--csv", out)
+    assert result.exit_code == 0, result.stderr
+    lines = result.stdout.splitlines()
+    assert max(map(len, lines[4:])) <= 80
+    assert "2.93 KiB: op 1 'fill' alone needs 3.91 KiB" in lines
+    assert "% of the ideal by device:   o lp   x lru   & several" in lines
+    assert "\x1b" not in result.stdout
+    with out.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    points = swept(trace_path, machine_path, "--sweep", "device=3000:6000:4")["points"]
+    assert [row["iteration_us"] for row in rows] == [
+        "" if p["iteration_us"] is None else str(p["iteration_us"]) for p in points
+    ]
+    assert list(rows[0]) == list(points[0])
+
+
+def test_curves_too_many_to_tell_apart_are_left_out(trace_path: Path, machine_path: Path) -> None:
+    arguments = (
+        "simulate",
+        trace_path,
+        "--hardware",
+        machine_path,
+        "--sweep",
+        "device=4000:6000:3",
+    )
+    many = run(*arguments, "--sweep", "link=1MB:9MB:3", "--sweep", "host=1MB,2MB")
+    assert many.exit_code == 0
+    assert "% of the ideal by" not in many.stdout
+    few = run(*arguments, "--sweep", "link=1MB:9MB:3")
+    assert "x lp, 3 MB/s" in few.stdout
+    assert max(map(len, few.stdout.splitlines()[4:])) <= 80
+
+
+# --- curves --------------------------------------------------------------------------------------
+
+
+def drawn(curves: Curves, width: int = 60, **options: Any) -> list[str]:
+    console = Console(width=width, **options)
+    with console.capture() as capture:
+        console.print(curves)
+    return capture.get().splitlines()
+
+
+def test_a_curve_by_hand() -> None:
+    series = [
+        Series("up", [(1, 0.0), (2, 50.0), (3, 100.0)]),
+        Series("flat", [(1, None), (2, 50.0), (3, 50.0)]),
+    ]
+    lines = drawn(Curves("speed", series, [(1, "one"), (2, "two"), (3, "three")]))
+    assert lines[0] == "speed:   o up   x flat   & several"
+    rows = {line[:7].strip(): line for line in lines[1:15]}
+    assert rows["100 %"].endswith("o")
+    assert rows["0 %"].startswith("    0 % ┤o")
+    middle = next(line for line in lines[1:] if "&" in line)
+    assert middle.endswith("x")
+    assert middle.index("&") == lines[-2].index("┬", 12)
+    assert lines[-1].split() == ["one", "two", "three"]
+    assert max(map(len, lines)) <= 60
+    coloured = drawn(Curves("speed", series, []), force_terminal=True, color_system="standard")
+    assert any("\x1b[" in line for line in coloured)
+
+
+def test_curves_that_are_hardly_one() -> None:
+    assert drawn(Curves("none", [Series("a", [(1, None), (2, None)])], [])) == []
+    assert drawn(Curves("one", [Series("a", [(1, 5.0)])], [])) == []
+    flat = drawn(Curves("flat", [Series("a", [(1, 100.0), (1024, 100.0)])], [], logarithmic=True))
+    assert flat[1].startswith("  100 % ┤o")
+
+
+# --- targets -------------------------------------------------------------------------------------
+
+
+def test_least_memory_by_hand(trace_path: Path, machine_path: Path) -> None:
+    found = swept(trace_path, machine_path, "--target", "75%")
+    assert (found["ideal_us"], found["peak_bytes"], found["target_percent"]) == (30.0, 6000, 75.0)
+    lp, lru = found["policies"]
+    assert (lp["policy"], lp["reached"], lp["device_bytes"]) == ("lp", True, 5000)
+    assert lp["predicted"]["percent_of_ideal"] == pytest.approx(75.0)
+    assert lp["checked_by"] == ["simulator", "validator"]
+    assert lp["next_smaller_tried_bytes"] == lp["smallest_feasible_bytes"] == 4000
+    assert lp["no_plan_reaches_it_at_bytes"] == 4000
+    assert lp["found_to_bytes"] == PAGE
+    assert (lru["reached"], lru["device_bytes"]) == (True, 6000)
+    assert [p["device_bytes"] for p in lp["points"]] == [4000, 5000, 6000]
+
+
+def test_target_says_what_was_checked(trace_path: Path, machine_path: Path) -> None:
+    arguments = ("simulate", trace_path, "--hardware", machine_path, "--target")
+    text = run(*arguments, "75%").stdout
+    assert "lp: 4.88 KiB is enough for 75 % of the ideal speed (83.3 % of the peak)" in text
+    assert "checked by the simulator and the validator" in text
+    assert "the smallest budget that runs is 3.91 KiB, at 60.00 %" in text
+    assert "- - - -" in text  # the target in the picture
+    assert max(map(len, text.splitlines()[3:])) <= 80
+    assert "with less nothing runs at all" in run(*arguments, "10%").stdout
+
+
+class Imagined(Evaluator):
+    """``speed`` gives percent of the ideal by pages of device memory, ``None``: nothing runs.
+    The trace has 2,000 pages, of which each op needs 10."""
+
+    def __init__(self, speed: Callable[[int], float | None]) -> None:
+        tensors = [(n, 10, True) for n in range(200)]
+        ops = [(f"op {n}", 1.0, [n], []) for n in range(200)]
+        super().__init__(make_trace(tensors, ops, page_size=1), 1)
+        self.jobs, self.speed, self.tried = 3, speed, 0
+
+    def run(
+        self, tasks: Sequence[Task], done: Callable[[Outcome], None] | None = None
+    ) -> list[Outcome]:
+        self.tried += len(tasks)
+        return [self.outcome(task) for task in tasks]
+
+    def outcome(self, task: Task) -> Outcome:
+        percent = self.speed(int(task.hardware.device_bytes))
+        if percent is None:
+            return Outcome(task.policy, task.hardware, None, 0.0, "too little")
+        predicted = Predicted(20000.0 / percent, 200.0, 0.0, 0, 0, 0, 0, 0, 0)
+        return Outcome(task.policy, task.hardware, predicted, 0.0)
+
+
+def found(speed: Callable[[int], float | None], target: float) -> tuple[Answer, int]:
+    evaluator = Imagined(speed)
+    return least_memory(evaluator, "any", Hardware(1, page_size=1), target), evaluator.tried
+
+
+def budget(outcome: Outcome | None) -> float | None:
+    return None if outcome is None else outcome.hardware.device_bytes
+
+
+def test_the_search_finds_the_page() -> None:
+    answer, tried = found(lambda pages: pages / 20, 60)
+    assert (budget(answer.enough), budget(answer.below)) == (1200, 1199)
+    assert budget(answer.smallest) == 10
+    assert tried < 25
+    least, tried = found(lambda pages: pages / 20 if pages >= 777 else None, 10)
+    assert budget(least.enough) == budget(least.smallest) == 777
+    assert tried < 25
+
+
+def test_the_search_where_more_may_be_slower() -> None:
+    """Good from 500 to 800 pages and from 1,700 on: the samples show the lower range."""
+    answer, _ = found(lambda pages: 90.0 if 500 <= pages < 800 or pages >= 1700 else 20.0, 50)
+    assert budget(answer.enough) == 500
+    nowhere, tried = found(lambda pages: min(pages / 20, 70.0), 80)
+    assert nowhere.enough is None
+    assert budget(nowhere.fastest) >= 1400  # type: ignore[operator]
+    assert tried < 12
+
+
+def test_intervals() -> None:
+    assert _between(0, 10, 4) == [2, 4, 6, 8]
+    assert _between(3, 5, 7) == [4]
+    assert _between(3, 4, 7) == []
+
+
+def test_a_policy_that_never_gets_there(
+    trace_path: Path, machine_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It sends the weight out at any budget, and waits 20 µs for it."""
+    from tensorpager.planner.plan import Plan
+    from tensorpager.planner.policies import registry
+
+    def idle(trace: Any, hardware: Hardware) -> Plan:
+        device = hardware.device_bytes
+        return Plan("idle", PAGE, device, hardware.host_bytes, hardware.disk_bytes, MOVES)
+
+    monkeypatch.setitem(registry.POLICIES, "idle", idle)
+    arguments = ("simulate", trace_path, "--hardware", machine_path, "--policies", "idle")
+    result = run(*arguments, "--target", "90%")
+    assert result.exit_code == 1
+    assert "idle: no device budget reaches 90 % of the ideal speed" in result.stderr
+    assert "the fastest tried is 60.00 %" in result.stdout
+    both = run_json(*arguments[:-1], "idle,lp", "--target", "90%")
+    assert [answer["reached"] for answer in both["policies"]] == [False, True]
+
+
+# --- processes -----------------------------------------------------------------------------------
+
+
+def test_processes_give_what_this_one_gives() -> None:
+    trace = weight_trace()
+    machine = Hardware(4000, 10**6, float("inf"), 1e8, 1e8, 25e6, 25e6, page_size=PAGE)
+    tasks = [Task(p, machine.with_(device_bytes=n)) for p in ("lru", "g10") for n in (3000, 5000)]
+    with Evaluator(trace, 1) as here, Evaluator(trace, 2) as there:
+        one, other = here.run(tasks), there.run(tasks)
+        pool = there._pool
+    assert pool is not None
+    assert [o.predicted for o in one] == [o.predicted for o in other]
+    assert [o.reason for o in one] == [o.reason for o in other]
+
+
+@pytest.mark.slow
+def test_a_killed_process_is_named() -> None:
+    import multiprocessing
+
+    trace = weight_trace()
+    with Evaluator(trace, 2) as evaluator:
+        evaluator.run([Task("lru", Hardware(6000, page_size=PAGE))])
+        for process in multiprocessing.active_children():
+            process.kill()
+            process.join()
+        with pytest.raises(PagerError, match="--jobs 1"):
+            evaluator.run([Task("lru", Hardware(6000, page_size=PAGE))])
+
+
+@pytest.mark.slow
+def test_interrupted_it_ends_at_once_and_leaves_nothing(tmp_path: Path) -> None:
+    layers, page = 400, 1 << 20
+    tensors = [(n, 4 * page, True) for n in range(layers)]
+    ops = [(f"op {n}", 50.0, [n % layers], [n % layers]) for n in range(2 * layers)]
+    write_trace(tmp_path / "t.parquet", make_trace(tensors, ops, page_size=page))
+    program = "from tensorpager.pager.cli import main; main(prog_name='tensorpager')"
+    machines = ["--hardware", "g10", "--page-size", "1MiB", "--sweep", "device=5%:90%:300"]
+    process = subprocess.Popen(
+        [sys.executable, "-c", program, "simulate", "t.parquet", *machines, "--jobs", "2"],
+        cwd=tmp_path,
+        start_new_session=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    time.sleep(4)
+    os.killpg(process.pid, signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert (process.returncode, out, err.split()) == (130, "", ["tensorpager:", "interrupted"])
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline:
+        try:
+            os.killpg(process.pid, 0)
+        except ProcessLookupError:
+            return
+        time.sleep(0.1)
+    pytest.fail("processes are left")
+
+
+def test_json_is_strict(trace_path: Path, machine_path: Path) -> None:
+    result = run(
+        "simulate", trace_path, "--hardware", machine_path, "--sweep", "host=1MB,inf", "--json"
+    )
+
+    def refuse(name: str) -> None:
+        raise AssertionError(name)
+
+    json.loads(result.stdout, parse_constant=refuse)
