@@ -17,7 +17,8 @@ _POLICIES = ("lp", "lru")
 
 class Arguments(NamedTuple):
     """What a user asked for. ``reserve``: bytes for dense temporaries, ``None`` if they are to be
-    measured; ``frames``: what the arena begins with."""
+    measured; ``frames``: what the arena begins with; ``metrics``: whether to publish them, and
+    ``metrics_path`` a file to publish them in too."""
 
     budget_bytes: dict[str, int]
     page_size: int
@@ -25,6 +26,8 @@ class Arguments(NamedTuple):
     frames: int
     disk_path: Path | None
     device: torch.device
+    metrics: bool
+    metrics_path: Path | None
 
 
 def check_arguments(
@@ -36,6 +39,7 @@ def check_arguments(
     dense_reserve: int | str,
     device: str | torch.device | None,
     policy: str,
+    metrics: bool | str | os.PathLike[str] | None,
 ) -> Arguments:
     """Raises ``InfeasibleBudget`` or ``ValueError`` for what cannot work; see ``Pager``."""
     budget_bytes = {
@@ -55,7 +59,29 @@ def check_arguments(
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     folder = Path(disk_path) if budget_bytes["disk"] and disk_path is not None else None
-    return Arguments(budget_bytes, page_bytes, reserve, frames, folder, torch.device(device))
+    publish, metrics_path = _check_metrics(metrics)
+    return Arguments(
+        budget_bytes, page_bytes, reserve, frames, folder, torch.device(device), publish,
+        metrics_path,
+    )  # fmt: skip
+
+
+def _check_metrics(metrics: bool | str | os.PathLike[str] | None) -> tuple[bool, Path | None]:
+    """Whether to publish, and a file for it. What cannot be written is refused before the tiers
+    are reserved."""
+    if metrics is None or isinstance(metrics, bool):
+        return bool(metrics), None
+    if not isinstance(metrics, (str, os.PathLike)) or not os.fspath(metrics):
+        raise ValueError(f"metrics={metrics!r} must be True, None or the path of a file to write")
+    path = Path(metrics)
+    if path.is_dir():
+        raise ValueError(f"metrics={os.fspath(path)!r} is a folder; name a file in it")
+    if not path.absolute().parent.is_dir():
+        raise ValueError(
+            f"metrics={os.fspath(path)!r}: there is no folder {path.absolute().parent}; make it "
+            "first, or pass True"
+        )
+    return True, path
 
 
 def _check_page_size(size: int) -> int:

@@ -37,6 +37,7 @@ from .explain import explain
 from .follower import Follower
 from .fused_states import Format
 from .host import HostTier
+from .metrics import Metrics
 from .migration import Migration
 from .overlap import Overlap
 from .page_table import Int32, PageTable
@@ -70,6 +71,10 @@ class Pager:
         policy: ``"lp"`` (the default) plans what each kind of iteration moves, and when; until a
             plan is there it pages on demand, as ``"lru"`` always does.
         verify: check a checksum on every way in from the host too (disk is always checked).
+        metrics: ``True`` publishes what ``tensorpager top`` shows while the training runs, in
+            memory that ends with the process. A path: in that file too (mode 0600), for readers in
+            other containers; it is removed at close and exit, a kill leaves it to the next run.
+            ``pager.metrics.log("loss", value)`` adds numbers of your own.
 
     Raises ``InfeasibleBudget``, ``PagerError`` or ``ValueError`` at once for budgets and paths that
     cannot work. Use as a context manager or call :meth:`close`. Not for use in forked children.
@@ -86,11 +91,12 @@ class Pager:
         device: str | torch.device | None = None,
         policy: str = "lp",
         verify: bool = False,
+        metrics: bool | str | os.PathLike[str] | None = None,
     ) -> None:
         self.closed_reason: str | None = "is not open"
         given = check_arguments(
             device_budget, host_budget, disk_budget, disk_path, page_size, dense_reserve, device,
-            policy,
+            policy, metrics,
         )  # fmt: skip
         self.device, self.policy = given.device, policy
         self.page_size, self.budget_bytes = given.page_size, dict(given.budget_bytes)
@@ -119,11 +125,14 @@ class Pager:
         self.on_iteration: list[IterationListener] = []
         self._settling = Settling(self)
         self._inside = False
+        self.metrics = Metrics(self)
         self.closed_reason = None
         guard_data(self.saved)
         _open_pagers.add(self)
         try:
             recording_from_environment(self)
+            if given.metrics:
+                self.metrics.open(given.metrics_path)
         except BaseException:
             self.close()
             raise
@@ -246,6 +255,7 @@ class Pager:
         if self._inside:
             raise PagerError("iteration() is already running; iterations do not nest")
         self._inside = True
+        self.metrics.begin()
         self._count_buffers()
         self._settling.begin()
         ok = False
@@ -271,6 +281,7 @@ class Pager:
         if self.budget.metering:
             self._settling.settle()
         self.iterations += 1
+        self.metrics.end()
 
     def _begin(self) -> None:
         self.overlap.begin()
@@ -533,6 +544,7 @@ class Pager:
         if self.closed_reason is not None:
             return
         self.closed_reason = "was closed"
+        self.metrics.close()
         if self.follower is not None:
             self.follower.stop()
         for stream in list(self.residency.streams):
@@ -582,6 +594,7 @@ def _disown_in_child() -> None:
     """Arenas are not inherited by a forked child: say so instead of crashing there."""
     for pager in list(_open_pagers):
         pager.closed_reason = "does not exist in this forked process"
+        pager.metrics.forget()
 
 
 os.register_at_fork(after_in_child=_disown_in_child)

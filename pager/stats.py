@@ -4,13 +4,22 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from .host_rows import host_row_bytes
+
 if TYPE_CHECKING:
     from .follower import Follower
+    from .frame_pool import FramePool
     from .runtime import Pager
 
 
 def snapshot(pager: Pager) -> dict[str, Any]:
     """What ``Pager.stats`` gives; keys are listed in ``pager/README.md``."""
+    return {**counters(pager), **plan_figures(pager.follower)}
+
+
+def counters(pager: Pager) -> dict[str, Any]:
+    """The part that any thread may ask for, without the pager's lock: it is numbers that are there
+    anyway. Numbers that belong together may be of slightly different instants then."""
     size, follower = pager.page_size, pager.follower
     residency, migration, budget = pager.residency, pager.migration, pager.budget
     dense = budget.dense_peak
@@ -18,6 +27,11 @@ def snapshot(pager: Pager) -> dict[str, Any]:
     return {
         "mode": follower.mode if follower is not None else "demand",
         "iterations": pager.iterations,
+        "used_bytes": {
+            "device": _used(residency.pool) * size,
+            "host": _used(pager.host.slots) * size,
+            "disk": _used(pager.disk.slots) * size if pager.disk is not None else 0,
+        },
         "peak_bytes": {
             "device": max(budget.peak_bytes(), _with_overlap(pager)),
             "host": migration.peak_host_slots * size,
@@ -30,15 +44,37 @@ def snapshot(pager: Pager) -> dict[str, Any]:
         "live_bytes": pager.space.live_pages * size,
         "faults": residency.faults,
         "overlap_updates": pager.overlap.updates,
-        **_planned(follower),
+        **_moves(follower),
         "bytes_out": migration.bytes_out,
         "bytes_in": migration.bytes_in,
         "disk_bytes_written": pager.disk.bytes_written if pager.disk else 0,
         "channel_bytes": dict(migration.moved),
         "stall_us": pager.stall_us,
         "gathers": pager.gathers,
+        "host_row_bytes": host_row_bytes(pager),
         "compactions": residency.compactions,
         "fits": pager.fits,
+    }
+
+
+def _used(pool: FramePool) -> int:
+    count = pool.count
+    return min(max(0, count - pool.free_count), count)
+
+
+def _moves(follower: Follower | None) -> dict[str, int]:
+    """What planning did."""
+    if follower is None:
+        zeros = ("prefetches", "prefetch_hits", "departures", "planned_iterations", "kinds")
+        return dict.fromkeys(zeros, 0)
+    executor = follower.executor
+    prefetches = executor.transfers.prefetched
+    return {
+        "prefetches": prefetches,
+        "prefetch_hits": max(0, prefetches - executor.late),
+        "departures": follower.departures,
+        "planned_iterations": follower.planned_iterations,
+        "kinds": len(follower.kinds.all),
     }
 
 
@@ -49,16 +85,14 @@ def _with_overlap(pager: Pager) -> int:
     return pager.residency.peak_frames * pager.page_size + pager.overlap.dense_peak
 
 
-def _planned(follower: Follower | None) -> dict[str, Any]:
-    """What planning did; times are of the latest iteration's kind."""
-    found: dict[str, Any] = dict.fromkeys(
+def plan_figures(follower: Follower | None) -> dict[str, float | None]:
+    """Times by the plan and measured, in µs, of the latest iteration's kind."""
+    found: dict[str, float | None] = dict.fromkeys(
         ("predicted_us", "measured_us", "ideal_us", "bound_us", "iteration_stall_us")
     )
     if follower is None:
-        zeros = ("prefetches", "prefetch_hits", "departures", "planned_iterations", "kinds")
-        return {**dict.fromkeys(zeros, 0), **found}
-    executor, kind = follower.executor, follower.current
-    prefetches = executor.transfers.prefetched
+        return found
+    kind = follower.current
     found["iteration_stall_us"] = follower.stall_us_last
     if kind is not None and kind.guide is not None:
         plan = kind.guide.plan
@@ -66,11 +100,4 @@ def _planned(follower: Follower | None) -> dict[str, Any]:
         found["ideal_us"] = kind.guide.trace.ideal_us
         found["bound_us"] = plan.bound.iteration_us if plan.bound is not None else None
         found["measured_us"] = kind.measured
-    return {
-        "prefetches": prefetches,
-        "prefetch_hits": max(0, prefetches - executor.late),
-        "departures": follower.departures,
-        "planned_iterations": follower.planned_iterations,
-        "kinds": len(follower.kinds.all),
-        **found,
-    }
+    return found

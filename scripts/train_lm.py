@@ -29,15 +29,16 @@ from lm.data import load_corpus
 from lm.memory import Memory, PagedMemory, PlainMemory
 from lm.options import Options, UsageError, parse_options
 from lm.report import StepPrinter, make_record, print_summary, write_json
+from lm.scalars import Scalars
 from lm.trainer import Trainer
 
 import tensorpager as tp
 
 
-def open_memory(options: Options, stack: ExitStack) -> Memory:
+def open_memory(options: Options, stack: ExitStack) -> tuple[Memory, tp.Pager | None]:
     """The pager with the options' budgets, closed by ``stack``; or none."""
     if not options.pager:
-        return PlainMemory(options.device)
+        return PlainMemory(options.device), None
     budgets = {tier: options.budget_bytes(tier, options.needed) for tier in ("host", "disk")}
     try:
         pager = tp.Pager(
@@ -48,10 +49,11 @@ def open_memory(options: Options, stack: ExitStack) -> Memory:
             page_size=options.page_size,
             policy=options.policy,
             device=options.device,
+            metrics=options.metrics,
         )
     except (ValueError, OSError) as error:
         raise UsageError(str(error)) from error
-    return PagedMemory(stack.enter_context(pager))
+    return PagedMemory(stack.enter_context(pager)), pager
 
 
 def train(options: Options) -> None:
@@ -63,7 +65,8 @@ def train(options: Options) -> None:
     losses: list[float] = []
     step_seconds: list[float] = []
     with ExitStack() as stack:
-        memory = open_memory(options, stack)
+        scalars = stack.enter_context(Scalars(options.tensorboard))
+        memory, pager = open_memory(options, stack)
         trainer = Trainer(options, memory, corpus)
         if options.resume is not None:
             trainer.restore(load_checkpoint(options.resume))
@@ -74,7 +77,13 @@ def train(options: Options) -> None:
                 started = time.perf_counter()
                 losses.append(trainer.step())
                 step_seconds.append(time.perf_counter() - started)
-                peaks = memory.report().peak_bytes if options.pager else None
+                stats = None if pager is None else pager.stats()
+                rate = options.batch * options.seq / step_seconds[-1]
+                if pager is not None:
+                    pager.metrics.log("loss", losses[-1])
+                    pager.metrics.log("tokens/s", rate)
+                scalars.step(step, losses[-1], rate, step_seconds[-1], stats)
+                peaks = None if stats is None else stats["peak_bytes"]
                 printer.step(step, losses[-1], step_seconds[-1], peaks)
         if options.save is not None:
             save_checkpoint(options.save, trainer.checkpoint())

@@ -47,6 +47,8 @@ class Options:
     resume: Path | None
     save: Path | None
     json: Path | None
+    metrics: bool
+    tensorboard: Path | None
 
     def budget_bytes(self, tier: str, needed: int | None) -> int:
         """Bytes of the tier's budget, 0 if not given. ``needed`` is what 100 % means."""
@@ -110,6 +112,8 @@ def _build_parser() -> argparse.ArgumentParser:
     add("--resume", type=Path, metavar="FILE", help="go on from a checkpoint")
     add("--save", type=Path, metavar="FILE", help="write a checkpoint at the end")
     add("--json", type=Path, metavar="FILE", help="write losses, times and peaks")
+    add("--metrics", action="store_true", help="let 'tensorpager top' look on")
+    add("--tensorboard", type=Path, metavar="DIR", help="write scalars for TensorBoard")
     return parser
 
 
@@ -157,6 +161,8 @@ def _check_combination(options: Options) -> None:
         raise UsageError(f"--no-pager and {other} exclude each other; drop one")
     if options.pager and options.device_budget is None:
         raise UsageError("--device-budget is missing; give one (such as 1GiB), or --no-pager")
+    if options.metrics and not options.pager:
+        raise UsageError("--no-pager and --metrics exclude each other: it is the pager's metrics")
     if options.disk_budget is not None and options.disk_path is None:
         raise UsageError("--disk-budget needs --disk-path, the folder that the file goes to")
     if options.compare and options.save is not None:
@@ -173,13 +179,17 @@ def _check_paths(options: Options) -> None:
             raise UsageError(f"{flag}={path}: there is no folder {path.absolute().parent}")
         if path is not None and path.is_dir():
             raise UsageError(f"{flag}={path} is a folder; name a file in it")
+    folder = options.tensorboard
+    if folder is not None and folder.exists() and not folder.is_dir():
+        raise UsageError(f"--tensorboard={folder} is a file; name a folder")
     if options.disk_path is not None and not options.disk_path.is_dir():
         raise UsageError(f"--disk-path={options.disk_path} is not a folder; make it first")
 
 
 def plain_arguments(options: Options, json: Path) -> list[str]:
     """The command line of the run that ``options`` compares with."""
-    return [*_common_arguments(options), "--no-pager", f"--json={json}"]
+    scalars = _scalars_argument(options, "plain")
+    return [*_common_arguments(options), *scalars, "--no-pager", f"--json={json}"]
 
 
 def paged_arguments(options: Options, json: Path, needed: int) -> list[str]:
@@ -190,12 +200,19 @@ def paged_arguments(options: Options, json: Path, needed: int) -> list[str]:
     where = [f"--disk-path={options.disk_path}"] if options.disk_path is not None else []
     return [
         *_common_arguments(options),
+        *_scalars_argument(options, "paged"),
+        *(["--metrics"] if options.metrics else []),
         *budgets,
         *where,
         f"--page-size={options.page_size}",
         f"--policy={options.policy}",
         f"--json={json}",
     ]
+
+
+def _scalars_argument(options: Options, run: str) -> list[str]:
+    """TensorBoard shows the folders of one folder as runs to compare."""
+    return [f"--tensorboard={options.tensorboard / run}"] if options.tensorboard else []
 
 
 def _common_arguments(options: Options) -> list[str]:

@@ -5,10 +5,13 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from lm.options import UsageError, paged_arguments, parse_options, plain_arguments
+from lm.scalars import Scalars
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "train_lm.py"
 TINY = ("--preset=tiny", "--steps=8", "--page-size=64KiB")
@@ -227,6 +230,97 @@ def test_comparison_passes_on_that_the_budget_is_impossible() -> None:
     result = run(*TINY, "--compare", "--device-budget=1%", "--host-budget=40MiB")
     assert result.returncode == 2
     assert result.stderr.count("\n") == 1
+
+
+# -- looking on ----------------------------------------------------------------------------------
+class _Writer:
+    """Stands in for TensorBoard's, which is not installed everywhere."""
+
+    def __init__(self, folder: Path) -> None:
+        self.points: dict[tuple[str, int], float] = {}
+        self.closed = False
+
+    def add_scalar(self, name: str, value: float, step: int) -> None:
+        self.points[name, step] = value
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def _stats(scale: int) -> dict[str, Any]:
+    return {
+        "stall_us": 250_000.0 * scale,
+        "bytes_out": 100 * scale,
+        "bytes_in": 50 * scale,
+        "used_bytes": {"device": 1, "host": 2, "disk": 3},
+        "peak_bytes": {"device": 4, "host": 5, "disk": 6},
+    }
+
+
+def test_scalars_are_of_each_step(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    fake = SimpleNamespace(SummaryWriter=_Writer)
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", fake)
+    with Scalars(tmp_path) as scalars:
+        scalars.step(0, 5.5, 1000.0, 0.5, _stats(1))
+        scalars.step(1, 4.5, 2000.0, 0.5, _stats(3))
+    writer = scalars._writer
+    assert writer.closed
+    assert {name: value for (name, step), value in writer.points.items() if step == 1} == {
+        "train/loss": 4.5,
+        "train/tokens_per_s": 2000.0,
+        "memory/device_bytes": 1,
+        "memory/host_bytes": 2,
+        "memory/disk_bytes": 3,
+        "memory/device_peak_bytes": 4,
+        "paging/stall_share": 1.0,
+        "paging/bytes_moved": 300,
+    }
+    assert writer.points["paging/stall_share", 0] == 0.5
+    assert writer.points["paging/bytes_moved", 0] == 150
+
+
+def test_tensorboard_that_is_missing_is_named(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.delitem(sys.modules, "torch.utils.tensorboard", raising=False)
+    monkeypatch.setitem(sys.modules, "tensorboard", None)
+    with pytest.raises(UsageError, match="pip install tensorboard"):
+        Scalars(tmp_path / "runs")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_both_runs_of_a_comparison_write_scalars(tmp_path: Path) -> None:
+    options = parse_options(
+        ["--compare", "--device-budget=1MiB", "--metrics", f"--tensorboard={tmp_path}"]
+    )
+    plain = parse_options(plain_arguments(options, tmp_path / "plain.json"))
+    paged = parse_options(paged_arguments(options, tmp_path / "paged.json", needed=1000))
+    assert (plain.tensorboard, paged.tensorboard) == (tmp_path / "plain", tmp_path / "paged")
+    assert (plain.metrics, paged.metrics) == (False, True)
+
+
+def test_options_for_looking_on_that_cannot_work(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="--no-pager and --metrics"):
+        parse_options(["--no-pager", "--metrics"])
+    file = tmp_path / "file"
+    file.touch()
+    with pytest.raises(UsageError, match="is a file; name a folder"):
+        parse_options(["--no-pager", f"--tensorboard={file}"])
+
+
+@pytest.mark.slow
+def test_tensorboard_reads_what_a_run_writes(tmp_path: Path) -> None:
+    events = pytest.importorskip(
+        "tensorboard.backend.event_processing.event_accumulator", reason="needs tensorboard"
+    )
+    record = train(
+        tmp_path / "run.json", *TINY, "--device-budget=64MiB", f"--tensorboard={tmp_path / 'runs'}"
+    )
+    found = events.EventAccumulator(str(tmp_path / "runs"))
+    found.Reload()
+    losses = [point.value for point in found.Scalars("train/loss")]
+    assert losses == pytest.approx(record["losses"])
+    assert {"memory/device_bytes", "paging/stall_share"} <= set(found.Tags()["scalars"])
 
 
 @pytest.mark.gpu
