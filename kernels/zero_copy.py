@@ -37,6 +37,7 @@ MAX_BLOCK_BYTES = 28 << 10
 PROGRAMS = 12
 TILE_BYTES = 16 << 10  # in flight in each program
 SMALL_BLOCK_BYTES = 2 << 10
+BLOCK_SIZES = (*(1 << shift for shift in range(8, 15)), MAX_BLOCK_BYTES)
 
 Integers = npt.NDArray[np.int64] | Sequence[int]
 
@@ -95,16 +96,20 @@ def row_blocks_of(
     page_bytes: int,
     page_addresses: npt.NDArray[np.int64],
     out_address: int,
+    places: Integers | None = None,
 ) -> Blocks:
     """The blocks that a lookup of rows consists of, cut at page borders and MAX_BLOCK_BYTES.
 
     indices : rows, [n]. page_addresses : int64 [pages], where each page is, in page-locked host
         memory or on the device; those of pages that hold no row looked up do not matter.
-    out_address : of the dense rows [n, row_bytes].
+    out_address : of dense rows, row_bytes each. places : [n], which of them takes each row; by
+        default they take the rows in order.
     """
     rows = np.asarray(indices, np.int64).reshape(-1)
     begin = rows * row_bytes
-    at = out_address + np.arange(len(rows), dtype=np.int64) * row_bytes
+    if places is None:
+        places = np.arange(len(rows), dtype=np.int64)
+    at = out_address + np.asarray(places, np.int64).reshape(-1) * row_bytes
     left = np.full(len(rows), row_bytes, np.int64)
     blocks: list[list[npt.NDArray[np.int64]]] = [[], [], []]
     while len(begin) and row_bytes:
@@ -223,7 +228,9 @@ class Crossover(NamedTuple):
 Measure = Callable[[Literal["kernel", "engine"], int, int], float]
 
 
-def calibrate_crossover(measure: Measure, count: int = 256, repeats: int = 5) -> Crossover:
+def calibrate_crossover(
+    measure: Measure, count: int = 256, repeats: int = 5, sizes: Sequence[int] = BLOCK_SIZES
+) -> Crossover:
     """Find where the copy engine starts to win on this machine.
 
     measure : called as measure("kernel" | "engine", block_bytes, count), gives the seconds that
@@ -231,12 +238,12 @@ def calibrate_crossover(measure: Measure, count: int = 256, repeats: int = 5) ->
     count : blocks in each measurement of the block size.
     repeats : measurements of each, both ways in turn; their median counts, so a minority of
         disturbed ones changes nothing.
+    sizes : bytes, ascending; by default the powers of two from 256 on and the kernel's limit.
 
-    Sizes are the powers of two from 256 bytes on and the limit of the kernel; between the two where
-    the winner changes the size is halved down to 1/16. Should the winner change more than once, as
-    noise makes it, the border that gives away the least time is taken.
+    Between the two sizes where the winner changes the size is halved down to 1/16. Should the
+    winner change more than once, as noise makes it, the border that gives away the least time is
+    taken.
     """
-    sizes = [*(1 << shift for shift in range(8, 15)), MAX_BLOCK_BYTES]
     lead = [_lead(measure, nbytes, count, repeats) for nbytes in sizes]
     wins = _split(lead)
     if wins == 0:

@@ -126,15 +126,15 @@ def measure(
             f"the disk tier in {disk.directory!r} cannot be measured: none of its "
             f"{disk.slots.count} slots is free; raise disk_budget (pager.grow does it now)"
         )
-    room = min(_SCRATCH_BYTES, backend.arena.numel() // 16)  # little where budgets are small
+    room = scratch_room(backend)
     piece_pages = max(1, min(TASK_BYTES, room // 4) // page_size)
     piece_bytes = piece_pages * page_size
     count = max(2, room // piece_bytes)
     with (
-        _scratch(backend, count * piece_bytes) as scratch,
+        scratch(backend, count * piece_bytes) as memory,
         _borrowed(host.slots, _HOST_BYTES, page_size) as host_runs,
     ):
-        source, *lanes = np.split(scratch, count)
+        source, *lanes = np.split(memory, count)
         _fill(source)
         pieces = [host.view(*run) for run in cut(host_runs, piece_pages)]
         link = measure_link(backend, source, pieces or lanes)
@@ -198,8 +198,13 @@ def _borrowed(slots: FramePool, nbytes: int, page_size: int) -> Iterator[list[Ru
             slots.free(*run)
 
 
+def scratch_room(backend: Backend) -> int:
+    """Bytes of memory that measuring may take beside the budgets; little where these are small."""
+    return min(_SCRATCH_BYTES, backend.arena.numel() // 16)
+
+
 @contextmanager
-def _scratch(backend: Backend, nbytes: int) -> Iterator[Bytes]:
+def scratch(backend: Backend, nbytes: int) -> Iterator[Bytes]:
     """Memory that can be copied like that of the host tier."""
     memory = _private_bytes(nbytes)
     backend.register_host(memory)

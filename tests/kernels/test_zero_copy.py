@@ -96,6 +96,19 @@ def test_rows_of_pages(backend: Backend, row_bytes: int) -> None:
     out.assert_is(b"".join(data[row * row_bytes : (row + 1) * row_bytes] for row in rows))
 
 
+def test_rows_to_any_places() -> None:
+    """Each row goes to the place that is said, in all its pieces."""
+    addresses = np.array([10_000, 50_000], np.int64)
+    blocks = row_blocks_of([0, 40, 3], 100, 4 * KIB, addresses, 1000, places=[7, 0, 2])
+    pieces = zip(*blocks.addresses.tolist(), blocks.lengths.tolist())
+    assert sorted(pieces) == [
+        (10_000, 1700, 100),
+        (10_300, 1200, 100),
+        (14_000, 1000, 96),
+        (50_000, 1096, 4),
+    ]
+
+
 @pytest.mark.parametrize("rows", [[], [0, 0]])
 def test_no_bytes(rows: list[int]) -> None:
     assert row_blocks_of(rows, 0, 4 * KIB, np.zeros(1, np.int64), 0).longest == 0
@@ -165,6 +178,23 @@ def test_fewest_blocks() -> None:
     assert found.kernel_wins(256, found.blocks)
     assert not found.kernel_wins(256, found.blocks - 1)
     assert not found.kernel_wins(MAX_BLOCK_BYTES + 1, 1000)
+
+
+def test_other_sizes() -> None:
+    """Only these, and what lies between two of them, are tried."""
+    machine = Machine(0, 12e9, 1e-6, 50e9)
+    exact = machine.crossover(16)
+    tried: set[int] = set()
+
+    def measure(way: str, nbytes: int, count: int) -> float:
+        tried.add(nbytes)
+        return machine(way, nbytes, count)
+
+    found = calibrate_crossover(measure, 16, 1, [1 << 12, 1 << 16, 1 << 20])
+    assert exact * (1 - 1 / 8) <= found.block_bytes <= exact
+    assert min(tried) >= 1 << 12
+    assert calibrate_crossover(measure, 16, 1, [64]).block_bytes == 64
+    assert calibrate_crossover(measure, 16, 1, [1 << 20]) == (0, 1)
 
 
 def test_engine_always_wins() -> None:
