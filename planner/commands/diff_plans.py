@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..change import BYTES, Change, changes, most_changed_first
+from ..difference.change import BYTES, Change, changes, most_changed_first
 from ..errors import PlanError
 from ..sizes import format_bytes
 from .checks import require_same_trace
@@ -16,13 +16,13 @@ from .tables import pairs, short, table
 from .thresholds import PLANS
 
 if TYPE_CHECKING:
+    from ..difference.plans import MovesChange
     from ..plan import Plan
-    from ..plan_difference import MovesChange
 
 
 def diff_plans(path_a: Path, path_b: Path, top: int, trace_path: Path | None) -> Report:
+    from ..difference.plans import moves_changes, plan_measures, same_plan, settings
     from ..plan import read_plan
-    from ..plan_difference import moves_changes, plan_measures, same_plan, settings
 
     a, b = read_plan(path_a), read_plan(path_b)
     names = _names(trace_path, [(a, path_a), (b, path_b)])

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..change import BYTES, COUNT, Change
+from ..difference.change import BYTES, COUNT, Change
 from ..sizes import format_bytes
 from .tables import format_us, table
 

@@ -7,19 +7,19 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..change import BYTES, US, Change, changes, most_changed_first
+from ..difference.change import BYTES, US, Change, changes, most_changed_first
 from ..sizes import format_bytes
 from .diff_tables import Report, cells, change_json, delta, measure_table, pair, percent
 from .tables import format_us, pairs, short, table
 from .thresholds import TRACES
 
 if TYPE_CHECKING:
-    from ..difference import OpChange, Peak, TensorChange
+    from ..difference.traces import OpChange, Peak, TensorChange
     from ..trace import Trace
 
 
 def diff_traces(path_a: Path, path_b: Path, top: int) -> Report:
-    from ..difference import differing, measures, op_changes, peak_of, tensor_changes
+    from ..difference.traces import differing, measures, op_changes, peak_of, tensor_changes
     from ..trace_file import read_trace
 
     a, b = read_trace(path_a), read_trace(path_b)

@@ -14,7 +14,7 @@ from .options import Machine, optional_hardware_options, trace_argument
 from .output import emit_text, output_path, whole_file
 
 if TYPE_CHECKING:
-    from ..chrome_trace import Event
+    from ..perfetto.chrome_trace import Event
     from ..timeline import Timeline
     from ..trace import Trace
 
@@ -65,7 +65,7 @@ def perfetto(
       tensorpager import torch-profiler profile.json.gz -o step.parquet
       tensorpager perfetto step.parquet --join profile.json.gz -o joined.json.gz
     """
-    from ..chrome_trace import write_events
+    from ..perfetto.chrome_trace import write_events
     from ..trace_file import read_trace
 
     if profile_path is not None and iterations > 1:
@@ -78,8 +78,8 @@ def perfetto(
     if profile_path is not None:
         events, document = _joined(line, trace_path, profile_path)
     else:
-        from ..perfetto import Picture
-        from ..perfetto_clock import steady
+        from ..perfetto.clock import steady
+        from ..perfetto.picture import Picture
 
         events = Picture(line, steady(line, iterations), iterations).events()
         document |= {"displayTimeUnit": "ms", "otherData": _other_data(line)}
@@ -121,8 +121,8 @@ def _joined(
 ) -> tuple[list[Event], dict[str, Any]]:
     """Our events on the profile's clock, and the profile, as it is."""
     from ..importers.json_file import read_json_object
-    from ..perfetto import Picture
-    from ..perfetto_join import free_pid, joined_clock, measured_iteration, profile_events
+    from ..perfetto.join import free_pid, joined_clock, measured_iteration, profile_events
+    from ..perfetto.picture import Picture
     from ..timeline import timeline
 
     document = read_json_object(profile_path)

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import click
 
-from ..change import BYTES, COUNT, US
+from ..difference.change import BYTES, COUNT, US
 from ..sizes import format_bytes, parse_bytes
 from .tables import format_us
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tensorpager.planner.difference import tensor_changes
+from tensorpager.planner.difference.traces import tensor_changes
 from tensorpager.planner.plan import Bound, Move, Plan, Predicted, StartRun, plan_to_json
 from tensorpager.planner.trace import Trace, make_trace
 from tensorpager.planner.trace_file import write_trace

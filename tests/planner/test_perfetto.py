@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 from tensorpager.planner.importers import torch_profiler
-from tensorpager.planner.perfetto import Picture
-from tensorpager.planner.perfetto_clock import Clock, steady
-from tensorpager.planner.perfetto_counters import thinned
+from tensorpager.planner.perfetto.clock import Clock, steady
+from tensorpager.planner.perfetto.counters import thinned
+from tensorpager.planner.perfetto.picture import Picture
 from tensorpager.planner.plan import Move, StartRun
 from tensorpager.planner.simulator import simulate
 from tensorpager.planner.tier_usage import tier_usage

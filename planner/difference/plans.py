@@ -6,8 +6,8 @@ from collections import defaultdict
 from dataclasses import replace
 from typing import NamedTuple
 
+from ..plan import Plan
 from .change import BYTES, COUNT, US
-from .plan import Plan
 
 
 def plan_measures(plan: Plan) -> dict[str, tuple[str, float]]:

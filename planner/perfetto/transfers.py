@@ -8,8 +8,8 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from .simulation import Transfer
-from .timeline import Timeline
+from ..simulation import Transfer
+from ..timeline import Timeline
 
 WAIT, USE, FRAMES = "waits for it", "uses it", "waits for its frames"  # what a flow means
 

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .timeline import Timeline
-from .trace import Floats, Ints
+from ..timeline import Timeline
+from ..trace import Floats, Ints
 
 
 @dataclass(frozen=True)

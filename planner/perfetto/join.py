@@ -13,11 +13,11 @@ from typing import Any
 
 import numpy as np
 
-from .errors import TraceError
-from .importers.torch_profiler import Measured, measured
-from .perfetto_clock import Clock
-from .timeline import Timeline
-from .trace import Trace
+from ..errors import TraceError
+from ..importers.torch_profiler import Measured, measured
+from ..timeline import Timeline
+from ..trace import Trace
+from .clock import Clock
 
 FIRST_PID, PIDS = 1_000_000_000, 100  # far from what an operating system hands out
 

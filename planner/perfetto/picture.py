@@ -13,14 +13,14 @@ from typing import Any
 
 import numpy as np
 
+from ..hardware import describe
+from ..simulation import Transfer
+from ..timeline import Timeline
+from ..trace import READ, WRITE, Floats, Trace
 from .chrome_trace import Event, Track, counter, in_order, process_metadata, time_us
-from .hardware import describe
-from .perfetto_clock import Clock
-from .perfetto_counters import counters, thinned
-from .perfetto_transfers import Uses, merged
-from .simulation import Transfer
-from .timeline import Timeline
-from .trace import READ, WRITE, Floats, Trace
+from .clock import Clock
+from .counters import counters, thinned
+from .transfers import Uses, merged
 
 CHANNELS = ("host-out", "disk-out", "disk-in", "host-in")
 NAMED = 6  # tensors that an op's arguments name

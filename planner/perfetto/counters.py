@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from .tier_usage import tier_usage
-from .timeline import Timeline, device_curve
-from .trace import Floats, Ints
+from ..tier_usage import tier_usage
+from ..timeline import Timeline, device_curve
+from ..trace import Floats, Ints
 
 # A counter: its name, times in µs, and the values of each series from each of them on.
 Counter = tuple[str, Floats, dict[str, Any]]

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ..lifetimes import gaps, live_pages, working_set_pages
+from ..trace import KINDS, Trace
 from .change import BYTES, COUNT, US
-from .lifetimes import gaps, live_pages, working_set_pages
-from .trace import KINDS, Trace
 
 # --- measures --------------------------------------------------------------------------------
 
