@@ -2,7 +2,8 @@
 
 A run of pages that lived before the iteration has a positive key for as long as it lives. One that
 is born inside has −1, −2, … in the order of its first access. So two iterations do the same if and
-only if their keys are equal, whatever happened to be at which address. A run that outlives its
+only if their keys are equal, whatever happened to be at which address. A stream (``slabs.py``) is
+an access as well, with a key of its own for the runs that it goes through. A run that outlives its
 iteration gets the positive key that the run born at the same place of an earlier iteration had, if
 that one is dead by now: gradients that are kept for several iterations come back under their names.
 """
@@ -15,16 +16,32 @@ from collections.abc import Sequence
 from .space import PageRun, Space
 
 Keys = tuple[int, ...]
+FIRST_STREAM = 1 << 40  # keys of streams are not less, those of runs are
+
+
+class StreamAccess:
+    """Access number ``begin`` is a stream, which ended when ``end`` accesses had begun; ``frames``:
+    of its workspace."""
+
+    __slots__ = ("begin", "end", "frames")
+
+    def __init__(self, begin: int, frames: int) -> None:
+        self.begin = begin
+        self.end = begin + 1
+        self.frames = frames
 
 
 class AccessLog:
     """The accesses of one iteration. ``times``: seconds at which each began; ``stalls``: position →
-    seconds that it waited for its pages; ``writes`` and ``deaths``: (position, key)."""
+    seconds that it waited for its pages, ``own_stalls``: for those of a stream, which no plan can
+    bring; ``writes`` and ``deaths``: (position, key)."""
 
     def __init__(self) -> None:
         self.keys: list[Keys] = []
         self.times: list[float] = []
         self.stalls: dict[int, float] = {}
+        self.own_stalls: dict[int, float] = {}
+        self.streams: list[StreamAccess] = []
         self.writes: list[tuple[int, int]] = []
         self.deaths: list[tuple[int, int]] = []
         self.newborn: list[PageRun] = []
@@ -35,9 +52,11 @@ class AccessLog:
         self.times.append(time.perf_counter())
 
     def seconds(self) -> list[float]:
-        """Of each access up to the next one, without the time that it waited."""
+        """Of each access up to the next one, without the time that it waited for what a plan can
+        bring: the reads of a stream are a part of it."""
         ends = [*self.times[1:], self.ended]
-        stalls = self.stalls
+        own = self.own_stalls
+        stalls = {where: waited - own.get(where, 0.0) for where, waited in self.stalls.items()}
         return [
             max(0.0, end - start - stalls.get(position, 0.0))
             for position, (start, end) in enumerate(zip(self.times, ends))
@@ -52,6 +71,7 @@ class Names:
         self._last = 0
         self.runs: dict[int, PageRun] = {}  # by positive key
         self._heirs: dict[tuple[int, int, str], list[int]] = {}
+        self._streams: dict[tuple[tuple[int, bool], ...], int] = {}
 
     def is_live(self, run: PageRun) -> bool:
         return self._space.runs.get(run.id) is run
@@ -71,6 +91,10 @@ class Names:
         log.newborn.append(run)
         run.key = -len(log.newborn)
         return run.key
+
+    def of_stream(self, runs: Sequence[tuple[int, bool]]) -> int:
+        """Key of a stream through runs with these keys, each written or not."""
+        return self._streams.setdefault(tuple(runs), FIRST_STREAM + len(self._streams))
 
     def settle(self, log: AccessLog) -> None:
         """End of an iteration: runs that outlive it are named for the next ones."""

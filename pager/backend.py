@@ -18,6 +18,14 @@ Three streams: *compute* (the user's current stream), *out* (device → host), *
    then copies on a stream of its own, and is complete when the call returns. The mark of an out is
    made when it starts, after the last use was queued; that of an in is the latest one of its
    frames, made when they were given back.
+7. A kernel on *compute* may read host slots (``host_rows.py``). It is queued under the pager's lock,
+   together with the look at the page table: a valid slot loses its page only under that lock.
+   Whoever fills the slot again took it later and waits for *compute*, by rule 1 or by its mark. An
+   empty ``copy_in`` behind the kernel makes *in* wait for it, so ``host_ready``, which comes before
+   host memory is given back, does too.
+8. Disk I/O straight on device frames is no stream's work. ``wait`` blocks its thread until the
+   mark of rule 6 has been reached (for a fault: one made then), and what is queued after the I/O
+   has returned finds the bytes there.
 
 On the CPU backend every copy is complete when the call returns, so the waits do nothing.
 """
@@ -49,13 +57,13 @@ class Backend(Protocol):
     arena: torch.Tensor  # uint8 [reserved bytes]; only what is committed may be touched
     address: int
     granularity: int  # bytes; the border is at a multiple of it
-    host_addressable: bool  # the CPU can read and write frames in place (disk I/O needs no staging)
+    host_addressable: bool  # the CPU can read and write frames in place
 
     def commit(self, nbytes: int) -> None:
         """Move the border between arena and dense memory."""
 
-    def frames_view(self, offset: int, nbytes: int) -> Bytes:
-        """Arena bytes as host memory; only where ``host_addressable``."""
+    def frames_view(self, offset: int, nbytes: int) -> Any:
+        """Arena bytes for disk I/O in place: an array where ``host_addressable``, else a tensor."""
 
     def register_host(self, memory: Bytes) -> None:
         """Page-lock ``memory`` so that copies run at link speed."""
@@ -78,6 +86,9 @@ class Backend(Protocol):
     def mark(self) -> Any:
         """A point in the order of work: all that was queued so far by ops and by copies of faults.
         ``None`` where calls complete when they return. Any thread."""
+
+    def wait(self, mark: Any) -> None:
+        """Block the caller, without the GIL, until ``mark`` is reached (rule 8). Any thread."""
 
     def carry_out(self, copies: Sequence[Copy], mark: Any) -> None:
         """Arena → host, after ``mark``; complete when it returns. Any thread, without the GIL

@@ -30,7 +30,8 @@ from .backend import Backend
 from .dense_meter import in_backward
 from .errors import InfeasibleBudget, TierFull
 from .residency import Residency
-from .step_need import step_room
+from .step_need import Room, step_room
+from .whole_need import WholeNeeds
 
 _MARGIN = 16
 _MARGIN_BYTES = 1 << 20
@@ -62,6 +63,7 @@ class DeviceBudget:
         self._stuck = False  # the metered arena could not be made smaller
         self._frames_log: list[tuple[float, int]] = []  # while metering: when, frames in use
         self._metered_peak = 0
+        self.whole_needs = WholeNeeds(page_size)  # of what streams, in a metered iteration
         residency.make_room = self._make_room
         residency.make_way = self._make_way
         residency.before_pinning = self._give_way
@@ -107,8 +109,11 @@ class DeviceBudget:
             self._frames_log.append((time.perf_counter(), pool.count - pool.free_count))
 
     def _minimum(self, frames: int) -> int:
-        dense = self.dense_peak if self.fixed_reserve is None else self.fixed_reserve
-        return max(dense, self.reserve if self.settled else 0) + frames * self.page_size
+        fixed = self.fixed_reserve
+        dense = self.dense_peak if fixed is None else fixed
+        dense = max(dense, self.reserve if self.settled else 0)
+        dense, frames = self.whole_needs.least(dense, frames, fixed or 0)
+        return dense + frames * self.page_size
 
     def peak_bytes(self) -> int:
         """Most device bytes in use so far: frames in use and dense bytes beside them."""
@@ -122,6 +127,7 @@ class DeviceBudget:
         self._before = self.dense_peak, self.residency.largest_need
         self.metering, self.checked, self._stuck = True, False, False
         self.settled = False
+        self.whole_needs.clear()
         self.backend.limit_dense(None)
         self.backend.meter_start()
         self._give_way()
@@ -146,9 +152,19 @@ class DeviceBudget:
         minimum = max(dense, self.fixed_reserve or 0) + frames * self.page_size
         enough_reserve = self.fixed_reserve is None or dense <= self.fixed_reserve
         if minimum > self.bytes or not enough_reserve:
+            dense, frames = self.whole_needs.least(dense, frames, self.fixed_reserve or 0)
+            minimum = max(dense, self.fixed_reserve or 0) + frames * self.page_size
             self._forget()
             raise InfeasibleBudget(self._refusal(dense, frames, minimum), minimum=minimum)
         self.backend.meter_start()  # the rest of the iteration
+
+    def has_room(self, room: Room) -> bool:
+        """Whether an optimizer's step finds ``room`` beside what was measured so far."""
+        dense = max(self.dense_peak, self.dense_baseline + room.dense + 1)
+        frames = max(self.residency.largest_need, room.frames)
+        most = self.bytes if self.fixed_reserve is None else self.fixed_reserve
+        beside = max(dense, self.fixed_reserve or 0)
+        return dense <= most and beside + frames * self.page_size <= self.bytes
 
     def _refusal(self, dense: int, frames: int, minimum: int) -> str:
         budget = format_bytes(self.bytes)
@@ -223,6 +239,7 @@ class DeviceBudget:
         dense = self.dense_baseline + self.backend.meter_stop()
         self.dense_peak = max(self.dense_peak, dense)
         self._metered_peak = max(self._metered_peak, self._peak_of_both(dense))
+        self.whole_needs.measure(self.backend.meter_timeline(), self.dense_baseline, dense)
         self._frames_log.clear()
 
     def _peak_of_both(self, dense: int) -> int:

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 
 from ..planner.hardware import Hardware
 from ..planner.plan import Plan
-from .access_log import AccessLog, Keys, Names
+from .access_log import AccessLog, Keys, Names, StreamAccess
 from .errors import PagerError, TierFull
 from .executor import Executor
 from .guide import Guide
@@ -37,6 +37,7 @@ from .transfers import Transfers
 if TYPE_CHECKING:
     from .calibration import Calibration
     from .runtime import Pager
+    from .workspace import Workspace
 
 _BATCH_SECONDS = 0.008  # of a channel's time: what one transfer moves
 _MOST_BATCH_BYTES = 128 << 20
@@ -125,7 +126,12 @@ class Follower:
         log = self.log
         if log is None:
             return
-        keys = tuple([run.key or self.names.name(run, log, self._births_before) for run in runs])
+        self._accessed(log, tuple([self._key_of(run, log) for run in runs]))
+
+    def _key_of(self, run: PageRun, log: AccessLog) -> int:
+        return run.key or self.names.name(run, log, self._births_before)
+
+    def _accessed(self, log: AccessLog, keys: Keys) -> None:
         if self.guide is not None:
             position = len(log.keys)
             if position >= len(self._expected) or self._expected[position] != keys:
@@ -148,6 +154,40 @@ class Follower:
             residency.pin(runs)
         executor.faults += 1
 
+    def stream_begins(
+        self, runs: Sequence[PageRun], write: Sequence[bool], frames: int, space: Workspace
+    ) -> StreamAccess | None:
+        """An access by itself, until :meth:`stream_ended`: a stream through ``runs`` that fills
+        ``frames`` at once. Where a plan is followed it has them free for ``space``, or soon."""
+        log = self.log
+        if log is None:
+            return None
+        keys = [(self._key_of(run, log), written) for run, written in zip(runs, write)]
+        self._accessed(log, (self.names.of_stream(keys),))
+        access = StreamAccess(len(log.keys) - 1, frames)
+        log.streams.append(access)
+        if self.guide is None:
+            return access
+        residency = self._pager.residency
+        residency.workspaces.append(space)
+        began = time.perf_counter()
+        waited = False
+        while residency.pool.free_count < space.kept_frames() and self.executor.wait():
+            waited = True
+        if waited:
+            self.stalled(time.perf_counter() - began)
+        return access
+
+    def stream_ended(self, access: StreamAccess | None, space: Workspace) -> None:
+        """What was kept for it is free."""
+        workspaces = self._pager.residency.workspaces
+        if space in workspaces:
+            workspaces.remove(space)
+            self.executor.kick()
+        if access is not None and self.log is not None and access in self.log.streams:
+            access.end = max(access.end, len(self.log.keys))
+            self.unpinned()
+
     def unpinned(self) -> None:
         """An access has ended: what the plan queues now is queued."""
         if self.guide is None or self.log is None:
@@ -169,11 +209,12 @@ class Follower:
             if actions:
                 self.executor.issue(actions, log.newborn)
 
-    def stalled(self, seconds: float) -> None:
-        """The access that began last has waited."""
+    def stalled(self, seconds: float, *, own: bool = False) -> None:
+        """The access that began last has waited; ``own``: a stream, for pages of its slabs."""
         if self.log is not None and self.log.keys:
             where = len(self.log.keys) - 1
-            self.log.stalls[where] = self.log.stalls.get(where, 0.0) + seconds
+            for stalls in (self.log.stalls, self.log.own_stalls)[: 1 + own]:
+                stalls[where] = stalls.get(where, 0.0) + seconds
 
     def wrote(self, run: PageRun) -> None:
         if self.log is not None:
@@ -258,7 +299,14 @@ class Follower:
             kind.refused = f"this machine could not be measured: {error}"
             return
         size, device = self._pager.page_size, str(self._pager.device)
-        kind.recorded = make_recorded(kind.log, kind.facts, size, kind.seconds(), device)
+        kind.recorded = make_recorded(
+            kind.log,
+            kind.facts,
+            size,
+            kind.seconds(),
+            device,
+            frames=self._pager.residency.pool.count,
+        )
         kind.plans += 1
         kind.hardware = hardware
         kind.process = PlanningProcess(kind.recorded.trace, hardware, quick=kind.plans == 1)

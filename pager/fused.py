@@ -15,6 +15,7 @@ When it is used is :func:`mode`.
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
@@ -25,6 +26,7 @@ import torch
 from ..kernels.adam import adam_step
 from ..kernels.sgd import sgd_step
 from ..kernels.update import CHUNK, FLOATS, STATE_FLOATS, State
+from .fits import fits, frames_anyway
 from .fused_states import (
     MASTER,
     Format,
@@ -50,6 +52,8 @@ from .operands import (
     tensors_of,
     whole,
 )
+from .paged_tensor import PagedTensor
+from .space import PagedStorage
 
 if TYPE_CHECKING:
     from .runtime import Pager
@@ -57,6 +61,9 @@ if TYPE_CHECKING:
 SUPPORTED: tuple[type, ...] = (torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD)
 _BATCH_SHARE = 8  # what is updated together takes this fraction of the arena at most
 _WHOLE_SHARE = 2  # a parameter that takes more than this fraction goes slab by slab
+FRAMES_PER_PAGE = 3  # in the arena for each page of an update that is held at once, on plain views
+
+_too_much: weakref.WeakSet[PagedStorage] = weakref.WeakSet()  # of parameters
 
 
 def plain_class(optimizer: Any) -> type:
@@ -130,8 +137,22 @@ def _keys(optimizer: Any, group: dict[str, Any]) -> tuple[str, ...]:
 
 
 def is_too_large(optimizer: Any, group: dict[str, Any], parameter: torch.Tensor) -> bool:
-    """Whether an update of ``parameter`` cannot have all its pages on the device; in a metered
-    iteration, not within the budget."""
+    """Whether an update of ``parameter`` cannot have all its pages on the device, or was found to
+    take more than the budget has, see ``step_need.py``."""
+    pager: Pager = optimizer._tp_pager
+    if type(parameter) is PagedTensor and parameter._storage in _too_much:
+        return True
+    return not fits(pager, _pages_of_update(optimizer, group, parameter))
+
+
+def note_too_much(parameter: torch.Tensor, too_much: bool) -> None:
+    """Whether PyTorch's own code takes more for an update of ``parameter`` than the budget has: in
+    a metered iteration, and in all that follow, since what it takes was not measured."""
+    if type(parameter) is PagedTensor:
+        (_too_much.add if too_much else _too_much.discard)(parameter._storage)
+
+
+def _pages_of_update(optimizer: Any, group: dict[str, Any], parameter: torch.Tensor) -> int:
     pager: Pager = optimizer._tp_pager
     grad = parameter.grad
     assert grad is not None
@@ -140,11 +161,7 @@ def is_too_large(optimizer: Any, group: dict[str, Any], parameter: torch.Tensor)
     if not known:
         for dtype in [optimizer._tp_format.dtype(parameter)] * len(_keys(optimizer, group)):
             count += sum(_pages(pager, shape) for shape in geometry(parameter, dtype))
-    budget = pager.budget
-    if not budget.metering:
-        return count > pager.residency.pool.count
-    dense = budget.dense_peak if budget.fixed_reserve is None else budget.fixed_reserve
-    return count * pager.page_size + dense > budget.bytes
+    return count
 
 
 def goes_in_slabs(optimizer: Any, group: dict[str, Any], parameter: torch.Tensor) -> bool:
@@ -392,13 +409,14 @@ def _on_held(optimizer: Any, updates: Sequence[Update], operands: Sequence[State
 
 
 def _slab_by_slab(optimizer: Any, update: Update) -> None:
-    """What a fault raises leaves elements before the slab updated, and noted as such."""
+    """What a fault raises leaves elements before the slab updated, and noted as such: for the next
+    step, and for the user in a note to the error."""
     pager: Pager = optimizer._tp_pager
     pages = pages_per_slab(pager, update.values)
     progress = optimizer._tp_progress.get(id(update.parameter), Progress())
     # Then the slabs of this step divide those of the one that broke off.
     pages = min(pages, progress.pages) if progress.done else pages
-    with _counted([update], _scaling(optimizer)[1]):
+    with _counted([update], _scaling(optimizer)[1]), _noted(optimizer, update):
         spans = in_slabs(pager, update.values, update.write, pages)
         with closing(spans):  # type: ignore[type-var]
             for span in spans:
@@ -411,6 +429,20 @@ def _slab_by_slab(optimizer: Any, update: Update) -> None:
     _finish(optimizer, update)
 
 
+@contextmanager
+def _noted(optimizer: Any, update: Update) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        done = optimizer._tp_progress.get(id(update.parameter), Progress()).done
+        error.add_note(
+            f"{plain_class(optimizer).__name__}.step() had updated {done} of "
+            f"{update.parameter.numel()} elements of a parameter of shape "
+            f"{tuple(update.parameter.shape)} and of its states; the next step() updates the others"
+        )
+        raise
+
+
 def _alone(optimizer: Any, update: Update) -> None:
     if not update.parameter.numel():
         with _counted([update], _scaling(optimizer)[1]):
@@ -418,7 +450,8 @@ def _alone(optimizer: Any, update: Update) -> None:
         _finish(optimizer, update)
         return
     progress = id(update.parameter) in optimizer._tp_progress
-    if not progress and pages_of(update.values) <= _most(optimizer) // _WHOLE_SHARE:
+    most = frames_anyway(optimizer._tp_pager) // _WHOLE_SHARE
+    if not progress and pages_of(update.values) <= most:
         try:
             _at_once(optimizer, [update])
         except NotAtOnce:
@@ -426,14 +459,6 @@ def _alone(optimizer: Any, update: Update) -> None:
         else:
             return
     _slab_by_slab(optimizer, update)
-
-
-def _most(optimizer: Any) -> int:
-    """Frames to count on; in a metered iteration, those that other operations need anyway."""
-    residency = optimizer._tp_pager.residency
-    if optimizer._tp_pager.budget.metering:
-        return int(residency.largest_need)
-    return int(residency.pool.count)
 
 
 # -- steps ---------------------------------------------------------------------------------------
@@ -474,7 +499,7 @@ def step_all(optimizer: Any, otherwise: Callable[[dict[str, Any], torch.Tensor],
     """
     if _is_left_out(optimizer):
         return False
-    most = _most(optimizer) // _BATCH_SHARE
+    most = frames_anyway(optimizer._tp_pager) // _BATCH_SHARE
     for group in optimizer.param_groups:
         batch = _Batch(optimizer, most)
         for parameter in group["params"]:
@@ -527,15 +552,32 @@ class _Batch:
         self._optimizer._tp_done.update(id(update.parameter) for update in updates)
 
 
-def step_one(optimizer: Any, group: dict[str, Any], parameter: torch.Tensor) -> bool:
+def step_one(
+    optimizer: Any, group: dict[str, Any], parameter: torch.Tensor, *, may_hold_all: bool = False
+) -> bool:
     """The update of one parameter, where the kernels are to make it before anything else is tried.
-    ``False``, and nothing done, otherwise."""
+    ``False``, and nothing done, otherwise.
+
+    ``may_hold_all``: who asks holds all pages of an update at once as long as the arena has room.
+    """
+    by_kernels = goes_in_slabs if may_hold_all else _is_better_by_kernels
     progress = id(parameter) in optimizer._tp_progress
-    if not progress and not goes_in_slabs(optimizer, group, parameter):
+    if not progress and not by_kernels(optimizer, group, parameter):
         return False
     if not _is_left_out(optimizer):
         _alone(optimizer, _prepare(optimizer, group, parameter))
     return True
+
+
+def _is_better_by_kernels(optimizer: Any, group: dict[str, Any], parameter: torch.Tensor) -> bool:
+    """Where the pages of an update are not held at once, PyTorch's own code fetches them op by op,
+    and a fault in the middle would leave a parameter of which nobody knows what it is."""
+    if goes_in_slabs(optimizer, group, parameter):
+        return True
+    if group.get("fused") or why_not(optimizer, group, parameter) is not None:
+        return False  # (torch's fused code rounds in another order)
+    held_at_once = frames_anyway(optimizer._tp_pager) // FRAMES_PER_PAGE
+    return _pages_of_update(optimizer, group, parameter) > held_at_once
 
 
 def step_held(optimizer: Any) -> bool:

@@ -27,11 +27,12 @@ Each result is within ``2 * terms * eps * sum(abs(products))`` of the whole prod
 
 The weight's gradient is a PagedTensor of kind "gradient": no more than a slab of it is on the
 device, and no dense copy of it is ever made. Accumulating into it is an in-place addition, which
-goes slab by slab as well. Streamed accesses are not in the access log, so plans do not know them.
+goes slab by slab as well.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Generator, Iterator
 from contextlib import AbstractContextManager, closing
 from dataclasses import dataclass
@@ -44,6 +45,7 @@ from ..kernels.linear import linear_forward
 from ..kernels.linear_choice import choose
 from ..kernels.linear_grad import linear_input_grad, linear_weight_grad
 from ..kernels.paged_matrix import DTYPES, PagedMatrix
+from .fits import fits
 from .page_table import Int32
 from .paged_tensor import PagedTensor
 from .slabs import fair_share, pages_of, stream
@@ -58,20 +60,26 @@ _functorch_level = torch._C._functorch.peek_interpreter_stack
 def is_streamed(inputs: torch.Tensor, weight: PagedTensor) -> bool:
     """Whether a linear reads ``weight`` slab by slab: where it cannot be on the device whole.
 
-    That is if its pages take more than the device budget, less a fixed ``dense_reserve``. (Any
-    other is metered whole, so the arena has room for it, and its results are PyTorch's bits; only
-    where that was never metered, or where others have pinned too much, it streams as well.) Where
-    the inputs and the result, which are dense, take more than the budget by themselves, streaming
-    would not help: the ordinary way then says which budget would.
+    That is if its pages do not fit (``fits.py``) beside a dense gradient of it, which training
+    with a whole one needs. (Any other is metered whole, so the arena has room for it, and its
+    results are PyTorch's bits; only where that was never metered, or where others have pinned too
+    much, it streams as well.) Where the inputs and the result, which are dense, take more than the
+    budget by themselves, streaming would not help: the ordinary way then says which budget would.
     """
     run, pager = weight._storage.run, weight._storage.pager
     budget = pager.budget
-    nbytes = run.count * pager.page_size
-    if nbytes <= budget.bytes - (budget.fixed_reserve or 0):
-        return budget.settled and not budget.metering and run.count > pager.residency.pool.count
+    if budget.settled:
+        return run.count > pager.residency.pool.count
+    if fits(pager, run.count, dense_bytes=_own_dense_bytes(weight)):
+        return False
     columns = max(1, weight.size(-1))
     dense = inputs.numel() * (columns + weight.numel() // columns) // columns
     return dense * inputs.element_size() <= budget.bytes
+
+
+def _own_dense_bytes(weight: PagedTensor) -> int:
+    """Of its gradient, where it is whole and wants one. (In evaluation too: the same bits.)"""
+    return weight.numel() * weight.dtype.itemsize if weight.requires_grad else 0
 
 
 def linear_in_slabs(inputs: torch.Tensor, weight: PagedTensor, bias: Any = None) -> Any:
@@ -93,6 +101,8 @@ def linear_in_slabs(inputs: torch.Tensor, weight: PagedTensor, bias: Any = None)
     inputs, dtype, bias = _as_autocast_has_it(inputs, weight, bias)
     if not _go_together(inputs, weight, dtype, bias):
         return NotImplemented
+    if weight._storage.pager.budget.metering:
+        _note_whole_need(inputs, weight, bias)
     flat = _plain(inputs).reshape(-1, weight.size(1))
     one_each = bias is None or tuple(bias.shape) == (weight.size(0),)
     out = product(flat, weight, _plain(bias) if one_each else None)
@@ -111,6 +121,14 @@ def product(x: torch.Tensor, weight: PagedTensor, bias: torch.Tensor | None) -> 
 def input_grad(grad: torch.Tensor, weight: PagedTensor) -> torch.Tensor:
     """grad @ weight for plain grad [M, N]; differentiable."""
     return _InputGrad.apply(grad, weight)  # type: ignore[no-any-return,no-untyped-call]
+
+
+def _note_whole_need(inputs: torch.Tensor, weight: PagedTensor, bias: Any) -> None:
+    """Whole, all operands are on the device at once."""
+    run, needs = weight._storage.run, weight._storage.pager.budget.whole_needs
+    runs = {t._storage.run for t in (inputs, weight, bias) if type(t) is PagedTensor}
+    pages = sum(run.count for run in runs)
+    needs.note(pages, limit_pages=run.count, dense_bytes=_own_dense_bytes(weight))
 
 
 # -- what is taken ---------------------------------------------------------------------------------
@@ -279,6 +297,7 @@ def _input_grad(grad: torch.Tensor, weight: PagedTensor) -> torch.Tensor:
 
 def _weight_grad(grad: torch.Tensor, x: torch.Tensor, weight: PagedTensor) -> PagedTensor:
     """In new pages. If they find no room in the tiers (``TierFull``), none of them stays."""
+    began = time.perf_counter()
     like = _on_meta(weight, weight.dtype)
     with torch.no_grad():
         result = weight._storage.pager.empty_like_geometry(like, "gradient")
@@ -293,6 +312,16 @@ def _weight_grad(grad: torch.Tensor, x: torch.Tensor, weight: PagedTensor) -> Pa
                 continue
             for first, stop in slab.blocks():
                 slab.store(first, stop, grad[:, first:stop].t().mm(x))
+    budget = weight._storage.pager.budget
+    if budget.metering:  # whole, it would be dense
+        pages, nbytes = weight._storage.run.count, like.numel() * like.dtype.itemsize
+        budget.whole_needs.note(
+            pages,
+            dense_bytes=_own_dense_bytes(weight),
+            more_dense=nbytes,
+            began=began,
+            ended=time.perf_counter(),
+        )
     return result
 
 
@@ -432,6 +461,6 @@ def _walk(matrix: _Matrix, *, write: bool = False) -> Generator[_Held, None, Non
     storage = matrix.storage
     spans = list(matrix.slabs(fair_share(storage.pager)))
     wanted = ([pages_of(storage, matrix.pages(*span), write=write)] for span in spans)
-    with closing(stream(storage.pager, wanted)) as pinned:
+    with closing(stream(storage.pager, wanted, noted=True)) as pinned:
         for (first, stop), (frames,) in zip(spans, pinned):
             yield _Held(matrix, first, stop, frames)

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from typing import TYPE_CHECKING
 
 import torch
 
 from ..kernels.scatter import scatter_pages
 from .errors import InfeasibleBudget
+from .fits import frames_anyway
 from .paged_tensor import PagedTensor
 from .plain_copies import dense_twin
-from .slabs import fair_share, part
+from .slabs import fair_share, pages_of, stream
 from .space import PagedStorage
 
 if TYPE_CHECKING:
@@ -62,15 +64,18 @@ def store_bytes(pager: Pager, source: torch.Tensor, kind: str) -> PagedStorage:
 
 def write(pager: Pager, storage: PagedStorage, source: torch.Tensor) -> None:
     """The bytes of a new ``storage`` become those of ``source`` (uint8, one-dimensional)."""
-    run = storage.run
-    if run.count * pager.page_size > pager.budget.bytes:
+    run, residency = storage.run, pager.residency
+    need = residency.largest_need
+    if run.count > frames_anyway(pager):
         _write_in_parts(pager, storage, source)
         return
     try:
         pager.pin([run])
-    except InfeasibleBudget:  # larger than the arena, or than what others have left of it
+    except InfeasibleBudget:  # larger than what others have left of the arena
         _write_in_parts(pager, storage, source)
         return
+    if not pager.budget.metering:
+        residency.largest_need = need  # it could do with less, in parts
     try:
         pager.will_write(run)
         if run.base >= 0:
@@ -86,10 +91,12 @@ def _write_in_parts(pager: Pager, storage: PagedStorage, source: torch.Tensor) -
     """The same a few pages at a time. Raises ``InfeasibleBudget`` if not one page has room."""
     size = pager.page_size
     step = max(1, fair_share(pager))
-    for first in range(0, storage.run.count, step):
-        count = min(step, storage.run.count - first)
-        piece = source[first * size : (first + count) * size].to(pager.device)
-        with part(pager, storage, first, count, write=True) as frames:
+    count = storage.run.count
+    spans = [range(at, min(at + step, count)) for at in range(0, count, step)]
+    wanted = ([pages_of(storage, span, write=True)] for span in spans)
+    with closing(stream(pager, wanted, noted=True)) as pinned:
+        for span, (frames,) in zip(spans, pinned):
+            piece = source[span.start * size : span.stop * size].to(pager.device)
             on_device = torch.from_numpy(frames).to(pager.device)
             scatter_pages(piece, on_device, pager.residency.arena, size)
 

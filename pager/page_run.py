@@ -23,6 +23,7 @@ from ..kernels.pieces import Operand, Paged, stretches
 from ..kernels.reduce import reduce
 from ..kernels.unscale import non_finite_check_and_unscale
 from .dense_views import direct_view
+from .fits import fits, frames_anyway
 from .page_ops import Elementwise, bind, element, elementwise_call, form_of
 from .page_reduce import (
     LISTS,
@@ -126,14 +127,23 @@ def _input(value: Any) -> Any:
 
 # -- larger than the arena -------------------------------------------------------------------------
 def is_too_large(pager: Pager, runs: Iterable[PageRun]) -> bool:
-    """Whether ``runs`` can never be on the device together. In a metered iteration, in which the
-    arena is as large as it has to be: not within the budget, beside dense bytes known so far."""
+    """Whether ``runs`` are not to be on the device together, if that can be avoided: the arena has
+    fewer frames. In a metered iteration, in which it is as large as it has to be: fewer than other
+    ops need (:func:`run_in_slabs` refuses where that would change results)."""
+    return sum(run.count for run in runs) > frames_anyway(pager)
+
+
+def _has_to_be_whole(pager: Pager, tensors: Iterable[Any]) -> bool:
+    """Whether an op with other bits in slabs is not to go so in this metered iteration: later ones
+    have the frames for it. If they have not, what it would take is noted."""
+    if not pager.budget.metering:
+        return False
+    runs = {t._storage.run for t in tensors if type(t) is PagedTensor}
     pages = sum(run.count for run in runs)
-    budget = pager.budget
-    if budget.metering:
-        dense = max(budget.dense_peak, budget.fixed_reserve or 0)
-        return pages * pager.page_size > budget.bytes - dense
-    return pages > pager.residency.pool.count
+    if fits(pager, pages):
+        return True
+    pager.budget.whole_needs.note(pages)
+    return False
 
 
 def run_in_slabs(pager: Pager, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -141,13 +151,19 @@ def run_in_slabs(pager: Pager, func: Any, args: Sequence[Any], kwargs: dict[str,
 
     Results are the bits of :func:`run_on_pages`, but that partial results of reductions are of
     single pages, joined in float64 in their order (the same bits wherever the pages are), and that
-    of halves on a CPU the result alone is rounded.
+    of halves on a CPU the result alone is rounded. So in a metered iteration ``NotImplemented`` for
+    these, where all operands fit into the budget.
     """
     with torch._C.DisableTorchFunctionSubclass():
         if func in _BY_STRETCH:
             return _fill_in_slabs(pager, func, args, kwargs)
-        call = call_of(func, args, kwargs, exact=False)
+        call = call_of(func, args, kwargs)
+        exact = call is not None and not isinstance(call, Reduction)
+        if call is None:
+            call = call_of(func, args, kwargs, exact=False)
         if call is None or any(_begins_amid(tensor) for tensor in call.tensors):
+            return NotImplemented
+        if not exact and _has_to_be_whole(pager, call.tensors):
             return NotImplemented
         if isinstance(call, Reduction):
             each = part_of(call)
@@ -190,6 +206,8 @@ def _fill_in_slabs(pager: Pager, func: Any, args: Sequence[Any], kwargs: dict[st
     """
     tensor = args[0]
     if not tensor.is_contiguous() or tensor.storage_offset() or _begins_amid(tensor):
+        return NotImplemented
+    if _has_to_be_whole(pager, [tensor]):
         return NotImplemented
     for operands in _walk(pager, [tensor], writes=True):
         for (view,) in stretches(operands):

@@ -158,8 +158,11 @@ class ReadAhead:
 
     # -- room ------------------------------------------------------------------------------------
     def _make_room(self, frames: int) -> None:
-        """So that ``frames`` are free, soon: the least recently used pages leave."""
-        residency = self._pager.residency
+        """So that ``frames`` are free, soon: the least recently used pages leave. Those of a plan
+        that is followed stay: it keeps frames free for the stream."""
+        follower, residency = self._pager.follower, self._pager.residency
+        if follower is not None and follower.guide is not None:
+            return
         short = frames - residency.pool.free_count
         if short > 0:
             self._send_away(residency.oldest(short))

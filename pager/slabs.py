@@ -7,8 +7,8 @@ one before leaves when its frames are wanted, before anything else does. ::
     tensor   | leave if wanted | in use | coming | on host or disk ...
                                  ^ slab k  ^ slab k + 1
 
-A stream's accesses are not in the access log: plans know whole runs only. They cost an iteration
-that follows a plan nothing but frames, which come back as soon as a slab is done with. Copies below
+Plans know whole runs only. To them a stream is one access, to a workspace of as many frames as two
+slabs take (``workspace.py``); what it brought leaves as soon as a slab is done with. Copies below
 of what is written become void as they do for other writes.
 """
 
@@ -25,16 +25,19 @@ import torch
 
 from ..kernels.pieces import Operand, Paged
 from .errors import PagerError
+from .fits import frames_anyway
 from .page_table import Int32
 from .paged_tensor import PagedTensor
 from .parts import Part
 from .read_ahead import ReadAhead, reading_ahead
 from .space import PagedStorage, PageRun
+from .workspace import workspace
 
 if TYPE_CHECKING:
     from .runtime import Pager
 
 _SHARE = 3  # a slab takes this fraction of the arena: two are there at once, and others too
+_TABLE_SHARE = 3  # a table that takes less than this fraction is whole (`table_rows.py`)
 
 
 @dataclass(frozen=True, eq=False)
@@ -108,7 +111,7 @@ def _pin(
     with pager.lock:
         held = pager.residency.parts
         if pager.budget.metering or not held.has(parts):
-            with _stalled(pager), pager.quiet():
+            with _stalled(pager, own=streamed), pager.quiet():
                 held.pin(parts, streamed=streamed)
         else:
             held.hold(parts, streamed=streamed)
@@ -136,8 +139,8 @@ def _will_write(pager: Pager, part: Part) -> None:
 
 
 @contextmanager
-def _stalled(pager: Pager) -> Iterator[None]:
-    """What happens inside is waiting for pages."""
+def _stalled(pager: Pager, *, own: bool = False) -> Iterator[None]:
+    """What happens inside is waiting for pages; ``own``: for a stream's, which no plan can move."""
     start = time.perf_counter()
     moved = pager.migration.bytes_in + pager.migration.bytes_out
     try:
@@ -148,36 +151,71 @@ def _stalled(pager: Pager) -> Iterator[None]:
         pager.stall_us += seconds * 1e6
         if pager.follower is not None:
             waited = moved != pager.migration.bytes_in + pager.migration.bytes_out
-            pager.follower.stalled(seconds if waited else 0.0)
+            pager.follower.stalled(seconds if waited else 0.0, own=own)
 
 
 # -- streams -------------------------------------------------------------------------------------
-def stream(pager: Pager, slabs: Iterable[Sequence[Pages]]) -> Generator[list[Int32], None, None]:
+def stream(
+    pager: Pager, slabs: Iterable[Sequence[Pages]], *, noted: bool = False
+) -> Generator[list[Int32], None, None]:
     """Pin the pages of one slab after another; for each, the frames of each of its ``Pages``.
 
     What is yielded holds until the next slab is asked for, or the stream is closed (leaving a
     ``for`` loop does that). The slab after the one in use is read ahead, so ``slabs`` is one ahead
-    too. Raises as :func:`part` does, with nothing pinned.
+    too. ``noted``: who streams has said what it would take whole (``whole_need.py``); else it is a
+    table, and said here. Raises as :func:`part` does, with nothing pinned.
     """
     pager.check_open()
+    began = time.perf_counter()
+    todo = iter(slabs)
+    wanted, upcoming = next(todo, None), next(todo, None)
+    if wanted is None:
+        return
+    first = wanted
     ahead: ReadAhead
-    with reading_ahead(pager) as ahead:
-        todo = iter(slabs)
-        upcoming = next(todo, None)
-        while upcoming is not None:
-            wanted = upcoming
-            parts = [pages.part for pages in wanted]
-            with pager.lock, _stalled(pager):
-                ahead.take()
-            frames = _pin(pager, wanted, parts, streamed=True)
-            try:
-                upcoming = next(todo, None)
-                if upcoming is not None:
-                    ahead.ask([pages.part for pages in upcoming])
-                yield frames
-            finally:
-                _unpin(pager, parts)
-                ahead.leave(parts)
+    two = [[pages.part for pages in slab] for slab in (first, upcoming or ())]
+    with reading_ahead(pager) as ahead, workspace(pager, two, _writes(first)) as frames_kept:
+        with pager.lock:
+            frames_kept.coming(two[0])
+        try:
+            while wanted is not None:
+                parts = [pages.part for pages in wanted]
+                with pager.lock, _stalled(pager, own=True):
+                    ahead.take()
+                frames = _pin(pager, wanted, parts, streamed=True)
+                brought = frames_kept.newest
+                try:
+                    if upcoming is not None:
+                        next_parts = [pages.part for pages in upcoming]
+                        with pager.lock:
+                            frames_kept.coming(next_parts)
+                            ahead.ask(next_parts)
+                    yield frames
+                finally:
+                    _unpin(pager, parts)
+                    ahead.leave(brought)
+                wanted, upcoming = upcoming, None if upcoming is None else next(todo, None)
+        finally:
+            if pager.budget.metering and not noted:
+                _note_whole_need(pager, first, began)
+
+
+def _writes(slab: Sequence[Pages]) -> list[bool]:
+    return [pages.write for pages in slab]
+
+
+def _note_whole_need(pager: Pager, slab: Sequence[Pages], began: float) -> None:
+    """Whole, a table is held, and its gradient is dense."""
+    for pages in slab:
+        run = pages.storage.run
+        of_gradient = pages.storage.nbytes if run.kind == "gradient" else 0
+        pager.budget.whole_needs.note(
+            run.count,
+            share=_TABLE_SHARE,
+            more_dense=of_gradient,
+            began=began,
+            ended=time.perf_counter(),
+        )
 
 
 # -- tensors in step -----------------------------------------------------------------------------
@@ -232,7 +270,7 @@ def _walk(
             stop = min(start + step, numel)
             yield [f.pages(start, stop, write=w) for f, w in zip(flat, write) if f.storage]
 
-    with closing(stream(pager, wanted())) as pinned:
+    with closing(stream(pager, wanted(), noted=True)) as pinned:
         for start, _ in zip(borders, pinned):
             stop = min(start + step, numel)
             yield Slab(start, stop, tuple(f.operand(start, stop) for f in flat))
@@ -241,9 +279,7 @@ def _walk(
 def fair_share(pager: Pager) -> int:
     """Frames for one slab: with the next one there too, others keep a third of the arena."""
     with pager.lock:
-        residency = pager.residency
-        frames = residency.largest_need if pager.budget.metering else residency.pool.count
-        return max(0, frames - residency.pinned_pages()) // _SHARE
+        return max(0, frames_anyway(pager) - pager.residency.pinned_pages()) // _SHARE
 
 
 def _step(flat: Sequence[_Flat], numel: int, frames: int) -> int:

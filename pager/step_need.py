@@ -54,28 +54,58 @@ class _CountOperands(TorchDispatchMode):
 
 
 def step_room(optimizer: Any, measure: Measure) -> Room | None:
-    """What a step of ``optimizer`` takes at least. ``None`` if that cannot be found out."""
-    pager = optimizer._tp_pager
+    """What a step of ``optimizer`` takes at least. ``None`` if that cannot be found out.
+
+    Parameters whose update by PyTorch's own code would be too much go slab by slab from now on, if
+    the kernels know how.
+    """
     streamed: list[torch.Tensor] = []
     others: list[torch.Tensor] = []
     for group in optimizer.param_groups:
         for parameter in _steppable(group):
+            fused.note_too_much(parameter, False)
             few = fused.goes_in_slabs(optimizer, group, parameter)
             (streamed if few else others).append(parameter)
     rooms = []
-    if streamed:
-        dense, _, pages = fused.need_of(optimizer, _largest(streamed), measure)
-        rooms.append(Room(pages, dense))
     if others:
         need = probe_step(optimizer, measure, others)
         if need is None:
             return None
-        nbytes = max(p.numel() * p.element_size() for p in others)
-        pages = -(-nbytes // pager.page_size)
-        rooms.append(Room(need.operands * pages, int(need.dense * nbytes)))
+        others, too_much = _divide(optimizer, need, others)
+        streamed += too_much
+        if others:
+            rooms.append(_room_of(optimizer._tp_pager, need, _largest(others)))
+    if streamed:
+        dense, _, pages = fused.need_of(optimizer, _largest(streamed), measure)
+        rooms.append(Room(pages, dense))
     if not rooms:
         return None
     return Room(max(room.frames for room in rooms), max(room.dense for room in rooms))
+
+
+def _divide(
+    optimizer: Any, need: StepNeed, parameters: Sequence[torch.Tensor]
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Those to be updated by PyTorch's own code, and those for which that takes more than the
+    budget has beside what was measured so far, which the kernels can update slab by slab."""
+    budget = optimizer._tp_pager.budget
+    whole: list[torch.Tensor] = []
+    too_much: list[torch.Tensor] = []
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if not any(parameter is p for p in parameters):
+                continue
+            room = _room_of(optimizer._tp_pager, need, parameter)
+            fits = budget.has_room(room) or fused.why_not(optimizer, group, parameter) is not None
+            (whole if fits else too_much).append(parameter)
+            fused.note_too_much(parameter, not fits)
+    return whole, too_much
+
+
+def _room_of(pager: Any, need: StepNeed, parameter: torch.Tensor) -> Room:
+    nbytes = parameter.numel() * parameter.element_size()
+    pages = -(-nbytes // pager.page_size)
+    return Room(need.operands * pages, int(need.dense * nbytes))
 
 
 def probe_step(

@@ -15,7 +15,6 @@ from collections.abc import Generator
 from contextlib import closing
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -23,13 +22,11 @@ import torch
 
 from ..kernels.pieces import Paged
 from ..kernels.rows import gather_rows, pages_of_rows, row_blocks
+from .fits import fits
 from .host_rows import may_read_in_place, paying_for_pages, read_in_place
 from .paged_tensor import PagedTensor
 from .slabs import fair_share, pages_of, stream
 from .space import PagedStorage
-
-if TYPE_CHECKING:
-    from .runtime import Pager
 
 SHARE = 3  # a table of more than this fraction of the arena is large
 _CHUNK_ELEMENTS = 1 << 20  # of a temporary
@@ -51,7 +48,7 @@ def is_large(table: PagedTensor) -> bool:
         return False
     if storage in _large:
         return True
-    if storage.run.count * SHARE <= _most_frames(pager):
+    if fits(pager, storage.run.count, share=SHARE):
         return False
     _large.add(storage)
     return True
@@ -59,17 +56,7 @@ def is_large(table: PagedTensor) -> bool:
 
 def can_be_whole(table: PagedTensor) -> bool:
     """Whether all of it can be on the device at once."""
-    return table._storage.run.count <= _most_frames(table._storage.pager)
-
-
-def _most_frames(pager: Pager) -> int:
-    """Frames of the arena; while it is as small as it can be, in a metered iteration, as many as it
-    may have afterwards."""
-    budget, frames = pager.budget, pager.residency.pool.count
-    if not budget.metering:
-        return frames
-    beside = max(budget.dense_peak, budget.fixed_reserve or 0)
-    return max(frames, (budget.bytes - beside) // pager.page_size)
+    return fits(table._storage.pager, table._storage.run.count)
 
 
 def is_table(tensor: PagedTensor) -> bool:

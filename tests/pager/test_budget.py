@@ -261,6 +261,75 @@ def test_verify_catches_damage_in_host_memory() -> None:
         paged = pager.page(torch.randn(100_000))
         scramble(pager)
         pager.host.bytes[77] ^= 1
-        with pytest.raises(tp.CorruptPage, match="host slot 0"):
+        with pytest.raises(tp.CorruptPage, match="slot 0"):
             paged.sum()
         check_invariants(pager)
+
+
+# -- what streams under one budget and is whole under the one that is named -----------------------
+class Case(nn.Module):
+    """``table`` takes 24 pages; 5 MiB are dense for as long as an iteration runs."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.kind = kind
+        self.table = nn.Parameter(torch.randn(1536, 256))
+        self.small = nn.Parameter(torch.randn(256, 256))
+        self.table.requires_grad_(kind != "reduction")
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        ballast = torch.zeros(5 << 18)
+        out = x @ self.small
+        if self.kind == "linear":
+            out = F.linear(out, self.table)
+        elif self.kind == "embedding":
+            out = out + F.embedding(torch.arange(0, 1536, 192), self.table)
+        elif self.kind == "elementwise":
+            with torch.no_grad():
+                self.table.mul_(0.5).add_(1.0)
+        elif self.kind == "reduction":
+            out = out * self.table.norm()
+        elif self.kind == "head":
+            return tp.linear_cross_entropy(out, self.table, torch.arange(8)) + ballast.sum()
+        return out.square().mean() + ballast.sum()
+
+
+CASES = ("linear", "embedding", "head", "elementwise", "reduction", "optimizer")
+
+
+def train_case(budget: int, kind: str, **options: object) -> list[float]:
+    """Losses; asserts the invariants and the device peak on the way."""
+    options = {"host_budget": "64MiB", "page_size": PAGE, "device": "cpu", **options}
+    model = Case(kind)
+    with tp.Pager(budget, **options) as pager:  # type: ignore[arg-type]
+        pager.page_module(model)
+        optimizer = pager.optimizer(torch.optim.AdamW(model.parameters(), lr=1e-2))
+        losses = []
+        for _ in range(3):
+            with pager.iteration():
+                loss = model(torch.ones(8, 256))
+                loss.backward()
+                if kind == "optimizer":
+                    model.table.grad = pager.page(torch.ones(1536, 256))
+                optimizer.step()
+                optimizer.zero_grad()
+            losses.append(loss.item())
+            check_invariants(pager)
+        assert pager.stats()["peak_bytes"]["device"] <= budget
+        return losses
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, pytest.param({"dense_reserve": 6 << 20}, marks=pytest.mark.slow)],
+    ids=["auto", "reserve"],
+)
+@pytest.mark.parametrize("kind", CASES)
+def test_a_budget_is_refused_once(kind: str, options: dict[str, int]) -> None:
+    """The minimum that is named while something streamed works, whether it streams there or not."""
+    budget = options["dense_reserve"] + PAGE if options else 16 * PAGE
+    with pytest.raises(tp.InfeasibleBudget) as refusal:
+        train_case(budget, kind, **options)
+    losses = train_case(refusal.value.minimum, kind, **options)
+    assert losses == pytest.approx(train_case(64 << 20, kind), rel=1e-4)

@@ -475,7 +475,7 @@ def test_seen_from_outside(tmp_path: Path) -> None:
         done[world] = json.loads(result.stdout)
     paged, budget = done["paged"], done["paged"]["budget"]
     assert paged["losses"] == done["plain"]["losses"]
-    assert done["plain"]["grown"] > 10 * budget  # the table, and most of its gradient
+    assert done["plain"]["grown"] > 9 * budget  # the table, and most of its gradient
     assert paged["grown"] <= 1.1 * budget + (24 << 20)
     assert paged["stats"]["peak_bytes"]["device"] <= budget
     assert paged["stats"]["gathers"] == 0

@@ -215,6 +215,48 @@ def test_peaks_stay_inside_budgets(one_thread, tmp_path) -> None:
         assert pager.residency.peak_frames <= pager.residency.pool.count
 
 
+# -- beside streams ------------------------------------------------------------------------------
+def large_weight_losses(pager: tp.Pager, steps: int) -> tuple[list[float], list[int]]:
+    """Six layers of a page each, and one of three times the arena. Losses, and of each iteration
+    the accesses that its plan did not serve."""
+    torch.manual_seed(1)
+    layers = [layer for _ in range(6) for layer in (nn.Linear(128, 128), nn.GELU())]
+    model = pager.page_module(nn.Sequential(*layers, nn.Linear(128, 36 * 128)))
+    optimizer = pager.optimizer(torch.optim.AdamW(model.parameters(), lr=1e-3))
+    losses, faults = [], [0]
+    for _ in range(steps):
+        with PlannedWorld(pager).iteration():
+            loss = model(torch.randn(2, 128)).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        losses.append(loss.item())
+        faults.append(0 if pager.follower is None else pager.follower.executor.faults)
+    return losses, [after - before for before, after in itertools.pairwise(faults)]
+
+
+@pytest.mark.parametrize("tiers", ["host", pytest.param("disk", marks=pytest.mark.slow)])
+def test_frames_are_kept_free_for_a_stream(one_thread, tmp_path, tiers: str) -> None:
+    """Plans know of streams: beside one, everything else is there when it is needed."""
+    options = {"frames": 12, "disk_path": tmp_path, **TIERS[tiers]}
+    with make_pager(**options) as pager:
+        expected, _ = large_weight_losses(pager, 6)
+    with planned_pager(**options) as pager:
+        losses, faults = large_weight_losses(pager, 6)
+        stats = pager.stats()
+        assert stats["planned_iterations"] >= 3, pager.explain()
+        assert pager.residency.peak_frames <= pager.residency.pool.count
+        assert not pager.residency.workspaces
+        plan = pager.follower and pager.follower.current and pager.follower.current.recorded
+    assert losses == expected
+    assert stats["departures"] == 0
+    assert min(faults[3:]) == 0, "pages of others had to make way, which no plan foresaw"
+    assert stats["peak_bytes"]["device"] <= stats["budget_bytes"]["device"]
+    assert plan
+    kinds = [kind for kind in plan.trace.tensor_kinds if kind == "workspace"]
+    assert len(kinds) == plan.trace.op_names.count("stream") > 2
+
+
 # -- failures ------------------------------------------------------------------------------------
 def test_a_disk_that_fails_stops_the_plan(one_thread, tmp_path, monkeypatch) -> None:
     """Planned writes fail for a while: training goes on by faults, to the same bits."""
