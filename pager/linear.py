@@ -21,7 +21,7 @@ On a CPU scattered frames are gathered unless the copy is larger than all dense 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.autograd import forward_ad
@@ -30,19 +30,26 @@ from ..kernels.linear import linear_forward
 from ..kernels.linear_choice import choose
 from ..kernels.linear_grad import linear_input_grad
 from ..kernels.paged_matrix import DTYPES, PagedMatrix
-from .dense_run import NOT_QUICK, PLAIN, run_dense, run_quickly
+from .dense_run import NOT_QUICK, PLAIN, run_dense
 from .dense_views import dense_view, direct_view, withdraw
 from .errors import InfeasibleBudget
 from .linear_stream import input_grad, is_streamed, linear_in_slabs, product
 from .paged_tensor import PagedTensor
 
 LINEAR = torch.nn.functional.linear
+_STRIDED, _mm = torch.strided, torch.mm
+_MATRIX = "_tensorpager_matrix"  # on a dense view: what `_matrix_of` found
+# Asked before each linear, so without the way through `torch` and `torch._C`.
 _modes = torch._C._len_torch_dispatch_stack
+_any_autocast = torch._C._is_any_autocast_enabled
 _functorch_level = torch._C._functorch.peek_interpreter_stack
+_is_tracing = torch._C._is_tracing
+_grad_is_on = torch.is_grad_enabled
 
 
 def linear(input: Any, weight: Any, bias: Any = None) -> Any:
-    """``F.linear``; ``NotImplemented`` where PyTorch's own way has to be taken.
+    """``F.linear``; ``NotImplemented`` where PyTorch's own way has to be taken. Not to be called
+    while ``torch.compile`` traces.
 
     input : [..., in_features], contiguous where it has more than two dimensions. Paged ones come
         from checkpointing, which must see the same node as in the first forward pass.
@@ -56,55 +63,78 @@ def linear(input: Any, weight: Any, bias: Any = None) -> Any:
         return linear_in_slabs(inputs, weight, bias)
     if _is_watched(weight) or not _fits_together(inputs, weight, bias):
         return NotImplemented
-    if torch.is_grad_enabled() and (
+    if _grad_is_on() and (
         weight.requires_grad
         or inputs.requires_grad
         or (bias is not None and bias.requires_grad)
     ):  # fmt: skip
         return _apply(inputs, weight, bias)
-    return _product(inputs, weight, bias)
+    out = _on_views_at_hand(LINEAR, inputs, weight, bias)
+    return _product_otherwise(inputs, weight, bias) if out is NOT_QUICK else out
 
 
 def _is_watched(weight: PagedTensor) -> bool:
     """Somebody wants to see, or to change, the ops that a linear is made of."""
+    pager = weight._storage.pager
     return bool(
-        weight._storage.pager.watch is not None
+        pager.watch is not None
         or _modes()
-        or torch.is_autocast_enabled(weight._storage.pager.device.type)
+        or (_any_autocast() and torch.is_autocast_enabled(pager.device.type))
         or _functorch_level() is not None
         or forward_ad._current_level >= 0
-        or torch._C._is_tracing()
-        or torch.compiler.is_compiling()
+        or _is_tracing()
     )
 
 
 def _fits_together(inputs: torch.Tensor, weight: PagedTensor, bias: Any) -> bool:
+    """No more than has to be known: what PyTorch refuses, it refuses when the product runs."""
+    matrix = _matrix_of(weight)
+    if matrix is None or inputs.dtype is not matrix.dtype or inputs.layout is not _STRIDED:
+        return False
     dims = inputs.dim()
-    if dims < 2 or weight.dim() != 2 or (dims > 2 and not inputs.is_contiguous()):
+    if dims != 2 and (dims < 2 or not inputs.is_contiguous()):
         return False
-    dtype = weight.dtype
-    if inputs.dtype != dtype or dtype.is_complex or not dtype.is_floating_point:
-        return False
-    if inputs.size(-1) != weight.size(1) or not weight.is_contiguous() or not inputs.numel():
-        return False
-    if inputs.layout is not torch.strided or inputs.device != weight.device:
+    if not inputs.numel():
         return False
     if bias is None:
         return True
-    return isinstance(bias, torch.Tensor) and bias.dtype == dtype and bias.dim() == 1 and (
-        bias.size(0) == weight.size(0)
-    )  # fmt: skip
+    return (
+        isinstance(bias, torch.Tensor)
+        and bias.dtype is matrix.dtype
+        and bias.numel() == matrix.rows
+        and bias.dim() == 1
+    )
 
 
-def _product(inputs: torch.Tensor, weight: PagedTensor, bias: Any) -> torch.Tensor:
-    given = (inputs, weight, bias)
-    out = run_quickly(LINEAR, given)
-    if out is not NOT_QUICK:
-        return out  # type: ignore[no-any-return]
+class _Matrix(NamedTuple):
+    """Of a weight that a linear can take as it is."""
+
+    rows: int
+    dtype: torch.dtype
+
+
+def _matrix_of(weight: PagedTensor) -> _Matrix | None:
+    """``None`` for no such weight. Remembered on its dense view, which does not outlive a change
+    of its geometry."""
+    view = weight._view
+    known: Any = getattr(view, _MATRIX, NOT_QUICK)
+    if known is not NOT_QUICK:
+        return known  # type: ignore[no-any-return]
+    found = None
+    if weight.dim() == 2 and weight.dtype.is_floating_point and weight.is_contiguous():
+        found = _Matrix(weight.size(0), weight.dtype)
+    if view is not None:
+        setattr(view, _MATRIX, found)
+    return found
+
+
+def _product_otherwise(inputs: torch.Tensor, weight: PagedTensor, bias: Any) -> torch.Tensor:
+    """Where no views are at hand: pages are brought in, views made; or it goes on pages."""
+    go_together = inputs.size(-1) == weight.size(1) and inputs.device == weight.device
     try:
-        if _may_be_read_directly(weight):
+        if go_together and _may_be_read_directly(weight):
             return _forward_on_pages(inputs, weight, bias)
-        return run_dense(LINEAR, PLAIN, given, {})  # type: ignore[no-any-return]
+        return run_dense(LINEAR, PLAIN, (inputs, weight, bias), {})  # type: ignore[no-any-return]
     except InfeasibleBudget:  # beside what others have pinned
         x, b = (t.clone() if type(t) is PagedTensor else t for t in (inputs, bias))
         out = product(x.reshape(-1, x.size(-1)), weight, b)
@@ -114,11 +144,54 @@ def _product(inputs: torch.Tensor, weight: PagedTensor, bias: Any) -> torch.Tens
 def _times(rows: torch.Tensor, weight: PagedTensor) -> torch.Tensor:
     """rows @ weight: the gradient of the inputs."""
     try:
-        if not torch.is_grad_enabled() and _may_be_read_directly(weight):
+        if _grad_is_on():
+            return rows.mm(weight)
+        if not _is_watched(weight):
+            out = _on_views_at_hand(_mm, rows, weight)
+            if out is not NOT_QUICK:
+                return out  # type: ignore[no-any-return]
+        if _may_be_read_directly(weight):
             return _backward_on_pages(rows, weight)
         return rows.mm(weight)
     except InfeasibleBudget:
         return input_grad(rows, weight)
+
+
+def _on_views_at_hand(
+    func: Callable[..., torch.Tensor], inputs: torch.Tensor, weight: PagedTensor, bias: Any = None
+) -> Any:
+    """``func`` of plain inputs and a weight (and a bias) on the device whose dense views are at
+    hand: by far the commonest case. ``NOT_QUICK``, and nothing done, otherwise.
+
+    ``func`` gives new memory, never its operands'.
+    """
+    run = weight._storage.run
+    if weight._view_generation != run.generation or run.base < 0 or isinstance(inputs, PagedTensor):
+        return NOT_QUICK
+    pager, runs = weight._storage.pager, [run]
+    paged = type(bias) is PagedTensor
+    if paged:
+        other = bias._storage.run
+        if bias._view_generation != other.generation or other.base < 0:
+            return NOT_QUICK
+        if bias._storage.pager is not pager:
+            return NOT_QUICK
+        if other is not run:
+            runs.append(other)
+    pager.pin(runs)
+    try:
+        if run.base < 0 or (paged and other.base < 0):
+            return NOT_QUICK  # to scattered frames, just before it was pinned
+        view = direct_view(weight)
+        if bias is None:
+            return func(inputs, view)
+        return func(inputs, view, direct_view(bias) if paged else bias)
+    except BaseException:
+        tensors = [weight, bias] if paged else [weight]
+        withdraw(tensors, [t._view for t in tensors if t._view is not None])
+        raise
+    finally:
+        pager.unpin(runs)
 
 
 # -- scattered frames ------------------------------------------------------------------------------
@@ -220,13 +293,14 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, inputs: torch.Tensor, weight: PagedTensor, bias: Any) -> torch.Tensor:
         ctx.save_for_backward(inputs, weight)
-        return _product(inputs, weight, bias)
+        out = _on_views_at_hand(LINEAR, inputs, weight, bias)
+        return _product_otherwise(inputs, weight, bias) if out is NOT_QUICK else out
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         inputs, weight = ctx.saved_tensors
         for_inputs, for_weight, for_bias = ctx.needs_input_grad
-        rows = grad.reshape(-1, weight.size(0)) if grad.dim() > 2 else grad
+        rows = grad.reshape(-1, grad.size(-1)) if grad.dim() > 2 else grad
         of_inputs = of_weight = of_bias = None
         # In PyTorch's order: second derivatives are summed in the order of these nodes.
         if for_inputs:

@@ -22,6 +22,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pyarrow
+
 from ..planner.background import write_request
 from ..planner.errors import PlanError
 from ..planner.hardware import Hardware
@@ -129,6 +131,7 @@ class _Run:
             policy=self.policy,
             parent_pid=self.owner_pid,
         )
+        pyarrow.default_memory_pool().release_unused()  # the MiBs that this thread took for it
         with self.lock:
             if self.cancelled:
                 raise PagerError("planning was cancelled")

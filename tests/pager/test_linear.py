@@ -182,14 +182,77 @@ def test_checkpointed(reentrant):
             assert torch.equal(mine.grad.to_dense(), other.grad)
 
 
-def test_what_is_caught(pager, monkeypatch):
-    """No gradients wanted: one product on plain views."""
+@pytest.mark.parametrize("with_bias", [True, False])
+@pytest.mark.parametrize("grad", [True, False])
+def test_views_at_hand(pager, monkeypatch, grad, with_bias):
+    """The quick way is taken for each product as soon as dense views are there."""
     calls = []
-    quickly = linear_module.run_quickly
-    monkeypatch.setattr(
-        linear_module, "run_quickly", lambda *given: calls.append(given) or quickly(*given)
-    )
+    quickly = linear_module._on_views_at_hand
+
+    def counting(func, *given):
+        out = quickly(func, *given)
+        calls.append((func, out is not linear_module.NOT_QUICK))
+        return out
+
+    monkeypatch.setattr(linear_module, "_on_views_at_hand", counting)
+    weight = pager.page(torch.randn(6, 7)).requires_grad_(grad)
+    bias = pager.page(torch.randn(6)).requires_grad_(grad) if with_bias else None
+    inputs = torch.randn(5, 7, requires_grad=grad)
+    for _ in range(2):
+        out = F.linear(inputs, weight, bias)
+    assert calls == [(F.linear, False), (F.linear, True)]
+    if grad:
+        out.sum().backward()
+        assert calls[2:] == [(torch.mm, True)]
+
+
+def test_a_failure_leaves_no_view(pager):
+    """What a product raises passes through, nothing stays pinned, and the next one is right."""
     weight = pager.page(torch.randn(6, 7))
-    with torch.no_grad():
-        F.linear(torch.randn(5, 7), weight)
-    assert len(calls) == 1
+    inputs = torch.randn(5, 7)
+    expected = F.linear(inputs, weight)
+    assert weight._view is not None
+
+    def fails(*given):
+        raise MemoryError("no memory")
+
+    with pytest.raises(MemoryError, match="no memory"):
+        linear_module._on_views_at_hand(fails, inputs, weight)
+    assert weight._view is None
+    assert weight._storage.run.pins == 0
+    assert torch.equal(F.linear(inputs, weight), expected)
+
+
+def test_a_weight_of_another_shape_is_seen(pager):
+    """What is remembered of a weight does not outlive a change of its shape."""
+    weight = pager.page(torch.randn(6, 6))
+    inputs = torch.randn(5, 6)
+    F.linear(inputs, weight)
+    dense = F.linear(inputs, weight)  # remembers
+    assert torch.equal(dense, F.linear(inputs, weight.to_dense()))
+    weight.t_()
+    assert torch.equal(F.linear(inputs, weight), F.linear(inputs, weight.to_dense()))
+    weight.t_()
+    weight.unsqueeze_(0)
+    with pytest.raises(RuntimeError):
+        F.linear(inputs, weight)
+
+
+def test_it_is_found_where_it_moved(pager, monkeypatch):
+    """A channel may move a weight just before it is pinned: a new view, and no second access."""
+    weight, bias = pager.page(torch.randn(6, 7)), pager.page(torch.randn(6))
+    inputs = torch.randn(5, 7)
+    expected = F.linear(inputs, weight, bias)
+    accesses = []
+    pin = pager.pin
+
+    def moves_first(runs):
+        accesses.append(runs)
+        with pager.quiet():
+            for run in runs:
+                pager.residency.evict_run(run)
+        pin(runs)
+
+    monkeypatch.setattr(pager, "pin", moves_first)
+    assert torch.equal(F.linear(inputs, weight, bias), expected)
+    assert len(accesses) == 1
