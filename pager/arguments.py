@@ -10,15 +10,17 @@ import torch
 
 from ..planner.sizes import parse_bytes
 from .errors import InfeasibleBudget
+from .io_engine import check_name
+from .ranks import about_share, own_path, ranks_sharing, share_of
 
 _MIN_PAGE, _MAX_PAGE = 64 << 10, 16 << 20
 _POLICIES = ("lp", "lru")
 
 
 class Arguments(NamedTuple):
-    """What a user asked for. ``reserve``: bytes for dense temporaries, ``None`` if they are to be
-    measured; ``frames``: what the arena begins with; ``metrics``: whether to publish them, and
-    ``metrics_path`` a file to publish them in too."""
+    """What a user asked for; bytes are this rank's part (``ranks.py``). ``reserve``: bytes for
+    dense temporaries, ``None`` if they are to be measured; ``frames``: what the arena begins with;
+    ``metrics``: whether to publish them, and ``metrics_path`` a file to publish them in too."""
 
     budget_bytes: dict[str, int]
     page_size: int
@@ -28,6 +30,7 @@ class Arguments(NamedTuple):
     device: torch.device
     metrics: bool
     metrics_path: Path | None
+    io_engine: str
 
 
 def check_arguments(
@@ -40,29 +43,35 @@ def check_arguments(
     device: str | torch.device | None,
     policy: str,
     metrics: bool | str | os.PathLike[str] | None,
+    io_engine: str,
 ) -> Arguments:
     """Raises ``InfeasibleBudget`` or ``ValueError`` for what cannot work; see ``Pager``."""
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = torch.device(device)
+    given = {"device": device_budget, "host": host_budget, "disk": disk_budget}
     budget_bytes = {
-        "device": parse_bytes(device_budget, "device_budget"),
-        "host": parse_bytes(host_budget, "host_budget"),
-        "disk": parse_bytes(disk_budget, "disk_budget"),
+        tier: share_of(parse_bytes(text, f"{tier}_budget"), tier, device.type)
+        for tier, text in given.items()
     }
     page_bytes = _check_page_size(parse_bytes(page_size, "page_size"))
     if policy not in _POLICIES:
         raise ValueError(f"policy={policy!r} is unknown; choose one of {', '.join(_POLICIES)}")
-    reserve = None if dense_reserve == "auto" else parse_bytes(dense_reserve, "dense_reserve")
-    frames = _first_frames(budget_bytes["device"], reserve, page_bytes)
+    reserve = None
+    if dense_reserve != "auto":  # a part of device_budget, and divided as that is
+        reserve = share_of(parse_bytes(dense_reserve, "dense_reserve"), "device", device.type)
+    frames = _first_frames(budget_bytes["device"], reserve, page_bytes, device.type)
+    for tier in ("host", "disk"):
+        _check_share(budget_bytes[tier], page_bytes, tier, device.type)
     if budget_bytes["disk"] and disk_path is None:
         raise ValueError(
             f"disk_budget={disk_budget!r} needs a disk_path: the folder for the paging file"
         )
-    if device is None:
-        device = "cuda" if torch.cuda.is_available() else "cpu"
     folder = Path(disk_path) if budget_bytes["disk"] and disk_path is not None else None
     publish, metrics_path = _check_metrics(metrics)
     return Arguments(
-        budget_bytes, page_bytes, reserve, frames, folder, torch.device(device), publish,
-        metrics_path,
+        budget_bytes, page_bytes, reserve, frames, folder, device, publish, metrics_path,
+        check_name(io_engine),
     )  # fmt: skip
 
 
@@ -81,7 +90,7 @@ def _check_metrics(metrics: bool | str | os.PathLike[str] | None) -> tuple[bool,
             f"metrics={os.fspath(path)!r}: there is no folder {path.absolute().parent}; make it "
             "first, or pass True"
         )
-    return True, path
+    return True, own_path(path)
 
 
 def _check_page_size(size: int) -> int:
@@ -93,14 +102,25 @@ def _check_page_size(size: int) -> int:
     return size
 
 
-def _first_frames(budget: int, reserve: int | None, page_size: int) -> int:
+def _first_frames(budget: int, reserve: int | None, page_size: int, device_type: str) -> int:
     frames = (budget - (budget // 4 if reserve is None else reserve)) // page_size
     if budget < page_size or (reserve is not None and frames < 1):
         minimum = (reserve or 0) + page_size
         raise InfeasibleBudget(
             f"device_budget of {budget} bytes does not hold one page of {page_size} bytes"
             + (f" beside dense_reserve of {reserve} bytes" if reserve else "")
-            + f"; give at least {minimum} bytes, or smaller pages",
-            minimum=minimum,
+            + f"; give at least {minimum} bytes, or smaller pages."
+            + about_share("device", device_type),
+            minimum=minimum * ranks_sharing("device", device_type),
         )
     return max(1, frames)
+
+
+def _check_share(nbytes: int, page_size: int, tier: str, device_type: str) -> None:
+    """A part of a budget that holds no page would be no tier at all, without a word."""
+    ranks = ranks_sharing(tier, device_type)
+    if ranks > 1 and 0 < nbytes < page_size:
+        raise ValueError(
+            f"{tier}_budget gives each of {ranks} ranks on this node {nbytes} bytes, less than one "
+            f"page of {page_size} bytes; give at least {ranks * page_size} bytes, or smaller pages"
+        )

@@ -39,6 +39,7 @@ def machine_key(device: torch.device, disk: DiskTier | None, page_size: int) -> 
         "disk_device": where.get("device"),
         "disk_file_system": where.get("file_system"),
         "disk_direct": where.get("direct"),
+        "disk_engine": where.get("engine"),
     }
 
 
@@ -125,6 +126,7 @@ def _disk_key(disk: DiskTier) -> dict[str, str | int]:
         "device": device,
         "file_system": _file_system(f"{os.major(device)}:{os.minor(device)}"),
         "direct": int(disk.direct),
+        "engine": disk.engine.name,
     }
 
 

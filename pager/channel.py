@@ -5,9 +5,12 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
+from .errors import HungDisk
 from .guide import Action
+from .io_watch import Patience
 from .space import PageRun
 
 if TYPE_CHECKING:
@@ -75,11 +78,16 @@ class Channel:
         return bool(self.busy) or (bool(self.jobs) and not self.blocked)
 
     def join(self) -> None:
-        """Wait, without the lock, for the threads to end; ``executor.closing`` must be set."""
+        """Wait, without the lock, for the threads to end; ``executor.closing`` must be set. One
+        that waits for a disk that does not answer is left behind."""
         with self._executor.lock:
             self._wake.notify_all()
+        patience = Patience(self._executor.watch)
         for thread in self.threads:
-            thread.join()
+            with suppress(HungDisk):  # it ends when the disk answers
+                while thread.is_alive():
+                    thread.join(patience.tick_seconds)
+                    patience.ticked()
         self.threads.clear()
 
     def _run(self) -> None:

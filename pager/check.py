@@ -21,6 +21,7 @@ def check_invariants(pager: Pager) -> None:
 
 def _check(pager: Pager) -> None:
     table, residency, space = pager.table, pager.residency, pager.space
+    residency.take_back()
     residency.collect()
     live = (table.flags & LIVE) != 0
     resident = table.frame >= 0
@@ -55,6 +56,15 @@ def _check(pager: Pager) -> None:
         assert len(np.unique(slots)) == len(slots), f"two pages are in one {name} slot"
         assert not (column[~live] >= 0).any(), f"a free page holds a {name} slot"
         _check_pool(pool.runs(), slots, pool.count, f"{name} slot")
+
+    # Stamps say whose page, and which version of it, each slot holds.
+    stamped = [(pager.migration.host_stamps, table.host)]
+    if pager.disk is not None:
+        stamped.append((pager.disk.stamps, table.disk))
+    for stamps, column in stamped:
+        if stamps is not None:
+            pages = np.flatnonzero(column >= 0)
+            stamps.check_owners(column[pages], pages, table.version[pages])
 
     # States: no live page is nowhere, and the flags say what the columns say.
     below = (table.host >= 0) | (table.disk >= 0)

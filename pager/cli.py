@@ -16,6 +16,7 @@ from ..planner.commands.output import output_path
 # Name on the command line → where the click command is, relative to this package.
 COMMANDS = {
     "doctor": ".doctor:doctor",
+    "bench-io": ".bench_io_command:bench_io",
     "record": ".record_command:record",
     "top": ".top_command:top",
     "import": "..planner.commands.import_trace:import_trace",
@@ -25,6 +26,7 @@ COMMANDS = {
     "compare": "..planner.commands.compare:compare",
     "pool": "..planner.commands.pool:pool",
     "diff": "..planner.commands.diff:diff",
+    "html": "..planner.commands.html:html",
     "perfetto": "..planner.commands.perfetto:perfetto",
     "completion": "..planner.commands.completion:completion",
 }

@@ -56,6 +56,9 @@ class CpuBackend:
     def mark(self) -> None:
         return None
 
+    def wait(self, mark: Any) -> None:
+        pass
+
     def carry_out(self, copies: Sequence[Copy], mark: Any) -> None:
         for offset, host in copies:  # one thread and no GIL: ops have the other cores
             ctypes.memmove(host.ctypes.data, self.address + offset, len(host))

@@ -49,6 +49,8 @@ class _MappedRange:
         property_.type = self._cuda.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
         property_.location.type = self._cuda.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
         property_.location.id = self._device_index
+        if self._takes_rdma():
+            property_.allocFlags.gpuDirectRDMACapable = 1  # GPUDirect Storage: drives write to it
         self._property = property_
         minimum = self._cuda.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
         self.granularity = int(
@@ -62,6 +64,12 @@ class _MappedRange:
         )
         self.address = int(self._base)
         self._pieces: list[Any] = []
+
+    def _takes_rdma(self) -> bool:
+        ask = self._cuda.CUdevice_attribute
+        attribute = ask.CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED
+        code, value = self._cuda.cuDeviceGetAttribute(attribute, self._device_index)
+        return int(code) == 0 and bool(value)
 
     def commit(self, nbytes: int) -> None:
         """Map or unmap pieces until exactly ⌈nbytes / granularity⌉ are there. All or nothing."""
@@ -146,8 +154,8 @@ class CudaBackend:
         torch.cuda.empty_cache()  # nor may PyTorch's cache hold what is about to be mapped
         self._range.commit(nbytes)
 
-    def frames_view(self, offset: int, nbytes: int) -> Bytes:
-        raise AssertionError("GPU frames are not host memory; disk I/O goes through staging")
+    def frames_view(self, offset: int, nbytes: int) -> torch.Tensor:
+        return self.arena[offset : offset + nbytes]
 
     # -- page-locked host memory -----------------------------------------------------------------
     def register_host(self, memory: Bytes) -> None:
@@ -190,6 +198,10 @@ class CudaBackend:
         event = torch.cuda.Event()
         event.record(self._compute)
         return event
+
+    def wait(self, mark: Any) -> None:
+        if mark is not None:
+            mark.synchronize()
 
     def carry_out(self, copies: Sequence[Copy], mark: Any) -> None:
         self._carry(self._carry_out, copies, mark, to_device=False)

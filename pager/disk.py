@@ -6,28 +6,33 @@ Rules, beside those of disk_io.py:
    flight must not share a slot, unless both read it.
 2. A future is done only when no thread uses the batch's buffers any more, failed or not. Until
    then writers must not change them and readers must not look at them.
-3. Each slot has a checksum in memory, set when the whole batch of its write has succeeded. A slot
-   without one, or with one that does not match, raises CorruptPage; it never gives wrong numbers.
+3. Each slot has a stamp in memory (integrity.py), with a checksum, set when the whole batch of its
+   write has succeeded. A slot without one, or whose bytes do not match it when they are read a
+   second time too, raises CorruptPage; it never gives wrong numbers.
 4. A forked child has no disk tier: its descriptor is closed there at once, because a file without
    a name takes up space for as long as any process has it open.
 5. Reads and writes have threads of their own, and each a rate limit of its own: what is queued in
    one direction does not hold up the other.
 """
 
+import itertools
 import os
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
+from typing import Any
 
 import numpy as np
 import xxhash
 
 from . import disk_io
-from .disk_batch import Batch, SlotRun, Slots, Task, share_out, slots_of, split
-from .disk_io import Bytes
+from .disk_batch import TASK_BYTES, Batch, SlotRun, Slots, Task, share_out, slots_of, split
 from .errors import CorruptPage, PagerError
 from .frame_pool import FramePool
+from .integrity import ROW, Rows, Stamps, page_rows
+from .io_engine import Engine, Wrap, check_name, make_engine
+from .io_threads import IoThreads
 from .rate_limit import RateLimit
 
 _tiers: weakref.WeakSet["DiskTier"] = weakref.WeakSet()
@@ -39,7 +44,9 @@ class DiskTier:
     ``slots`` says which are free; it belongs to the caller, which allocates before it writes.
     Methods may be called from several threads. ``direct``: whether to bypass the page cache with
     O_DIRECT; by default wherever that works. ``threads``: how many read, and how many write.
-    ``bytes_per_s``: a limit for reads and another, of the same rate, for writes.
+    ``bytes_per_s``: a limit for reads and another, of the same rate, for writes. ``io_engine``: see
+    ``io_engine.make_engine``; ``on_cuda``: whether the pages come from device memory. ``engine``:
+    what to put around the engine (tests put faults there).
 
     Raises PagerError, and leaves nothing behind, if the file cannot be had.
     """
@@ -53,9 +60,13 @@ class DiskTier:
         threads: int = 4,
         direct: bool | None = None,
         bytes_per_s: float | None = None,
+        io_engine: str = "auto",
+        on_cuda: bool = False,
+        engine: Wrap | None = None,
     ) -> None:
         if page_size <= 0 or threads <= 0:
             raise ValueError(f"{page_size=} and {threads=} must be positive")
+        check_name(io_engine)
         self._read_limit, self._write_limit = RateLimit(bytes_per_s), RateLimit(bytes_per_s)
         self._page_size = page_size
         self._directory = os.path.abspath(directory)
@@ -63,26 +74,39 @@ class DiskTier:
         self.slots = FramePool(capacity_bytes // page_size)
         self.bytes_written = 0
         self.bytes_read = 0
+        self.rereads = 0  # pages that were wrong when read once, and right when read again
         self._lock = threading.Lock()
         self._closed = False
         self._owner_pid = os.getpid()
         self._bounce = disk_io.BounceBuffers()
         self._fd = disk_io.open_unlinked(self._directory, self.capacity_bytes)
         self._close_fd = weakref.finalize(self, os.close, self._fd)
-        self._checksums = np.zeros(self.slots.count, np.uint64)
-        self._written = np.zeros(self.slots.count, np.bool_)
+        self.stamps = Stamps(self.slots.count, page_size, "disk", self._directory)
         _tiers.add(self)
-        self._direct = direct is not False and disk_io.enable_direct(
+        is_direct = direct is not False and disk_io.enable_direct(
             self._fd, page_size, self.capacity_bytes
         )
-        if direct and not self._direct:
+        if direct and not is_direct:
             self._close_fd()
             raise PagerError(
                 f"disk_path={self._directory!r} does not take O_DIRECT with {page_size=}; leave "
                 "direct=None, or use another file system or a multiple of 4096 bytes"
             )
-        self._readers = ThreadPoolExecutor(threads, thread_name_prefix="tensorpager-disk-in")
-        self._writers = ThreadPoolExecutor(threads, thread_name_prefix="tensorpager-disk-out")
+        try:
+            made = make_engine(
+                io_engine,
+                self._fd,
+                direct=is_direct,
+                callers=2 * threads,
+                task_bytes=TASK_BYTES,
+                on_cuda=on_cuda,
+            )
+            self.engine: Engine = made if engine is None else engine(made)
+        except BaseException:
+            self._close_fd()
+            raise
+        self._readers = IoThreads(threads, "tensorpager-disk-in")
+        self._writers = IoThreads(threads, "tensorpager-disk-out")
 
     @property
     def directory(self) -> str:
@@ -100,7 +124,7 @@ class DiskTier:
     @property
     def direct(self) -> bool:
         """Whether transfers bypass the page cache."""
-        return self._direct
+        return self.engine.direct
 
     @property
     def rate_limit(self) -> float | None:
@@ -139,16 +163,13 @@ class DiskTier:
         tasks = split(runs, self._page_size)
         slots = self._slots_of(tasks)
         assert (np.diff(slots) > 0).all(), "a slot is written twice in one batch"
-        checksums = np.empty(slots.size, np.uint64)
-        share_out(tasks, checksums)
+        rows = np.empty((slots.size, ROW), np.uint64)
+        share_out(tasks, rows)
 
         def on_success() -> None:
-            with self._lock:
-                self._checksums[slots] = checksums
-                self._written[slots] = True
+            self.stamps.wrote(slots, rows)
 
-        with self._lock:
-            self._written[slots] = False
+        self.stamps.begin(slots)
         return self._submit("written", tasks, on_success, here=here)
 
     def submit_read(self, runs: Sequence[SlotRun], *, here: bool = False) -> Future[None]:
@@ -160,12 +181,11 @@ class DiskTier:
         self._refuse_if_gone()
         tasks = split(runs, self._page_size)
         slots = self._slots_of(tasks)
-        with self._lock:
-            unwritten = slots[~self._written[slots]]
-            share_out(tasks, self._checksums[slots])
-        if unwritten.size:
+        try:
+            share_out(tasks, self.stamps.rows(slots))
+        except CorruptPage as error:
             failed: Future[None] = Future()
-            failed.set_exception(self._corrupt(int(unwritten[0]), "was never written"))
+            failed.set_exception(error)
             return failed
         return self._submit("read", tasks, lambda: None, here=here)
 
@@ -180,12 +200,10 @@ class DiskTier:
             raise ValueError(f"{capacity_bytes=} is less than the disk tier has ({old})")
         if new == old:
             return
-        disk_io.refuse_if_too_large(self._directory, new, have=old)
+        disk_io.refuse_if_too_large(self._directory, new, have=old, fd=self._fd)
         disk_io.allocate(self._fd, self._directory, old, new)
         with self._lock:
-            more = (new - old) // self._page_size
-            self._checksums = np.concatenate([self._checksums, np.zeros(more, np.uint64)])
-            self._written = np.concatenate([self._written, np.zeros(more, np.bool_)])
+            self.stamps.resize(new // self._page_size)
             self.slots.resize(new // self._page_size)
 
     def close(self) -> None:
@@ -196,8 +214,9 @@ class DiskTier:
             if self._closed:
                 return
             self._closed = True
-        self._readers.shutdown(wait=True)
-        self._writers.shutdown(wait=True)
+        self._readers.shutdown()
+        self._writers.shutdown()
+        self.engine.close()
         self._close_fd()
 
     def _slot_bytes(self, capacity_bytes: int) -> int:
@@ -250,7 +269,8 @@ class DiskTier:
                 batch.task_ended()
 
         ends = [limit.reserve(task.page_count * self._page_size) for task in tasks]
-        if here:
+        # One thread moves a task of device memory at a time, and one would leave the drive idle.
+        if here and not self.engine.takes_device:
             for task in tasks:
                 run(task, ends[-1] if task is tasks[-1] else 0.0)
             return batch.future
@@ -267,9 +287,8 @@ class DiskTier:
             bounce = self._bounce.get(task.page_count * self._page_size)
             np.concatenate(buffers, out=bounce)
             buffers = [bounce]
-        for index, page in enumerate(self._pages(buffers)):
-            task.checksums[index] = xxhash.xxh3_64_intdigest(page)
-        disk_io.write_at(self._fd, buffers, self._offset(task), unit=self._unit)
+        np.concatenate([self._rows(buffer) for buffer in buffers], out=task.checksums)
+        self.engine.write(buffers, self._offset(task))
         with self._lock:
             self.bytes_written += task.page_count * self._page_size
 
@@ -277,30 +296,65 @@ class DiskTier:
         buffers = task.buffers
         if self._needs_bounce(buffers):
             buffers = [self._bounce.get(task.page_count * self._page_size)]
-        disk_io.read_at(self._fd, buffers, self._offset(task), unit=self._unit)
+        self.engine.read(buffers, self._offset(task))
         with self._lock:
             self.bytes_read += task.page_count * self._page_size
-        for index, page in enumerate(self._pages(buffers)):
-            if task.checksums[index] != xxhash.xxh3_64_intdigest(page):
-                raise self._corrupt(
-                    task.first_slot + index, "is not what was written (checksum differs)"
-                )
+        sums = np.concatenate([self._sums(buffer) for buffer in buffers])
+        for index in np.flatnonzero(sums != task.checksums[:, 0]).tolist():
+            page = next(itertools.islice(self._pages(buffers), index, None))
+            if not self._matches(page, task.checksums[index, 0]):
+                self._read_again(task.first_slot + index, page, task.checksums[index, 0])
         if buffers is not task.buffers:
             ends = np.cumsum([target.nbytes for target in task.buffers])
             for target, part in zip(task.buffers, np.split(buffers[0], ends), strict=False):
                 target[:] = part
 
-    @property
-    def _unit(self) -> int:
-        return disk_io.ALIGNMENT if self._direct else 1
+    def _rows(self, buffer: Any) -> Rows:
+        """Of all pages in ``buffer``, made where it is."""
+        if isinstance(buffer, np.ndarray):
+            return page_rows(buffer.reshape(-1, self._page_size))
+        return self._device_rows(buffer)
+
+    def _sums(self, buffer: Any) -> Rows:
+        """The checksums of these rows alone."""
+        if isinstance(buffer, np.ndarray):
+            pages = self._pages([buffer])
+            return np.fromiter((xxhash.xxh3_64_intdigest(page) for page in pages), np.uint64)
+        return self._device_rows(buffer)[:, 0]
+
+    def _device_rows(self, pages: Any) -> Rows:
+        from .io_engine_rows import device_rows  # needs PyTorch
+
+        return device_rows(pages, self._page_size)
+
+    def _matches(self, page: Any, checksum: np.uint64) -> bool:
+        """Whether ``page`` has it, although it was made of other memory: of the device's for what
+        is read into the host's, or the other way round."""
+        if not self.engine.takes_device:
+            return False
+        if isinstance(page, np.ndarray):
+            return bool(self._device_rows(page)[0, 0] == checksum)
+        return bool(xxhash.xxh3_64_intdigest(page.cpu().numpy()) == checksum)
+
+    def _read_again(self, slot: int, page: Any, checksum: np.uint64) -> None:
+        """What came is not what was written; once more, in case it was changed on the way."""
+        self.engine.read([page], slot * self._page_size)
+        if self._sums(page)[0] != checksum and not self._matches(page, checksum):
+            if isinstance(page, np.ndarray):
+                raise self.stamps.mismatch(slot, page)
+            raise self.stamps.mismatch(slot, page.cpu().numpy(), self._device_rows)
+        with self._lock:
+            self.rereads += 1
 
     def _offset(self, task: Task) -> int:
         return task.first_slot * self._page_size
 
-    def _needs_bounce(self, buffers: list[Bytes]) -> bool:
-        return self._direct and not all(map(disk_io.is_aligned, buffers))
+    def _needs_bounce(self, buffers: list[Any]) -> bool:
+        if not self.engine.direct or not isinstance(buffers[0], np.ndarray):
+            return False  # device memory is aligned as its frames are
+        return not all(map(disk_io.is_aligned, buffers))
 
-    def _pages(self, buffers: list[Bytes]) -> Iterator[Bytes]:
+    def _pages(self, buffers: list[Any]) -> Iterator[Any]:
         for buffer in buffers:
             yield from buffer.reshape(-1, self._page_size)
 
@@ -310,12 +364,6 @@ class DiskTier:
             f"{task.page_count} pages could not be {verb} from slot {task.first_slot} on, in the "
             f"disk tier in {self._directory!r}: {reason}; the pages {where}. Look at the drive and "
             "the kernel's log (dmesg), or set disk_path to another disk"
-        )
-
-    def _corrupt(self, slot: int, what: str) -> CorruptPage:
-        return CorruptPage(
-            f"the page in slot {slot} of the disk tier in {self._directory!r} {what}; it was not "
-            "used. Check the drive (dmesg, smartctl) and go on from the last checkpoint"
         )
 
 

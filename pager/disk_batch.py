@@ -4,17 +4,19 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from .disk_io import Bytes
+from .integrity import ROW
 
 Slots = npt.NDArray[np.int64]
 Checksums = npt.NDArray[np.uint64]
 
-SlotRun = tuple[int, Bytes]
-"""First slot, and a C-contiguous uint8 array of k · page_size bytes for it and the k-1 next."""
+SlotRun = tuple[int, Any]
+"""First slot, and a C-contiguous uint8 array of k · page_size bytes for it and the k-1 next; or, if
+the engine takes device memory, a 1-D uint8 tensor."""
 
 TASK_BYTES = 2 << 20
 """What one thread moves at a time: large enough for full disk speed, small enough to share out."""
@@ -22,12 +24,13 @@ TASK_BYTES = 2 << 20
 
 @dataclass
 class Task:
-    """Buffers for consecutive slots, moved by one thread. ``checksums`` has one per page."""
+    """Buffers for consecutive slots, moved by one thread. ``checksums``: of each page, the row of
+    its stamp (``integrity.page_rows``)."""
 
     first_slot: int
     page_count: int = 0
-    buffers: list[Bytes] = field(default_factory=list)
-    checksums: Checksums = field(default_factory=lambda: np.empty(0, np.uint64))
+    buffers: list[Any] = field(default_factory=list)
+    checksums: Checksums = field(default_factory=lambda: np.empty((0, ROW), np.uint64))
 
     @property
     def end_slot(self) -> int:
@@ -65,9 +68,7 @@ def split(runs: Sequence[SlotRun], page_size: int) -> list[Task]:
     limit = max(1, TASK_BYTES // page_size)
     tasks: list[Task] = []
     for slot, array in sorted(runs, key=lambda run: run[0]):
-        assert array.dtype == np.uint8, f"{array.dtype} array for slot {slot}"
-        assert array.flags.c_contiguous, f"scattered array for slot {slot}"
-        rest = array.reshape(-1)
+        rest = _flat(array, slot)
         pages, tail = divmod(rest.nbytes, page_size)
         assert tail == 0, f"{rest.nbytes} bytes for slot {slot}"
         while pages:
@@ -80,6 +81,14 @@ def split(runs: Sequence[SlotRun], page_size: int) -> list[Task]:
             slot += taken
             pages -= taken
     return tasks
+
+
+def _flat(array: Any, slot: int) -> Any:
+    if isinstance(array, np.ndarray):
+        assert array.dtype == np.uint8, f"{array.dtype} array for slot {slot}"
+        assert array.flags.c_contiguous, f"scattered array for slot {slot}"
+        return array.reshape(-1)
+    return array.view(-1)  # raises for a scattered one
 
 
 def slots_of(tasks: list[Task]) -> Slots:

@@ -80,9 +80,16 @@ def _open_nameless(directory: str) -> int:
     return fd
 
 
-def refuse_if_too_large(directory: str, nbytes: int, *, have: int) -> None:
-    """Raises PagerError if the file system cannot hold ``nbytes``, of which ``have`` are ours."""
-    status = os.statvfs(directory)
+def refuse_if_too_large(directory: str, nbytes: int, *, have: int, fd: int | None = None) -> None:
+    """Raises PagerError if the file system cannot hold ``nbytes``, of which ``have`` are ours.
+    ``fd``: of a file there, for when the directory has gone."""
+    try:
+        status = os.statvfs(directory if fd is None else fd)
+    except OSError as error:
+        raise PagerError(
+            f"disk_path={directory!r} cannot be asked for its free space ({error.strerror}); is "
+            "its file system still mounted? Name another directory"
+        ) from error
     free = status.f_bavail * status.f_frsize
     if nbytes - have > free:
         missing = format_bytes(nbytes - have - free)

@@ -2,7 +2,7 @@
 
 from ..planner.errors import InfeasibleBudget, PagerError, TraceError
 
-__all__ = ["CorruptPage", "InfeasibleBudget", "PagerError", "TierFull", "TraceError"]
+__all__ = ["CorruptPage", "HungDisk", "InfeasibleBudget", "PagerError", "TierFull", "TraceError"]
 
 
 class TierFull(PagerError):  # noqa: N818 (public name, fixed by the design)
@@ -10,4 +10,31 @@ class TierFull(PagerError):  # noqa: N818 (public name, fixed by the design)
 
 
 class CorruptPage(PagerError):  # noqa: N818
-    """A page read back from disk does not match the checksum it was written with."""
+    """A page that comes back is not the one that was written. It was not used.
+
+    ``kind``: ``damaged``, ``torn``, ``stale``, ``misplaced`` or ``unwritten`` (``integrity.py``).
+    ``tier``: ``host`` or ``disk``. ``slot`` of that tier; ``page``: virtual page, and ``tensor``:
+    its name, where known.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        kind: str = "damaged",
+        tier: str = "disk",
+        slot: int = -1,
+        page: int = -1,
+        tensor: str | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.kind = kind
+        self.tier = tier
+        self.slot = slot
+        self.page = page
+        self.tensor = tensor
+
+
+class HungDisk(PagerError):  # noqa: N818
+    """The disk does not answer for ``io_timeout`` seconds. Pages are where they were; what was
+    under way may still end."""

@@ -23,6 +23,7 @@ from .access_log import Names
 from .channel import Channel, Job
 from .errors import PagerError
 from .guide import ANYWHERE, Action
+from .io_watch import Patience
 from .migration import Migration
 from .residency import Residency
 from .space import PageRun
@@ -30,7 +31,6 @@ from .transfers import Transfers
 from .windows import find_window
 
 _WATCHDOG_SECONDS = 60.0
-_TICK_SECONDS = 1.0
 _LANES = 3
 TIERS = ("host", "disk")
 
@@ -50,6 +50,7 @@ class Executor:
         names: Names,
     ) -> None:
         self.lock = lock
+        self.watch = migration.watch
         self.transfers = transfers
         self.paused = False
         self.closing = False
@@ -113,12 +114,17 @@ class Executor:
         that cannot be expected of the plan."""
         for run in runs:
             run.pins += 1
-        for run in runs:
-            if run.base < 0 and not self._serve(run):
-                for other in runs:
-                    other.pins -= 1
-                return False
-            self._residency.touch(run)
+        served = False
+        try:
+            for run in runs:
+                if run.base < 0 and not self._serve(run):
+                    return False
+                self._residency.touch(run)
+            served = True
+        finally:
+            if not served:
+                for run in runs:
+                    run.pins -= 1
         return True
 
     def _serve(self, run: PageRun) -> bool:
@@ -158,15 +164,20 @@ class Executor:
         return helps
 
     def wait(self) -> bool:
-        """Until something has moved; ``False`` if nothing will."""
+        """Until something has moved; ``False`` if nothing will. Raises ``HungDisk`` if a call of
+        the disk does not return."""
         if not any(channel.can_progress() for channel in self.channels):
             return False
         self._waiting = True
         deadline = time.monotonic() + _WATCHDOG_SECONDS
+        patience = Patience(self.watch)
         try:
-            while not self._changed.wait(_TICK_SECONDS):
+            while not self._changed.wait(patience.tick_seconds):
                 if not any(channel.can_progress() for channel in self.channels):
                     break
+                patience.ticked()
+                if self.watch.calls:  # a slow disk; a hung one has its own time-out
+                    deadline = time.monotonic() + _WATCHDOG_SECONDS
                 if time.monotonic() > deadline:
                     raise PagerError(
                         f"no page moved for {_WATCHDOG_SECONDS:g} s: {self.describe()}"
@@ -195,6 +206,7 @@ class Executor:
         self.clear()
         while any(channel.busy for channel in self.channels):
             self.wait()
+        self._residency.take_back()
 
     # -- the channels' side ----------------------------------------------------------------------
     def moved(self, channel: Channel) -> None:

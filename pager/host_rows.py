@@ -137,7 +137,7 @@ def may_read_in_place(pager: Pager) -> bool:
     return (
         bool(pager.host.used_slots)
         and not pager.budget.metering
-        and pager.migration._sums is None
+        and pager.migration.host_stamps is None
         and host_address(pager.backend, pager.host.address) is not None
     )
 

@@ -1,17 +1,20 @@
 """Moves pages between the tiers. Slots are planned before the first byte moves: all or nothing."""
 
+import math
 from collections.abc import Iterator
+from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
-import xxhash
 
 from ..planner.sizes import format_bytes
 from .backend import Backend, Bytes, Copy
 from .disk import DiskTier
-from .errors import CorruptPage, TierFull
+from .errors import PagerError, TierFull
 from .frame_pool import FramePool
 from .host import HostTier
+from .integrity import Rows, Stamps, page_rows
+from .io_watch import IoWatch
 from .memory import Region
 from .page_table import DIRTY, Int32, PageTable
 
@@ -39,6 +42,10 @@ class Migration:
 
     Evicted pages go to the host while it has room (copies of pages that are on the device too are
     given up for it), then to disk. A page whose copy below is still valid leaves for free.
+
+    ``watch``: of the disk's calls. ``disk_refuses``: the last write to disk failed, so pages that
+    need none should leave first. ``unfinished``: I/O that was given up while it was under way, with
+    the frames and disk slots that it may still use; see :meth:`take_back`.
     """
 
     def __init__(
@@ -50,20 +57,27 @@ class Migration:
         page_size: int,
         *,
         verify: bool,
+        watch: IoWatch | None = None,
     ) -> None:
         self.table = table
         self.backend = backend
         self.host = host
         self.disk = disk
+        self.watch = watch or IoWatch(math.inf)
+        self.disk_refuses = False
+        self.unfinished: list[tuple[Future[None], Int32, Int32]] = []
         self.page_size = page_size
         self.bytes_out = self.bytes_in = 0
         self.peak_host_slots = self.peak_disk_slots = 0
-        self._sums = np.zeros(host.slots.count, np.uint64) if verify else None
+        # Of host slots, where pages are verified on their way in from there too.
+        self.host_stamps = Stamps(host.slots.count, page_size, "host") if verify else None
         # Bytes that each channel has moved, by the planner's names.
         self.moved = dict.fromkeys(("host-out", "disk-out", "host-in", "disk-in"), 0)
-        # Page-locked buffers between device and disk: of faults, planned outs and planned ins.
+        # Page-locked buffers between device and disk: of faults, planned outs and planned ins. None
+        # where the disk's engine moves frames itself.
         self._staging: dict[str, Region] = {}
-        if not backend.host_addressable and disk is not None:
+        on_frames = backend.host_addressable or (disk is not None and disk.engine.takes_device)
+        if disk is not None and not on_frames:
             nbytes = _STAGING_PAGES * page_size
             for user in ("fault", "out", "in"):
                 self._staging[user] = Region(nbytes, nbytes)
@@ -139,10 +153,9 @@ class Migration:
             for frame, slot, count in merge(frames, slots)
         ]
         self.backend.copy_out(copies)
-        if self._sums is not None:
+        if self.host_stamps is not None:
             self.backend.host_ready()
-            for slot in slots.tolist():
-                self._sums[slot] = xxhash.xxh3_64_intdigest(self.host.view(slot, 1))
+            self._stamp_host(pages, slots)
         self.table.copied(pages, slots, "host")
         self.moved["host-out"] += len(pages) * self.page_size
         self.peak_host_slots = max(self.peak_host_slots, self.host.used_slots)
@@ -152,16 +165,25 @@ class Migration:
         runs = self.disk.slots.allocate(len(pages))
         assert runs is not None
         slots = expand(runs)
+        future: Future[None] | None = None
+        self.disk.stamps.claim(slots, pages, self.table.version[pages])
         try:
             for batch, buffers in self._disk_batches(self.table.frame[pages], slots, "fault"):
                 if batch:
                     self.backend.copy_out(batch)
                     self.backend.host_ready()
-                self.disk.write(buffers)
-        except BaseException:
-            for start, length in runs:
-                self.disk.slots.free(start, length)
+                else:
+                    self.backend.wait(self.backend.mark())
+                future = self.disk.submit_write(buffers)
+                self.watch.wait(future)
+        except BaseException as error:
+            self._note_write(error)
+            if future is None or future.done():
+                self.give_slots("disk", slots)
+            else:
+                self.unfinished.append((future, np.empty(0, np.int32), slots))
             raise
+        self._note_write(None)
         self.table.copied(pages, slots, "disk")
         self.moved["disk-out"] += len(pages) * self.page_size
         used = self.disk.slots.count - self.disk.slots.free_count
@@ -171,18 +193,18 @@ class Migration:
     def fetch(self, pages: Int32, frames: Int32) -> None:
         """BELOW → CLEAN: bring ``pages`` into the empty ``frames``; ops may use them afterwards.
 
-        Raises ``CorruptPage`` with the page table as it was.
+        Raises ``CorruptPage`` or ``PagerError`` with the page table as it was. The caller gives the
+        frames back then, but for those in :attr:`unfinished`.
         """
         if not len(pages):
             return
         on_host = self.table.host[pages] >= 0
         host_pages, host_frames = pages[on_host], frames[on_host]
         slots = self.table.host[host_pages]
-        if self._sums is not None:
-            self._verify(host_pages, slots)
+        self._verify_host(host_pages, slots)
         disk_pages, disk_frames = pages[~on_host], frames[~on_host]
         if len(disk_pages):
-            self._read_disk(disk_frames, self.table.disk[disk_pages])
+            self._read_disk(disk_pages, disk_frames)
         self.backend.copy_in(
             [
                 Copy(frame * self.page_size, self.host.view(slot, count))
@@ -195,29 +217,54 @@ class Migration:
         self.moved["disk-in"] += len(disk_pages) * self.page_size
         self.moved["host-in"] += len(host_pages) * self.page_size
 
-    def _verify(self, pages: Int32, slots: Int32) -> None:
-        assert self._sums is not None
-        self.backend.host_ready()
-        for page, slot in zip(pages.tolist(), slots.tolist()):
-            if self._sums[slot] != xxhash.xxh3_64_intdigest(self.host.view(slot, 1)):
-                raise CorruptPage(
-                    f"page {page} in host slot {slot} does not match the checksum it was written "
-                    "with; something wrote into the pager's host memory. Restore a checkpoint."
-                )
+    def _stamp_host(self, pages: Int32, slots: Int32) -> None:
+        """The bytes of ``pages`` are in these host slots."""
+        stamps = self.host_stamps
+        assert stamps is not None
+        stamps.claim(slots, pages, self.table.version[pages])
+        stamps.wrote(slots, self._host_rows(slots))
 
-    def _read_disk(self, frames: Int32, slots: Int32) -> None:
+    def _verify_host(self, pages: Int32, slots: Int32) -> None:
+        """Raises ``CorruptPage`` if a host slot does not hold what was written there."""
+        stamps = self.host_stamps
+        if stamps is None or not len(pages):
+            return
+        stamps.expect(slots, pages, self.table.version[pages])
+        self.backend.host_ready()
+        wrong = stamps.rows(slots)[:, 0] != self._host_rows(slots)[:, 0]
+        for slot in slots[wrong].tolist():
+            raise stamps.mismatch(slot, self.host.view(slot, 1))
+
+    def _host_rows(self, slots: Int32) -> Rows:
+        rows = [
+            page_rows(self.host.view(slot, count).reshape(count, self.page_size))
+            for slot, _, count in merge(slots, slots)
+        ]
+        return np.concatenate(rows)
+
+    def _read_disk(self, pages: Int32, frames: Int32) -> None:
         assert self.disk is not None
+        slots = self.table.disk[pages]
+        self.disk.stamps.expect(slots, pages, self.table.version[pages])
         for batch, buffers in self._disk_batches(frames, slots, "fault"):
-            self.disk.read(buffers)
+            if not batch:
+                self.backend.wait(self.backend.mark())
+            future = self.disk.submit_read(buffers)
+            try:
+                self.watch.wait(future)
+            except BaseException:
+                if not future.done():
+                    self.unfinished.append((future, frames, np.empty(0, np.int32)))
+                raise
             if batch:
                 self.backend.copy_in(batch)
                 self.backend.host_ready()
 
     def _disk_batches(
         self, frames: Int32, slots: Int32, user: str
-    ) -> Iterator[tuple[list[Copy], list[tuple[int, Bytes]]]]:
-        """Disk I/O in one batch straight on the frames, or piece by piece through ``user``'s
-        staging buffer."""
+    ) -> Iterator[tuple[list[Copy], list[tuple[int, Any]]]]:
+        """Disk I/O in one batch straight on the frames (rule 8 of ``backend.py``), or piece by
+        piece through ``user``'s staging buffer."""
         size = self.page_size
         if user not in self._staging:
             yield (
@@ -261,22 +308,30 @@ class Migration:
         for start, _, length in merge(slots, slots):
             pool.free(start, length)
 
-    def carry_out(self, tier: str, frames: Int32, slots: Int32, mark: Any) -> None:
-        """Copy ``frames`` to ``slots``; done when it returns. ``mark``: see ``Backend.mark``."""
+    def carry_out(self, tier: str, pages: Int32, frames: Int32, slots: Int32, mark: Any) -> None:
+        """Copy ``pages``, which are in ``frames``, to ``slots``; done when it returns. ``mark``:
+        see ``Backend.mark``."""
         size = self.page_size
         if tier == "disk":
             assert self.disk is not None
+            self.disk.stamps.claim(slots, pages, self.table.version[pages])
             for batch, buffers in self._disk_batches(frames, slots, "out"):
                 if batch:
                     self.backend.carry_out(batch, mark)
-                self.disk.write(buffers, here=True)
+                else:
+                    self.backend.wait(mark)
+                try:
+                    self.disk.write(buffers, here=True)
+                except BaseException as error:
+                    self._note_write(error)
+                    raise
+            self._note_write(None)
             return
         stretches = merge(frames, slots)
         copies = [Copy(frame * size, self.host.view(slot, n)) for frame, slot, n in stretches]
         self.backend.carry_out(copies, mark)
-        if self._sums is not None:
-            for slot in slots.tolist():
-                self._sums[slot] = xxhash.xxh3_64_intdigest(self.host.view(slot, 1))
+        if self.host_stamps is not None:
+            self._stamp_host(pages, slots)
 
     def carried_out(self, tier: str, pages: Int32, slots: Int32) -> None:
         """DIRTY → CLEAN: ``pages`` have a copy in ``slots`` now."""
@@ -293,13 +348,15 @@ class Migration:
         size = self.page_size
         if tier == "disk":
             assert self.disk is not None
+            self.disk.stamps.expect(slots, pages, self.table.version[pages])
             for batch, buffers in self._disk_batches(frames, slots, "in"):
+                if not batch:
+                    self.backend.wait(mark)
                 self.disk.read(buffers, here=True)
                 if batch:
                     self.backend.carry_in(batch, mark)
             return
-        if self._sums is not None:
-            self._verify(pages, slots)
+        self._verify_host(pages, slots)
         stretches = merge(frames, slots)
         copies = [Copy(frame * size, self.host.view(slot, n)) for frame, slot, n in stretches]
         self.backend.carry_in(copies, mark)
@@ -314,6 +371,57 @@ class Migration:
         if tier == "host":
             return self.host.slots
         return self.disk.slots if self.disk else None
+
+    # -- a disk that fails -----------------------------------------------------------------------
+    def _note_write(self, error: BaseException | None) -> None:
+        self.disk_refuses = isinstance(error, PagerError)
+
+    def take_back(self) -> Int32:
+        """Wait for I/O that was given up; the frames that are free now that it has ended. Its slots
+        are too. Raises ``HungDisk`` if it does not end. Before that no page may move.
+        """
+        frames = [np.empty(0, np.int32)]
+        while self.unfinished:
+            future, its_frames, slots = self.unfinished[0]
+            self.watch.wait_for_end(future)
+            del self.unfinished[0]
+            frames.append(its_frames)
+            if len(slots):
+                self.give_slots("disk", slots)
+        return np.concatenate(frames)
+
+    def copy_of(self, pages: Int32, out: Bytes) -> None:
+        """The bytes of ``pages``, wherever they are, into ``out``, uint8 [pages × page_size]; zeros
+        for BLANK ones. No page moves and no frame or slot is needed, so a model can be saved when
+        no tier takes a page any more. With all channels quiet. Raises as :meth:`fetch` does.
+        """
+        table, size = self.table, self.page_size
+        places = np.arange(len(pages), dtype=np.int32)
+        resident, on_host = table.frame[pages] >= 0, table.host[pages] >= 0
+        on_host &= ~resident
+        on_disk = ~resident & ~on_host & (table.disk[pages] >= 0)
+        out.reshape(-1, size)[~resident & ~on_host & ~on_disk] = 0
+        self.backend.copy_out(
+            [
+                Copy(frame * size, out[place * size : (place + count) * size])
+                for frame, place, count in merge(table.frame[pages[resident]], places[resident])
+            ]
+        )
+        self._verify_host(pages[on_host], table.host[pages[on_host]])
+        self.backend.host_ready()
+        for slot, place, count in merge(table.host[pages[on_host]], places[on_host]):
+            out[place * size : (place + count) * size] = self.host.view(slot, count)
+        if on_disk.any():
+            assert self.disk is not None
+            slots = table.disk[pages[on_disk]]
+            self.disk.stamps.expect(slots, pages[on_disk], table.version[pages[on_disk]])
+            future = self.disk.submit_read(
+                [
+                    (slot, out[place * size : (place + count) * size])
+                    for slot, place, count in merge(slots, places[on_disk])
+                ]
+            )
+            self.watch.wait(future)
 
     # -- copies below ----------------------------------------------------------------------------
     def drop_copies(self, pages: Int32, tier: str) -> None:
@@ -331,9 +439,8 @@ class Migration:
 
     def host_grew(self) -> None:
         """The host tier has more slots now."""
-        if self._sums is not None:
-            more = self.host.slots.count - len(self._sums)
-            self._sums = np.concatenate([self._sums, np.zeros(more, np.uint64)])
+        if self.host_stamps is not None:
+            self.host_stamps.resize(self.host.slots.count)
 
     def close(self) -> None:
         for staging in self._staging.values():

@@ -2,30 +2,38 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from . import collectives as _collectives  # noqa: F401 - serves them, from here on
 from .paged_tensor import PagedTensor
+from .replicas import note_replicas, refuse_sharding, refuse_wrapped
 
 if TYPE_CHECKING:
     from .runtime import Pager
 
 
 class ShapeHook:
-    """Forward pre-hook that tells the pager which input shapes its model runs on.
+    """Forward pre-hook that tells the pager which input shapes its model runs on, and in what.
 
     Copies of the model share it; a pickled model comes back without it, with plain parameters.
     """
 
     def __init__(self, pager: Pager | None = None) -> None:
         self._pager = weakref.ref(pager) if pager is not None else None
+        self._looked = False
 
     def __call__(self, module: torch.nn.Module, args: Any, kwargs: Any) -> None:
         pager = self._pager() if self._pager is not None else None
         if pager is not None and pager.closed_reason is None:
             pager.note_shapes(module, args, kwargs)
+            note_replicas(pager)
+            if not self._looked:
+                self._looked = True
+                _refuse_dense_shards(module)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShapeHook:
         return self
@@ -35,7 +43,9 @@ class ShapeHook:
 
 
 def refuse_lazy(module: torch.nn.Module) -> None:
-    """Parameters of lazy modules have no shape before the first forward pass."""
+    """Parameters of lazy modules have no shape before the first forward pass; and what
+    ``replicas.refuse_wrapped`` refuses."""
+    refuse_wrapped(module)
     for name, parameter in module.named_parameters():
         if torch.nn.parameter.is_lazy(parameter):
             raise TypeError(
@@ -46,15 +56,40 @@ def refuse_lazy(module: torch.nn.Module) -> None:
 
 def page_module(pager: Pager, module: torch.nn.Module) -> None:
     """Replace every parameter of ``module`` in place; see ``Pager.page_module``."""
+    if _is_sharded(module):
+        from .shards import page_shards  # torch.distributed, which others need not load
+
+        page_shards(pager, module)
     for prefix, child in module.named_modules():
         for name, parameter in list(child._parameters.items()):
             if parameter is None or type(parameter) is PagedTensor:
+                continue
+            if is_dtensor(parameter):  # paged as it is, by page_shards
                 continue
             paged = known_parameter(pager, parameter)
             if paged is None:
                 paged = _page_parameter(pager, parameter, _join(prefix, name))
                 pager.replaced[id(parameter)] = (weakref.ref(parameter), weakref.ref(paged))
             setattr(child, name, paged)
+
+
+def is_dtensor(parameter: torch.Tensor) -> bool:
+    """Whether it has a local shard, without loading ``torch.distributed.tensor`` to know."""
+    return getattr(parameter, "_local_tensor", None) is not None
+
+
+def _is_sharded(module: torch.nn.Module) -> bool:
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # loaded where it was used
+    if fsdp is not None and any(isinstance(child, fsdp.FSDPModule) for child in module.modules()):
+        return True
+    return any(is_dtensor(parameter) for parameter in module.parameters())
+
+
+def _refuse_dense_shards(module: torch.nn.Module) -> None:
+    """Of parameters in pages before; where PyTorch lets ``fully_shard`` be refused, it was."""
+    for parameter in module.parameters():
+        if type(getattr(parameter, "_local_tensor", None)) is torch.Tensor:
+            refuse_sharding(parameter)
 
 
 def _join(prefix: str, name: str) -> str:

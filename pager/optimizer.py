@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from . import fused
+from .checkpoint_optimizer import one_at_a_time
 from .dense_step import step_alone_as_dense, step_as_dense
 from .errors import PagerError
 from .fused_states import (
@@ -142,7 +143,7 @@ class PagedOptimizer:
 
         A step that was interrupted is forgotten.
         """
-        with loading(self), torch.no_grad():
+        with one_at_a_time(self), loading(self), torch.no_grad():
             super().load_state_dict(state_dict)  # type: ignore[misc]
         self._tp_done.clear()
         self._tp_progress.clear()

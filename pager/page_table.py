@@ -37,7 +37,9 @@ _GROWTH = 1024
 class PageTable:
     """Structure of arrays over virtual pages, and the inverse map from frames to pages.
 
-    ``owner`` is the id of the run that a page belongs to (−1 for a free page).
+    ``owner`` is the id of the run that a page belongs to (−1 for a free page). ``version`` counts
+    up whenever a page becomes DIRTY: all copies of a page are of one version, and no version comes
+    twice for the same page.
     """
 
     def __init__(self, frames: int, device: torch.device) -> None:
@@ -48,6 +50,7 @@ class PageTable:
         self.disk: Int32 = np.empty(0, np.int32)
         self.owner: Int32 = np.empty(0, np.int32)
         self.flags: npt.NDArray[np.uint8] = np.empty(0, np.uint8)
+        self.version: npt.NDArray[np.int64] = np.empty(0, np.int64)
         self.frame_page: Int32 = np.full(frames, NONE)
         self._device_frame = torch.empty(0, dtype=torch.int32, device=device)
         self._stale = True
@@ -84,6 +87,9 @@ class PageTable:
         flags = np.zeros(total, np.uint8)
         flags[: len(self.flags)] = self.flags
         self.flags = flags
+        version = np.zeros(total, np.int64)
+        version[: len(self.version)] = self.version
+        self.version = version
         self.pages.resize(total)
         self._stale = True
 
@@ -104,6 +110,7 @@ class PageTable:
         self.frame_page[frames] = pages
         blank = pages[(self.flags[pages] & BLANK) != 0]
         self.flags[blank] = LIVE | DIRTY
+        self.version[blank] += 1
         self._stale = True
 
     def move(self, pages: Int32, frames: Int32) -> None:
@@ -140,6 +147,7 @@ class PageTable:
         column[pages] = NONE
         bare = (self.host[pages] < 0) & (self.disk[pages] < 0) & (self.frame[pages] >= 0)
         self.flags[pages[bare]] |= DIRTY
+        self.version[pages[bare]] += 1
         return slots[slots >= 0]
 
     def blank(self, pages: Int32) -> None:

@@ -52,6 +52,7 @@ class Parts:
         """
         residency = self._residency
         with residency.still():
+            residency.take_back()
             residency.collect()
             residency.before_pinning()
             self.hold(parts, streamed=streamed)

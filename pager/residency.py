@@ -30,15 +30,17 @@ from .backend import Backend
 from .errors import InfeasibleBudget, TierFull
 from .frame_pool import FramePool
 from .migration import Migration, expand, merge
-from .page_table import BLANK, Int32, PageTable
+from .page_table import BLANK, DIRTY, Int32, PageTable
 from .parts import Parts, held_pages
 from .space import PageRun, Space, generations
 
 if TYPE_CHECKING:
     from .executor import Executor
+    from .workspace import Workspace
 
 _PINNED = np.iinfo(np.int64).max
 _AWAITED = _PINNED - 1
+_LATER = 1 << 50
 
 
 def sliding_max(values: npt.NDArray[np.int64], width: int) -> npt.NDArray[np.int64]:
@@ -62,7 +64,8 @@ class Residency:
     and return whether they did. ``before_pinning`` may move it too.
 
     ``in_flight``: pages whose bytes are moving by planned transfers or read-ahead. ``streams``:
-    channels that read ahead where no plans are made, see :meth:`still`. ``pages_ahead``: pages that
+    channels that read ahead where no plans are made, see :meth:`still`. ``workspaces``: of streams
+    beside which a plan is followed. ``pages_ahead``: pages that
     were brought in before a slab needed them, and were still there when it did.
     """
 
@@ -86,6 +89,7 @@ class Residency:
         self.parts = Parts(self)
         self.in_flight: set[int] = set()
         self.streams: list[Executor] = []
+        self.workspaces: list[Workspace] = []
         self.pages_ahead = 0
         self.faults = 0
         self.compactions = 0
@@ -121,6 +125,7 @@ class Residency:
             self._pin(runs)
 
     def _pin(self, runs: Sequence[PageRun]) -> None:
+        self.take_back()
         self.collect()
         self.before_pinning()
         for run in runs:
@@ -185,6 +190,10 @@ class Residency:
         """Pages of ``run`` are the first to leave from now on: a stream is over with them."""
         self._set_age(run, 0)
 
+    def kept_frames(self) -> int:
+        """Free frames that planned moves may not take: streams are about to fill them."""
+        return sum(space.kept_frames() for space in self.workspaces)
+
     def is_moving(self, pages: Int32) -> npt.NDArray[np.bool_]:
         """Which of ``pages`` a channel is moving."""
         if not self.in_flight:
@@ -225,12 +234,22 @@ class Residency:
                 self.table.place(pages[blank], frames[blank])
         except BaseException:
             unused = np.sort(frames[self.table.frame_page[frames] < 0])
+            for _, in_use, _ in self.migration.unfinished:
+                unused = np.setdiff1d(unused, in_use)  # bytes may still arrive there
             for start, _, length in merge(unused, unused):
                 self.pool.free(start, length)
             self.settle(run)
             raise
         self.settle(run)
         self.peak_frames = max(self.peak_frames, self.pool.count - self.pool.free_count)
+
+    def take_back(self) -> None:
+        """Frames of I/O that was given up are free when it has ended; see ``Migration.take_back``.
+        Whatever moves pages begins with it."""
+        if self.migration.unfinished:
+            frames = np.sort(self.migration.take_back())
+            for start, _, length in merge(frames, frames):
+                self.pool.free(start, length)
 
     def settle(self, run: PageRun) -> None:
         """Recompute ``run.base`` after its pages moved; dense views made before are stale."""
@@ -283,10 +302,12 @@ class Residency:
 
     def _frame_ages(self) -> npt.NDArray[np.int64]:
         """Age of the page in each frame: 0 where empty, the largest number where pinned, the next
-        one where awaited."""
+        one where awaited; by ``_LATER`` more where the page is DIRTY and the disk fails."""
         pages = self.table.frame_page
         owners = self.table.owner[pages]
         ages = np.where(pages >= 0, self.ages[owners], 0)
+        if self.migration.disk_refuses:  # what has to be written may not be able to leave
+            ages[(pages >= 0) & ((self.table.flags[pages] & DIRTY) != 0)] += _LATER
         ages[self.parts.awaited_frames()] = _AWAITED
         ages[self.parts.frames()] = _PINNED
         for run in self.space.runs.values():
@@ -445,6 +466,7 @@ class Residency:
         """Move the border of the arena. Shrinking evicts what no longer fits, and stops at the
         last pinned frame."""
         with self.still():
+            self.take_back()
             self._resize(frames)
 
     def _resize(self, frames: int) -> None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import threading
 import time
+import warnings
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -17,6 +18,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from ..kernels.gather import gather_pages
 from ..kernels.scatter import scatter_pages
 from ..planner.plan import Plan
+from . import checkpoint as _checkpoint
 from . import dispatcher as _dispatcher  # noqa: F401 - gives PagedTensor its two hooks
 from . import growth as _growth
 from . import module as _module
@@ -37,9 +39,11 @@ from .explain import explain
 from .follower import Follower
 from .fused_states import Format
 from .host import HostTier
+from .io_watch import IoWatch, WatchedEngine, check_timeout
 from .metrics import Metrics
 from .migration import Migration
 from .overlap import Overlap
+from .page_names import name_pages
 from .page_table import Int32, PageTable
 from .paged_tensor import PagedTensor
 from .record import record_iterations, recording_from_environment
@@ -54,6 +58,7 @@ ModuleT = TypeVar("ModuleT", bound=torch.nn.Module)
 OptimizerT = TypeVar("OptimizerT", bound=torch.optim.Optimizer)
 
 _open_pagers: weakref.WeakSet[Pager] = weakref.WeakSet()
+_left_to_the_disk: list[tuple[object, ...]] = []  # tiers of pagers closed while it did not answer
 
 
 class Pager:
@@ -75,6 +80,12 @@ class Pager:
             memory that ends with the process. A path: in that file too (mode 0600), for readers in
             other containers; it is removed at close and exit, a kill leaves it to the next run.
             ``pager.metrics.log("loss", value)`` adds numbers of your own.
+        io_engine: how the disk is read and written: ``"posix"``; ``"kvikio"`` (NVIDIA's KvikIO,
+            GPUDirect Storage where the machine has it; ``pip install 'tensorpager[gds]'``); or
+            ``"auto"``, KvikIO on a GPU where it works. ``tensorpager bench-io`` compares them.
+        io_timeout: seconds after which one read or write of the disk that has not returned is given
+            up, with a ``PagerError`` that says what was under way; ``inf`` for never. Nothing is
+            lost by it, and all goes on when the disk answers again.
 
     Raises ``InfeasibleBudget``, ``PagerError`` or ``ValueError`` at once for budgets and paths that
     cannot work. Use as a context manager or call :meth:`close`. Not for use in forked children.
@@ -92,15 +103,19 @@ class Pager:
         policy: str = "lp",
         verify: bool = False,
         metrics: bool | str | os.PathLike[str] | None = None,
+        io_engine: str = "auto",
+        io_timeout: float = 60.0,
     ) -> None:
         self.closed_reason: str | None = "is not open"
         given = check_arguments(
             device_budget, host_budget, disk_budget, disk_path, page_size, dense_reserve, device,
-            policy, metrics,
+            policy, metrics, io_engine,
         )  # fmt: skip
         self.device, self.policy = given.device, policy
         self.page_size, self.budget_bytes = given.page_size, dict(given.budget_bytes)
+        self.io_watch = IoWatch(check_timeout(io_timeout))
         self._open_tiers(given, verify=verify)
+        name_pages(self)
         self.residency = Residency(
             self.table, self.space, self.migration, self.backend, given.frames, self.page_size
         )
@@ -147,8 +162,15 @@ class Pager:
         with ExitStack() as undo:
             self.disk: DiskTier | None = None
             if given.disk_path is not None:
-                self.disk = DiskTier(given.disk_path, given.budget_bytes["disk"], size)
+                self.disk = DiskTier(
+                    given.disk_path,
+                    given.budget_bytes["disk"],
+                    size,
+                    io_engine=given.io_engine,
+                    on_cuda=on_cuda,
+                )
                 undo.callback(self.disk.close)
+                self.disk.engine = WatchedEngine(self.disk.engine, self.io_watch)
             self.backend = make_backend(self.device, reach, given.frames * size)
             undo.callback(self.backend.close)
             self.host = HostTier(given.budget_bytes["host"], size)
@@ -156,8 +178,9 @@ class Pager:
             self.table = PageTable(given.frames, self.device)
             self.space = Space(self.table, size)
             self.migration = Migration(
-                self.table, self.backend, self.host, self.disk, size, verify=verify
-            )
+                self.table, self.backend, self.host, self.disk, size,
+                verify=verify, watch=self.io_watch,
+            )  # fmt: skip
             undo.pop_all()
 
     # -- paging things ---------------------------------------------------------------------------
@@ -327,7 +350,13 @@ class Pager:
     # -- state -----------------------------------------------------------------------------------
     def state_dict(self) -> dict[str, Any]:
         """Ordinary tensors, as PyTorch's own: ``{"models": […], "optimizers": […]}`` in the order
-        in which they were paged. Load with :meth:`load_state_dict` or with the models' own."""
+        in which they were paged. Load with :meth:`load_state_dict` or with the models' own.
+
+        Copies, on the CPU: they stay as they are when training goes on and after :meth:`close`.
+        What takes more than 64 MiB is not in memory but in a file without a name, in ``disk_path``
+        or ``TMPDIR``, which the tensors map; where neither has room it is in memory after all. To
+        write a checkpoint, :meth:`save` needs no such copy.
+        """
         self.check_open()
         return _saving.state_dict(self)
 
@@ -335,6 +364,57 @@ class Pager:
         """Load what :meth:`state_dict` gave into the same models and optimizers."""
         self.check_open()
         _saving.load_state_dict(self, state)
+
+    def save(
+        self,
+        path: str | os.PathLike[str],
+        state: Any = None,
+        *,
+        metadata: Mapping[str, str] | None = None,
+    ) -> None:
+        """Write a checkpoint straight from pages. The format is that of the file's suffix:
+
+        * ``.pt``, ``.pth``, ``.bin``, ``.ckpt``: a file of ``torch.save`` with all models and
+          optimizers that are paged here, as :meth:`state_dict` has them.
+        * ``.safetensors``: the weights of the one model that is paged here, for others to read.
+
+        ``state``: what to write instead; dicts, lists and tuples of tensors, in pages or not, and
+        plain values, such as ``{"model": model.state_dict(), "step": 7}``. For safetensors a dict
+        of tensors. ``metadata``: texts for the header of a safetensors file.
+
+        Memory: one slab (at most 16 MiB) above the budget. The file appears whole, mode 0600, or
+        not at all: a failure or a kill leaves an older one as it was.
+
+        Raises ``OSError``; ``ValueError`` for other suffixes; ``TypeError`` for what such a file
+        cannot hold.
+        """
+        self.check_open()
+        _checkpoint.save(self, path, state, metadata=metadata)
+
+    def load(
+        self,
+        path: str | os.PathLike[str],
+        model: torch.nn.Module | None = None,
+        *,
+        strict: bool = True,
+    ) -> _checkpoint.Loaded:
+        """Load a checkpoint straight into pages, whatever made it; nothing in it is run.
+
+        * What :meth:`save` wrote without ``state``: into the same models and optimizers, in the
+          order in which they were paged.
+        * A state dict, of plain PyTorch or Hugging Face: into ``model``, by default the one that is
+          paged here. ``path`` is a PyTorch or safetensors file, the index of shards
+          (``….index.json``), or the folder that they are in.
+
+        The checkpoint may be larger than device, host and memory together. ``strict`` and the first
+        two of the result, ``missing_keys`` and ``unexpected_keys``, are as ``load_state_dict`` has
+        them; the third is the ``metadata`` of safetensors files.
+
+        Raises ``RuntimeError`` as ``load_state_dict`` does for names and shapes that do not match,
+        ``PagerError`` for a file that is no checkpoint, ``OSError``.
+        """
+        self.check_open()
+        return _checkpoint.load(self, path, model, strict=strict)
 
     # -- looking ---------------------------------------------------------------------------------
     def stats(self) -> dict[str, Any]:
@@ -549,6 +629,15 @@ class Pager:
             self.follower.stop()
         for stream in list(self.residency.streams):
             stream.stop()
+        if not self.io_watch.wait_until_idle():
+            _left_to_the_disk.append(self._tiers())
+            warnings.warn(
+                "the disk does not answer: the pager's memory and file are given back when the "
+                "process ends, because a read or write that has not returned still uses them",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+            return
         with self.lock:
             self.backend.host_ready()
             self.backend.limit_dense(None)
@@ -558,6 +647,9 @@ class Pager:
                 self.disk.close()
             self.host.close()
             self.backend.close()
+
+    def _tiers(self) -> tuple[object, ...]:
+        return self.backend, self.host, self.disk, self.migration
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Pager:
         return self  # copies of what it pages are paged here too

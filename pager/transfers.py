@@ -57,7 +57,7 @@ class Transfer:
         if self.to_device:
             self.migration.carry_in(self.tier, self.pages, self.frames, self.slots, self.mark)
         else:
-            self.migration.carry_out(self.tier, self.frames, self.slots, self.mark)
+            self.migration.carry_out(self.tier, self.pages, self.frames, self.slots, self.mark)
 
 
 class Transfers:
@@ -201,6 +201,10 @@ class Transfers:
         start = int(np.argmax(here))
         stop = start + int(np.argmin(np.append(here[start:], False)))
         pages = pages[start : min(stop, start + limit)]
+        if not pagewise and self._residency.workspaces:
+            pages = self._beside_streams(pages)
+            if not len(pages):
+                return None, nothing
         if pagewise:
             frames = self._residency.claim_free(len(pages))
         else:
@@ -212,6 +216,11 @@ class Transfers:
         if job.done == job.action.pages and not pagewise:
             self.prefetched += 1
         return pages, frames
+
+    def _beside_streams(self, pages: Int32) -> Int32:
+        """The first of ``pages``: what leaves streams the frames that they are about to fill."""
+        residency = self._residency
+        return pages[: max(0, residency.pool.free_count - residency.kept_frames())]
 
     def _frames_for(self, run: PageRun, pages: Int32, base: int) -> Int32:
         """Free frames for the first of ``pages``, taken from the pool; none if too few are free.

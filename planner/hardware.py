@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import math
+import sys
 import tomllib
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 from .errors import HardwareError
+from .shown import shown
 from .sizes import format_bytes, parse_bytes
 
-MIN_PAGE, MAX_PAGE = 64 << 10, 16 << 20
+MAX_SIZE = 1 << 60  # bytes of a page: more has no meaning, and sums would overflow
+MAX_LATENCY_US = 1e12
 
 
 @dataclass(frozen=True)
@@ -30,17 +33,23 @@ class Hardware:
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
-            if isinstance(value, bool) or not isinstance(value, int | float) or math.isnan(value):
-                raise HardwareError(f"{name} = {value!r} is not a number")
+            if isinstance(value, bool) or not isinstance(value, int | float) or value != value:
+                raise HardwareError(f"{name} = {shown(value)} is not a number")
             if value < 0:
-                raise HardwareError(f"{name} = {value!r} is negative")
+                raise HardwareError(f"{name} = {shown(value)} is negative")
+            if sys.float_info.max < value != math.inf:
+                raise HardwareError(f"{name} = {shown(value)} is more than a float holds")
         for name in ("device_bytes", "page_size", *(n for n in _names() if n.endswith("_per_s"))):
             if getattr(self, name) == 0:
                 raise HardwareError(f"{name} = 0: it must be more")
-        if not float(self.page_size).is_integer() or math.isinf(self.transfer_latency_us):
+            if getattr(self, name) < 1:
+                raise HardwareError(f"{name} = {getattr(self, name)} is less than a byte")
+        if not float(self.page_size).is_integer() or self.page_size > MAX_SIZE:
+            raise HardwareError(f"page_size = {self.page_size} is not whole, or above {MAX_SIZE}")
+        object.__setattr__(self, "page_size", int(self.page_size))  # a file may say 2e6
+        if self.transfer_latency_us > MAX_LATENCY_US:
             raise HardwareError(
-                f"page_size = {self.page_size} must be whole, "
-                f"transfer_latency_us = {self.transfer_latency_us} finite"
+                f"transfer_latency_us = {self.transfer_latency_us} is above {MAX_LATENCY_US:g}"
             )
 
     @property
@@ -93,31 +102,48 @@ def load_hardware(name_or_path: str | Path) -> Hardware:
     text = str(name_or_path)
     if text in PRESETS:
         return PRESETS[text]
-    path = Path(text)
     try:
-        content = tomllib.loads(path.read_text())
+        content = Path(text).read_bytes()
     except FileNotFoundError as error:
         raise HardwareError(
             f"--hardware {text}: no such file, and no preset of that name "
             f"(presets: {', '.join(PRESETS)})"
         ) from error
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise HardwareError(f"--hardware {text}: {error}") from error
-    return from_mapping(content, text)
+    except OSError as error:
+        raise HardwareError(f"--hardware {text}: cannot be read: {error.strerror}") from error
+    return decode_hardware(content, text)
+
+
+def decode_hardware(content: bytes, where: str) -> Hardware:
+    """The machine in a TOML file's bytes. ``HardwareError`` names ``where`` and the reason."""
+    try:
+        document = tomllib.loads(content.decode())
+    except (ValueError, RecursionError) as error:  # a number of 5,000 digits is a ValueError
+        raise HardwareError(f"--hardware {where}: not TOML ({error})") from error
+    return from_mapping(document, where)
+
+
+MAX_TEXT = 80  # characters of a size
 
 
 def from_mapping(content: dict[str, Any], where: str) -> Hardware:
     """From a TOML or JSON object, called ``where`` in errors. The size "inf" has no limit."""
     unknown = sorted(set(content) - set(_names()))
     if unknown:
-        raise HardwareError(f"{where}: unknown key '{unknown[0]}' (known: {', '.join(_names())})")
+        raise HardwareError(
+            f"{where}: unknown key {shown(unknown[0])} (known: {', '.join(_names())})"
+        )
     if "device_bytes" not in content:
         raise HardwareError(f"{where}: device_bytes is missing")
     values: dict[str, Any] = {}
     for name, value in content.items():
         try:
             values[name] = _number(name, value)
+        except OverflowError as error:  # "9…9.5 GiB" with hundreds of digits
+            raise HardwareError(f"{where}: {name} = {shown(value)} is too large") from error
         except (ValueError, TypeError) as error:
+            if len(str(value)) > MAX_TEXT:
+                raise HardwareError(f"{where}: {name} = {shown(value)} is no size") from error
             raise HardwareError(f"{where}: {error}") from error
     try:
         return Hardware(**values)

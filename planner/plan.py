@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from .errors import PlanError
+from .shown import shown
 
 VERSION = 1
 TIERS = ("host", "disk")
@@ -103,13 +105,22 @@ def plan_to_json(plan: Plan) -> dict[str, Any]:
 def read_plan(path: Path) -> Plan:
     """Raises ``PlanError`` naming the file, the place and the reason."""
     try:
-        content = json.loads(path.read_text())
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
-        raise PlanError(f"{path}: cannot be read as a plan: {error}") from error
+        content = path.read_bytes()
+    except OSError as error:
+        raise PlanError(f"{path}: cannot be read as a plan: {error.strerror}") from error
+    return decode_plan(content, str(path))
+
+
+def decode_plan(content: bytes, where: str) -> Plan:
+    """The plan in a file's bytes, as :func:`read_plan`; ``where`` names it in errors."""
     try:
-        return plan_from_json(content)
+        document = json.loads(content)
+    except (ValueError, RecursionError) as error:  # a number of 5,000 digits is a ValueError
+        raise PlanError(f"{where}: cannot be read as a plan: {error}") from error
+    try:
+        return plan_from_json(document)
     except PlanError as error:
-        raise PlanError(f"{path}: {error}") from error
+        raise PlanError(f"{where}: {error}") from error
 
 
 def plan_from_json(content: Any) -> Plan:
@@ -118,29 +129,34 @@ def plan_from_json(content: Any) -> Plan:
         raise PlanError(f"a plan is a JSON object, this is {type(content).__name__}")
     if content.get("version") != VERSION:
         raise PlanError(
-            f"version {content.get('version')!r} is not {VERSION}; plan again with this tensorpager"
+            f"version {shown(content.get('version'))} is not {VERSION}; "
+            "plan again with this tensorpager"
         )
     for name in ("policy", "page_size", "device_bytes", "moves", "start"):
         if name not in content:
             raise PlanError(f"'{name}' is missing")
     page_size = content["page_size"]
-    if type(page_size) is not int or page_size <= 0:
-        raise PlanError(f"page_size {page_size!r} is not a whole number above 0")
+    if not _is_whole(page_size) or page_size == 0:
+        raise PlanError(f"page_size {shown(page_size)} is not a whole number above 0")
+    for name, kind in (("policy", str), ("trace_sha256", str), ("extra", dict)):
+        if not isinstance(content.get(name, kind()), kind):
+            what = "a string" if kind is str else "an object"
+            raise PlanError(f"{name} {shown(content[name])} is not {what}")
     moves = [Move(*_row(row, 6, f"moves[{i}]")) for i, row in _rows(content, "moves")]
     for index, move in enumerate(moves):
         if move.action not in ACTIONS:
-            raise PlanError(f"moves[{index}]: {move.action!r} is none of {', '.join(ACTIONS)}")
+            raise PlanError(f"moves[{index}]: {shown(move.action)} is none of {', '.join(ACTIONS)}")
     start = [StartRun(*_row(row, 4, f"start[{i}]")) for i, row in _rows(content, "start")]
     return Plan(
-        policy=str(content["policy"]),
+        policy=content["policy"],
         page_size=page_size,
         **{n: _size_of(content, n) for n in ("device_bytes", "host_bytes", "disk_bytes")},
         moves=moves,
         start=start,
-        trace_sha256=str(content.get("trace_sha256", "")),
+        trace_sha256=content.get("trace_sha256", ""),
         predicted=_part(Predicted, content, "predicted"),
         bound=_part(Bound, content, "bound"),
-        extra=content.get("extra") or {},
+        extra=content.get("extra", {}),
     )
 
 
@@ -153,14 +169,14 @@ def _rows(content: dict[str, Any], name: str) -> enumerate[Any]:
 def _row(row: Any, length: int, where: str) -> list[Any]:
     """[tensor, first_page, page_count, tier, (action, issue_op)] with the right types."""
     if not isinstance(row, list) or len(row) != length:
-        raise PlanError(f"{where} is not a list of {length} values: {row!r}")
+        raise PlanError(f"{where} is not a list of {length} values: {shown(row)}")
     for position in (0, 1, 2, 5)[: 4 if length == 6 else 3]:
-        if type(row[position]) is not int:
-            raise PlanError(f"{where}: {row[position]!r} is not a whole number")
-    if row[1] < 0 or row[2] < 1:
+        if not _is_whole(row[position]):
+            raise PlanError(f"{where}: {shown(row[position])} is not a whole number ≥ 0")
+    if row[2] < 1:
         raise PlanError(f"{where}: pages {row[1]} to {row[1] + row[2]} are not a range of pages")
     if row[3] not in TIERS:
-        raise PlanError(f"{where}: {row[3]!r} is none of {', '.join(TIERS)}")
+        raise PlanError(f"{where}: {shown(row[3])} is none of {', '.join(TIERS)}")
     return row
 
 
@@ -172,16 +188,29 @@ def _size_of(content: dict[str, Any], name: str) -> float:
     value = content.get(name, 0)
     if value == "inf":
         return math.inf
-    if isinstance(value, bool) or not isinstance(value, int | float) or not value >= 0:
-        raise PlanError(f"{name} {value!r} is not a size in bytes")
-    return value
+    if value != math.inf and not _is_number(value):
+        raise PlanError(f"{name} {shown(value)} is not a size in bytes")
+    return float(value) if value == math.inf else value
+
+
+def _is_whole(value: object) -> bool:
+    """An integer ≥ 0 that an int64 holds (``true`` is none)."""
+    return type(value) is int and 0 <= value < 1 << 63
+
+
+def _is_number(value: object) -> bool:
+    """A finite number ≥ 0 that a float holds."""
+    return type(value) in (int, float) and 0 <= value <= sys.float_info.max  # type: ignore[operator]
 
 
 def _part(kind: Any, content: dict[str, Any], name: str) -> Any:
     value = content.get(name)
     if value is None:
         return None
-    try:
-        return kind(**value)
-    except TypeError as error:
-        raise PlanError(f"{name}: {error}") from error
+    keys = [item.name for item in fields(kind)]
+    if not isinstance(value, dict) or sorted(value) != sorted(keys):
+        raise PlanError(f"{name} is not an object with {', '.join(keys)}; plan again")
+    for key, number in value.items():
+        if not _is_number(number):
+            raise PlanError(f"{name}: {key} = {shown(number)} is not a finite number ≥ 0")
+    return kind(**value)

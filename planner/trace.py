@@ -13,10 +13,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from .errors import TraceError
+
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
 Bools = npt.NDArray[np.bool_]
 
+MAX_PAGES = 1 << 24  # of one trace; what looks at pages keeps some 50 bytes for each
 READ, WRITE, READWRITE = 1, 2, 3  # bit 1: reads, bit 2: writes
 ACCESS_NAMES = {READ: "read", WRITE: "write", READWRITE: "readwrite"}
 KINDS = ("parameter", "gradient", "optimizer", "activation", "input", "workspace")
@@ -77,8 +80,18 @@ class Trace:
         return last
 
     def pages(self, page_size: int) -> Ints:
-        """Pages of each tensor when a page has ``page_size`` bytes, [tensors]."""
-        return -(-self.tensor_bytes // page_size)
+        """Pages of each tensor when a page has ``page_size`` bytes, [tensors].
+
+        Raises ``TraceError`` for more than ``MAX_PAGES``: a file of a kilobyte can name sizes that
+        no machine's memory has room to count.
+        """
+        pages: Ints = -(-self.tensor_bytes // page_size)
+        if self.tensors and (total := int(pages.sum())) > MAX_PAGES:
+            raise TraceError(
+                f"{self.source or 'the trace'}: {total} pages of {page_size} bytes, more than "
+                f"{MAX_PAGES}; give larger pages"
+            )
+        return pages
 
     def access_ranges(self, page_size: int) -> tuple[Ints, Ints]:
         """First page and end page (exclusive) of each access in pages of ``page_size`` bytes."""

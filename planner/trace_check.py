@@ -13,8 +13,11 @@ import numpy as np
 import numpy.typing as npt
 
 from .errors import TraceError
+from .shown import shown
 from .trace import ACCESS_NAMES, KINDS, Bools, Floats, Ints, Trace
 
+MAX_BYTES = 1 << 60  # of all tensors, so that sums of sizes and pages stay within 64 bits
+MAX_US = 1e18  # 30,000 years, so that sums of times stay finite
 MODE_OF = {name: mode for mode, name in ACCESS_NAMES.items()}
 
 
@@ -71,6 +74,7 @@ def build_trace(columns: Columns, header: dict[str, Any], where: str, sha256: st
     first_row = _check_ops(columns, check)
     rows = np.flatnonzero(columns.touches)
     tensors = _check_tensors(columns, rows, check)
+    check_bytes(columns.nbytes[tensors.first_row], where)
     page_size = int(header["page_size"])
     modes = _check_accesses(columns, rows, page_size, check)
     _check_duplicates(columns, rows, tensors.index, modes, check)
@@ -98,6 +102,17 @@ def build_trace(columns: Columns, header: dict[str, Any], where: str, sha256: st
     )
 
 
+def check_bytes(tensor_bytes: Ints, where: str) -> None:
+    """Raises ``TraceError`` if sizes, [tensors], each from 0 to 2⁶³ − 1, add up to more than
+    ``MAX_BYTES``."""
+    total = float(tensor_bytes.sum(dtype=np.float64))
+    if total > MAX_BYTES:
+        raise TraceError(
+            f"{where}: tensors of {total:.3g} bytes altogether, more than {MAX_BYTES}; no machine "
+            "has so much, so record or copy it again"
+        )
+
+
 def _decode(strings: Strings, rows: Ints) -> list[str]:
     values = strings.values
     return [values[code] for code in strings.codes[rows].tolist()]
@@ -115,9 +130,11 @@ def _check_ops(columns: Columns, check: _Checker) -> Ints:
         if row is not None:
             check.refuse(row, f"{name} is null; every row needs one")
     for name, times in (("start_us", columns.start_us), ("duration_us", columns.duration_us)):
-        row = check.first(~(np.isfinite(times) & (times >= 0)))
+        row = check.first(~((times >= 0) & (times <= MAX_US)))
         if row is not None:
-            check.refuse(row, f"{name} = {times[row]:g}; times are finite and ≥ 0")
+            check.refuse(
+                row, f"{name} = {times[row]:g}; times are finite and ≥ 0 (at most {MAX_US:g})"
+            )
     op = columns.op
     if op[0] != 0:
         check.refuse(0, f"op = {op[0]}; the first op of a trace is 0")
@@ -220,7 +237,7 @@ def _check_words(
     if broken is not None:
         row = int(rows[broken])
         value = strings.values[strings.codes[row]]
-        check.refuse(row, f"{name} = {value!r} is unknown (known: {', '.join(known)})")
+        check.refuse(row, f"{name} = {shown(value)} is unknown (known: {', '.join(known)})")
 
 
 def _check_accesses(

@@ -23,11 +23,13 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from .errors import TraceError
+from .shown import shown
 from .trace import ACCESS_NAMES, Bools, Ints, Trace
 from .trace_check import Columns, Strings, build_trace
 
 VERSION = 1
 METADATA_KEY = b"tensorpager"
+MAX_ROWS_PER_BYTE, MAX_UNPACKED_PER_BYTE = 16, 512
 SCHEMA = pa.schema(
     [
         ("op", pa.int32()),
@@ -168,6 +170,7 @@ def decode_trace(content: bytes, where: str) -> Trace:
             footer, schema = file.metadata, file.schema_arrow
         header = _checked_header(schema.metadata, where)
         _check_schema(schema, where)
+        _check_size(footer, len(content), where)
         with pq.ParquetFile(
             pa.BufferReader(content),
             metadata=footer,
@@ -199,7 +202,7 @@ def _checked_header(metadata: dict[bytes, bytes] | None, where: str) -> dict[str
     for key in ("version", "page_size"):
         value = header.get(key)
         if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value < 1 << 62:
-            raise TraceError(f"{where}: metadata {key} = {value!r}; it is a whole number ≥ 1")
+            raise TraceError(f"{where}: metadata {key} = {shown(value)}; it is a whole number ≥ 1")
     if header["version"] > VERSION:
         raise TraceError(
             f"{where}: version {header['version']}, but this program reads up to version "
@@ -207,10 +210,10 @@ def _checked_header(metadata: dict[bytes, bytes] | None, where: str) -> dict[str
         )
     for key in ("device", "source"):
         if not isinstance(header.get(key, ""), str):
-            raise TraceError(f"{where}: metadata {key} = {header[key]!r} is not a string")
+            raise TraceError(f"{where}: metadata {key} = {shown(header[key])} is not a string")
     time = header.get("iteration_us", 0.0)
     if isinstance(time, bool) or not isinstance(time, int | float) or not 0 <= time < math.inf:
-        raise TraceError(f"{where}: metadata iteration_us = {time!r}; it is finite and ≥ 0")
+        raise TraceError(f"{where}: metadata iteration_us = {shown(time)}; it is finite and ≥ 0")
     return header
 
 
@@ -223,6 +226,20 @@ def _check_schema(schema: pa.Schema, where: str) -> None:
         actual = schema.field(found[0]).type
         if not _readable_as(actual, field.type):
             raise TraceError(f"{where}: column {field.name} is {actual}; it must be {field.type}")
+
+
+def _check_size(footer: pq.FileMetaData, nbytes: int, where: str) -> None:
+    """Refuses a small file that unpacks to more than any iteration has: no two rows are alike, so
+    hardly a byte of a real trace says more than a row."""
+    groups = [footer.row_group(index) for index in range(footer.num_row_groups)]
+    rows = sum(max(group.num_rows, 0) for group in groups)
+    unpacked = sum(max(group.total_byte_size, 0) for group in groups)
+    most_rows = MAX_ROWS_PER_BYTE * nbytes
+    if footer.num_rows != rows or rows > most_rows or unpacked > MAX_UNPACKED_PER_BYTE * nbytes:
+        raise TraceError(
+            f"{where}: {nbytes} bytes that unpack to {rows} rows of {unpacked} bytes are no trace; "
+            "record or copy it again"
+        )
 
 
 def _readable_as(actual: pa.DataType, wanted: pa.DataType) -> bool:

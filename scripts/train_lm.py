@@ -86,7 +86,10 @@ def train(options: Options) -> None:
                 peaks = None if stats is None else stats["peak_bytes"]
                 printer.step(step, losses[-1], step_seconds[-1], peaks)
         if options.save is not None:
-            save_checkpoint(options.save, trainer.checkpoint())
+            try:
+                save_checkpoint(options.save, trainer.checkpoint())
+            except OSError as error:
+                raise UsageError(f"--save={options.save}: {error}") from error
         record = make_record(
             options, first_step, losses, step_seconds, memory.report(), trainer.parameters_sha256()
         )

@@ -9,7 +9,7 @@ import click
 
 from ..sizes import format_bytes
 from .options import page_size_option
-from .output import emit_text, output_path
+from .output import emit_text, follow_own_links, output_path
 from .tables import format_us
 
 FORMATS = ("g10", "torch-profiler", "torch-snapshot")
@@ -43,7 +43,7 @@ def import_trace(form: str, file: Path, output: Path, page_size: int) -> None:
     trace = importer.load(file, page_size)
     from ..trace_file import write_trace
 
-    trace = write_trace(output.resolve(), trace)
+    trace = write_trace(follow_own_links(output), trace)
     emit_text(
         f"{output}: {trace.ops} ops in {format_us(trace.ideal_us)}, {trace.tensors} tensors of "
         f"{format_bytes(int(trace.tensor_bytes.sum()))}"

@@ -12,8 +12,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from ..errors import TraceError
+from ..shown import shown
 from ..trace import Trace, make_trace
+from ..trace_check import check_bytes
 from .json_file import is_number, is_whole, read_json_object
 
 Op = tuple[str, float, list[int], list[int]]
@@ -29,8 +33,9 @@ def load(path: Path, page_size: int = 2 << 20) -> Trace:
     document = read_json_object(path)
     schema = document.get("schema")
     if not isinstance(schema, str) or schema not in KERNEL_FIELDS:
-        raise TraceError(f"{path}: schema {schema!r} is none of {', '.join(KERNEL_FIELDS)}")
+        raise TraceError(f"{path}: schema {shown(schema)} is none of {', '.join(KERNEL_FIELDS)}")
     tensors = _tensors(_list(document, "tensors", path), path)
+    check_bytes(np.array([nbytes for _, nbytes, _ in tensors], np.int64), str(path))
     known = {identity for identity, _, _ in tensors}
     kernels = _list(document, "kernels", path)
     if not kernels:
@@ -59,16 +64,16 @@ def _tensors(entries: list[Any], path: Path) -> list[tuple[int, int, bool]]:
     for number, entry in enumerate(entries):
         where = f"{path}: tensors[{number}]"
         if not isinstance(entry, list) or len(entry) != 3:
-            raise TraceError(f"{where} = {entry!r} is not [id, bytes, global]")
+            raise TraceError(f"{where} = {shown(entry)} is not [id, bytes, global]")
         identity, nbytes, lasting = entry
         if not is_whole(identity):
-            raise TraceError(f"{where}: id {identity!r} is not a whole number ≥ 0")
+            raise TraceError(f"{where}: id {shown(identity)} is not a whole number ≥ 0")
         if identity in seen:
             raise TraceError(f"{where}: id {identity} is there twice")
         if not is_whole(nbytes) or nbytes == 0:
-            raise TraceError(f"{where}: {nbytes!r} bytes; sizes are whole and at least 1")
+            raise TraceError(f"{where}: {shown(nbytes)} bytes; sizes are whole and at least 1")
         if lasting not in (0, 1):
-            raise TraceError(f"{where}: global = {lasting!r} is neither 0 nor 1")
+            raise TraceError(f"{where}: global = {shown(lasting)} is neither 0 nor 1")
         seen.add(identity)
         tensors.append((identity, nbytes, bool(lasting)))
     return tensors
@@ -84,13 +89,15 @@ def _op(number: int, entry: Any, fields: int, known: set[int], path: Path) -> Op
         (identity, duration, reads), writes = entry, []
         name = f"kernel {identity}"
     if not isinstance(name, str):
-        raise TraceError(f"{where}: name {name!r} is not a string")
+        raise TraceError(f"{where}: name {shown(name)} is not a string")
     if not is_number(duration):
-        raise TraceError(f"{where}: {duration!r} µs; times are finite and ≥ 0")
+        raise TraceError(f"{where}: {shown(duration)} µs; times are finite and ≥ 0")
     for role, identities in (("inputs", reads), ("outputs", writes)):
         if not isinstance(identities, list):
             raise TraceError(f"{where}: {role} are not a list")
         for identity in identities:
             if not is_whole(identity) or identity not in known:
-                raise TraceError(f"{where}: {role} name tensor {identity!r}, which is not listed")
+                raise TraceError(
+                    f"{where}: {role} name tensor {shown(identity)}, which is not listed"
+                )
     return name, float(duration), reads, writes

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import gzip
 import json
-import sys
 import zlib
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from ..errors import TraceError
+from ..trace_check import MAX_US
 
 MAX_BYTES = 4 << 30  # unpacked; a small gzip file may unpack to any size
+_PIECE_BYTES = 1 << 20
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
@@ -25,9 +26,9 @@ def read_json_object(path: Path) -> dict[str, Any]:
             file.seek(0)
             if packed:
                 with gzip.open(file) as unpacked:
-                    content = unpacked.read(MAX_BYTES + 1)
+                    content = read_at_most(unpacked, MAX_BYTES + 1)
             else:
-                content = file.read(MAX_BYTES + 1)
+                content = read_at_most(file, MAX_BYTES + 1)
     except FileNotFoundError as error:
         raise TraceError(f"{path}: no such file") from error
     except (OSError, EOFError, zlib.error) as error:
@@ -43,10 +44,21 @@ def read_json_object(path: Path) -> dict[str, Any]:
     return document
 
 
+def read_at_most(file: IO[bytes] | gzip.GzipFile, most: int) -> bytes:
+    """All of ``file``, or its first ``most`` bytes. ``file.read(most)`` would reserve as much, for
+    a file of a kilobyte too."""
+    content = bytearray()
+    while len(content) < most and (
+        piece := file.read(min(max(len(content), _PIECE_BYTES), most - len(content)))
+    ):
+        content += piece
+    return bytes(content)
+
+
 def is_number(value: object) -> bool:
-    """A JSON number ≥ 0 that a float holds (``true`` is none)."""
+    """A JSON number from 0 to ``MAX_US`` (``true`` is none)."""
     plain = isinstance(value, int | float) and not isinstance(value, bool)
-    return plain and 0 <= value <= sys.float_info.max  # type: ignore[operator]
+    return plain and 0 <= value <= MAX_US  # type: ignore[operator]
 
 
 def is_whole(value: object) -> bool:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from ..errors import TraceError
+from .json_file import read_at_most
 
 MAX_BYTES = 2 << 30
 _U32 = struct.Struct("<I")
@@ -29,7 +30,7 @@ def load_plain(path: Path, max_bytes: int = MAX_BYTES) -> Any:
     path = Path(path)
     try:
         with path.open("rb") as file:
-            content = file.read(max_bytes + 1)
+            content = read_at_most(file, max_bytes + 1)
     except FileNotFoundError as error:
         raise TraceError(f"{path}: no such file") from error
     except OSError as error:

@@ -28,7 +28,9 @@ import numpy as np
 
 from ..errors import TraceError
 from ..iteration import cut_at_least_use, find_balanced
+from ..shown import shown
 from ..trace import Floats, Ints, Trace
+from ..trace_check import check_bytes
 from .block_lives import Blocks, lives, trace_of
 from .json_file import is_number, read_json_object
 from .shape_match import Call, input_bytes, match_inputs
@@ -68,6 +70,7 @@ def load(path: Path, page_size: int = 2 << 20) -> Trace:
     ops = _ops(events, path)
     memory = _memory(events, path)
     blocks, born_us = _blocks(memory, ops)
+    check_bytes(blocks.nbytes, str(path))
     on_gpu = memory[0].device[0] != 0
     match = match_inputs(blocks, born_us, (op.calls for op in ops), rounded=on_gpu)
     part = _step(events, ops) or _repeated(ops, blocks)
@@ -153,8 +156,9 @@ def _checked(events: list[Any], path: Path) -> Iterator[tuple[dict[str, Any], di
             continue
         for key in ("ts", "dur"):
             if not is_number(event.get(key)):
+                value = shown(event.get(key))
                 raise TraceError(
-                    f"{path}: traceEvents[{number}]: {key} = {event.get(key)!r} is not a time ≥ 0"
+                    f"{path}: traceEvents[{number}]: {key} = {value} is not a time ≥ 0"
                 )
         arguments = event.get("args")
         yield event, arguments if isinstance(arguments, dict) else {}
@@ -258,7 +262,7 @@ def _memory(events: list[Any], path: Path) -> list[_MemoryEvent]:
         if not is_number(at) or not whole:
             raise TraceError(
                 f"{path}: traceEvents[{number}]: a [memory] event needs numbers ts, Addr and Bytes "
-                f"(has {at!r}, {address!r}, {nbytes!r})"
+                f"(has {shown(at)}, {shown(address)}, {shown(nbytes)})"
             )
         kind, index, total = (
             value if isinstance(value := arguments.get(key), int) else 0

@@ -24,7 +24,9 @@ import numpy as np
 
 from ..errors import TraceError
 from ..iteration import ALLOCATION, cut_at_least_use, encode_events, find_balanced
+from ..shown import shown
 from ..trace import Floats, Ints, Trace
+from ..trace_check import check_bytes
 from .block_lives import Blocks, lives, trace_of
 from .json_file import is_whole
 from .plain_pickle import load_plain
@@ -54,6 +56,7 @@ def load(path: Path, page_size: int = 2 << 20) -> Trace:
     device, raw = _busiest_device(snapshot, path)
     events = _events(raw, f"{path}: device_traces[{device}]")
     blocks = _blocks(events, _live_at_end(snapshot, device))
+    check_bytes(blocks.nbytes, str(path))
     allocates = events.kind == ALLOCATION
     change = np.where(allocates, events.nbytes, -events.nbytes)
     codes = encode_events(events.kind, events.address, events.nbytes)
@@ -107,7 +110,7 @@ def _events(raw: list[Any], where: str) -> _Events:
         for key, value in zip(("addr", "size", "time_us"), values):
             if not is_whole(value):
                 raise TraceError(
-                    f"{where}[{number}]: {key} = {value!r} is not a whole number ≥ 0"
+                    f"{where}[{number}]: {key} = {shown(value)} is not a whole number ≥ 0"
                     + ("; record with PyTorch 2.2 or newer" if key == "time_us" else "")
                 )
         address, nbytes, time = values

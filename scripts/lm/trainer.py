@@ -9,11 +9,14 @@ import torch
 from torch.nn.utils import clip_grad_norm_
 from torch.optim.lr_scheduler import LambdaLR
 
-from .checkpoint import dense_bytes
+from tensorpager.pager.checkpoint_bytes import chunks
+from tensorpager.pager.checkpoint_optimizer import load_optimizer
+
 from .data import Corpus
 from .memory import Memory
 from .model import meta_model
 from .options import Options, UsageError
+from .random_states import random_states, set_random_states
 
 FORMAT = "tensorpager train_lm 1"
 FINAL_LR_SHARE = 0.1
@@ -84,10 +87,11 @@ class Trainer:
         )
 
     def parameters_sha256(self) -> str:
-        """Of all parameters' bytes in the order of their names, one parameter at a time."""
+        """Of all parameters' bytes in the order of their names, a slab at a time."""
         digest = hashlib.sha256()
         for _, parameter in sorted(self.model.named_parameters()):
-            digest.update(dense_bytes(parameter))
+            for chunk in chunks(parameter, row_major=True):
+                digest.update(chunk)
         return digest.hexdigest()
 
     def _identity(self) -> dict[str, Any]:
@@ -98,7 +102,6 @@ class Trainer:
 
     def checkpoint(self) -> dict[str, Any]:
         """Everything that the next step depends on. Tensors are the run's own, not copies."""
-        cuda = torch.cuda.get_rng_state() if self.options.device == "cuda" else None
         return {
             "format": FORMAT,
             "identity": self._identity(),
@@ -106,7 +109,7 @@ class Trainer:
             "model": dict(self.model.named_parameters()),
             "optimizer": self.optimizer.state_dict(),
             "schedule": self.schedule.state_dict(),
-            "rng": {"cpu": torch.get_rng_state(), "cuda": cuda},
+            "rng": random_states(self.options.device),
         }
 
     @torch.no_grad()
@@ -118,20 +121,9 @@ class Trainer:
         self._refuse_other_training(content)
         for name, parameter in self.model.named_parameters():
             parameter.copy_(content["model"][name])
-        saved = content["optimizer"]
-        # The groups through PyTorch, the states one by one: never two copies of all of them.
-        self.optimizer.load_state_dict({"state": {}, "param_groups": saved["param_groups"]})
-        parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
-        for index, state in saved["state"].items():
-            parameter = parameters[index]
-            self.optimizer.state[parameter] = {
-                key: self.memory.own(value) if value.shape == parameter.shape else value.clone()
-                for key, value in state.items()
-            }
+        load_optimizer(self.optimizer, content["optimizer"])
         self.schedule.load_state_dict(content["schedule"])
-        torch.set_rng_state(content["rng"]["cpu"].clone())
-        if self.options.device == "cuda" and content["rng"]["cuda"] is not None:
-            torch.cuda.set_rng_state(content["rng"]["cuda"].clone())
+        set_random_states(content["rng"], self.options.device)
         self.next_step = content["step"]
 
     def _refuse_other_training(self, content: dict[str, Any]) -> None:

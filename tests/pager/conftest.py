@@ -10,6 +10,7 @@ import torch
 import tensorpager as tp
 from tensorpager.pager.chaos import chaos
 
+from .disk_suite import small_tasks, tier  # noqa: F401  (fixtures of the disk tier's tests)
 from .models import FRAMES, Script, World, beside_a_model, compare_runs, make_pager
 
 LANES = ("tight", "chaos", "fits")

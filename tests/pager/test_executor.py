@@ -3,6 +3,7 @@
 import pytest
 
 from tensorpager.pager import executor as executor_module
+from tensorpager.pager import io_watch
 from tensorpager.pager.errors import PagerError
 
 from .models import make_pager
@@ -19,7 +20,7 @@ class _Stuck:
 
 def test_the_watchdog_says_what_is_stuck_and_nobody_waits_any_more(monkeypatch) -> None:
     monkeypatch.setattr(executor_module, "_WATCHDOG_SECONDS", 0.01)
-    monkeypatch.setattr(executor_module, "_TICK_SECONDS", 0.01)
+    monkeypatch.setattr(io_watch, "_TICK_SECONDS", 0.01)
     with make_pager(policy="lp") as pager:
         executor = pager.follower.executor
         with monkeypatch.context() as patch:

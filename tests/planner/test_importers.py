@@ -130,7 +130,7 @@ def change(*keys: Any, to: Any) -> Callable[[dict[str, Any]], None]:
         (change("kernels", 1, 1, to=3), r"kernels\[1\]: name 3"),
         (change("kernels", 1, 2, to=-1), r"kernels\[1\]: -1 µs"),
         (change("kernels", 1, 2, to=float("nan")), r"kernels\[1\]: nan µs"),
-        (change("kernels", 1, 2, to=10**400), r"kernels\[1\]: 10+ µs"),
+        (change("kernels", 1, 2, to=10**400), r"kernels\[1\]: 10+\.\.\.0+ µs"),
         (change("kernels", 1, 6, to=5), r"kernels\[1\]: inputs are not a list"),
         (change("kernels", 1, 6, to=[5]), r"kernels\[1\]: inputs name tensor 5"),
         (change("kernels", 1, 7, to=["2"]), r"kernels\[1\]: outputs name tensor '2'"),

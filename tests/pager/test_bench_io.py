@@ -1,0 +1,156 @@
+"""``tensorpager bench-io``: what it recommends, refuses and leaves behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+from tensorpager.pager import io_engine_bench as bench
+from tensorpager.pager import io_engine_fio
+from tensorpager.pager.bench_io_command import bench_io
+from tensorpager.pager.errors import CorruptPage, PagerError
+from tensorpager.pager.io_engine_bench import BenchFile, Rates, Setting, cheapest_of_the_best
+
+from .disk_suite import open_below
+
+MIB = 1 << 20
+DEFAULT = Setting("posix", False, 1 * MIB, 2)
+
+
+def run(*arguments: str) -> Result:
+    return CliRunner().invoke(bench_io, list(arguments))
+
+
+@pytest.fixture
+def few(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sweep of a second, not of a minute."""
+    monkeypatch.setattr(bench, "BLOCKS", (256 << 10, 1024 << 10))
+    monkeypatch.setattr(bench, "THREADS", (2, 4))
+
+
+QUICK = ["--size", "16MiB", "--rounds", "1", "--seconds", "0.02", "--no-fio"]
+
+
+def test_the_table(few: None, tmp_path: Path) -> None:
+    result = run(str(tmp_path), *QUICK)
+    assert result.exit_code == 0, result.output
+    assert "Recommended: Pager(..., page_size=" in result.output
+    assert result.output.count("best") == 1
+    assert list(tmp_path.iterdir()) == []
+    assert open_below(tmp_path) == []
+
+
+def test_json(few: None, tmp_path: Path) -> None:
+    result = run(str(tmp_path), *QUICK, "--json")
+    assert result.exit_code == 0, result.output
+    content = json.loads(result.stdout)
+    assert content["size_bytes"] == 16 * MIB
+    tried = [
+        {key: row[key] for key in ("engine", "direct", "block_bytes", "threads")}
+        for row in content["bytes_per_s"]
+    ]
+    assert content["recommended"] in tried
+    assert {row["block_bytes"] for row in tried} == {256 << 10, 1024 << 10}
+    assert {row["threads"] for row in tried} == {2, 4}
+    for row in content["bytes_per_s"]:
+        assert min(row["write"], row["read"], row["write_beside"], row["read_beside"]) > 0
+    assert content["fio_bytes_per_s"] is None
+
+
+@pytest.mark.parametrize(
+    ("path", "size", "message"),
+    [
+        ("nowhere", "16MiB", "nowhere does not exist; name the folder"),
+        ("file", "16MiB", "file is not a folder; name the folder"),
+        (".", "1MiB", "--size is less than 16.00 MiB; give that or more"),
+        (".", "900000TiB", "does not fit in"),
+    ],
+)
+def test_refusals(tmp_path: Path, path: str, size: str, message: str) -> None:
+    (tmp_path / "file").touch()
+    result = run(str(tmp_path / path), "--size", size)
+    assert result.exit_code == 2
+    assert message in result.stderr
+    assert [entry.name for entry in tmp_path.iterdir()] == ["file"]
+
+
+def test_the_file_has_no_name_and_goes_with_an_error(tmp_path: Path) -> None:
+    with pytest.raises(KeyboardInterrupt), BenchFile(tmp_path, 16 * MIB) as file:  # noqa: PT012
+        status = os.fstat(file.fd)
+        assert (status.st_nlink, stat.S_IMODE(status.st_mode)) == (0, 0o600)
+        assert list(tmp_path.iterdir()) == []
+        raise KeyboardInterrupt
+    assert open_below(tmp_path) == []
+
+
+def test_bytes_that_are_not_what_was_written(tmp_path: Path) -> None:
+    with BenchFile(tmp_path, 16 * MIB) as file, file.engine(DEFAULT) as engine:
+        jobs = [("read", range(16))]
+        (rate,) = file._timed(engine, DEFAULT, jobs, 1)
+        assert rate > 0
+        os.pwrite(file.fd, b"x", 5 * MIB)
+        with pytest.raises(CorruptPage, match=f"{MIB} bytes at {5 * MIB} are not what was written"):
+            file._timed(engine, DEFAULT, jobs, 60)
+
+
+def test_every_block_is_moved_once(tmp_path: Path) -> None:
+    moved: dict[str, list[int]] = {"write": [], "read": []}
+
+    class Noting:
+        def write(self, buffers: list[Any], offset: int) -> None:
+            moved["write"].append(offset)
+
+        def read(self, buffers: list[Any], offset: int) -> None:
+            moved["read"].append(offset)
+            buffers[0][:] = file._at(file._source, offset, buffers[0].nbytes)
+
+    with BenchFile(tmp_path, 32 * MIB) as file:
+        engine: Any = Noting()
+        file._timed(engine, DEFAULT, [("write", range(32))], 60)
+        file._timed(engine, DEFAULT, [("read", range(32))], 60)
+        everything = [index * MIB for index in range(32)]
+        assert sorted(moved["write"]) == sorted(moved["read"]) == everything
+        moved["write"].clear()
+        file._timed(engine, DEFAULT, [("write", range(1)), ("read", range(1, 32))], 60)
+        assert moved["write"] == [0]
+
+
+def test_the_cheaper_setting_wins_among_equals() -> None:
+    settings = [Setting("posix", True, block, 4) for block in (1, 2, 3, 4)]
+    speeds = dict(zip(settings, (60.0, 98.0, 100.0, 99.0)))
+    results = {setting: Rates(1, 1, speed, speed) for setting, speed in speeds.items()}
+    assert cheapest_of_the_best(settings, results) == settings[1]
+
+
+def test_reading_and_writing_equally_much() -> None:
+    assert Rates(9, 9, 1.0, 3.0).together == pytest.approx(1.5)
+
+
+def test_fio_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fio = tmp_path / "bin" / "fio"
+    fio.parent.mkdir()
+    fio.write_text("#!/bin/sh\necho 'fio: no such engine' >&2\nexit 3\n")
+    fio.chmod(0o755)
+    monkeypatch.setenv("PATH", str(fio.parent))
+    assert io_engine_fio.has_fio()
+    with (
+        BenchFile(tmp_path, 16 * MIB) as file,
+        pytest.raises(PagerError, match="fio ended with 3: fio: no such engine; pass --no-fio"),
+    ):
+        io_engine_fio.shares_of_fio(file, DEFAULT, rounds=1, seconds=0.1)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not io_engine_fio.has_fio(), reason="fio is not installed")
+def test_fio(tmp_path: Path) -> None:
+    with BenchFile(tmp_path, 32 * MIB) as file:
+        shares = io_engine_fio.shares_of_fio(file, DEFAULT, rounds=1, seconds=0.1)
+        assert all(rate > 0 for by in shares.values() for rate in by.values())
+        with file.engine(DEFAULT) as engine:
+            file.measure(engine, DEFAULT, 0.1)  # what fio wrote is gone

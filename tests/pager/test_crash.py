@@ -1,0 +1,54 @@
+"""kill -9 at random points: nothing is left behind, and training goes on from the checkpoint."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SCRIPT = Path(__file__).parents[2] / "scripts" / "kill_test.py"
+
+if sys.platform != "linux":
+    pytest.skip("looks for open files in /proc, which only Linux has", allow_module_level=True)
+
+
+def kill(tmp_path: Path, runs: int, *, seed: int = 0) -> dict[str, Any]:
+    report = tmp_path / "found.json"
+    environment = {k: v for k, v in os.environ.items() if k != "LOCAL_WORLD_SIZE"}
+    command = [sys.executable, str(SCRIPT), f"--runs={runs}", f"--seed={seed}"]
+    result = subprocess.run(
+        [*command, f"--folder={tmp_path}", f"--json={report}"],
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=300 + 30 * runs,
+    )
+    found: dict[str, Any] = json.loads(report.read_text()) if report.exists() else {}
+    assert result.returncode == 0, (found.get("problems"), result.stderr[-3000:])
+    assert list(tmp_path.iterdir()) == [report]
+    return found
+
+
+def assert_clean(found: dict[str, Any], runs: int) -> None:
+    assert found["problems"] == []
+    assert found["kills"] == found["clean"] == runs
+    assert found["with_workers"] > 0
+    assert found["planned_iterations"] > 0
+    assert sum(found["phases"].values()) == runs
+
+
+def test_three_kills(tmp_path: Path) -> None:
+    assert_clean(kill(tmp_path, 3), 3)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_a_hundred_kills(tmp_path: Path) -> None:
+    found = kill(tmp_path, 100, seed=1)
+    assert_clean(found, 100)
+    assert found["resumed"] > 20
+    assert {"training", "writing a checkpoint"} <= found["phases"].keys()
+    assert found["bystander_trainings"] > 0
