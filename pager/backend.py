@@ -18,8 +18,8 @@ Three streams: *compute* (the user's current stream), *out* (device → host), *
    then copies on a stream of its own, and is complete when the call returns. The mark of an out is
    made when it starts, after the last use was queued; that of an in is the latest one of its
    frames, made when they were given back.
-7. A kernel on *compute* may read host slots (``host_rows.py``). It is queued under the pager's lock,
-   together with the look at the page table: a valid slot loses its page only under that lock.
+7. A kernel on *compute* may read host slots (``host_rows.py``). It is queued under the pager's
+   lock, together with the look at the page table: a valid slot loses its page only under it.
    Whoever fills the slot again took it later and waits for *compute*, by rule 1 or by its mark. An
    empty ``copy_in`` behind the kernel makes *in* wait for it, so ``host_ready``, which comes before
    host memory is given back, does too.

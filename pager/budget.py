@@ -29,6 +29,7 @@ from ..planner.sizes import format_bytes
 from .backend import Backend
 from .dense_meter import in_backward
 from .errors import InfeasibleBudget, TierFull
+from .ranks import about_share, ranks_sharing
 from .residency import Residency
 from .step_need import Room, step_room
 from .whole_need import WholeNeeds
@@ -155,7 +156,8 @@ class DeviceBudget:
             dense, frames = self.whole_needs.least(dense, frames, self.fixed_reserve or 0)
             minimum = max(dense, self.fixed_reserve or 0) + frames * self.page_size
             self._forget()
-            raise InfeasibleBudget(self._refusal(dense, frames, minimum), minimum=minimum)
+            of_node = minimum * ranks_sharing("device", self.backend.device.type)
+            raise InfeasibleBudget(self._refusal(dense, frames, minimum), minimum=of_node)
         self.backend.meter_start()  # the rest of the iteration
 
     def has_room(self, room: Room) -> bool:
@@ -180,6 +182,7 @@ class DeviceBudget:
         return text + (
             f"The smallest device_budget that works for these shapes is {minimum} bytes "
             f"({format_bytes(minimum)}). No parameter was changed."
+            + about_share("device", self.backend.device.type)
         )
 
     def settle(self, dense_extra: int, *, roomy: bool) -> None:

@@ -17,9 +17,11 @@ if TYPE_CHECKING:
 
 
 def bytes_in_pages(pager: Pager, tensors: Iterable[torch.Tensor]) -> int:
-    """Bytes that copies of ``tensors`` take: whole pages, unless they share one."""
+    """Bytes that copies of ``tensors`` take: whole pages, unless they share one. Of a sharded one
+    only this rank's shard counts."""
     total = 0
-    for tensor in tensors:
+    for given in tensors:
+        tensor = getattr(given, "_local_tensor", given)
         nbytes = tensor.numel() * tensor.element_size()
         small = pager.space.is_small(nbytes)
         total += nbytes if small else pager.space.pages_for(nbytes) * pager.page_size

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from ..planner.errors import PagerError as PlannerError
 from ..planner.sizes import format_bytes
+from . import ranks
 
 if TYPE_CHECKING:
     from ..planner.hardware import Hardware
@@ -25,6 +26,11 @@ GiB = 1 << 30
 
 def explain(pager: Pager) -> str:
     """See ``Pager.explain``."""
+    part = ranks.describe(dict(pager.budget_bytes), pager.device.type)
+    return "\n".join([part, _plan_in_words(pager)] if part else [_plan_in_words(pager)])
+
+
+def _plan_in_words(pager: Pager) -> str:
     if pager.fits:
         return "Everything fits into the device budget: nothing is moved, so nothing is planned."
     follower = pager.follower

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from ..planner.sizes import parse_bytes
 from .errors import PagerError
+from .ranks import share_of
 
 if TYPE_CHECKING:
     from .runtime import Pager
@@ -16,7 +17,7 @@ def grow(pager: Pager, wanted: dict[str, int | str | None]) -> None:
     for tier, text in wanted.items():
         if text is None:
             continue
-        nbytes = parse_bytes(text, f"{tier}_budget")
+        nbytes = share_of(parse_bytes(text, f"{tier}_budget"), tier, pager.device.type)
         if nbytes < pager.budget_bytes[tier]:
             raise ValueError(
                 f"{tier}_budget={text!r} is less than the {pager.budget_bytes[tier]} bytes it "

@@ -68,7 +68,7 @@ def linear(input: Any, weight: Any, bias: Any = None) -> Any:
         or inputs.requires_grad
         or (bias is not None and bias.requires_grad)
     ):  # fmt: skip
-        return _apply(inputs, weight, bias)
+        return _apply(inputs, bias, weight)
     out = _on_views_at_hand(LINEAR, inputs, weight, bias)
     return _product_otherwise(inputs, weight, bias) if out is NOT_QUICK else out
 
@@ -290,8 +290,10 @@ def _on_pages(
 
 # -- the graph -------------------------------------------------------------------------------------
 class _Linear(torch.autograd.Function):
+    # Arguments as PyTorch's addmm has them, but for its first two: a bias' gradient is then ready
+    # before the weight's, and DistributedDataParallel fills its buckets in that order.
     @staticmethod
-    def forward(ctx: Any, inputs: torch.Tensor, weight: PagedTensor, bias: Any) -> torch.Tensor:
+    def forward(ctx: Any, inputs: torch.Tensor, bias: Any, weight: PagedTensor) -> torch.Tensor:
         ctx.save_for_backward(inputs, weight)
         out = _on_views_at_hand(LINEAR, inputs, weight, bias)
         return _product_otherwise(inputs, weight, bias) if out is NOT_QUICK else out
@@ -299,7 +301,7 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         inputs, weight = ctx.saved_tensors
-        for_inputs, for_weight, for_bias = ctx.needs_input_grad
+        for_inputs, for_bias, for_weight = ctx.needs_input_grad
         rows = grad.reshape(-1, grad.size(-1)) if grad.dim() > 2 else grad
         of_inputs = of_weight = of_bias = None
         # In PyTorch's order: second derivatives are summed in the order of these nodes.
@@ -315,7 +317,7 @@ class _Linear(torch.autograd.Function):
             of_weight = rows.t().mm(flat)
         if for_bias:
             of_bias = rows.sum(0)
-        return of_inputs, of_weight, of_bias
+        return of_inputs, of_bias, of_weight
 
 
 # Past what `Function.apply` does for functorch, which is refused above.

@@ -114,7 +114,7 @@ def product(x: torch.Tensor, weight: PagedTensor, bias: torch.Tensor | None) -> 
     """x @ weight.T + bias for plain x [M, K] and bias [N] of one dtype; differentiable, twice."""
     tensors = (x, weight) if bias is None else (x, weight, bias)
     if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
-        return _Product.apply(x, weight, bias)  # type: ignore[no-any-return,no-untyped-call]
+        return _Product.apply(x, bias, weight)  # type: ignore[no-any-return,no-untyped-call]
     return _product(x, weight, bias)
 
 
@@ -197,7 +197,7 @@ def _plain(tensor: Any) -> Any:
 class _Product(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, weight: PagedTensor, bias: torch.Tensor | None
+        ctx: Any, x: torch.Tensor, bias: torch.Tensor | None, weight: PagedTensor
     ) -> torch.Tensor:
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(x, weight)
@@ -209,10 +209,10 @@ class _Product(torch.autograd.Function):
             return None, None, None
         grad = _plain(grad)
         x, weight = ctx.saved_tensors
-        for_x, for_weight, for_bias = ctx.needs_input_grad
+        for_x, for_bias, for_weight = ctx.needs_input_grad
         of_bias = grad.sum(0) if for_bias else None
         of_x = input_grad(grad, weight) if for_x else None
-        return of_x, _WeightGrad.apply(grad, x, weight) if for_weight else None, of_bias  # type: ignore[no-untyped-call]
+        return of_x, of_bias, _WeightGrad.apply(grad, x, weight) if for_weight else None  # type: ignore[no-untyped-call]
 
 
 class _InputGrad(torch.autograd.Function):

@@ -32,6 +32,7 @@ from .frame_pool import FramePool
 from .migration import Migration, expand, merge
 from .page_table import BLANK, DIRTY, Int32, PageTable
 from .parts import Parts, held_pages
+from .ranks import about_share, ranks_sharing
 from .space import PageRun, Space, generations
 
 if TYPE_CHECKING:
@@ -172,8 +173,8 @@ class Residency:
             raise InfeasibleBudget(
                 f"one operation needs {need} pages of {self.page_size} bytes on the device at "
                 f"once and the arena has {self.pool.count}; raise device_budget to at least "
-                f"{minimum} bytes",
-                minimum=minimum,
+                f"{minimum} bytes.{about_share('device', self.backend.device.type)}",
+                minimum=minimum * ranks_sharing("device", self.backend.device.type),
             )
         self.largest_need = max(self.largest_need, need)
 

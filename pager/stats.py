@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from . import ranks
 from .host_rows import host_row_bytes
 
 if TYPE_CHECKING:
@@ -55,6 +56,7 @@ def counters(pager: Pager) -> dict[str, Any]:
         "host_row_bytes": host_row_bytes(pager),
         "compactions": residency.compactions,
         "fits": pager.fits,
+        "ranks": ranks.facts(pager.device.type),
     }
 
 

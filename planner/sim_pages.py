@@ -42,7 +42,7 @@ class Pages:
     def __init__(self, trace: Trace, hardware: Hardware, plan: Plan) -> None:
         self.trace = trace
         self.page_size = hardware.page_size
-        self.count = trace.pages(hardware.page_size)
+        self.count = trace.countable_pages(hardware.page_size)
         self.base = np.concatenate([[0], np.cumsum(self.count)])[:-1]
         self._base: list[int] = self.base.tolist()
         self._count: list[int] = self.count.tolist()
@@ -180,7 +180,8 @@ class Pages:
         self.there[first:last] = self.going[first:last] = self.coming[first:last] = blank
         self.missing[tensor] = self.unborn
         if self.drops:
-            self.drops = {g: d for g, d in self.drops.items() if not first <= g < last}
+            for page in range(first, last):
+                self.drops.pop(page, None)
 
     def check_coming(self, tensor: int, first: int, last: int, op: int) -> None:
         """Every page of an op's access that is off the device has an ``in`` queued for it."""

@@ -114,11 +114,10 @@ class Timeline:
         born, dead = self.lifetime_us(tensor)
         changes = self._changes(tensor, first, last)
         if self.trace.tensor_persistent[tensor]:
-            # The end of the iteration before is the end of this one.
+            # The end of the iteration before is the end of this one. What it left comes first even
+            # where some pages of the run go on before others have ended.
             late = [(time - dead, place) for time, place in changes if time >= dead]
-            changes = sorted(
-                late + [change for change in changes if change[0] < dead], key=lambda item: item[0]
-            )
+            changes = late + [change for change in changes if change[0] < dead]
             place = changes[-1][1] if changes else DEVICE
         else:
             place = DEVICE

@@ -80,16 +80,20 @@ class Trace:
         return last
 
     def pages(self, page_size: int) -> Ints:
-        """Pages of each tensor when a page has ``page_size`` bytes, [tensors].
+        """Pages of each tensor when a page has ``page_size`` bytes, [tensors]."""
+        return -(-self.tensor_bytes // page_size)
+
+    def countable_pages(self, page_size: int) -> Ints:
+        """The same, for those who keep something for each page.
 
         Raises ``TraceError`` for more than ``MAX_PAGES``: a file of a kilobyte can name sizes that
         no machine's memory has room to count.
         """
-        pages: Ints = -(-self.tensor_bytes // page_size)
-        if self.tensors and (total := int(pages.sum())) > MAX_PAGES:
+        pages = self.pages(page_size)
+        if (total := int(pages.sum())) > MAX_PAGES:
             raise TraceError(
-                f"{self.source or 'the trace'}: {total} pages of {page_size} bytes, more than "
-                f"{MAX_PAGES}; give larger pages"
+                f"the trace has {total} pages of {page_size} bytes, more than {MAX_PAGES}; give "
+                "larger pages"
             )
         return pages
 

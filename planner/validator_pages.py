@@ -47,7 +47,7 @@ class Ledger:
 
     def __init__(self, trace: Trace, page_size: int, caps: tuple[float, float, float]) -> None:
         self.page_size = page_size
-        sizes = trace.pages(page_size)
+        sizes = trace.countable_pages(page_size)
         self.base = [0, *np.cumsum(sizes).tolist()]  # [tensors + 1]
         self.total = self.base[-1]
         self.trace = trace

@@ -53,7 +53,7 @@ def compare(
     """
     from ..trace_file import read_trace
 
-    names = _chosen(policies)
+    names = chosen_policies(policies)
     trace = read_trace(trace_path)
     hardware = machine.for_trace(trace)
     require_working_sets(trace, hardware)
@@ -78,7 +78,7 @@ def compare(
     emit(heading, "", _table(result["policies"]), *_reasons(result["policies"]))
 
 
-def _chosen(policies: str | None) -> list[str]:
+def chosen_policies(policies: str | None) -> list[str]:
     """Names without repeats, each known, in the order given."""
     from ..policies.registry import POLICIES, find
 

@@ -75,9 +75,7 @@ def train(kind: str, pager: tp.Pager | None) -> tuple[list[float], list[torch.Te
     if kind.startswith("ddp"):
         # gloo adds the parts of a bucket in an order that depends on their places, on more than two
         # ranks; and DDP moves them, after the first step, to the order in which gradients came.
-        model = DistributedDataParallel(
-            model, bucket_cap_mb=0.3, find_unused_parameters=kind == "ddp-in-order"
-        )
+        model = DistributedDataParallel(model, bucket_cap_mb=0.3)
     optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
     if pager is not None:
         optimizer = pager.optimizer(optimizer)

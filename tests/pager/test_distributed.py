@@ -59,7 +59,7 @@ def test_two_ranks(tmp_path: Path) -> None:
 @pytest.mark.parametrize("count", [2, 4])
 def test_torchrun(tmp_path: Path, count: int) -> None:
     """With plans too; on four ranks some shards are padded."""
-    kinds = ("ddp" if count == 2 else "ddp-in-order", "fsdp2")
+    kinds = ("ddp", "fsdp2")
     for found in torchrun(tmp_path, count, *kinds):
         for kind in kinds:
             for policy in ("lru", "lp"):

@@ -167,11 +167,11 @@ def test_sizes_that_add_up_to_more_than_64_bits() -> None:
 
 def test_more_pages_than_can_be_counted() -> None:
     trace = make_trace([(0, MAX_PAGES, True)], [("op", 1.0, [0], [])], page_size=1)
-    assert trace.pages(1).tolist() == [MAX_PAGES]
+    assert trace.countable_pages(1).tolist() == [MAX_PAGES]
     larger = make_trace([(0, MAX_PAGES + 1, True)], [("op", 1.0, [0], [])], page_size=1)
     with pytest.raises(TraceError, match=f"{MAX_PAGES + 1} pages of 1 bytes.*give larger pages"):
-        larger.pages(1)
-    assert larger.pages(2).tolist() == [MAX_PAGES // 2 + 1]
+        larger.countable_pages(1)
+    assert larger.countable_pages(2).tolist() == [MAX_PAGES // 2 + 1]
 
 
 def test_values_in_messages_are_short() -> None:
@@ -229,7 +229,7 @@ def huge_plan(path: Path) -> None:
 READ_TRACE = "from tensorpager.planner.trace_file import read_trace; t = read_trace(path)"
 BOMBS: dict[str, tuple[Callable[[Path], None], str, int]] = {
     "rows": (lambda path: write_bomb(path, 1_000_000), READ_TRACE, 40 << 10),
-    "pages": (claim_pages, f"{READ_TRACE}; t.pages(t.page_size)", 10 << 10),
+    "pages": (claim_pages, f"{READ_TRACE}; t.countable_pages(t.page_size)", 10 << 10),
     "strings": (long_strings, READ_TRACE, 40 << 10),
     "gzip": (
         packed_zeros,

@@ -1,0 +1,161 @@
+"""A timeline as the report's header and columns."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ..timeline import PLACES, Curve, Timeline, device_curve
+from ..trace import KINDS, Floats
+from .facts import CHANNELS, facts
+from .reduce import Bars, curve_points, fewer_bars
+from .rows import Map, residency_map, span_columns
+from .tensors import Columns, tensor_columns
+
+if TYPE_CHECKING:
+    from ..hardware import Hardware
+
+CURVE_POINTS = 20_000
+MOST_BARS = 150_000
+NS = 1e-3
+LAST_TICK = 2**32 - 1
+
+
+class Ticks:
+    """Times as u32: nanoseconds, or what is needed for the longest time to fit."""
+
+    def __init__(self, longest_us: float) -> None:
+        self.tick_us = max(NS, longest_us / LAST_TICK)
+
+    def __call__(self, us: Floats) -> npt.NDArray[np.uint32]:
+        return np.clip(np.rint(us / self.tick_us), 0, LAST_TICK).astype(np.uint32)
+
+
+def report_data(
+    line: Timeline,
+    hardware: Hardware | None = None,
+    *,
+    files: dict[str, str] | None = None,
+    comparison: dict[str, Any] | None = None,
+) -> tuple[dict[str, Any], Columns]:
+    """Header and columns for :func:`payload.encode`.
+
+    ``files``: names to show, by what they are (trace, plan). ``comparison``: as
+    ``commands.compare.compared`` gives it; the seconds that planning took are left out, so that
+    equal input gives an equal report.
+    """
+    longest = max([line.iteration_us, *(transfer.end_us for transfer in line.transfers)])
+    ticks = Ticks(longest)
+    found, curve = residency_map(line), device_curve(line)
+    columns: Columns = {
+        **_ops(line, ticks),
+        **_stalls(line),
+        **_transfers(line, ticks),
+        **tensor_columns(line),
+        **span_columns(line, found, ticks),
+    }
+    curve_part, curve_header = _curve(line, curve, ticks)
+    columns |= curve_part
+    header = {
+        "facts": facts(line, hardware),
+        "files": files or {},
+        "comparison": _comparison(comparison),
+        "tick_us": ticks.tick_us,
+        "kinds": KINDS,
+        "places": PLACES,
+        "lanes": CHANNELS,
+        "curve": curve_header,
+        "rest": _rest(line, found),
+        "op_names": list(dict.fromkeys(line.trace.op_names)),
+        "tensor_names": line.trace.tensor_names,
+    }
+    return header, columns
+
+
+def _ops(line: Timeline, ticks: Ticks) -> Columns:
+    index: dict[str, int] = {}
+    names = [index.setdefault(name, len(index)) for name in line.trace.op_names]
+    return {
+        "op_name": np.array(names, np.uint32),
+        "op_start": ticks(line.op_start_us),
+        "op_end": ticks(line.op_end_us),
+    }
+
+
+def _stalls(line: Timeline) -> Columns:
+    """One row per stall, in the order of ops; channels as their place in ``CHANNELS``."""
+    stalls = sorted(line.stalls, key=lambda stall: stall.op)
+    return {
+        "stall_op": np.array([stall.op for stall in stalls], np.uint32),
+        "stall_us": np.array([stall.us for stall in stalls], np.float64),
+        "stall_tensor": np.array([stall.tensor for stall in stalls], np.int32),
+        "stall_channel": np.array([CHANNELS.index(stall.channel) for stall in stalls], np.uint8),
+    }
+
+
+def _transfers(line: Timeline, ticks: Ticks) -> Columns:
+    moves = line.plan.moves if line.plan else ()
+    table = [
+        (
+            CHANNELS.index(f"{t.tier}-{'out' if t.is_out else 'in'}"),
+            t.begin_us,
+            t.end_us,
+            t.tensor,
+            t.first_page,
+            t.page_count,
+            moves[t.move].issue_op,
+            t.arrived,
+        )
+        for t in line.transfers
+        if t.end_us > t.begin_us
+    ]
+    table.sort()
+    parts = list(zip(*table)) or [()] * len(Bars._fields)
+    kinds = (np.int64, np.float64, np.float64, np.int64, np.int64, np.int64, np.int64, np.bool_)
+    bars = fewer_bars(Bars(*(np.array(p, k) for p, k in zip(parts, kinds))), MOST_BARS)
+    return {
+        "move_channel": bars.channel.astype(np.uint8),
+        "move_begin": ticks(bars.begin_us),
+        "move_end": ticks(bars.end_us),
+        "move_tensor": bars.tensor.astype(np.int32),
+        "move_first": bars.first_page.astype(np.uint32),
+        "move_pages": bars.pages.astype(np.uint32),
+        "move_op": bars.op.astype(np.uint32),
+        "move_arrived": bars.arrived.astype(np.uint8),
+    }
+
+
+def _curve(line: Timeline, curve: Curve, ticks: Ticks) -> tuple[Columns, dict[str, Any]]:
+    """Device memory over time in pages per kind, and its peak."""
+    total = curve.total
+    peak = int(total.argmax()) if len(total) else 0
+    points = curve_points(curve, line.iteration_us, CURVE_POINTS)
+    columns: Columns = {"curve_time": ticks(curve.time_us[points])}
+    for number, level in enumerate(curve.by_kind.values()):
+        columns[f"curve_{number}"] = (level[points] // line.page_size).astype(np.uint32)
+    return columns, {
+        "kinds": list(curve.by_kind),
+        "points": len(curve.time_us),
+        "peak_bytes": int(total[peak]) if len(total) else 0,
+        "peak_us": float(curve.time_us[peak]) if len(total) else 0.0,
+    }
+
+
+def _rest(line: Timeline, found: Map) -> dict[str, int]:
+    """How many tensors have no row of their own, and their bytes."""
+    others = np.ones(line.trace.tensors, np.bool_)
+    others[found.tensors] = False
+    sizes = line.trace.tensor_bytes[others]
+    return {"tensors": int(others.sum()), "bytes": int(sizes.sum())}
+
+
+def _comparison(comparison: dict[str, Any] | None) -> dict[str, Any] | None:
+    if comparison is None:
+        return None
+    rows = [
+        {name: value for name, value in row.items() if name != "plan_seconds"}
+        for row in comparison["policies"]
+    ]
+    return {**comparison, "policies": rows}
