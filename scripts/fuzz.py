@@ -90,7 +90,7 @@ class Run:
 @click.option(
     "--findings",
     type=click.Path(path_type=Path),
-    default=Path("/tmp/tensorpager-fuzz-findings"),
+    default=Path("runs/fuzz-findings"),
     show_default=True,
     help="Folder for inputs that should not have raised.",
 )
