@@ -9,8 +9,8 @@ from typing import NamedTuple
 import torch
 
 from ..planner.sizes import parse_bytes
+from .disk.engine import check_name
 from .errors import InfeasibleBudget
-from .io_engine import check_name
 from .ranks import about_share, own_path, ranks_sharing, share_of
 
 _MIN_PAGE, _MAX_PAGE = 64 << 10, 16 << 20

@@ -8,9 +8,9 @@ from collections import deque
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
+from .disk.watch import Patience
 from .errors import HungDisk
 from .guide import Action
-from .io_watch import Patience
 from .space import PageRun
 
 if TYPE_CHECKING:

@@ -15,10 +15,10 @@ from ..planner.commands.output import output_path
 
 # Name on the command line → where the click command is, relative to this package.
 COMMANDS = {
-    "doctor": ".doctor:doctor",
-    "bench-io": ".bench_io_command:bench_io",
+    "doctor": ".doctor.command:doctor",
+    "bench-io": ".disk.bench_command:bench_io",
     "record": ".record_command:record",
-    "top": ".top_command:top",
+    "top": ".metrics.top_command:top",
     "import": "..planner.commands.import_trace:import_trace",
     "show": "..planner.commands.show:show",
     "plan": "..planner.commands.plan:plan",

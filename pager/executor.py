@@ -21,9 +21,9 @@ import numpy as np
 
 from .access_log import Names
 from .channel import Channel, Job
+from .disk.watch import Patience
 from .errors import PagerError
 from .guide import ANYWHERE, Action
-from .io_watch import Patience
 from .migration import Migration
 from .residency import Residency
 from .space import PageRun

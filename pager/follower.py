@@ -35,7 +35,7 @@ from .space import PageRun
 from .transfers import Transfers
 
 if TYPE_CHECKING:
-    from .calibration import Calibration
+    from .calibration.measure import Calibration
     from .runtime import Pager
     from .workspace import Workspace
 
@@ -355,7 +355,7 @@ class Follower:
 
     def hardware(self) -> Hardware:
         """This machine as the planner sees it: measured channels, the tiers as they are now."""
-        from .calibration import calibrate, hardware
+        from .calibration.measure import calibrate, hardware
 
         pager = self._pager
         if self._calibration is None:

@@ -2,7 +2,7 @@
 
 Bringing a page in for one row of it moves a hundred times what is wanted, and another page has to
 leave. So rows on pages of which few bytes are wanted are fetched from the page-locked slots as they
-are. How few: ``calibration_rows.py`` measures from how many bytes on a copy of the page is faster,
+are. How few: ``calibration/rows.py`` measures from how many bytes on a copy of the page is faster,
 and where pages cost more waiting than their copies take, the border is higher in proportion. ::
 
     rows wanted    3  4 | 91 | 170 … 176 | 300
@@ -42,7 +42,7 @@ from .backend import Backend
 from .paged_tensor import PagedTensor
 
 if TYPE_CHECKING:
-    from .calibration_rows import Border
+    from .calibration.rows import Border
     from .runtime import Pager
 
 _BYTES_AT_ONCE = 4 << 20  # read under one hold of the lock
@@ -72,7 +72,7 @@ def most_bytes_of(pager: Pager, row_bytes: int) -> int:
 
 def _border_of(pager: Pager, row_bytes: int) -> Border:
     """The first call for a size of row may have to measure it, which counts as waiting."""
-    from .calibration_rows import calibrate_rows, row_size
+    from .calibration.rows import calibrate_rows, row_size
 
     size = row_size(row_bytes, pager.page_size)
     key = str(pager.device), pager.page_size, size

@@ -9,12 +9,12 @@ import numpy as np
 
 from ..planner.sizes import format_bytes
 from .backend import Backend, Bytes, Copy
-from .disk import DiskTier
+from .disk.tier import DiskTier
+from .disk.watch import IoWatch
 from .errors import PagerError, TierFull
 from .frame_pool import FramePool
 from .host import HostTier
 from .integrity import Rows, Stamps, page_rows
-from .io_watch import IoWatch
 from .memory import Region
 from .page_table import DIRTY, Int32, PageTable
 

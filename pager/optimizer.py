@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from . import fused
-from .checkpoint_optimizer import one_at_a_time
+from .checkpoint.optimizer_states import one_at_a_time
 from .dense_step import step_alone_as_dense, step_as_dense
 from .errors import PagerError
 from .fused_states import (

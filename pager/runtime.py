@@ -18,7 +18,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from ..kernels.gather import gather_pages
 from ..kernels.scatter import scatter_pages
 from ..planner.plan import Plan
-from . import checkpoint as _checkpoint
 from . import dispatcher as _dispatcher  # noqa: F401 - gives PagedTensor its two hooks
 from . import growth as _growth
 from . import module as _module
@@ -31,16 +30,17 @@ from .arguments import Arguments, check_arguments
 from .backend import make_backend
 from .budget import DeviceBudget
 from .capacity import bytes_in_pages, check_capacity, check_states
+from .checkpoint import save_load as _checkpoint
 from .dense_views import pinned_view
-from .disk import DiskTier
+from .disk.tier import DiskTier
+from .disk.watch import IoWatch, WatchedEngine, check_timeout
 from .doors import guard_data
 from .errors import InfeasibleBudget, PagerError
 from .explain import explain
 from .follower import Follower
 from .fused_states import Format
 from .host import HostTier
-from .io_watch import IoWatch, WatchedEngine, check_timeout
-from .metrics import Metrics
+from .metrics.publisher import Metrics
 from .migration import Migration
 from .overlap import Overlap
 from .page_names import name_pages

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from .checkpoint import load_all, references
-from .checkpoint_snapshot import snapshot
+from .checkpoint.save_load import load_all, references
+from .checkpoint.snapshot import snapshot
 
 if TYPE_CHECKING:
     from .runtime import Pager

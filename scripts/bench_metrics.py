@@ -30,7 +30,7 @@ from lm.report import run_facts, write_json
 from lm.trainer import Trainer
 
 import tensorpager as tp
-from tensorpager.pager.metrics import PERIOD_SECONDS
+from tensorpager.pager.metrics.publisher import PERIOD_SECONDS
 
 WARMUP_STEPS = 5
 ALLOWED_RATIO = 1.01

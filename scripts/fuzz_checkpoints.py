@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from fuzz_targets import Target, odd_bytes, odd_tree
 
-from tensorpager.pager.checkpoint_torch import map_torch
-from tensorpager.pager.safetensors_io import map_safetensors
+from tensorpager.pager.checkpoint.safetensors_file import map_safetensors
+from tensorpager.pager.checkpoint.torch_file import map_torch
 
 _FOLDER = tempfile.TemporaryDirectory(prefix="tensorpager-fuzz-")
 _TENSORS = {"a": torch.arange(6.0).view(2, 3), "b": torch.ones(4, dtype=torch.int8)}

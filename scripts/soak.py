@@ -42,8 +42,8 @@ from lm.report import run_facts, write_json
 from lm.trainer import Trainer
 
 import tensorpager as tp
-from tensorpager.pager.io_engine import Engine
-from tensorpager.pager.io_watch import WatchedEngine
+from tensorpager.pager.disk.engine import Engine
+from tensorpager.pager.disk.watch import WatchedEngine
 
 ERROR_CHANCE, DELAY_CHANCE, LONGEST_DELAY_SECONDS = 0.01, 0.05, 0.02
 WARM_UP_SHARE = 0.2

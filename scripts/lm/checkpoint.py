@@ -1,13 +1,13 @@
 """Checkpoints of ``train_lm.py``: files of ``torch.save``, written from pages and read into them.
 
-``tensorpager.pager.checkpoint_torch`` does it, a slab of a tensor at a time and all or nothing;
-here are the words for users of the script.
+``tensorpager.pager.checkpoint.torch_file`` does it, a slab of a tensor at a time and all or
+nothing; here are the words for users of the script.
 """
 
 from pathlib import Path
 from typing import Any
 
-from tensorpager.pager.checkpoint_torch import map_torch, save_torch
+from tensorpager.pager.checkpoint.torch_file import map_torch, save_torch
 from tensorpager.pager.errors import PagerError
 
 from .options import UsageError

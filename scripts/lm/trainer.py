@@ -9,8 +9,8 @@ import torch
 from torch.nn.utils import clip_grad_norm_
 from torch.optim.lr_scheduler import LambdaLR
 
-from tensorpager.pager.checkpoint_bytes import chunks
-from tensorpager.pager.checkpoint_optimizer import load_optimizer
+from tensorpager.pager.checkpoint.optimizer_states import load_optimizer
+from tensorpager.pager.checkpoint.tensor_bytes import chunks
 
 from .data import Corpus
 from .memory import Memory

@@ -15,10 +15,11 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from tensorpager.pager import disk_batch, disk_io
-from tensorpager.pager.disk import DiskTier
-from tensorpager.pager.disk_io import aligned_bytes
-from tensorpager.pager.io_engine import Engine
+from tensorpager.pager.disk import batch as disk_batch
+from tensorpager.pager.disk import file as disk_io
+from tensorpager.pager.disk.engine import Engine
+from tensorpager.pager.disk.file import aligned_bytes
+from tensorpager.pager.disk.tier import DiskTier
 
 ENGINE = os.environ.get("TENSORPAGER_TEST_IO_ENGINE", "posix")
 PAGE = 16384

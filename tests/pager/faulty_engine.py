@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 
 import tensorpager as tp
-from tensorpager.pager.disk_io import aligned_bytes
-from tensorpager.pager.io_engine import Engine
-from tensorpager.pager.io_watch import WatchedEngine
+from tensorpager.pager.disk.engine import Engine
+from tensorpager.pager.disk.file import aligned_bytes
+from tensorpager.pager.disk.watch import WatchedEngine
 
 
 class FaultyEngine:

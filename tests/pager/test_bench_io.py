@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
-from tensorpager.pager import io_engine_bench as bench
-from tensorpager.pager import io_engine_fio
-from tensorpager.pager.bench_io_command import bench_io
+from tensorpager.pager.disk import bench
+from tensorpager.pager.disk import fio as io_engine_fio
+from tensorpager.pager.disk.bench import BenchFile, Rates, Setting, cheapest_of_the_best
+from tensorpager.pager.disk.bench_command import bench_io
 from tensorpager.pager.errors import CorruptPage, PagerError
-from tensorpager.pager.io_engine_bench import BenchFile, Rates, Setting, cheapest_of_the_best
 
 from .disk_suite import open_below
 

@@ -12,11 +12,12 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from tensorpager.pager import calibration, calibration_disk
 from tensorpager.pager.backend import Backend, make_backend
-from tensorpager.pager.calibration import Calibration, hardware, measure
-from tensorpager.pager.calibration_disk import DiskRates, cut, measure_disk
-from tensorpager.pager.disk import DiskTier
+from tensorpager.pager.calibration import disk_rates as calibration_disk
+from tensorpager.pager.calibration import measure as calibration
+from tensorpager.pager.calibration.disk_rates import DiskRates, cut, measure_disk
+from tensorpager.pager.calibration.measure import Calibration, hardware, measure
+from tensorpager.pager.disk.tier import DiskTier
 from tensorpager.pager.errors import CorruptPage, PagerError
 from tensorpager.pager.host import HostTier
 

@@ -11,11 +11,12 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from tensorpager.pager import calibration, calibration_cache
 from tensorpager.pager.backend import Backend, make_backend
-from tensorpager.pager.calibration import Calibration, calibrate
+from tensorpager.pager.calibration import cache as calibration_cache
+from tensorpager.pager.calibration import measure as calibration
+from tensorpager.pager.calibration.measure import Calibration, calibrate
 from tensorpager.pager.cli import main
-from tensorpager.pager.disk import DiskTier
+from tensorpager.pager.disk.tier import DiskTier
 from tensorpager.pager.host import HostTier
 
 PAGE = 64 << 10

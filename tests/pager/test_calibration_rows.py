@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 import torch
 
-from tensorpager.pager import calibration, calibration_rows
 from tensorpager.pager.backend import Backend, make_backend
-from tensorpager.pager.calibration_rows import NEVER, Border, calibrate_rows, measure_rows, row_size
+from tensorpager.pager.calibration import measure as calibration
+from tensorpager.pager.calibration import rows as calibration_rows
+from tensorpager.pager.calibration.rows import NEVER, Border, calibrate_rows, measure_rows, row_size
 from tensorpager.pager.host import HostTier
 
 PAGE = 64 << 10

@@ -16,11 +16,11 @@ import pytest
 import torch
 
 import tensorpager as tp
-from tensorpager.pager import checkpoint_file
-from tensorpager.pager.checkpoint import load, save
-from tensorpager.pager.checkpoint_file import atomic_file
-from tensorpager.pager.checkpoint_torch import map_torch
-from tensorpager.pager.checkpoint_tree import tensors_of
+from tensorpager.pager.checkpoint import file as checkpoint_file
+from tensorpager.pager.checkpoint.file import atomic_file
+from tensorpager.pager.checkpoint.save_load import load, save
+from tensorpager.pager.checkpoint.torch_file import map_torch
+from tensorpager.pager.checkpoint.tree import tensors_of
 
 from .models import make_pager, mlp
 

@@ -11,7 +11,7 @@ import os, sys
 from pathlib import Path
 import torch, tensorpager as tp
 from torch import nn
-from tensorpager.pager.checkpoint import save, load
+from tensorpager.pager.checkpoint.save_load import save, load
 torch.set_num_threads(1)
 folder = Path(sys.argv[1])
 pager = tp.Pager(device_budget="24MiB", disk_budget="640MiB", disk_path=folder, page_size="256KiB",

@@ -17,11 +17,12 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 
 import tensorpager as tp
-from tensorpager.pager import checkpoint_bytes, checkpoint_snapshot
 from tensorpager.pager.check import check_invariants
-from tensorpager.pager.checkpoint import load, save
-from tensorpager.pager.checkpoint_bytes import chunks
-from tensorpager.pager.checkpoint_optimizer import load_optimizer
+from tensorpager.pager.checkpoint import snapshot as checkpoint_snapshot
+from tensorpager.pager.checkpoint import tensor_bytes as checkpoint_bytes
+from tensorpager.pager.checkpoint.optimizer_states import load_optimizer
+from tensorpager.pager.checkpoint.save_load import load, save
+from tensorpager.pager.checkpoint.tensor_bytes import chunks
 
 from .models import PAGE_BYTES, World, assert_same, make_pager, mlp, plain, train
 

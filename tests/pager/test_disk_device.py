@@ -11,11 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tensorpager.pager import disk, kvikio_engine
-from tensorpager.pager.disk import DiskTier
-from tensorpager.pager.disk_io import aligned_bytes
+from tensorpager.pager.disk import kvikio as kvikio_engine
+from tensorpager.pager.disk import tier as disk
+from tensorpager.pager.disk.engine import make_engine
+from tensorpager.pager.disk.file import aligned_bytes
+from tensorpager.pager.disk.tier import DiskTier
 from tensorpager.pager.errors import CorruptPage, PagerError
-from tensorpager.pager.io_engine import make_engine
 
 from .disk_suite import ENGINE, PAGE, SLOTS, open_below, random_pages
 
@@ -24,7 +25,7 @@ if ENGINE != "posix":
 
 import torch
 
-from tensorpager.pager.io_engine_rows import device_rows
+from tensorpager.pager.disk.engine_rows import device_rows
 
 from .fake_streams import Event, Streams, streams  # noqa: F401
 from .models import PAGE_BYTES, make_pager

@@ -8,8 +8,8 @@ import time
 import numpy as np
 import pytest
 
-from tensorpager.pager.disk import DiskTier
-from tensorpager.pager.disk_io import aligned_bytes
+from tensorpager.pager.disk.file import aligned_bytes
+from tensorpager.pager.disk.tier import DiskTier
 from tensorpager.pager.errors import CorruptPage, PagerError
 
 from .disk_suite import (  # noqa: F401  (fixtures)

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tensorpager.pager.disk import DiskTier
-from tensorpager.pager.disk_io import aligned_bytes
+from tensorpager.pager.disk.file import aligned_bytes
+from tensorpager.pager.disk.tier import DiskTier
 from tensorpager.pager.errors import PagerError
 
 from .disk_suite import (  # noqa: F401  (fixtures)
@@ -77,7 +77,7 @@ def test_without_o_tmpfile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code
 
 def test_a_killed_process_leaves_nothing(tmp_path: Path) -> None:
     script = (
-        "import sys, time; from tensorpager.pager.disk import DiskTier; "
+        "import sys, time; from tensorpager.pager.disk.tier import DiskTier; "
         f"tier = DiskTier(sys.argv[1], 8 << 20, {PAGE}, io_engine={ENGINE!r}); "
         "print('ready', flush=True); time.sleep(60)"
     )

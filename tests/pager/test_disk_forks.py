@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tensorpager.pager.disk import DiskTier
-from tensorpager.pager.disk_io import aligned_bytes
+from tensorpager.pager.disk.file import aligned_bytes
+from tensorpager.pager.disk.tier import DiskTier
 from tensorpager.pager.errors import PagerError
 
 from .disk_suite import (
@@ -79,7 +79,7 @@ def test_a_child_can_make_its_own(tmp_path: Path, tier: DiskTier) -> None:
 FORKS_WHILE_WRITING = """
 import os, sys
 import numpy as np
-from tensorpager.pager.disk import DiskTier
+from tensorpager.pager.disk.tier import DiskTier
 
 tier = DiskTier(sys.argv[1], 256 << 16, 1 << 16, io_engine=sys.argv[2])
 pages = np.random.default_rng(0).integers(0, 256, (256, 1 << 16), dtype=np.uint8)

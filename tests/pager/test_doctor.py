@@ -13,19 +13,17 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from tensorpager.pager import (
-    doctor_disk,
-    doctor_gds,
-    doctor_gpu,
-    doctor_memory,
-    doctor_rates,
-    kvikio_engine,
-)
-from tensorpager.pager.calibration import Calibration
+from tensorpager.pager.calibration.measure import Calibration
 from tensorpager.pager.cli import main
-from tensorpager.pager.doctor_disk import Mount
-from tensorpager.pager.doctor_finding import Finding, lines_of
-from tensorpager.pager.doctor_memory import Budgets, memory_findings
+from tensorpager.pager.disk import kvikio as kvikio_engine
+from tensorpager.pager.doctor import disk as doctor_disk
+from tensorpager.pager.doctor import gds as doctor_gds
+from tensorpager.pager.doctor import gpu as doctor_gpu
+from tensorpager.pager.doctor import memory as doctor_memory
+from tensorpager.pager.doctor import rates as doctor_rates
+from tensorpager.pager.doctor.disk import Mount
+from tensorpager.pager.doctor.finding import Finding, lines_of
+from tensorpager.pager.doctor.memory import Budgets, memory_findings
 
 GIB = 1 << 30
 RATES = Calibration(2e10, 1e10, 1.5, 3e9, 2e9, 6e9, 4e9, 10.0)

@@ -3,7 +3,7 @@
 import pytest
 
 from tensorpager.pager import executor as executor_module
-from tensorpager.pager import io_watch
+from tensorpager.pager.disk import watch as io_watch
 from tensorpager.pager.errors import PagerError
 
 from .models import make_pager

@@ -23,8 +23,8 @@ import pytest
 import torch
 
 import tensorpager as tp
-from tensorpager.pager import io_watch
 from tensorpager.pager.check import check_invariants
+from tensorpager.pager.disk import watch as io_watch
 from tensorpager.pager.errors import HungDisk
 
 from .faulty_engine import FaultyEngine, break_disk

@@ -19,7 +19,7 @@ import tensorpager as tp
 from tensorpager.pager import fused
 from tensorpager.pager.chaos import chaos, scattered, scramble
 from tensorpager.pager.check import check_invariants
-from tensorpager.pager.disk import DiskTier
+from tensorpager.pager.disk.tier import DiskTier
 
 from .models import (
     PAGE_BYTES,

@@ -16,8 +16,9 @@ import torch
 from torch.nn import functional as F
 
 import tensorpager as tp
-from tensorpager.pager import calibration_rows, host_rows
-from tensorpager.pager.calibration_rows import Border
+from tensorpager.pager import host_rows
+from tensorpager.pager.calibration import rows as calibration_rows
+from tensorpager.pager.calibration.rows import Border
 from tensorpager.pager.channel import Job
 from tensorpager.pager.check import check_invariants
 from tensorpager.pager.guide import Action

@@ -21,11 +21,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tensorpager.pager import io_engine, kvikio_engine
-from tensorpager.pager.disk import DiskTier
-from tensorpager.pager.disk_io import aligned_bytes
+from tensorpager.pager.disk import engine as io_engine
+from tensorpager.pager.disk import kvikio as kvikio_engine
+from tensorpager.pager.disk.file import aligned_bytes
+from tensorpager.pager.disk.kvikio import KvikioEngine
+from tensorpager.pager.disk.tier import DiskTier
 from tensorpager.pager.errors import PagerError
-from tensorpager.pager.kvikio_engine import KvikioEngine
 
 from . import kvikio_stub
 from .disk_suite import ENGINE, PAGE, make_tier, open_below, random_pages, run_in_child

@@ -9,9 +9,9 @@ import torch
 
 import tensorpager as tp
 from tensorpager.pager.backend import Backend, make_backend
-from tensorpager.pager.disk import DiskTier
+from tensorpager.pager.disk.kvikio import why_not
+from tensorpager.pager.disk.tier import DiskTier
 from tensorpager.pager.errors import CorruptPage
-from tensorpager.pager.kvikio_engine import why_not
 
 pytestmark = [
     pytest.mark.gpu,

@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import tensorpager as tp
-from tensorpager.pager.disk import DiskTier
+from tensorpager.pager.disk.tier import DiskTier
 
 from .models import World, assert_same, make_pager, mlp
 from .tables import (

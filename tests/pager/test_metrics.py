@@ -19,9 +19,9 @@ import pytest
 import torch
 
 import tensorpager as tp
-from tensorpager.pager import metrics as metrics_module
-from tensorpager.pager import metrics_outputs
-from tensorpager.pager.metrics_format import (
+from tensorpager.pager.metrics import outputs as metrics_outputs
+from tensorpager.pager.metrics import publisher as metrics_module
+from tensorpager.pager.metrics.format import (
     CHANNELS,
     COUNTERS,
     LOGGED,
@@ -36,8 +36,8 @@ from tensorpager.pager.metrics_format import (
     decode,
     encode,
 )
-from tensorpager.pager.metrics_outputs import NAME
-from tensorpager.pager.metrics_reader import (
+from tensorpager.pager.metrics.outputs import NAME
+from tensorpager.pager.metrics.reader import (
     Training,
     find_trainings,
     open_training,

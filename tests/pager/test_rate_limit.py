@@ -3,7 +3,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from tensorpager.pager.rate_limit import RateLimit
+from tensorpager.pager.disk.rate_limit import RateLimit
 
 
 class Clock:

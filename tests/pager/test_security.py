@@ -27,10 +27,11 @@ from click.testing import CliRunner
 from torch import nn
 
 import tensorpager as tp
-from tensorpager.pager import calibration_cache, disk_io
+from tensorpager.pager.calibration import cache as calibration_cache
 from tensorpager.pager.cli import COMMANDS, main
 from tensorpager.pager.cpu_backend import CpuBackend
-from tensorpager.pager.disk import DiskTier
+from tensorpager.pager.disk import file as disk_io
+from tensorpager.pager.disk.tier import DiskTier
 from tensorpager.pager.host import HostTier
 from tensorpager.planner.commands.output import follow_own_links, whole_file
 from tensorpager.planner.trace import make_trace
@@ -323,7 +324,7 @@ def test_a_recorded_trace_replaces_a_link(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_replaces_a_link(tmp_path: Path) -> None:
-    checkpoint_file = pytest.importorskip("tensorpager.pager.checkpoint_file")
+    checkpoint_file = pytest.importorskip("tensorpager.pager.checkpoint.file")
     precious, link = tmp_path / "precious", tmp_path / "model.pt"
     precious.write_text("old")
     link.symlink_to(precious)

@@ -20,7 +20,7 @@ from tensorpager.kernels.pieces import Paged, stretches
 from tensorpager.pager.channel import Job
 from tensorpager.pager.chaos import chaos, scattered
 from tensorpager.pager.check import check_invariants
-from tensorpager.pager.disk import DiskTier
+from tensorpager.pager.disk.tier import DiskTier
 from tensorpager.pager.guide import ANYWHERE, Action
 from tensorpager.pager.parts import Part
 from tensorpager.pager.read_ahead import reading_ahead

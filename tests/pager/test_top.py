@@ -22,18 +22,19 @@ from typing import Any
 
 import pytest
 
-from tensorpager.pager import metrics_rates, top_command
-from tensorpager.pager.metrics_format import Tier, encode
-from tensorpager.pager.metrics_prometheus import FAMILIES, Server, render
-from tensorpager.pager.metrics_rates import History
-from tensorpager.pager.metrics_reader import (
+from tensorpager.pager.metrics import rates as metrics_rates
+from tensorpager.pager.metrics import top_command
+from tensorpager.pager.metrics.format import Tier, encode
+from tensorpager.pager.metrics.prometheus import FAMILIES, Server, render
+from tensorpager.pager.metrics.rates import History
+from tensorpager.pager.metrics.reader import (
     MetricsError,
     NoSuchProcess,
     Training,
     find_trainings,
     open_training,
 )
-from tensorpager.pager.metrics_view import Screen, bar, format_duration, frame, number, sparkline
+from tensorpager.pager.metrics.view import Screen, bar, format_duration, frame, number, sparkline
 
 from ..planner.command_line import refused, run, run_json
 from .models import make_pager

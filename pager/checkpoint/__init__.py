@@ -1,0 +1,1 @@
+"""Checkpoints straight from and to pages."""

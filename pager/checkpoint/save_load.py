@@ -1,0 +1,214 @@
+"""``pager.save`` and ``pager.load``: files from and to pages, with no model in memory.
+
+What passes through memory is one slab of a tensor at a time: files are written in place
+(``torch_file.py``, ``safetensors_file.py``), and loaded as maps of the file, which PyTorch's own
+``load_state_dict`` copies into pages one by one. So names, shapes and dtypes are treated, and
+complained about, as ever.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from ..errors import PagerError
+from ..paged_tensor import PagedTensor
+from .optimizer_states import load_optimizer
+from .safetensors_file import save_safetensors
+from .sources import SAFETENSORS_SUFFIX, TORCH_SUFFIXES, open_checkpoint
+from .torch_file import save_torch
+from .tree import memory_of
+
+if TYPE_CHECKING:
+    from ..runtime import Pager
+
+
+class Loaded(NamedTuple):
+    """What :func:`load` says. The first two as ``load_state_dict`` gives them, of all models."""
+
+    missing_keys: list[str]
+    unexpected_keys: list[str]
+    metadata: dict[str, str]
+
+
+# -- saving --------------------------------------------------------------------------------------
+def save(
+    pager: Pager,
+    path: str | os.PathLike[str],
+    state: Any = None,
+    *,
+    metadata: Mapping[str, str] | None = None,
+) -> None:
+    """Write a checkpoint. The format is that of the file's suffix:
+
+    * ``.pt``, ``.pth``, ``.bin``, ``.ckpt``: a file of ``torch.save``, with all models and
+      optimizers that this pager pages, as :meth:`Pager.state_dict` has them.
+    * ``.safetensors``: the weights of the one model that it pages, for others to read.
+
+    ``state``: what to write instead; dicts, lists and tuples of tensors, in pages or not, and plain
+    values, such as ``{"model": model.state_dict(), "step": 7}``. For safetensors a dict of tensors.
+    ``metadata``: texts for the header of a safetensors file.
+
+    Memory: one slab (16 MiB) above the budget; as much as one tensor where its memory format is not
+    the default one and the file is safetensors'. The file appears whole, mode 0600, or not at all:
+    a failure or a kill leaves an older one as it was.
+
+    Raises ``OSError``; ``ValueError`` for other suffixes; ``TypeError`` for what such a file cannot
+    hold.
+    """
+    path = Path(path)
+    _refuse_path(path)
+    if path.suffix == SAFETENSORS_SUFFIX:
+        tensors = _only_model(pager, path).state_dict() if state is None else state
+        if not isinstance(tensors, Mapping):
+            raise TypeError(
+                f"{path}: a safetensors file holds a dict of tensors, not {type(tensors).__name__}"
+            )
+        save_safetensors(path, tensors, metadata)
+        return
+    if metadata is not None:
+        raise ValueError(f"{path}: only safetensors files have metadata; put it into state")
+    save_torch(path, references(pager) if state is None else state)
+
+
+def references(pager: Pager) -> dict[str, list[Any]]:
+    """What :meth:`Pager.state_dict` copies: tensors in pages as they are."""
+    return {
+        "models": [model.state_dict() for model in _living(pager.models)],
+        "optimizers": [optimizer.state_dict() for optimizer in _living(pager.optimizers)],
+    }
+
+
+def _refuse_path(path: Path) -> None:
+    if path.suffix not in (*TORCH_SUFFIXES, SAFETENSORS_SUFFIX):
+        known = ", ".join((*TORCH_SUFFIXES, SAFETENSORS_SUFFIX))
+        raise ValueError(f"{path}: the suffix says what is written; take one of {known}")
+    if path.is_dir():
+        raise IsADirectoryError(f"{path} is a folder; name a file in it")
+    if not path.absolute().parent.is_dir():
+        raise FileNotFoundError(f"{path}: there is no folder {path.absolute().parent}; make it")
+
+
+def _only_model(pager: Pager, path: Path) -> torch.nn.Module:
+    models: list[torch.nn.Module] = _living(pager.models)
+    if len(models) != 1:
+        raise ValueError(
+            f"{path}: this pager pages {len(models)} models, and it takes one; pass "
+            "state=model.state_dict() to save, or model= to load"
+        )
+    return models[0]
+
+
+def _living(references: list[Any]) -> list[Any]:
+    return [owner for known in references if (owner := known()) is not None]
+
+
+# -- loading -------------------------------------------------------------------------------------
+def load(
+    pager: Pager,
+    path: str | os.PathLike[str],
+    model: torch.nn.Module | None = None,
+    *,
+    strict: bool = True,
+) -> Loaded:
+    """Load a checkpoint into pages, whatever made it; nothing in it is run.
+
+    * What :func:`save` wrote without ``state``: into the same models and optimizers, in the order
+      in which they were paged.
+    * A state dict, of plain PyTorch or Hugging Face: into ``model``, by default the one that this
+      pager pages. ``path`` is a PyTorch file, a safetensors file, the index of shards
+      (``….index.json``), or the folder that they are in. A name that is missing is no mistake if
+      the weight is tied to one that is there.
+
+    The tensors may be larger than the arena, and all together than device, host and memory: they
+    are mapped, and read one after another. ``strict``: as ``load_state_dict`` takes it.
+
+    Raises ``RuntimeError`` as ``load_state_dict`` does for names and shapes that do not match,
+    ``PagerError`` for a file that is no checkpoint, ``OSError``.
+    """
+    opened = open_checkpoint(path)
+    content = opened.content
+    if model is None and isinstance(content, dict) and content.keys() == {"models", "optimizers"}:
+        missing, unexpected = load_all(pager, content, strict=strict, loaded=opened.drop)
+        return Loaded(missing, unexpected, opened.metadata)
+    if not isinstance(content, dict) or not _is_flat(content):
+        keys = ", ".join(map(str, content)) if isinstance(content, dict) else type(content).__name__
+        raise PagerError(
+            f"{os.fspath(path)} is not a state dict of tensors by their names, it has: "
+            f"{keys[:200]}; open it with torch.load(mmap=True, weights_only=True) and pass the "
+            "part that is one to model.load_state_dict()"
+        )
+    model = _only_model(pager, Path(path)) if model is None else model
+    _add_tied(model, content)
+    result = load_module(model, content, strict=strict, loaded=opened.drop)
+    return Loaded(*result, opened.metadata)
+
+
+def load_all(
+    pager: Pager, state: dict[str, Any], *, strict: bool = True, loaded: Callable[[], None]
+) -> tuple[list[str], list[str]]:
+    """Into all models and optimizers. ``loaded``: called when some tensors have been copied."""
+    owners = {"models": _living(pager.models), "optimizers": _living(pager.optimizers)}
+    for name, live in owners.items():
+        if len(state[name]) != len(live):
+            raise ValueError(
+                f"the state has {len(state[name])} {name} and this pager {len(live)}; page the "
+                "same ones in the same order first"
+            )
+    missing, unexpected = [], []
+    for model, part in zip(owners["models"], state["models"]):
+        some_missing, some_unexpected = load_module(model, part, strict=strict, loaded=loaded)
+        missing += some_missing
+        unexpected += some_unexpected
+    for optimizer, part in zip(owners["optimizers"], state["optimizers"]):
+        load_optimizer(optimizer, part, loaded)
+    return missing, unexpected
+
+
+def load_module(
+    model: torch.nn.Module,
+    tensors: Mapping[str, Any],
+    *,
+    strict: bool,
+    loaded: Callable[[], None],
+) -> tuple[list[str], list[str]]:
+    """``model.load_state_dict``, with ``loaded`` called after each of its modules."""
+    with _between_modules(model, loaded):
+        result: Any = model.load_state_dict(tensors, strict=strict)
+    loaded()
+    return list(result.missing_keys), list(result.unexpected_keys)
+
+
+@contextmanager
+def _between_modules(model: torch.nn.Module, call: Callable[[], None]) -> Iterator[None]:
+    with ExitStack() as stack:
+        for module in model.modules():
+            hook = module.register_load_state_dict_pre_hook(lambda *_: call())
+            stack.callback(hook.remove)
+        yield
+
+
+def _is_flat(content: dict[Any, Any]) -> bool:
+    """Tensors by names; a module's extra state may be anything."""
+    tensors = [isinstance(value, torch.Tensor) for value in content.values()]
+    return any(tensors) and all(
+        isinstance(name, str) and (is_tensor or name.endswith("_extra_state"))
+        for name, is_tensor in zip(content, tensors)
+    )
+
+
+def _add_tied(model: torch.nn.Module, tensors: dict[str, Any]) -> None:
+    """Weights that the file has under another name; both are copied, to the same pages."""
+    known = {}
+    mine = model.state_dict()
+    for name, tensor in mine.items():
+        if name in tensors and type(tensor) is PagedTensor:
+            known[memory_of(tensor)] = tensors[name]
+    for name, tensor in mine.items():
+        if name not in tensors and type(tensor) is PagedTensor and memory_of(tensor) in known:
+            tensors[name] = known[memory_of(tensor)]

@@ -1,0 +1,115 @@
+"""Ordinary tensors with the values that pages have now, outside of memory where they are many.
+
+A copy of a whole model in memory is what paging is there to avoid. So the copy is made in a file
+without a name, a slab at a time, and its tensors are a map of that file: the kernel reads them when
+they are used, and drops them from memory when it wants to. The file goes with the last of them.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..disk.file import open_unlinked
+from ..errors import PagerError
+from .file import MappedFile
+from .tensor_bytes import chunks
+from .tree import is_odd, layout_of, tensors_of, with_tensors
+
+if TYPE_CHECKING:
+    from ..runtime import Pager
+
+IN_MEMORY_BYTES = 64 << 20
+"""Up to here a snapshot is plain memory."""
+_ALIGNMENT = 64
+_IN_RAM = ("tmpfs", "ramfs")
+
+
+def snapshot(pager: Pager, tree: Any) -> Any:
+    """``tree`` with copies of all its tensors, on the CPU (but for sparse ones and their like).
+
+    They take memory where they are few, or where no file can be had: neither in the folder of the
+    disk tier nor in that for temporary files (``TMPDIR``) is there a disk with room for them.
+    """
+    most = sum(_room(tensor) for tensor in tensors_of(tree))
+    descriptor = None if most <= IN_MEMORY_BYTES else _open_file(pager, most)
+    if descriptor is None:
+        return with_tensors(tree, _in_memory)
+    try:
+        return _in_file(tree, descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _room(tensor: torch.Tensor) -> int:
+    nbytes = tensor.numel() * tensor.element_size()
+    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+
+
+def _in_memory(tensor: torch.Tensor) -> torch.Tensor:
+    if is_odd(tensor):
+        return tensor.detach().clone()
+    made = _shape_of(tensor, torch.empty(tensor.numel(), dtype=tensor.dtype))
+    target = made.as_strided((made.numel(),), (1,)).view(torch.uint8) if made.numel() else None
+    offset = 0
+    for chunk in chunks(tensor):
+        assert target is not None
+        target[offset : offset + len(chunk)] = torch.frombuffer(chunk, dtype=torch.uint8)
+        offset += len(chunk)
+    return made
+
+
+def _in_file(tree: Any, descriptor: int) -> Any:
+    mapped = MappedFile(descriptor, "state_dict()")
+    end = 0
+
+    def copy(tensor: torch.Tensor) -> torch.Tensor:
+        nonlocal end
+        if is_odd(tensor):
+            return tensor.detach().clone()
+        start = offset = end
+        end += _room(tensor)
+        for chunk in chunks(tensor):
+            rest = chunk
+            while rest:
+                written = os.pwrite(descriptor, rest, offset)
+                rest, offset = rest[written:], offset + written
+        return _shape_of(tensor, mapped.tensor(start, tensor.numel(), tensor.dtype))
+
+    return with_tensors(tree, copy)
+
+
+def _shape_of(tensor: torch.Tensor, flat: torch.Tensor) -> torch.Tensor:
+    layout = layout_of(tensor)
+    return flat.as_strided(layout.size(), layout.stride())
+
+
+def _open_file(pager: Pager, nbytes: int) -> int | None:
+    """A file without a name on a disk, all of it allocated."""
+    folders = [] if pager.disk is None else [pager.disk.directory]
+    for folder in (*folders, tempfile.gettempdir()):
+        if _kind(folder) in _IN_RAM:
+            continue
+        try:
+            return open_unlinked(folder, nbytes)
+        except PagerError:
+            continue
+    return None
+
+
+def _kind(folder: str) -> str:
+    """Of the file system that ``folder`` is on; empty if that cannot be told."""
+    path, found = os.path.realpath(folder), ("", "")
+    try:
+        with open("/proc/self/mounts", encoding="utf-8", errors="replace") as mounts:
+            lines = [line.split() for line in mounts]
+    except OSError:
+        return ""
+    for _, place, kind, *_ in lines:
+        inside = path == place or path.startswith(place.rstrip("/") + "/")
+        if inside and len(place) >= len(found[0]):
+            found = place, kind
+    return found[1]

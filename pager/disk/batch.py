@@ -1,0 +1,105 @@
+"""How a batch of page runs becomes tasks for threads, and one future."""
+
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ..integrity import ROW
+
+Slots = npt.NDArray[np.int64]
+Checksums = npt.NDArray[np.uint64]
+
+SlotRun = tuple[int, Any]
+"""First slot, and a C-contiguous uint8 array of k · page_size bytes for it and the k-1 next; or, if
+the engine takes device memory, a 1-D uint8 tensor."""
+
+TASK_BYTES = 2 << 20
+"""What one thread moves at a time: large enough for full disk speed, small enough to share out."""
+
+
+@dataclass
+class Task:
+    """Buffers for consecutive slots, moved by one thread. ``checksums``: of each page, the row of
+    its stamp (``integrity.page_rows``)."""
+
+    first_slot: int
+    page_count: int = 0
+    buffers: list[Any] = field(default_factory=list)
+    checksums: Checksums = field(default_factory=lambda: np.empty((0, ROW), np.uint64))
+
+    @property
+    def end_slot(self) -> int:
+        return self.first_slot + self.page_count
+
+
+class Batch:
+    """Tasks whose end is one future. It keeps the buffers alive, and fails if any task did."""
+
+    def __init__(self, tasks: list[Task], on_success: Callable[[], None]) -> None:
+        self.future: Future[None] = Future()
+        self.future.set_running_or_notify_cancel()  # a batch cannot be called back
+        self._on_success = on_success
+        self._running = len(tasks)
+        self._error: Exception | None = None
+        self._lock = threading.Lock()
+        if not tasks:
+            self.future.set_result(None)
+
+    def task_ended(self, error: Exception | None = None) -> None:
+        with self._lock:
+            self._running -= 1
+            self._error = self._error or error
+            if self._running:
+                return
+        if self._error is not None:
+            self.future.set_exception(self._error)
+        else:
+            self._on_success()
+            self.future.set_result(None)
+
+
+def split(runs: Sequence[SlotRun], page_size: int) -> list[Task]:
+    """Tasks of at most TASK_BYTES (or one page) by slot; small runs side by side share one."""
+    limit = max(1, TASK_BYTES // page_size)
+    tasks: list[Task] = []
+    for slot, array in sorted(runs, key=lambda run: run[0]):
+        rest = _flat(array, slot)
+        pages, tail = divmod(rest.nbytes, page_size)
+        assert tail == 0, f"{rest.nbytes} bytes for slot {slot}"
+        while pages:
+            if not tasks or tasks[-1].end_slot != slot or tasks[-1].page_count == limit:
+                tasks.append(Task(slot))
+            taken = min(pages, limit - tasks[-1].page_count)
+            tasks[-1].buffers.append(rest[: taken * page_size])
+            tasks[-1].page_count += taken
+            rest = rest[taken * page_size :]
+            slot += taken
+            pages -= taken
+    return tasks
+
+
+def _flat(array: Any, slot: int) -> Any:
+    if isinstance(array, np.ndarray):
+        assert array.dtype == np.uint8, f"{array.dtype} array for slot {slot}"
+        assert array.flags.c_contiguous, f"scattered array for slot {slot}"
+        return array.reshape(-1)
+    return array.view(-1)  # raises for a scattered one
+
+
+def slots_of(tasks: list[Task]) -> Slots:
+    """Every slot of the tasks, in their order."""
+    ranges = [np.arange(task.first_slot, task.end_slot) for task in tasks]
+    return np.concatenate([np.empty(0, np.int64), *ranges])
+
+
+def share_out(tasks: list[Task], checksums: Checksums) -> None:
+    """Gives each task its part of one array, as a view."""
+    start = 0
+    for task in tasks:
+        task.checksums = checksums[start : start + task.page_count]
+        start += task.page_count

@@ -1,0 +1,375 @@
+"""The disk tier: page slots in one preallocated, nameless file, read and written by threads.
+
+Rules, beside those of disk/file.py:
+
+1. A page written to a slot can be read once the future of its write has a result. Two batches in
+   flight must not share a slot, unless both read it.
+2. A future is done only when no thread uses the batch's buffers any more, failed or not. Until
+   then writers must not change them and readers must not look at them.
+3. Each slot has a stamp in memory (integrity.py), with a checksum, set when the whole batch of its
+   write has succeeded. A slot without one, or whose bytes do not match it when they are read a
+   second time too, raises CorruptPage; it never gives wrong numbers.
+4. A forked child has no disk tier: its descriptor is closed there at once, because a file without
+   a name takes up space for as long as any process has it open.
+5. Reads and writes have threads of their own, and each a rate limit of its own: what is queued in
+   one direction does not hold up the other.
+"""
+
+import itertools
+import os
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from ..disk import file as disk_io
+from ..errors import CorruptPage, PagerError
+from ..frame_pool import FramePool
+from ..integrity import ROW, Rows, Stamps, page_rows
+from .batch import TASK_BYTES, Batch, SlotRun, Slots, Task, share_out, slots_of, split
+from .engine import Engine, Wrap, check_name, make_engine
+from .rate_limit import RateLimit
+from .threads import IoThreads
+
+_tiers: weakref.WeakSet["DiskTier"] = weakref.WeakSet()
+
+
+class DiskTier:
+    """``capacity_bytes // page_size`` page slots in a file in ``directory``.
+
+    ``slots`` says which are free; it belongs to the caller, which allocates before it writes.
+    Methods may be called from several threads. ``direct``: whether to bypass the page cache with
+    O_DIRECT; by default wherever that works. ``threads``: how many read, and how many write.
+    ``bytes_per_s``: a limit for reads and another, of the same rate, for writes. ``io_engine``: see
+    ``io_engine.make_engine``; ``on_cuda``: whether the pages come from device memory. ``engine``:
+    what to put around the engine (tests put faults there).
+
+    Raises PagerError, and leaves nothing behind, if the file cannot be had.
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        capacity_bytes: int,
+        page_size: int,
+        *,
+        threads: int = 4,
+        direct: bool | None = None,
+        bytes_per_s: float | None = None,
+        io_engine: str = "auto",
+        on_cuda: bool = False,
+        engine: Wrap | None = None,
+    ) -> None:
+        if page_size <= 0 or threads <= 0:
+            raise ValueError(f"{page_size=} and {threads=} must be positive")
+        check_name(io_engine)
+        self._read_limit, self._write_limit = RateLimit(bytes_per_s), RateLimit(bytes_per_s)
+        self._page_size = page_size
+        self._directory = os.path.abspath(directory)
+        self._slot_bytes(capacity_bytes)
+        self.slots = FramePool(capacity_bytes // page_size)
+        self.bytes_written = 0
+        self.bytes_read = 0
+        self.rereads = 0  # pages that were wrong when read once, and right when read again
+        self._lock = threading.Lock()
+        self._closed = False
+        self._owner_pid = os.getpid()
+        self._bounce = disk_io.BounceBuffers()
+        self._fd = disk_io.open_unlinked(self._directory, self.capacity_bytes)
+        self._close_fd = weakref.finalize(self, os.close, self._fd)
+        self.stamps = Stamps(self.slots.count, page_size, "disk", self._directory)
+        _tiers.add(self)
+        is_direct = direct is not False and disk_io.enable_direct(
+            self._fd, page_size, self.capacity_bytes
+        )
+        if direct and not is_direct:
+            self._close_fd()
+            raise PagerError(
+                f"disk_path={self._directory!r} does not take O_DIRECT with {page_size=}; leave "
+                "direct=None, or use another file system or a multiple of 4096 bytes"
+            )
+        try:
+            made = make_engine(
+                io_engine,
+                self._fd,
+                direct=is_direct,
+                callers=2 * threads,
+                task_bytes=TASK_BYTES,
+                on_cuda=on_cuda,
+            )
+            self.engine: Engine = made if engine is None else engine(made)
+        except BaseException:
+            self._close_fd()
+            raise
+        self._readers = IoThreads(threads, "tensorpager-disk-in")
+        self._writers = IoThreads(threads, "tensorpager-disk-out")
+
+    @property
+    def directory(self) -> str:
+        return self._directory
+
+    @property
+    def page_size(self) -> int:
+        return self._page_size
+
+    @property
+    def capacity_bytes(self) -> int:
+        """Exact size of the file."""
+        return self.slots.count * self._page_size
+
+    @property
+    def direct(self) -> bool:
+        """Whether transfers bypass the page cache."""
+        return self.engine.direct
+
+    @property
+    def rate_limit(self) -> float | None:
+        """Bytes per second that reads may reach, and writes; ``None`` if there is no limit."""
+        return self._read_limit.bytes_per_s
+
+    def set_rate_limit(self, bytes_per_s: float | None) -> None:
+        """Another rate limit for transfers that are submitted from now on; ``None``: none.
+
+        Raises ``ValueError``, and changes nothing, for a rate that is not a finite number above 0.
+        """
+        self._read_limit.set(bytes_per_s)
+        self._write_limit.set(bytes_per_s)
+
+    def fileno(self) -> int:
+        """The file's descriptor, for those who look at it from outside: tests and benchmarks."""
+        self._refuse_if_gone()
+        return self._fd
+
+    def write(self, runs: Sequence[SlotRun], *, here: bool = False) -> None:
+        """``submit_write``, and wait. ``here``: the calling thread does it all by itself, for those
+        who have threads of their own; it wakes up once, not once for each hand-over."""
+        self.submit_write(runs, here=here).result()
+
+    def read(self, runs: Sequence[SlotRun], *, here: bool = False) -> None:
+        """``submit_read``, and wait; ``here`` as above."""
+        self.submit_read(runs, here=here).result()
+
+    def submit_write(self, runs: Sequence[SlotRun], *, here: bool = False) -> Future[None]:
+        """Starts to write; the arrays must not change until the future is done.
+
+        All or nothing: if the future has an exception (PagerError), none of the slots can be read,
+        and the pages are where they were, in ``runs``. Slots count as unwritten meanwhile.
+        """
+        self._refuse_if_gone()
+        tasks = split(runs, self._page_size)
+        slots = self._slots_of(tasks)
+        assert (np.diff(slots) > 0).all(), "a slot is written twice in one batch"
+        rows = np.empty((slots.size, ROW), np.uint64)
+        share_out(tasks, rows)
+
+        def on_success() -> None:
+            self.stamps.wrote(slots, rows)
+
+        self.stamps.begin(slots)
+        return self._submit("written", tasks, on_success, here=here)
+
+    def submit_read(self, runs: Sequence[SlotRun], *, here: bool = False) -> Future[None]:
+        """Starts to read; the arrays may be used when the future has a result.
+
+        If it has an exception (CorruptPage, PagerError) the arrays hold anything, and the slots
+        what they held.
+        """
+        self._refuse_if_gone()
+        tasks = split(runs, self._page_size)
+        slots = self._slots_of(tasks)
+        try:
+            share_out(tasks, self.stamps.rows(slots))
+        except CorruptPage as error:
+            failed: Future[None] = Future()
+            failed.set_exception(error)
+            return failed
+        return self._submit("read", tasks, lambda: None, here=here)
+
+    def grow(self, capacity_bytes: int) -> None:
+        """Enlarges the file in place. Slots keep their numbers and pages.
+
+        Raises PagerError if there is no room; the tier is then as it was.
+        """
+        self._refuse_if_gone()
+        old, new = self.capacity_bytes, self._slot_bytes(capacity_bytes)
+        if new < old:
+            raise ValueError(f"{capacity_bytes=} is less than the disk tier has ({old})")
+        if new == old:
+            return
+        disk_io.refuse_if_too_large(self._directory, new, have=old, fd=self._fd)
+        disk_io.allocate(self._fd, self._directory, old, new)
+        with self._lock:
+            self.stamps.resize(new // self._page_size)
+            self.slots.resize(new // self._page_size)
+
+    def close(self) -> None:
+        """Waits for what is in flight and gives the space back. The pages are gone. Idempotent."""
+        if self._owner_pid != os.getpid():
+            return
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+        self._readers.shutdown()
+        self._writers.shutdown()
+        self.engine.close()
+        self._close_fd()
+
+    def _slot_bytes(self, capacity_bytes: int) -> int:
+        """Bytes of the whole slots in ``capacity_bytes``."""
+        if capacity_bytes < self._page_size:
+            raise ValueError(
+                f"disk_budget={capacity_bytes} is less than one page ({self._page_size} bytes); "
+                "raise disk_budget or lower page_size"
+            )
+        return capacity_bytes - capacity_bytes % self._page_size
+
+    def _refuse_if_gone(self) -> None:
+        if self._owner_pid != os.getpid():
+            raise PagerError(
+                f"the disk tier in {self._directory!r} belongs to process {self._owner_pid}; "
+                "a forked child has to make its own"
+            )
+        if self._closed:
+            raise PagerError(f"the disk tier in {self._directory!r} is closed; make a new one")
+
+    def _forget_in_child(self) -> None:
+        if self._close_fd.alive:
+            self._close_fd()
+
+    def _slots_of(self, tasks: list[Task]) -> Slots:
+        slots = slots_of(tasks)
+        assert not slots.size or 0 <= slots[0] <= slots[-1] < self.slots.count, f"{slots}"
+        return slots
+
+    def _submit(
+        self, verb: str, tasks: list[Task], on_success: Callable[[], None], *, here: bool
+    ) -> Future[None]:
+        writes = verb == "written"
+        move = self._write_task if writes else self._read_task
+        limit = self._write_limit if writes else self._read_limit
+        pool = self._writers if writes else self._readers
+        batch = Batch(tasks, on_success)
+
+        def run(task: Task, slot_end: float) -> None:
+            try:
+                move(task)
+                limit.wait_until(slot_end)
+            except OSError as error:
+                failure = self._failed(verb, task, f"{error.strerror} (errno {error.errno})")
+                failure.__cause__ = error
+                batch.task_ended(failure)
+            except Exception as error:
+                batch.task_ended(error)
+            else:
+                batch.task_ended()
+
+        ends = [limit.reserve(task.page_count * self._page_size) for task in tasks]
+        # One thread moves a task of device memory at a time, and one would leave the drive idle.
+        if here and not self.engine.takes_device:
+            for task in tasks:
+                run(task, ends[-1] if task is tasks[-1] else 0.0)
+            return batch.future
+        for task, slot_end in zip(tasks, ends):
+            try:
+                pool.submit(run, task, slot_end)
+            except RuntimeError as error:  # closed meanwhile, or no thread to be had
+                batch.task_ended(self._failed(verb, task, str(error)))
+        return batch.future
+
+    def _write_task(self, task: Task) -> None:
+        buffers = task.buffers
+        if self._needs_bounce(buffers):
+            bounce = self._bounce.get(task.page_count * self._page_size)
+            np.concatenate(buffers, out=bounce)
+            buffers = [bounce]
+        np.concatenate([self._rows(buffer) for buffer in buffers], out=task.checksums)
+        self.engine.write(buffers, self._offset(task))
+        with self._lock:
+            self.bytes_written += task.page_count * self._page_size
+
+    def _read_task(self, task: Task) -> None:
+        buffers = task.buffers
+        if self._needs_bounce(buffers):
+            buffers = [self._bounce.get(task.page_count * self._page_size)]
+        self.engine.read(buffers, self._offset(task))
+        with self._lock:
+            self.bytes_read += task.page_count * self._page_size
+        sums = np.concatenate([self._sums(buffer) for buffer in buffers])
+        for index in np.flatnonzero(sums != task.checksums[:, 0]).tolist():
+            page = next(itertools.islice(self._pages(buffers), index, None))
+            if not self._matches(page, task.checksums[index, 0]):
+                self._read_again(task.first_slot + index, page, task.checksums[index, 0])
+        if buffers is not task.buffers:
+            ends = np.cumsum([target.nbytes for target in task.buffers])
+            for target, part in zip(task.buffers, np.split(buffers[0], ends), strict=False):
+                target[:] = part
+
+    def _rows(self, buffer: Any) -> Rows:
+        """Of all pages in ``buffer``, made where it is."""
+        if isinstance(buffer, np.ndarray):
+            return page_rows(buffer.reshape(-1, self._page_size))
+        return self._device_rows(buffer)
+
+    def _sums(self, buffer: Any) -> Rows:
+        """The checksums of these rows alone."""
+        if isinstance(buffer, np.ndarray):
+            pages = self._pages([buffer])
+            return np.fromiter((xxhash.xxh3_64_intdigest(page) for page in pages), np.uint64)
+        return self._device_rows(buffer)[:, 0]
+
+    def _device_rows(self, pages: Any) -> Rows:
+        from .engine_rows import device_rows  # needs PyTorch
+
+        return device_rows(pages, self._page_size)
+
+    def _matches(self, page: Any, checksum: np.uint64) -> bool:
+        """Whether ``page`` has it, although it was made of other memory: of the device's for what
+        is read into the host's, or the other way round."""
+        if not self.engine.takes_device:
+            return False
+        if isinstance(page, np.ndarray):
+            return bool(self._device_rows(page)[0, 0] == checksum)
+        return bool(xxhash.xxh3_64_intdigest(page.cpu().numpy()) == checksum)
+
+    def _read_again(self, slot: int, page: Any, checksum: np.uint64) -> None:
+        """What came is not what was written; once more, in case it was changed on the way."""
+        self.engine.read([page], slot * self._page_size)
+        if self._sums(page)[0] != checksum and not self._matches(page, checksum):
+            if isinstance(page, np.ndarray):
+                raise self.stamps.mismatch(slot, page)
+            raise self.stamps.mismatch(slot, page.cpu().numpy(), self._device_rows)
+        with self._lock:
+            self.rereads += 1
+
+    def _offset(self, task: Task) -> int:
+        return task.first_slot * self._page_size
+
+    def _needs_bounce(self, buffers: list[Any]) -> bool:
+        if not self.engine.direct or not isinstance(buffers[0], np.ndarray):
+            return False  # device memory is aligned as its frames are
+        return not all(map(disk_io.is_aligned, buffers))
+
+    def _pages(self, buffers: list[Any]) -> Iterator[Any]:
+        for buffer in buffers:
+            yield from buffer.reshape(-1, self._page_size)
+
+    def _failed(self, verb: str, task: Task, reason: str) -> PagerError:
+        where = "stay where they were" if verb == "written" else "are still on the disk only"
+        return PagerError(
+            f"{task.page_count} pages could not be {verb} from slot {task.first_slot} on, in the "
+            f"disk tier in {self._directory!r}: {reason}; the pages {where}. Look at the drive and "
+            "the kernel's log (dmesg), or set disk_path to another disk"
+        )
+
+
+def _forget_in_child() -> None:
+    for tier in list(_tiers):
+        tier._forget_in_child()
+
+
+os.register_at_fork(after_in_child=_forget_in_child)

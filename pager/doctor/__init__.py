@@ -1,0 +1,1 @@
+"""``tensorpager doctor``: what this machine can do, and how fast."""

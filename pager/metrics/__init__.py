@@ -1,0 +1,1 @@
+"""What a running training publishes, and ``tensorpager top``, which reads it."""

@@ -1,0 +1,266 @@
+"""One frame of ``tensorpager top``: lines of text that fit the terminal, from 40 columns on.
+
+A bar shows a tier against its budget::
+
+    ████████▓▓▓░░░|░░░      █ pages now  ▓ dense memory (its peak)  | most so far  ░ free
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ...planner.commands.tables import format_us, short
+from ...planner.sizes import format_bytes
+from .format import Record, Tier
+from .rates import History, Rates, age_seconds, hit_rate, state
+from .reader import Training
+
+if TYPE_CHECKING:
+    from rich.table import Table
+    from rich.text import Text
+
+_BLOCKS = "▁▂▃▄▅▆▇█"
+_STATES = {"training": "green", "idle": "yellow", "silent": "red", "ended": "red"}
+_WAYS = {
+    "host-out": "to host",
+    "disk-out": "to disk",
+    "host-in": "from host",
+    "disk-in": "from disk",
+}
+_LEAST_WIDTH, _MOST_WIDTH = 40, 120
+
+
+@dataclass(frozen=True)
+class Screen:
+    """What frames are drawn on. ``height``: of a terminal, whose frames must fit; ``None`` where
+    there is no end below. ``plain``: in ASCII."""
+
+    width: int
+    height: int | None = None
+    plain: bool = False
+
+    @property
+    def columns(self) -> int:
+        return max(_LEAST_WIDTH, min(self.width, _MOST_WIDTH))
+
+
+def frame(training: Training, history: History, screen: Screen, *, keys: bool = False) -> Text:
+    """The whole view. ``keys``: say how to leave it."""
+    from rich.text import Text
+
+    record, rates = training.record, history.rates()
+    lines: list[Text] = [_head(training), _where(record), Text()]
+    lines += _tiers(record, screen)
+    lines += [Text(), *_traffic(record, rates)]
+    lines += [Text(), *_waits(record, rates)]
+    lines += [Text(), *_iterations(record, rates, screen)]
+    if record.logged:
+        lines += [Text(), _logged(record)]
+    if keys:
+        lines += [Text(), Text("q quits", style="dim")]
+    lines = _fitting(lines, screen.height)
+    for line in lines:
+        line.truncate(screen.columns, overflow="ellipsis" if not screen.plain else "crop")
+        line.no_wrap = True
+    return Text("\n").join(lines)
+
+
+def _fitting(lines: list[Text], height: int | None) -> list[Text]:
+    """Without the empty lines if there are too many; the last one stays in any case."""
+    if height is None or len(lines) <= height:
+        return lines
+    full = [line for line in lines if line.plain]
+    return [*full[: height - 1], full[-1]] if len(full) > height else full
+
+
+def _head(training: Training) -> Text:
+    from rich.text import Text
+
+    record, now = training.record, state(training)
+    text = Text.assemble(
+        (short(record.script, 30), "bold"), f"  pid {training.name}  {record.device}  ",
+        (record.mode, "bold"), "  ", (now, _STATES[now]),
+    )  # fmt: skip
+    if now == "silent":
+        text.append(f" for {format_duration(age_seconds(record))}", style="red")
+    return text
+
+
+def _where(record: Record) -> Text:
+    from rich.text import Text
+
+    counters = record.counters
+    runs = format_duration((record.updated_ns - record.started_ns) / 1e9)
+    done = f"{counters['iterations']:,} iterations"
+    if counters["planned_iterations"]:
+        done += f", {counters['planned_iterations']:,} of them planned"
+    pages = format_bytes(counters["page_size"])
+    return Text(f"runs for {runs}, {done}, pages of {pages}", style="dim")
+
+
+# -- tiers ---------------------------------------------------------------------------------------
+def _tiers(record: Record, screen: Screen) -> Iterator[Text]:
+    from rich.text import Text
+
+    counters = record.counters
+    for name, tier in record.tiers.items():
+        if tier.budget:
+            dense = counters["dense_peak_bytes"] if name == "device" else 0
+            used, budget, peak = (format_bytes(n) for n in (tier.used, tier.budget, tier.peak))
+            amounts = f" {used:>11} of {budget:>11}, peak {peak:>11}"
+            width = max(8, screen.columns - 7 - len(amounts))
+            cells = bar(tier, dense, width, plain=screen.plain)
+            yield Text.assemble(f"{name:<7}", cells, amounts)
+    arena = format_bytes(counters["arena_bytes"])
+    beside = format_bytes(counters["dense_peak_bytes"])
+    pages, dense_cells, _, mark = _cells(plain=screen.plain)
+    legend = f"{pages} pages (arena {arena})  {dense_cells} dense, {beside} at most  {mark} peak"
+    yield Text(f"       {legend}", style="dim")
+
+
+def _cells(*, plain: bool) -> tuple[str, ...]:
+    """Of a bar: pages, dense memory, free, and the mark."""
+    return tuple("#=.|" if plain else "█▓░|")
+
+
+def bar(tier: Tier, dense: int, width: int, *, plain: bool) -> Text:
+    """``width`` cells for the budget."""
+    from rich.text import Text
+
+    full, rest, free, mark = _cells(plain=plain)
+
+    def cells(nbytes: float) -> int:
+        return max(0, min(width, round(width * nbytes / tier.budget)))
+
+    used = cells(tier.used)
+    both = cells(tier.used + dense)
+    peak = min(width - 1, max(0, math.ceil(width * min(1.0, tier.peak / tier.budget)) - 1))
+    text = Text.assemble((full * used, "cyan"), (rest * (both - used), "blue"))
+    if not tier.peak or peak < both:
+        return text.append(free * (width - both), "dim")
+    text.append(free * (peak - both), "dim").append(mark, "bold")
+    return text.append(free * (width - 1 - peak), "dim")
+
+
+# -- what moves and what waits -------------------------------------------------------------------
+def _traffic(record: Record, rates: Rates) -> Iterator[Text]:
+    from rich.text import Text
+
+    for name, nbytes in record.channel_bytes.items():
+        tier = name.partition("-")[0]
+        if not record.tiers[tier].budget:
+            continue
+        rate = rates.bytes_per_s[name]
+        now = f"{format_bytes(rate)}/s" if rate is not None else "-"
+        yield Text(f"{_WAYS[name]:<10} {now:>13}   {format_bytes(nbytes):>11} in all")
+
+
+def _waits(record: Record, rates: Rates) -> Iterator[Text]:
+    from rich.text import Text
+
+    share = rates.stall_share
+    stalled = "stalled    " + (f"{share:>11.1%}" if share is not None else f"{'-':>11}")
+    total = format_us(record.times_us["stall_us"] or 0.0)
+    style = "red" if share is not None and share > 0.25 else ""
+    yield Text.assemble((stalled, style), f"     {total:>11} in all")
+    hits, counters = hit_rate(record), record.counters
+    if hits is not None:
+        count = f"{counters['prefetches']:,}"
+        yield Text(f"in time    {hits:>11.1%}     of {count} prefetches")
+    faults = rates.faults_per_s
+    now = f"{faults:.1f}/s" if faults is not None else "-"
+    yield Text(f"faults     {now:>11}     {counters['faults']:>11,} in all")
+
+
+def _iterations(record: Record, rates: Rates, screen: Screen) -> Iterator[Text]:
+    from rich.text import Text
+
+    latest, times = record.times_us["iteration_us"], record.times_us
+    if latest is None:
+        running = _running(record)
+        yield Text(f"iteration  the first one runs{running}" if running else "no iteration yet")
+        return
+    text = f"iteration  {format_us(latest):>11}"
+    if rates.iterations_per_s is not None:
+        text += f"     {rates.iterations_per_s:.3g} per second"
+    yield Text(text + (f", the next runs{running}" if (running := _running(record)) else ""))
+    known = [
+        (what, times[key])
+        for what, key in (("plan", "predicted_us"), ("bound", "bound_us"), ("ideal", "ideal_us"))
+    ]
+    told = [f"{what} {format_us(us)}" for what, us in known if us is not None]
+    if told:
+        yield Text("           " + ", ".join(told), style="dim")
+    recent = list(record.recent_s)[-(screen.columns - 11) :]
+    if len(recent) > 1:
+        if not screen.plain:
+            yield Text("           " + sparkline(recent), style="cyan")
+        low, high = format_us(min(recent) * 1e6), format_us(max(recent) * 1e6)
+        yield Text(f"           last {len(recent)}: {low} to {high}", style="dim")
+
+
+def _running(record: Record) -> str:
+    """How long the iteration has run that runs, where that is long enough to be of interest."""
+    seconds = (record.monotonic_ns - record.began_ns) / 1e9
+    return f" for {format_duration(seconds)}" if record.began_ns and seconds >= 1 else ""
+
+
+def sparkline(values: Sequence[float]) -> str:
+    """From 0 to the largest value: heights can be compared."""
+    top = max(values)
+    if top <= 0:
+        return _BLOCKS[0] * len(values)
+    return "".join(_BLOCKS[min(7, int(8 * max(0.0, value) / top))] for value in values)
+
+
+def _logged(record: Record) -> Text:
+    from rich.text import Text
+
+    return Text("  ".join(f"{name} {number(value)}" for name, value in record.logged.items()))
+
+
+def number(value: float) -> str:
+    """Such as ``4.531``, ``12,345``, ``1.2e-05``."""
+    if not math.isfinite(value):
+        return str(value)
+    return f"{value:,.0f}" if 1000 <= abs(value) < 1e12 else f"{value:.4g}"
+
+
+def format_duration(seconds: float) -> str:
+    """Such as ``4 s``, ``3 min 20 s``, ``2 h 05 min``, ``3 d 4 h``."""
+    whole = max(0, int(seconds))
+    minutes, rest = divmod(whole, 60)
+    hours, minutes = divmod(minutes, 60)
+    days, hours = divmod(hours, 24)
+    if days:
+        return f"{days:,} d {hours} h"
+    if hours:
+        return f"{hours} h {minutes:02} min"
+    return f"{minutes} min {rest:02} s" if minutes else f"{rest} s"
+
+
+# -- several trainings ---------------------------------------------------------------------------
+def listing(trainings: Sequence[Training]) -> Table:
+    """One line for each, to choose from."""
+    from ...planner.commands.tables import table
+
+    rows = []
+    for training in trainings:
+        record = training.record
+        device = record.tiers["device"]
+        rows.append(
+            (
+                training.name,
+                record.script,
+                record.device,
+                record.mode,
+                f"{record.counters['iterations']:,}",
+                format_us(record.times_us["iteration_us"] or 0.0),
+                format_bytes(device.budget),
+            )
+        )
+    heads = ("PID", "<script", "<device", "<mode", "iterations", "latest", "budget")
+    return table(heads, rows)
