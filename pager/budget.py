@@ -11,10 +11,11 @@ parameter would change the smallest budget that works is known exactly:
 
     minimum = peak of dense bytes + page_size × (frames that one op pins, at most)
 
-If the budget is below it, ``InfeasibleBudget`` is raised there and nothing has changed. A metered
-iteration may use more than the budget to find that out, but never more than the minimum that it
-names. Otherwise the border moves once, at the end of the iteration, to what was measured plus a
-margin. An iteration with input shapes never seen before is metered again.
+(rounded up, see ``to_name``). If the budget is below it, ``InfeasibleBudget`` is raised there and
+nothing has changed. A metered iteration may use more than the budget to find that out, but never
+more than the minimum that it names. Otherwise the border moves once, at the end of the iteration,
+to what was measured plus a margin. An iteration with input shapes never seen before is metered
+again.
 """
 
 from __future__ import annotations
@@ -36,6 +37,13 @@ from .whole_need import WholeNeeds
 
 _MARGIN = 16
 _MARGIN_BYTES = 1 << 20
+_GRAIN = 4096  # of minima that are named
+
+
+def to_name(nbytes: int) -> int:
+    """A minimum of ``nbytes`` as users are told it: small tensors that come and go with Python's
+    garbage make the dense peak differ by some bytes from run to run."""
+    return (nbytes // _GRAIN + 2) * _GRAIN
 
 
 class DeviceBudget:
@@ -114,7 +122,8 @@ class DeviceBudget:
         dense = self.dense_peak if fixed is None else fixed
         dense = max(dense, self.reserve if self.settled else 0)
         dense, frames = self.whole_needs.least(dense, frames, fixed or 0)
-        return dense + frames * self.page_size
+        nbytes = dense + frames * self.page_size
+        return nbytes if fixed is not None else to_name(nbytes)
 
     def peak_bytes(self) -> int:
         """Most device bytes in use so far: frames in use and dense bytes beside them."""
@@ -154,7 +163,7 @@ class DeviceBudget:
         enough_reserve = self.fixed_reserve is None or dense <= self.fixed_reserve
         if minimum > self.bytes or not enough_reserve:
             dense, frames = self.whole_needs.least(dense, frames, self.fixed_reserve or 0)
-            minimum = max(dense, self.fixed_reserve or 0) + frames * self.page_size
+            minimum = to_name(max(dense, self.fixed_reserve or 0) + frames * self.page_size)
             self._forget()
             of_node = minimum * ranks_sharing("device", self.backend.device.type)
             raise InfeasibleBudget(self._refusal(dense, frames, minimum), minimum=of_node)

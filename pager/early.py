@@ -283,7 +283,7 @@ def _by_kernels(optimizer: Any, group: dict[str, Any], parameter: torch.Tensor) 
     residency = optimizer._tp_pager.residency
     need = residency.largest_need
     try:
-        return fused.step_one(optimizer, group, parameter, may_hold_all=True)
+        return fused.step_one(optimizer, group, parameter)
     except TierFull as error:  # what was updated of it is noted, and step() goes on from there
         raise _NoRoom from error
     finally:

@@ -61,7 +61,6 @@ if TYPE_CHECKING:
 SUPPORTED: tuple[type, ...] = (torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD)
 _BATCH_SHARE = 8  # what is updated together takes this fraction of the arena at most
 _WHOLE_SHARE = 2  # a parameter that takes more than this fraction goes slab by slab
-FRAMES_PER_PAGE = 3  # in the arena for each page of an update that is held at once, on plain views
 
 _too_much: weakref.WeakSet[PagedStorage] = weakref.WeakSet()  # of parameters
 
@@ -552,32 +551,15 @@ class _Batch:
         self._optimizer._tp_done.update(id(update.parameter) for update in updates)
 
 
-def step_one(
-    optimizer: Any, group: dict[str, Any], parameter: torch.Tensor, *, may_hold_all: bool = False
-) -> bool:
+def step_one(optimizer: Any, group: dict[str, Any], parameter: torch.Tensor) -> bool:
     """The update of one parameter, where the kernels are to make it before anything else is tried.
-    ``False``, and nothing done, otherwise.
-
-    ``may_hold_all``: who asks holds all pages of an update at once as long as the arena has room.
-    """
-    by_kernels = goes_in_slabs if may_hold_all else _is_better_by_kernels
+    ``False``, and nothing done, otherwise."""
     progress = id(parameter) in optimizer._tp_progress
-    if not progress and not by_kernels(optimizer, group, parameter):
+    if not progress and not goes_in_slabs(optimizer, group, parameter):
         return False
     if not _is_left_out(optimizer):
         _alone(optimizer, _prepare(optimizer, group, parameter))
     return True
-
-
-def _is_better_by_kernels(optimizer: Any, group: dict[str, Any], parameter: torch.Tensor) -> bool:
-    """Where the pages of an update are not held at once, PyTorch's own code fetches them op by op,
-    and a fault in the middle would leave a parameter of which nobody knows what it is."""
-    if goes_in_slabs(optimizer, group, parameter):
-        return True
-    if group.get("fused") or why_not(optimizer, group, parameter) is not None:
-        return False  # (torch's fused code rounds in another order)
-    held_at_once = frames_anyway(optimizer._tp_pager) // FRAMES_PER_PAGE
-    return _pages_of_update(optimizer, group, parameter) > held_at_once
 
 
 def step_held(optimizer: Any) -> bool:

@@ -35,13 +35,12 @@ def kill(tmp_path: Path, runs: int, *, seed: int = 0) -> dict[str, Any]:
 def assert_clean(found: dict[str, Any], runs: int) -> None:
     assert found["problems"] == []
     assert found["kills"] == found["clean"] == runs
-    assert found["with_workers"] > 0
     assert found["planned_iterations"] > 0
     assert sum(found["phases"].values()) == runs
 
 
-def test_three_kills(tmp_path: Path) -> None:
-    assert_clean(kill(tmp_path, 3), 3)
+def test_two_kills(tmp_path: Path) -> None:
+    assert_clean(kill(tmp_path, 2), 2)
 
 
 @pytest.mark.slow
@@ -49,6 +48,7 @@ def test_three_kills(tmp_path: Path) -> None:
 def test_a_hundred_kills(tmp_path: Path) -> None:
     found = kill(tmp_path, 100, seed=1)
     assert_clean(found, 100)
+    assert found["with_workers"] > 20
     assert found["resumed"] > 20
     assert {"training", "writing a checkpoint"} <= found["phases"].keys()
     assert found["bystander_trainings"] > 0
