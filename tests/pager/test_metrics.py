@@ -9,7 +9,6 @@ import os
 import random
 import stat
 import struct
-import sys
 import threading
 import zlib
 from pathlib import Path

@@ -209,6 +209,7 @@ def test_full_tiers_are_one_line_and_code_2() -> None:
     assert result.stderr.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_comparison(tmp_path: Path) -> None:
     path = tmp_path / "compare.json"
     budgets = ("--device-budget=40%", "--host-budget=50%", "--disk-budget=200%")
