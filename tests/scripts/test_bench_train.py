@@ -83,10 +83,10 @@ def test_a_planned_run_waits_for_its_plan(tmp_path: Path) -> None:
     [
         (["--modes=planned,magic"], "'magic'"),
         (["--share=ten%"], "not a percentage"),
-        (["--disk=lots"], "--disk"),
-        (["--disk-path=/no/such"], "/no/such"),
-        (["--json=/no/such/file"], "no folder /no/such"),
-        (["--seq=100000"], "positions"),
+        pytest.param(["--disk=lots"], "--disk", marks=pytest.mark.slow),
+        pytest.param(["--disk-path=/no/such"], "/no/such", marks=pytest.mark.slow),
+        pytest.param(["--json=/no/such/file"], "no folder /no/such", marks=pytest.mark.slow),
+        pytest.param(["--seq=100000"], "positions", marks=pytest.mark.slow),
     ],
 )
 def test_wrong_usage_is_code_2(arguments: list[str], message: str) -> None:
