@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 import tensorpager as tp
@@ -35,9 +35,6 @@ class Memory(Protocol):
 
     def optimizer(self, optimizer: Optimizer) -> Optimizer:
         """The optimizer to call; its states will live where the parameters do."""
-
-    def own(self, tensor: Tensor) -> Tensor:
-        """A copy of a CPU tensor that lives where the parameters do."""
 
     def iteration(self) -> AbstractContextManager[None]:
         """Wraps one training step."""
@@ -70,9 +67,6 @@ class PlainMemory:
     def optimizer(self, optimizer: Optimizer) -> Optimizer:
         self._optimizer = optimizer
         return optimizer
-
-    def own(self, tensor: Tensor) -> Tensor:
-        return tensor.to(self._device, copy=True)
 
     @contextmanager
     def iteration(self) -> Iterator[None]:
@@ -133,9 +127,6 @@ class PagedMemory:
 
     def optimizer(self, optimizer: Optimizer) -> Optimizer:
         return self._pager.optimizer(optimizer)
-
-    def own(self, tensor: Tensor) -> Tensor:
-        return self._pager.page(tensor)
 
     def iteration(self) -> AbstractContextManager[None]:
         return self._pager.iteration()
