@@ -22,13 +22,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import pyarrow
-
-from ..planner.background import write_request
 from ..planner.errors import PlanError
 from ..planner.hardware import Hardware
 from ..planner.layout import Layout, layout_from_json
 from ..planner.plan import Plan, plan_from_json
+from ..planner.request import write_request
 from ..planner.trace import Trace
 from .errors import PagerError
 
@@ -131,7 +129,6 @@ class _Run:
             policy=self.policy,
             parent_pid=self.owner_pid,
         )
-        pyarrow.default_memory_pool().release_unused()  # the MiBs that this thread took for it
         with self.lock:
             if self.cancelled:
                 raise PagerError("planning was cancelled")

@@ -64,35 +64,24 @@ class Gaps:
 def segments(trace: Trace, page_size: int) -> tuple[Segments, Uses]:
     """Cut tensors where accesses begin and end, and say which segments each op uses."""
     first, last = trace.access_ranges(page_size)
-    count = trace.pages(page_size)
-    whole = (first == 0) & (last == count[trace.access_tensor])
-    split = np.unique(trace.access_tensor[~whole])
-    cuts: dict[int, Ints] = {}
-    for tensor in split.tolist():
-        mine = trace.access_tensor == tensor
-        edges = np.concatenate([[0, count[tensor]], first[mine], last[mine]])
-        cuts[tensor] = np.unique(edges)
-    pieces = np.ones(trace.tensors, np.int64)
-    for tensor, edges in cuts.items():
-        pieces[tensor] = len(edges) - 1
-    base = np.concatenate([[0], np.cumsum(pieces)])
-    tensor_of = np.repeat(np.arange(trace.tensors), pieces)
-    first_page, pages = np.zeros(len(tensor_of), np.int64), count[tensor_of]
-    for tensor, edges in cuts.items():
-        part = slice(base[tensor], base[tensor + 1])
-        first_page[part], pages[part] = edges[:-1], np.diff(edges)
-    in_one = pieces[trace.access_tensor] == 1
-    used = [base[trace.access_tensor[in_one]]]
-    ops = [trace.access_op[in_one]]
-    modes = [trace.access_mode[in_one]]
-    for row in np.flatnonzero(~in_one).tolist():
-        tensor = int(trace.access_tensor[row])
-        low, high = np.searchsorted(cuts[tensor], (first[row], last[row]))
-        span = np.arange(base[tensor] + low, base[tensor] + high)
-        used.append(span)
-        ops.append(np.full(len(span), trace.access_op[row]))
-        modes.append(np.full(len(span), trace.access_mode[row]))
-    uses = _merge(np.concatenate(used), np.concatenate(ops), np.concatenate(modes), trace.ops)
+    count, tensor = trace.pages(page_size), trace.access_tensor
+    late, early = first > 0, last < count[tensor]
+    if not late.any() and not early.any():  # as in most traces
+        whole = Segments(np.arange(trace.tensors), np.zeros(trace.tensors, np.int64), count)
+        return whole, _merge(tensor, trace.access_op, trace.access_mode, trace.ops)
+    # Places: the pages of all tensors one after another, and one between each two tensors.
+    base = np.cumsum(count + 1) - (count + 1)
+    begin, end = base[tensor] + first, base[tensor] + last
+    edges = np.unique(np.concatenate([base, base + count, begin[late], end[early]]))
+    begins, ends = np.searchsorted(edges, base), np.searchsorted(edges, base + count)
+    tensor_of = np.repeat(np.arange(trace.tensors), ends - begins)
+    first_page = np.delete(edges, ends) - base[tensor_of]
+    pages = np.delete(np.diff(edges), ends[:-1])
+    # Each tensor before has one edge more than segments.
+    low, high = np.searchsorted(edges, begin) - tensor, np.searchsorted(edges, end) - tensor
+    row = np.repeat(np.arange(len(tensor)), high - low)
+    nth = np.arange(len(row)) - np.searchsorted(row, row)
+    uses = _merge(low[row] + nth, trace.access_op[row], trace.access_mode[row], trace.ops)
     return Segments(tensor_of, first_page, pages), uses
 
 

@@ -24,7 +24,7 @@ from .errors import InfeasibleBudget, PagerError, PolicyRefusal
 from .hardware import Hardware
 from .lifetimes import working_set_pages
 from .plan import Plan, Predicted
-from .policies.registry import find
+from .policies.make import make_plan
 from .simulator import simulate
 from .sizes import format_bytes
 from .trace import Trace
@@ -65,7 +65,7 @@ def evaluate(trace: Trace, task: Task) -> Outcome:
     began = time.perf_counter()
     try:
         _require_working_set(trace, task.hardware)
-        plan = task.plan or _plan(task.policy, trace, task.hardware, task.quick)
+        plan = task.plan or make_plan(task.policy, trace, task.hardware, quick=task.quick)
     except (PolicyRefusal, InfeasibleBudget) as refusal:
         reason = str(refusal).removeprefix(f"{task.policy}: ")
         minimum = refusal.minimum if isinstance(refusal, InfeasibleBudget) else None
@@ -95,20 +95,6 @@ def _require_working_set(trace: Trace, hardware: Hardware) -> None:
         raise InfeasibleBudget(
             f"op {op} '{trace.op_names[op]}' alone needs {format_bytes(minimum)}", minimum=minimum
         )
-
-
-def _plan(policy: str, trace: Trace, hardware: Hardware, quick: bool) -> Plan:
-    if policy != "lp":
-        return find(policy)(trace, hardware)
-    from .lp.policy import plan  # loads scipy
-
-    try:
-        return plan(trace, hardware, quick=quick)
-    except InfeasibleBudget as refusal:
-        # A quick program of merged steps can refuse a device that it then calls enough.
-        if not quick or refusal.minimum > hardware.device_bytes:
-            raise
-        return plan(trace, hardware, quick=False)
 
 
 def cores() -> int:

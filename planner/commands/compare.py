@@ -14,7 +14,6 @@ from ..sizes import format_bytes
 from .checks import require_working_sets
 from .options import Machine, hardware_options, json_option, trace_argument
 from .output import Progress, emit, emit_json, progress_bar
-from .plan import make_plan
 from .tables import format_percent, format_us, pairs, table
 
 if TYPE_CHECKING:
@@ -137,6 +136,7 @@ def _row(
     name: str, trace: Trace, hardware: Hardware, quick: bool, progress: Progress | None
 ) -> tuple[dict[str, Any], float | None]:
     """One policy's line, and the bound in µs if its plan came with one."""
+    from ..policies.make import make_plan
     from ..simulator import simulate
 
     began = time.perf_counter()

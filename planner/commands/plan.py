@@ -14,7 +14,7 @@ from ..hardware import describe
 from .checks import require_working_sets
 from .failures import CheckFailed
 from .options import Machine, hardware_options, json_option, trace_argument
-from .output import Progress, emit, emit_json, output_path, progress_bar, whole_file
+from .output import emit, emit_json, output_path, progress_bar, whole_file
 from .tables import format_us, pairs, predicted_json, predicted_table
 
 if TYPE_CHECKING:
@@ -53,6 +53,7 @@ def plan(
       tensorpager plan bert-256.parquet --hardware a100 --device-bytes 24GiB -o plan.json
     """
     from ..plan import plan_to_json
+    from ..policies.make import make_plan
     from ..policies.registry import find
     from ..trace_file import read_trace
 
@@ -80,19 +81,6 @@ def plan(
         ]
     )
     emit(heading, "", predicted_table(made.predicted, made.bound))
-
-
-def make_plan(
-    policy: str, trace: Trace, hardware: Hardware, *, quick: bool, progress: Progress | None = None
-) -> Plan:
-    """The plan of the policy of that name, as the policy made it."""
-    from ..policies.registry import find
-
-    if policy == "lp":
-        from ..lp.policy import plan as plan_lp
-
-        return plan_lp(trace, hardware, quick=quick, progress=progress)
-    return find(policy)(trace, hardware)
 
 
 def checked(trace: Trace, hardware: Hardware, made: Plan) -> Plan:

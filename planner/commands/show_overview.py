@@ -155,47 +155,37 @@ def _peak_tensors(found: dict[str, Any]) -> list[Any]:
 
 def _peak_groups(found: dict[str, Any]) -> list[Any]:
     groups = found["groups"]
-    if not groups["at_peak"]:
-        return []
-    rows = [
-        (
-            group["group"],
-            str(group["tensors"]),
-            format_bytes(group["bytes"]),
-            f"{100 * group['share']:.1f} %",
-            bar(group["share"], 1.0),
-        )
-        for group in groups["at_peak"]
-    ]
     what = "op that made them" if groups["by"] == "op" else groups["by"]
-    title = f"At the peak, by {what}{_of(len(rows), groups['at_peak_count'])}"
-    return [
-        "",
-        heading(title),
-        named_table((f"<{groups['by']}", "tensors", "bytes", "share", "<"), rows),
-    ]
+    title = f"At the peak, by {what}{_of(len(groups['at_peak']), groups['at_peak_count'])}"
+    return _groups(title, groups["by"], groups["at_peak"], ("tensors", "bytes"), "bytes")
 
 
 def _hot_groups(found: dict[str, Any]) -> list[Any]:
     groups = found["groups"]
-    if not groups["hottest"]:
+    shown = _of(len(groups["hottest"]), groups["hottest_count"])
+    title = f"Most bytes accessed, by {groups['by']}{shown}"
+    heads = ("accesses", "accessed")
+    return _groups(title, groups["by"], groups["hottest"], heads, "touched_bytes")
+
+
+def _groups(
+    title: str, by: str, groups: list[dict[str, Any]], heads: tuple[str, str], size: str
+) -> list[Any]:
+    """A line for each group: how many (a field named as the first of ``heads``), how many bytes
+    (field ``size``), and their share."""
+    if not groups:
         return []
     rows = [
         (
             group["group"],
-            str(group["accesses"]),
-            format_bytes(group["touched_bytes"]),
+            str(group[heads[0]]),
+            format_bytes(group[size]),
             f"{100 * group['share']:.1f} %",
             bar(group["share"], 1.0),
         )
-        for group in groups["hottest"]
+        for group in groups
     ]
-    title = f"Most bytes accessed, by {groups['by']}{_of(len(rows), groups['hottest_count'])}"
-    return [
-        "",
-        heading(title),
-        named_table((f"<{groups['by']}", "accesses", "accessed", "share", "<"), rows),
-    ]
+    return ["", heading(title), named_table((f"<{by}", *heads, "share", "<"), rows)]
 
 
 def _of(shown: int, there: int) -> str:

@@ -3,8 +3,7 @@
 The program says how many pages of each gap are off the device where, and the
 flows through time; ``schedule`` gives the flows to pages. One solution serves both as the bound and
 as the first plan. Where that plan does not run as well as the bound says, the program is solved
-again with some of the device left free, with copies that hold their slots, or without gaps that are
-too short to be worth it, and the plan that is fastest in the simulator is kept.
+again with other settings (``settings.py``), and the plan that is fastest in the simulator is kept.
 
 Where it differs from a bound over all plans: a page goes out at most once between two uses, and the
 latency of transfers is not in the program (the simulator has it).
@@ -27,31 +26,30 @@ from ..plan import Bound, Plan
 from ..simulation import Simulation
 from ..simulator import simulate
 from ..sizes import format_bytes
-from ..trace import Ints, Trace
+from ..trace import Trace
+from . import settings
 from .fit import fit
-from .narrow import largest, less_room, too_many, without_short
+from .narrow import largest, less_room, without_short
 from .problem import Problem, make_problem, merged
 from .program import Solution, Unsolved, least_device_pages, solve
 from .schedule import make_schedule, to_moves
+from .settings import (
+    EXACT,
+    MAX_STEPS,
+    MERGED_STEPS,
+    QUICK_BOUND_STEPS,
+    QUICK_MAX_STEPS,
+    QUICK_MERGED_STEPS,
+    Settings,
+)
 
 Progress = Callable[[str, float], None]
 GOOD_ENOUGH = 99.8  # percent of the bound at which no further program is solved
-PERFECT = 99.9995  # at which the published policies are not asked
+PERFECT = 99.9995  # at which nobody else is asked
 CLOSE = 99.5  # at which they are not asked when time is out
 FULL_SECONDS, QUICK_SECONDS = 45.0, 12.0
-MAX_STEPS, MERGED_STEPS = 2500, 1000  # of a longer trace steps are merged
-QUICK_MAX_STEPS, QUICK_MERGED_STEPS, QUICK_BOUND_STEPS = 1000, 500, 300
 POOR = 98.0  # percent of the bound below which a search out of time goes on
 OTHERS = ("appobmem", "autoswap-doa", "g10", "lru")
-
-
-@dataclass(frozen=True)
-class _Settings:
-    """How a program for a plan differs from the one for the bound."""
-
-    reserve_pages: int = 0
-    copies_keep_slots: bool = False
-    shortest: float = 0.0  # gaps shorter than this many times their transfer time are left out
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,8 +69,14 @@ def plan(
     Raises ``InfeasibleBudget`` with the smallest device budget that works, and ``PolicyRefusal``
     where the tiers below the device are too small for any.
     """
-    search = _Search(trace, hardware, quick, progress or (lambda what, share: None))
-    return search.run()
+    progress = progress or (lambda what, share: None)
+    try:
+        return _Search(trace, hardware, quick, progress).run()
+    except InfeasibleBudget as refusal:
+        # A quick program of merged steps can refuse a device that it then calls enough.
+        if not quick or refusal.minimum > hardware.device_bytes:
+            raise
+    return _Search(trace, hardware, False, progress).run()
 
 
 def bound(trace: Trace, hardware: Hardware, *, quick: bool = False) -> float:
@@ -95,8 +99,14 @@ class _Search:
         self.merged_steps = QUICK_MERGED_STEPS if quick else MERGED_STEPS
         self.live = live_pages(trace, hardware.page_size)
         self.fits = not trace.ops or bool(self.live.max() <= hardware.device_pages)
+        self.solution: Solution | None = None  # of the bound's program
+        self.least_us = trace.ideal_us
+        self.ran: dict[Settings, bool] = {}  # programs that were tried
+        self.best: _Candidate | None = None
         if not self.fits:
             self.problem = make_problem(trace, hardware)
+            need = int(working_set_pages(trace, hardware.page_size).max())
+            self.spare = max(0, int(hardware.device_pages) - need)
 
     def run(self) -> Plan:
         if self.fits:
@@ -106,31 +116,62 @@ class _Search:
             return replace(empty, predicted=simulation.predicted, bound=limit)
         self.check_budget()
         self.progress("solving for the bound", 0.0)
-        solution = self.solve_bound()
-        least_us = self.trace.ideal_us + (solution.stall_us if solution else 0.0)
-        best: _Candidate | None = None
-        for candidate in self._candidates(solution):
-            if candidate is not None and _faster(candidate, best):
-                best = candidate
-            done = _percent(least_us, best)
-            self.progress(f"best plan so far: {done:.2f} % of the bound", min(done, 99.0) / 100)
-            if best is not None and (self.quick or done >= GOOD_ENOUGH):
-                break
-            if done >= POOR and time.monotonic() > self.until:
-                break
-        for name in self._others(best):
+        self.solution = self.solve_bound()
+        if self.solution is not None:
+            self.least_us += self.solution.stall_us
+        if not self.quick:
+            self._full()
+        if self._percent() < PERFECT:  # a full search is never worse than a quick one
+            any(self._try(each) for each in settings.quick(self.problem, self.spare))
+        for name in self._others():
             late = time.monotonic() > self.until
-            if _percent(least_us, best) >= (CLOSE if late else PERFECT):
+            if self._percent() >= (CLOSE if late else PERFECT):
                 break
-            candidate = self._other(name)
-            if candidate is not None and _faster(candidate, best):
-                best = candidate
-        if best is None:
+            self._keep(self._other(name))
+        if self.best is None:
             raise self._no_plan()
         self.progress("done", 1.0)
-        predicted = best.simulation.predicted
-        limit = Bound(least_us, min(100.0, _percent(least_us, best)))
-        return replace(best.plan, predicted=predicted, bound=limit)
+        predicted = self.best.simulation.predicted
+        limit = Bound(self.least_us, min(100.0, self._percent()))
+        return replace(self.best.plan, predicted=predicted, bound=limit)
+
+    def _full(self) -> None:
+        """The most promising programs first, until a plan is good enough."""
+        for each in self._in_full():
+            self._try(each)
+            done = self._percent()
+            self.progress(f"best plan so far: {done:.2f} % of the bound", min(done, 99.0) / 100)
+            if done >= GOOD_ENOUGH or (done >= POOR and time.monotonic() > self.until):
+                break
+
+    def _in_full(self) -> Iterator[Settings]:
+        yield from settings.exact(self.problem)
+        own = self.best
+        yield from settings.coarse(self.problem)
+        coarse_won = self.best is not own
+        for each in settings.fine(self.problem, self.spare):
+            if coarse_won and time.monotonic() > self.until:
+                return
+            yield each
+
+    def _try(self, how: Settings) -> bool:
+        """Whether the program's plan runs."""
+        if how not in self.ran:
+            self.ran[how] = self._keep(self._candidate(how))
+        return self.ran[how]
+
+    def _keep(self, candidate: _Candidate | None) -> bool:
+        """Whether there is one; it is kept if it is the fastest."""
+        if candidate is not None and _faster(candidate, self.best):
+            self.best = candidate
+        return candidate is not None
+
+    def _percent(self) -> float:
+        """Of the bound, that the best plan reaches."""
+        if self.best is None or self.best.simulation.predicted is None:
+            return 0.0
+        taken = self.best.simulation.predicted.iteration_us
+        return 100.0 * self.least_us / taken if taken else 100.0
 
     # -- programs --------------------------------------------------------------------------------
     def solve_bound(self) -> Solution | None:
@@ -150,59 +191,41 @@ class _Search:
             self._refuse()
         return solution
 
-    def _candidates(self, solution: Solution | None) -> Iterator[_Candidate | None]:
-        """The bound's own solution, then others, the most promising first."""
-        steps = np.arange(self.problem.steps)
-        whole = self.problem.steps <= self.limit and not too_many(self.problem)
-        exact = self.problem.steps <= (QUICK_BOUND_STEPS if self.quick else self.limit)
-        if whole and exact and solution is not None:
-            yield self._candidate(_Settings(), self.problem, steps, solution)
-        for settings in self._settings():
-            if whole:
-                problem, first_op = self.problem, steps
-            else:
-                problem, first_op = merged(self.problem, self.merged_steps, relaxed=False)
+    def _candidate(self, how: Settings) -> _Candidate | None:
+        """The plan of this program, if it has one and that runs."""
+        problem, first_op = self.problem, np.arange(self.problem.steps)
+        solution = self.solution
+        if how != EXACT:
+            if how.merged_steps is not None:
+                problem, first_op = merged(problem, how.merged_steps, relaxed=False)
                 problem = largest(problem, relaxed=False)
-            problem = without_short(problem, settings.shortest)
-            problem = less_room(problem, settings.reserve_pages)
-            self.progress(f"solving with {settings}", 0.5)
-            answer = self._solve(problem, settings)
-            if answer is not None:
-                yield self._candidate(settings, problem, first_op, answer)
+            problem = without_short(problem, how.shortest)
+            problem = less_room(problem, how.reserve_pages)
+            self.progress(f"solving with {how}", 0.5)
+            solution = self._solve(problem, how)
+        if solution is None:
+            return None
+        schedule = fit(problem, make_schedule(problem, solution))
+        moves, start = to_moves(self.trace, problem, schedule, first_op)
+        made = replace(self._plan_of(moves, start), extra={"settings": vars(how).copy()})
+        simulation = simulate(self.trace, self.hardware, made)
+        return _Candidate(made, simulation) if simulation.feasible else None
 
-    def _solve(self, problem: Problem, settings: _Settings) -> Solution | None:
+    def _solve(self, problem: Problem, how: Settings) -> Solution | None:
         try:
             return solve(
                 problem,
-                reserve_pages=settings.reserve_pages,
-                copies_keep_slots=settings.copies_keep_slots,
+                reserve_pages=how.reserve_pages,
+                copies_keep_slots=how.copies_keep_slots,
                 time_limit_s=max(30.0, self.until - time.monotonic()),
             )
         except Unsolved:
             return None
 
-    def _settings(self) -> list[_Settings]:
-        need = int(working_set_pages(self.trace, self.hardware.page_size).max())
-        spare = max(0, int(self.hardware.device_pages) - need)
-        found = [_Settings(min(spare // 4, 32), True), _Settings(0, True)]
-        if not self.quick:
-            found.insert(1, _Settings(min(spare // 4, 128), True, 2.0))
-            found.insert(2, _Settings(min(spare // 4, 256), True, 6.0))
-        return found
-
-    def _candidate(
-        self, settings: _Settings, problem: Problem, first_op: Ints, solution: Solution
-    ) -> _Candidate | None:
-        schedule = fit(problem, make_schedule(problem, solution))
-        moves, start = to_moves(self.trace, problem, schedule, first_op)
-        made = replace(self._plan_of(moves, start), extra={"settings": vars(settings).copy()})
-        simulation = simulate(self.trace, self.hardware, made)
-        return _Candidate(made, simulation) if simulation.feasible else None
-
-    def _others(self, best: _Candidate | None) -> tuple[str, ...]:
+    def _others(self) -> tuple[str, ...]:
         """Published policies to ask: no plan of ours may be slower than theirs, and where hardly
         anything has to move, whole tensors are as good. They are not made for long traces."""
-        if best is not None and (self.quick or self.trace.ops > MAX_STEPS):
+        if self.best is not None and (self.quick or self.trace.ops > MAX_STEPS):
             return ()
         return OTHERS
 
@@ -293,10 +316,3 @@ def _faster(candidate: _Candidate, best: _Candidate | None) -> bool:
     new = candidate.simulation.predicted
     old = best.simulation.predicted if best else None
     return new is not None and (old is None or new.iteration_us < old.iteration_us)
-
-
-def _percent(least_us: float, best: _Candidate | None) -> float:
-    if best is None or best.simulation.predicted is None:
-        return 0.0
-    taken = best.simulation.predicted.iteration_us
-    return 100.0 * least_us / taken if taken else 100.0

@@ -253,3 +253,53 @@ def test_a_forked_copy_does_not_cancel_it(endless: None) -> None:
     os.waitpid(child, 0)
     assert len(planners()) == 1
     process.cancel()
+
+
+# --- what it costs the training ------------------------------------------------------------------
+
+TRAINING = """
+import sys
+import torch
+import tensorpager as tp
+options = dict(host_budget="64MiB", page_size="64KiB", dense_reserve="1MiB", device="cpu")
+with tp.Pager(device_budget="3MiB", **options) as pager:
+    layers = [torch.nn.Linear(256, 256) for _ in range(6)]
+    model = pager.page_module(torch.nn.Sequential(*layers))
+    optimizer = pager.optimizer(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+    for _ in range(3):
+        with pager.iteration():
+            model(torch.ones(32, 256)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        pager.plan()
+    stats = pager.stats()
+assert stats["mode"] == "planned" and stats["planned_iterations"], stats
+assert stats["peak_bytes"]["host"], stats  # there was something to plan
+print([name for name in ("pyarrow", "scipy", "pandas") if name in sys.modules])
+"""
+
+
+ASKING = f"""
+import sys
+sys.path.insert(0, {str(Path(__file__).parent)!r})
+from test_planning import PlanningProcess, chain, machine
+assert PlanningProcess(chain(), machine(70), quick=True).result(300).plan.moves
+print([name for name in ("pyarrow", "scipy", "pandas", "torch") if name in sys.modules])
+"""
+
+
+@pytest.mark.parametrize(
+    "script",
+    [ASKING, pytest.param(TRAINING, marks=pytest.mark.slow)],
+    ids=["asking", "training"],
+)
+def test_a_plan_loads_no_arrow_here(script: str) -> None:
+    """It would map 50 MiB, which no budget counts: only trace files are worth that."""
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        capture_output=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr.decode()
+    assert done.stdout.decode().strip() == "[]"

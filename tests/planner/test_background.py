@@ -1,26 +1,38 @@
 """The planner as a process: the same plan as in this process, and honest ends."""
 
+import io
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
+from random import Random
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from tensorpager.planner.background import plan_with_layout, write_request
-from tensorpager.planner.errors import InfeasibleBudget
-from tensorpager.planner.hardware import Hardware
+from tensorpager.planner.background import plan_with_layout
+from tensorpager.planner.errors import InfeasibleBudget, PagerError
+from tensorpager.planner.hardware import Hardware, from_mapping
 from tensorpager.planner.layout import layout_from_json, layout_to_json
 from tensorpager.planner.lp.policy import bound
 from tensorpager.planner.plan import plan_from_json, plan_to_json
+from tensorpager.planner.policies.registry import find
+from tensorpager.planner.request import ARRAYS, read_header, read_trace, write_request
 from tensorpager.planner.simulator import simulate
 from tensorpager.planner.trace import Trace, make_trace
+from tensorpager.planner.trace_file import decode_trace, encode_trace
 from tensorpager.planner.validator import validate
+
+from .random_plans import random_trace
 
 ROOT = Path(__file__).parents[2]
 COMMAND = [sys.executable, "-P", "-m", "tensorpager.planner.background"]
@@ -110,25 +122,118 @@ def test_a_refusal_without_a_smallest_budget() -> None:
     assert answer["minimum"] is None
 
 
-GOOD = request_for(layers(2), machine(30))
-HEADER, TRACE_BYTES = GOOD.split(b"\n", 1)
+# --- requests ------------------------------------------------------------------------------------
+
+
+def sent(trace: Trace) -> Trace:
+    """What the planner process reads."""
+    stream = io.BytesIO(request_for(trace, machine(8)))
+    return read_trace(stream, read_header(stream))
+
+
+@settings(max_examples=25, deadline=None, derandomize=True)
+@given(st.integers(0, 10**6))
+def test_the_trace_arrives_as_a_trace_file_would_have_it(seed: int) -> None:
+    trace = random_trace(Random(seed))
+    arrived, filed = sent(trace), decode_trace(encode_trace(trace, "it"), "it")
+    for name, kind, _ in ARRAYS:
+        assert getattr(arrived, name).dtype == kind
+        assert getattr(arrived, name).flags.aligned
+        np.testing.assert_array_equal(getattr(arrived, name), getattr(filed, name))
+    for name in ("page_size", "op_names", "tensor_names", "tensor_kinds"):
+        assert getattr(arrived, name) == getattr(filed, name)
+    assert arrived.sha256 == trace.sha256
+
+
+def test_the_plan_is_that_of_the_trace_file() -> None:
+    trace = replace(layers(4), sha256="ab" * 32)
+    filed = replace(decode_trace(encode_trace(trace, "it"), "it"), sha256=trace.sha256)
+    answers = [plan_with_layout(t, machine(48), quick=True) for t in (sent(trace), filed)]
+    assert answers[0] == answers[1]
+    assert answers[0][0].moves
+    assert answers[0][0].trace_sha256 == trace.sha256
+
+
+def test_names_may_be_any_text() -> None:
+    trace = replace(layers(1), tensor_names=["ü\n\ud800", None, "", "\x00"])
+    assert sent(trace).tensor_names == trace.tensor_names
 
 
 @pytest.mark.parametrize(
-    ("request_bytes", "reason"),
+    ("changes", "reason"),
     [
-        (b"", "not JSON"),
-        (b"\x00\xff garbage", "not JSON"),
-        (b"[]\n", "not a JSON object"),
-        (HEADER.replace(b'"page_size"', b'"pages"') + b"\n", "unknown key 'pages'"),
-        (HEADER.replace(b'"lp"', b'"belady"') + b"\n" + TRACE_BYTES, "no policy 'belady'"),
-        (HEADER.replace(b'"lp"', b"7") + b"\n", "policy = 7"),
-        (HEADER.replace(b'"trace_bytes": ', b'"trace_bytes": -') + b"\n", "trace_bytes = -"),
-        (GOOD[:-10], "the trace ends after"),
-        (HEADER + b"\n" + TRACE_BYTES[::-1], "not a whole Parquet file"),
+        ({"op_names": []}, "op_names are empty"),
+        ({"tensor_names": []}, "tensor_names not as many"),
+        ({"op_duration_us": -1.0}, "times are not all"),
+        ({"op_start_us": float("nan")}, "times are not all"),
+        ({"access_op": 1 << 40}, "access_op is not in op order"),
+        ({"access_tensor": 3}, "tensors are not numbered"),
+        ({"access_tensor": -1}, "tensors are not numbered"),
+        ({"tensor_bytes": 0}, "tensor_bytes are not all"),
+        ({"tensor_bytes": 1 << 61}, "more than"),
+        ({"access_mode": 9}, "access_mode is none"),
+        ({"access_first_page": -1}, "pages that their tensors do not have"),
+        ({"access_page_count": 0}, "pages that their tensors do not have"),
+        ({"access_page_count": 1 << 20}, "pages that their tensors do not have"),
     ],
-    ids=lambda value: value if isinstance(value, str) else "",
+    ids=str,
 )
+def test_what_no_trace_can_be_is_refused(changes: dict[str, Any], reason: str) -> None:
+    """A value for the first entry of a field, or a list for all of it."""
+    trace = layers(2)
+    for name, value in changes.items():
+        if not isinstance(value, list):
+            array = getattr(trace, name).copy()
+            array[0] = value
+            changes = {name: array}
+        elif name == "op_names":
+            empty = {n: getattr(trace, n)[:0] for n, _, entry in ARRAYS if entry == "ops"}
+            changes = {name: value, **empty}
+    with pytest.raises(PagerError, match=reason):
+        sent(replace(trace, **changes))
+
+
+def test_a_tensor_without_accesses_is_refused() -> None:
+    trace = layers(2)
+    kept = trace.access_tensor < trace.tensors - 1
+    fewer = {n: getattr(trace, n)[kept] for n, _, entry in ARRAYS if entry == "accesses"}
+    with pytest.raises(PagerError, match="tensors do not all have an access"):
+        sent(replace(trace, **fewer))
+
+
+GOOD = request_for(layers(2), machine(30))
+HEADER, ARRAY_BYTES = GOOD.split(b"\n", 1)
+BAD = [
+    (b"", "not JSON"),
+    (b"\x00\xff garbage", "not JSON"),
+    (b"[" * 100_000, "not JSON"),
+    (b"[]\n", "not a JSON object"),
+    (HEADER.replace(b'"page_size": 65536}', b'"pages": 1}') + b"\n", "unknown key 'pages'"),
+    (HEADER.replace(b'"lp"', b'"belady"') + b"\n" + ARRAY_BYTES, "no policy 'belady'"),
+    (HEADER.replace(b'"lp"', b"7") + b"\n", "policy = 7"),
+    (HEADER.replace(b'"accesses": ', b'"accesses": -') + b"\n", "accesses = -"),
+    (HEADER.replace(b'"accesses": ', b'"accesses": 1e') + b"\n", "accesses = "),
+    (HEADER.replace(b'"accesses": ', b'"accesses": 9999999999') + b"\n", "accesses = 99"),
+    (HEADER.replace(b'"op_names": [', b'"op_names": [7, ') + b"\n", "op_names = [7"),
+    (GOOD[:-10], "the trace ends after"),
+    (HEADER + b"\n" + ARRAY_BYTES[::-1], "the trace's"),
+]
+
+
+@pytest.mark.parametrize(("request_bytes", "reason"), BAD, ids=[reason for _, reason in BAD])
+def test_what_is_no_request_is_refused(request_bytes: bytes, reason: str) -> None:
+    def read() -> None:
+        stream = io.BytesIO(request_bytes)
+        header = read_header(stream)
+        from_mapping(header["hardware"], "hardware")
+        read_trace(stream, header)
+        find(header["policy"])
+
+    with pytest.raises(PagerError, match=re.escape(reason)):
+        read()
+
+
+@pytest.mark.parametrize(("request_bytes", "reason"), [BAD[0], BAD[-2]])
 def test_no_request_is_one_line_and_exit_code_2(request_bytes: bytes, reason: str) -> None:
     done = ask(request_bytes)
     lines = done.stderr.decode().splitlines()
@@ -136,10 +241,10 @@ def test_no_request_is_one_line_and_exit_code_2(request_bytes: bytes, reason: st
     assert reason in lines[0]
 
 
-def test_it_needs_no_torch() -> None:
+def test_it_needs_neither_torch_nor_arrow() -> None:
     code = (
         "import sys, tensorpager.planner.background, tensorpager.planner.lp.policy;"
-        "sys.exit('torch' in sys.modules)"
+        "sys.exit('torch' in sys.modules or 'pyarrow' in sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], env=ENVIRONMENT, check=True, timeout=120)
 

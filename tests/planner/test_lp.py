@@ -11,12 +11,15 @@ from hypothesis import strategies as st
 
 from tensorpager.planner.errors import InfeasibleBudget, PolicyRefusal
 from tensorpager.planner.hardware import Hardware
+from tensorpager.planner.lp import policy as lp_policy
+from tensorpager.planner.lp import settings as lp_settings
 from tensorpager.planner.lp.fit import fit, resident_pages
 from tensorpager.planner.lp.groups import grouped
 from tensorpager.planner.lp.policy import OTHERS, bound, plan
 from tensorpager.planner.lp.problem import Problem, make_problem, merged
 from tensorpager.planner.lp.program import Unsolved, least_device_pages, solve
 from tensorpager.planner.lp.schedule import Schedule, make_schedule
+from tensorpager.planner.plan import Plan
 from tensorpager.planner.policies.registry import POLICIES
 from tensorpager.planner.simulator import simulate
 from tensorpager.planner.trace import Trace, make_trace
@@ -294,6 +297,49 @@ def test_rates_without_limit() -> None:
     hardware = machine(250, **{f"{name}_bytes_per_s": math.inf for name in rates})
     taken, _ = runs(chain(10), hardware)
     assert taken == pytest.approx(chain(10).ideal_us)
+
+
+# -- full and quick searches ---------------------------------------------------------------------
+@pytest.mark.parametrize("coarse", [(), lp_settings.COARSE], ids=["none", "coarse"])
+def test_a_full_search_is_never_worse_than_a_quick_one(
+    monkeypatch: pytest.MonkeyPatch, coarse: tuple[tuple[int, int], ...]
+) -> None:
+    """Where each move has a latency, the few and large moves of merged steps are the better plan:
+    the fine programs alone reach 29.8 % of the ideal here, the quick search 30.1, coarse ones 32.5.
+    """
+    sizes = {"QUICK_MAX_STEPS": 20, "QUICK_MERGED_STEPS": 14, "QUICK_BOUND_STEPS": 10}
+    for name, steps in sizes.items():  # as if the trace were one of thousands of ops
+        monkeypatch.setattr(lp_settings, name, steps)
+        monkeypatch.setattr(lp_policy, name, steps)
+    monkeypatch.setattr(lp_settings, "COARSE", coarse)
+    trace = chain(12, pages=30, op_us=150.0)
+    peak = make_problem(trace, machine(1)).live.max()
+    hardware = machine(int(0.4 * peak), transfer_latency_us=200.0)
+    full, quick = (plan(trace, hardware, quick=short).predicted for short in (False, True))
+    assert full is not None
+    assert quick is not None
+    assert full.iteration_us <= quick.iteration_us * (0.95 if coarse else 1.0)
+
+
+@pytest.mark.parametrize("refused_pages", [249, 250, 251])
+def test_a_quick_refusal_of_what_is_enough_is_looked_into(
+    monkeypatch: pytest.MonkeyPatch, refused_pages: int
+) -> None:
+    """A program of merged steps may refuse a device and then find that it works."""
+    trace, hardware = chain(10), machine(250)
+    run = lp_policy._Search.run
+
+    def refuse_quick(search: lp_policy._Search) -> Plan:
+        if search.quick:
+            raise InfeasibleBudget("too small", minimum=refused_pages * PAGE)
+        return run(search)
+
+    monkeypatch.setattr(lp_policy._Search, "run", refuse_quick)
+    if refused_pages <= 250:
+        assert plan(trace, hardware, quick=True).moves
+    else:
+        with pytest.raises(InfeasibleBudget):
+            plan(trace, hardware, quick=True)
 
 
 def test_a_solver_that_gives_up_leaves_a_plan_and_a_true_bound(

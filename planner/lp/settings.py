@@ -1,0 +1,61 @@
+"""Which programs are solved for a plan, and in which order.
+
+Time is in steps of one op each, or neighbouring ops are merged: a long trace to what can be solved,
+and any trace for the sake of its moves: a program knows no latency, so its plan moves a few pages
+in every step; with fewer, longer steps there are fewer and larger moves.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .narrow import too_many
+from .problem import Problem
+
+MAX_STEPS, MERGED_STEPS = 2500, 1000  # of a longer trace steps are merged
+QUICK_MAX_STEPS, QUICK_MERGED_STEPS, QUICK_BOUND_STEPS = 1000, 500, 300
+COARSE = ((2, 500), (4, 300))  # a part of the steps, and at most so many
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How a program for a plan differs from the one for the bound, which has none of it."""
+
+    reserve_pages: int = 0
+    copies_keep_slots: bool = False
+    shortest: float = 0.0  # gaps shorter than this many times their transfer time are left out
+    merged_steps: int | None = None  # merged to at most so many
+
+
+EXACT = Settings()
+
+
+def quick(problem: Problem, spare_pages: int) -> list[Settings]:
+    """For a quick search, which ends with the first plan that runs. ``spare_pages``: of the device
+    beside the largest working set."""
+    exact = [EXACT] if _whole(problem, QUICK_BOUND_STEPS) else []
+    steps = None if _whole(problem, QUICK_MAX_STEPS) else QUICK_MERGED_STEPS
+    reserve = min(spare_pages // 4, 32)
+    return [*exact, Settings(reserve, True, 0.0, steps), Settings(0, True, 0.0, steps)]
+
+
+def exact(problem: Problem) -> list[Settings]:
+    """The bound's own program, where no steps are merged for it."""
+    return [EXACT] if _whole(problem, MAX_STEPS) else []
+
+
+def coarse(problem: Problem) -> list[Settings]:
+    """With fewer steps than could be."""
+    sizes = [min(problem.steps // part + 1, most) for part, most in COARSE]
+    return [Settings(0, True, 0.0, steps) for steps in sizes]
+
+
+def fine(problem: Problem, spare_pages: int) -> list[Settings]:
+    """With as many steps as can be, the most promising first."""
+    steps = None if _whole(problem, MAX_STEPS) else MERGED_STEPS
+    kinds = ((32, 0.0), (128, 2.0), (256, 6.0), (0, 0.0))
+    return [Settings(min(spare_pages // 4, most), True, short, steps) for most, short in kinds]
+
+
+def _whole(problem: Problem, most: int) -> bool:
+    return problem.steps <= most and not too_many(problem)
