@@ -25,20 +25,26 @@ Three streams: *compute* (the user's current stream), *out* (device → host), *
    host memory is given back, does too.
 8. Disk I/O straight on device frames is no stream's work. ``wait`` blocks its thread until the
    mark of rule 6 has been reached (for a fault: one made then), and what is queued after the I/O
-   has returned finds the bytes there.
+   has returned finds the bytes there. Memory that cuFile knows (``register_frames``) is known from
+   after it was mapped until before it is unmapped.
 
 On the CPU backend every copy is complete when the call returns, so the waits do nothing.
 """
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from .dense_meter import Timeline
+
+if TYPE_CHECKING:
+    from .disk.registration import Registration
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -61,6 +67,10 @@ class Backend(Protocol):
 
     def commit(self, nbytes: int) -> None:
         """Move the border between arena and dense memory."""
+
+    def register_frames(self, registration: Registration) -> None:
+        """Keep ``registration`` in step with the memory behind the arena, from now until the arena
+        is closed. Before the first I/O on frames."""
 
     def frames_view(self, offset: int, nbytes: int) -> Any:
         """Arena bytes for disk I/O in place: an array where ``host_addressable``, else a tensor."""

@@ -1,9 +1,11 @@
 """The device arena in RAM: the same runtime with no GPU."""
 
+from __future__ import annotations
+
 import ctypes
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -11,6 +13,9 @@ from .backend import Bytes, Copy
 from .dense_meter import DenseMeter, Timeline
 from .heap import ROOMY_BYTES, TIGHT_BYTES, map_blocks_from
 from .memory import Region
+
+if TYPE_CHECKING:
+    from .disk.registration import Registration
 
 
 class CpuBackend:
@@ -29,6 +34,9 @@ class CpuBackend:
 
     def commit(self, nbytes: int) -> None:
         self._region.commit(nbytes)
+
+    def register_frames(self, registration: Registration) -> None:
+        pass
 
     def frames_view(self, offset: int, nbytes: int) -> Bytes:
         return self._bytes[offset : offset + nbytes]

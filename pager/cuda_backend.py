@@ -7,9 +7,10 @@ PyTorch's allocator, or takes it, without copying anything.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -17,6 +18,9 @@ import torch
 from .backend import Bytes, Copy
 from .dense_meter import Timeline
 from .errors import PagerError
+
+if TYPE_CHECKING:
+    from .disk.registration import Registration
 
 
 def _driver() -> Any:
@@ -64,6 +68,10 @@ class _MappedRange:
         )
         self.address = int(self._base)
         self._pieces: list[Any] = []
+
+    @property
+    def committed_bytes(self) -> int:
+        return len(self._pieces) * self.granularity
 
     def _takes_rdma(self) -> bool:
         ask = self._cuda.CUdevice_attribute
@@ -118,6 +126,7 @@ class CudaBackend:
     """Implements :class:`~.backend.Backend`; the stream order is that module's note."""
 
     host_addressable = False
+    _registration: Registration | None = None
 
     def __init__(self, device: torch.device, reserved_bytes: int, committed_bytes: int) -> None:
         if not torch.cuda.is_available():
@@ -152,7 +161,19 @@ class CudaBackend:
     def commit(self, nbytes: int) -> None:
         torch.cuda.synchronize(self.device)  # nothing may still use what is unmapped
         torch.cuda.empty_cache()  # nor may PyTorch's cache hold what is about to be mapped
+        if self._registration is not None:
+            self._registration.keep(nbytes)
         self._range.commit(nbytes)
+        self._register()
+
+    def register_frames(self, registration: Registration) -> None:
+        self._registration = registration
+        self._register()
+
+    def _register(self) -> None:
+        if self._registration is not None:
+            mapped = self._range
+            self._registration.cover(self.arena, mapped.committed_bytes, mapped.granularity)
 
     def frames_view(self, offset: int, nbytes: int) -> torch.Tensor:
         return self.arena[offset : offset + nbytes]
@@ -262,5 +283,12 @@ class CudaBackend:
 
     def close(self) -> None:
         torch.cuda.synchronize(self.device)
+        if self._registration is not None:
+            try:
+                self._registration.keep(0)
+            except PagerError as error:  # rule 4 of disk/registration.py
+                text = f"{error}. The arena's memory is given back when the process ends"
+                warnings.warn(text, RuntimeWarning, stacklevel=2)
+                return
         self.arena = torch.empty(0, dtype=torch.uint8, device=self.device)
         self._range.close()

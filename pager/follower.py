@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 from ..planner.hardware import Hardware
 from ..planner.plan import Plan
 from .access_log import AccessLog, Keys, Names, StreamAccess
-from .errors import PagerError, TierFull
+from .errors import HungDisk, PagerError, TierFull
 from .executor import Executor
 from .guide import Guide
 from .kinds import Kind, Kinds
@@ -295,6 +295,8 @@ class Follower:
 
         try:
             hardware = self.hardware()
+        except HungDisk:
+            return  # what goes to other tiers goes on; to be tried again when it answers
         except PagerError as error:
             kind.refused = f"this machine could not be measured: {error}"
             return
@@ -361,7 +363,12 @@ class Follower:
         if self._calibration is None:
             self.executor.drain()
             self._calibration = calibrate(
-                backend=pager.backend, host=pager.host, disk=pager.disk, page_size=pager.page_size
+                backend=pager.backend,
+                host=pager.host,
+                disk=pager.disk,
+                page_size=pager.page_size,
+                watch=pager.io_watch,
+                hold_back=pager.migration.hold_back,
             )
             self._size_batches(self._calibration)
         size = pager.page_size

@@ -1,7 +1,7 @@
 """Moves pages between the tiers. Slots are planned before the first byte moves: all or nothing."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -45,7 +45,8 @@ class Migration:
 
     ``watch``: of the disk's calls. ``disk_refuses``: the last write to disk failed, so pages that
     need none should leave first. ``unfinished``: I/O that was given up while it was under way, with
-    the frames and disk slots that it may still use; see :meth:`take_back`.
+    the frames and disk slots that it may still use; ``held``: such I/O that is of no page, with
+    its slots by tier; see :meth:`take_back`.
     """
 
     def __init__(
@@ -66,6 +67,7 @@ class Migration:
         self.watch = watch or IoWatch(math.inf)
         self.disk_refuses = False
         self.unfinished: list[tuple[Future[None], Int32, Int32]] = []
+        self.held: list[tuple[list[Future[None]], dict[str, Int32]]] = []
         self.page_size = page_size
         self.bytes_out = self.bytes_in = 0
         self.peak_host_slots = self.peak_disk_slots = 0
@@ -380,6 +382,7 @@ class Migration:
         """Wait for I/O that was given up; the frames that are free now that it has ended. Its slots
         are too. Raises ``HungDisk`` if it does not end. Before that no page may move.
         """
+        self._let_go()
         frames = [np.empty(0, np.int32)]
         while self.unfinished:
             future, its_frames, slots = self.unfinished[0]
@@ -389,6 +392,23 @@ class Migration:
             if len(slots):
                 self.give_slots("disk", slots)
         return np.concatenate(frames)
+
+    def hold_back(
+        self, futures: Sequence[Future[None]], runs: dict[str, list[tuple[int, int]]]
+    ) -> None:
+        """I/O that was given up and is of no page, which nobody waits for: by tier, runs of slots
+        that stay taken until all of it has ended."""
+        self.held.append((list(futures), {tier: expand(its) for tier, its in runs.items()}))
+
+    def _let_go(self) -> None:
+        """Slots of :meth:`hold_back` whose I/O has ended by now are free."""
+        held, self.held = self.held, []
+        for futures, slots in held:
+            if not all(future.done() for future in futures):
+                self.held.append((futures, slots))
+                continue
+            for tier, its_slots in slots.items():
+                self.give_slots(tier, its_slots)
 
     def copy_of(self, pages: Int32, out: Bytes) -> None:
         """The bytes of ``pages``, wherever they are, into ``out``, uint8 [pages × page_size]; zeros

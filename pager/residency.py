@@ -247,7 +247,7 @@ class Residency:
     def take_back(self) -> None:
         """Frames of I/O that was given up are free when it has ended; see ``Migration.take_back``.
         Whatever moves pages begins with it."""
-        if self.migration.unfinished:
+        if self.migration.unfinished or self.migration.held:
             frames = np.sort(self.migration.take_back())
             for start, _, length in merge(frames, frames):
                 self.pool.free(start, length)

@@ -29,6 +29,7 @@ from .activations import SavedTensors
 from .arguments import Arguments, check_arguments
 from .backend import make_backend
 from .budget import DeviceBudget
+from .calibration.disk_threads import threads_for
 from .capacity import bytes_in_pages, check_capacity, check_states
 from .checkpoint import save_load as _checkpoint
 from .dense_views import pinned_view
@@ -166,6 +167,7 @@ class Pager:
                     given.disk_path,
                     given.budget_bytes["disk"],
                     size,
+                    threads=threads_for(given.disk_path),
                     io_engine=given.io_engine,
                     on_cuda=on_cuda,
                 )
@@ -173,6 +175,8 @@ class Pager:
                 self.disk.engine = WatchedEngine(self.disk.engine, self.io_watch)
             self.backend = make_backend(self.device, reach, given.frames * size)
             undo.callback(self.backend.close)
+            if self.disk is not None and self.disk.registration is not None:
+                self.backend.register_frames(self.disk.registration)
             self.host = HostTier(given.budget_bytes["host"], size)
             self.backend.register_host(self.host.bytes)
             self.table = PageTable(given.frames, self.device)

@@ -49,6 +49,7 @@ def counters(pager: Pager) -> dict[str, Any]:
         "bytes_out": migration.bytes_out,
         "bytes_in": migration.bytes_in,
         "disk_bytes_written": pager.disk.bytes_written if pager.disk else 0,
+        "disk_engine": pager.disk.describe() if pager.disk else None,
         "io_retries": pager.io_watch.retries + (pager.disk.rereads if pager.disk else 0),
         "channel_bytes": dict(migration.moved),
         "stall_us": pager.stall_us,

@@ -5,6 +5,8 @@ They are in ``$XDG_CACHE_HOME/tensorpager`` (``~/.cache/tensorpager``), private 
 as good as none, and a folder that cannot be had means no cache; nothing raises.
 """
 
+from __future__ import annotations
+
 import contextlib
 import hashlib
 import json
@@ -14,12 +16,14 @@ import stat
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from ... import __version__
-from ..disk.tier import DiskTier
+
+if TYPE_CHECKING:
+    import torch
+
+    from ..disk.tier import DiskTier
 
 MAX_AGE_S = 7 * 24 * 3600
 _MAX_FILE_BYTES = 1 << 16
@@ -31,15 +35,32 @@ def machine_key(device: torch.device, disk: DiskTier | None, page_size: int) -> 
     """All that the rates depend on and that stays the same when the machine starts again."""
     where = {} if disk is None else _disk_key(disk)
     return {
-        "tensorpager": __version__,
-        "host": platform.node(),
-        "machine": _first_line("/etc/machine-id"),
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else _cpu_name(),
+        **host_key(),
+        "device": _gpu_name(device) if device.type == "cuda" else _cpu_name(),
         "page_size": page_size,
         "disk_device": where.get("device"),
         "disk_file_system": where.get("file_system"),
         "disk_direct": where.get("direct"),
         "disk_engine": where.get("engine"),
+        "disk_threads": where.get("threads"),
+    }
+
+
+def host_key() -> Key:
+    """This machine, and what measured it."""
+    return {
+        "tensorpager": __version__,
+        "host": platform.node(),
+        "machine": _first_line("/etc/machine-id"),
+    }
+
+
+def folder_key(folder: str | os.PathLike[str]) -> Key:
+    """The disk that ``folder`` is on. Raises OSError if it cannot be asked."""
+    device = os.stat(folder).st_dev
+    return {
+        "device": device,
+        "file_system": _file_system(f"{os.major(device)}:{os.minor(device)}"),
     }
 
 
@@ -120,13 +141,12 @@ def _read_own(path: Path) -> bytes:
     return content
 
 
-def _disk_key(disk: DiskTier) -> dict[str, str | int]:
-    device = os.stat(disk.directory).st_dev
+def _disk_key(disk: DiskTier) -> Key:
     return {
-        "device": device,
-        "file_system": _file_system(f"{os.major(device)}:{os.minor(device)}"),
+        **folder_key(disk.directory),
         "direct": int(disk.direct),
         "engine": disk.engine.name,
+        "threads": disk.threads,
     }
 
 
@@ -137,6 +157,12 @@ def _file_system(device: str) -> str:
             if line.split()[2] == device:
                 return " ".join(line.partition(" - ")[2].split()[:2])
     return ""
+
+
+def _gpu_name(device: torch.device) -> str:
+    import torch
+
+    return torch.cuda.get_device_name(device)
 
 
 def _cpu_name() -> str:

@@ -3,13 +3,16 @@
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from ..backend import Bytes
 from ..disk.batch import SlotRun
 from ..disk.tier import DiskTier
+from ..disk.watch import IoWatch
+from ..errors import HungDisk
 from ..frame_pool import Run
 from .timing import PHASE_S, ROUNDS, median_seconds, since
 
@@ -20,6 +23,34 @@ _SINGLES = 64
 Submit = Callable[[Sequence[SlotRun]], Future[None]]
 TimedRuns = Callable[[Sequence[Run]], float]
 """Runs of slots → seconds to move them."""
+
+
+class Transfer(NamedTuple):
+    """One that was submitted, and what it uses until it has ended."""
+
+    future: Future[None]
+    slots: Run
+    buffer: Bytes
+
+
+@dataclass
+class Waiter:
+    """Who waits for transfers, as long as ``watch`` allows. ``left``: those that did not end."""
+
+    watch: IoWatch
+    left: list[Transfer] = field(default_factory=list)
+
+    def give_up(self, transfers: Iterable[Transfer]) -> None:
+        self.left += [transfer for transfer in transfers if not transfer.future.done()]
+
+    def wait_for_ends(self, transfers: Iterable[Transfer]) -> None:
+        """Until none is under way, failed or not. Raises ``HungDisk`` if one does not end."""
+        try:
+            for transfer in transfers:
+                self.watch.wait_for_end(transfer.future)
+        except HungDisk:
+            self.give_up(transfers)
+            raise
 
 
 class DiskRates(NamedTuple):
@@ -34,13 +65,18 @@ class DiskRates(NamedTuple):
 
 
 def measure_disk(
-    disk: DiskTier, runs: Sequence[Run], source: Bytes, lanes: Sequence[Bytes]
+    disk: DiskTier,
+    runs: Sequence[Run],
+    source: Bytes,
+    lanes: Sequence[Bytes],
+    waiter: Waiter,
 ) -> DiskRates:
     """Rates of transfers between memory and ``runs`` of slots, which are the caller's to lose.
 
     ``source``, one transfer of whole pages, is what is written; each of ``lanes``, as long as it,
-    takes one read at a time. No transfer uses them any more when this returns or raises. Raises
-    ``PagerError`` or ``CorruptPage`` if the disk fails.
+    takes one read at a time. No transfer uses them any more when this returns or raises, but for
+    ``waiter.left``. Raises ``PagerError`` or ``CorruptPage`` if the disk fails, and ``HungDisk`` if
+    it does not answer.
     """
     size = disk.page_size
     slots = sum(count for _, count in runs)
@@ -49,10 +85,10 @@ def measure_disk(
     pieces = cut(runs, max(1, min(len(source) // size, slots // 8)))
 
     def write(what: Sequence[Run]) -> float:
-        return _stream(disk.submit_write, what, [source] * _WRITES_QUEUED, size)
+        return _stream(disk.submit_write, what, [source] * _WRITES_QUEUED, size, waiter)
 
     def read(what: Sequence[Run]) -> float:
-        return _stream(disk.submit_read, what, lanes, size)
+        return _stream(disk.submit_read, what, lanes, size, waiter)
 
     first = write(pieces[:1])
     pieces = pieces[: max(2, int(_ROUND_S / first))]
@@ -84,25 +120,36 @@ def cut(runs: Sequence[Run], most: int) -> list[Run]:
     ]
 
 
-def _stream(submit: Submit, pieces: Sequence[Run], lanes: Sequence[Bytes], page_size: int) -> float:
+def _stream(
+    submit: Submit,
+    pieces: Sequence[Run],
+    lanes: Sequence[Bytes],
+    page_size: int,
+    waiter: Waiter,
+) -> float:
     """Seconds to move ``pieces`` with one transfer in flight for each of ``lanes``.
 
-    No transfer uses a lane any more when this returns or raises.
+    No transfer uses a lane any more when this returns or raises, but for ``waiter.left``.
     """
-    in_flight: deque[Future[None]] = deque()
+    in_flight: deque[Transfer] = deque()
     began = time.perf_counter()
     try:
         for index, (slot, count) in enumerate(pieces):
             if len(in_flight) == len(lanes):
-                in_flight[0].result()
+                waiter.watch.wait(in_flight[0].future)
                 in_flight.popleft()
             buffer = lanes[index % len(lanes)][: count * page_size]
-            in_flight.append(submit([(slot, buffer)]))
-        for future in in_flight:
-            future.result()
+            future = submit([(slot, buffer)])
+            in_flight.append(Transfer(future, (slot, count), buffer))
+        for transfer in in_flight:
+            waiter.watch.wait(transfer.future)
         return since(began)
-    finally:
-        wait(in_flight)
+    except HungDisk:
+        waiter.give_up(in_flight)
+        raise
+    except BaseException:
+        waiter.wait_for_ends(in_flight)
+        raise
 
 
 def _both_ways(

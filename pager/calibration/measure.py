@@ -14,7 +14,8 @@ third of a second.
 
 import math
 import mmap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 
@@ -25,16 +26,20 @@ from ..backend import Backend, Bytes
 from ..calibration import cache
 from ..disk.batch import TASK_BYTES
 from ..disk.tier import DiskTier
-from ..errors import PagerError
+from ..disk.watch import IoWatch
+from ..errors import HungDisk, PagerError
 from ..frame_pool import FramePool, Run
 from ..host import HostTier
-from .disk_rates import cut, measure_disk
-from .link import measure_link
+from .disk_rates import DiskRates, Waiter, cut, measure_disk
+from .link import LinkRates, measure_link
 
 _SCRATCH_BYTES, _HOST_BYTES, _DISK_BYTES = 8 << 20, 32 << 20, 32 << 20  # at most
 _READS = 8  # in flight
 _HUGE_PAGE = 2 << 20
 _MOST_PER_S, _MOST_US = 1e15, 1e9
+
+HoldBack = Callable[[Sequence[Future[None]], dict[str, list[Run]]], None]
+"""Transfers that did not end, and by tier the slots that are free only when they have."""
 
 
 @dataclass(frozen=True)
@@ -84,6 +89,8 @@ def calibrate(
     page_size: int,
     use_cache: bool = True,
     fresh: bool = False,
+    watch: IoWatch | None = None,
+    hold_back: HoldBack | None = None,
 ) -> Calibration:
     """The rates of these tiers: from this machine's cache, or measured and put there.
 
@@ -96,7 +103,14 @@ def calibrate(
         known = _from_cache(key, disk)
         if known is not None:
             return known
-    measured = measure(backend=backend, host=host, disk=disk, page_size=page_size)
+    measured = measure(
+        backend=backend,
+        host=host,
+        disk=disk,
+        page_size=page_size,
+        watch=watch,
+        hold_back=hold_back,
+    )
     if use_cache:
         cache.store(key, asdict(measured))
     return measured
@@ -114,35 +128,82 @@ def _from_cache(key: cache.Key, disk: DiskTier | None) -> Calibration | None:
 
 
 def measure(
-    *, backend: Backend, host: HostTier, disk: DiskTier | None, page_size: int
+    *,
+    backend: Backend,
+    host: HostTier,
+    disk: DiskTier | None,
+    page_size: int,
+    watch: IoWatch | None = None,
+    hold_back: HoldBack | None = None,
 ) -> Calibration:
     """Measures the link and, if there is one, the disk tier. Nothing may be in flight.
 
+    ``watch``: of the disk's calls; it ends the wait for one that does not return. ``hold_back``:
+    takes what such a call may still use; without it that stays taken.
+
     Free slots hold anything afterwards. Raises ``PagerError``, with every slot given back, if the
-    disk fails or has no free slot, or if the device has no room for one transfer.
+    disk fails or has no free slot, or if the device has no room for one transfer. Raises
+    ``HungDisk`` if the disk does not answer; nothing that matters is in the slots of those calls.
     """
     if disk is not None and not disk.slots.free_count:
         raise PagerError(
             f"the disk tier in {disk.directory!r} cannot be measured: none of its "
             f"{disk.slots.count} slots is free; raise disk_budget (pager.grow does it now)"
         )
+    waiter = Waiter(watch or IoWatch(math.inf))
+    try:
+        waiter.watch.refuse_if_hung()
+        return _measure(backend, host, disk, page_size, waiter, hold_back)
+    except HungDisk as error:
+        assert disk is not None
+        raise HungDisk(
+            f"the disk tier in {disk.directory!r} could not be measured: {error}; or set disk_path "
+            "to another disk"
+        ) from error
+
+
+def _measure(
+    backend: Backend,
+    host: HostTier,
+    disk: DiskTier | None,
+    page_size: int,
+    waiter: Waiter,
+    hold_back: HoldBack | None,
+) -> Calibration:
     room = scratch_room(backend)
     piece_pages = max(1, min(TASK_BYTES, room // 4) // page_size)
     piece_bytes = piece_pages * page_size
     count = max(2, room // piece_bytes)
     with (
         scratch(backend, count * piece_bytes) as memory,
-        _borrowed(host.slots, _HOST_BYTES, page_size) as host_runs,
+        _borrowed(host.slots, _HOST_BYTES, page_size) as of_host,
     ):
         source, *lanes = np.split(memory, count)
         _fill(source)
-        pieces = [host.view(*run) for run in cut(host_runs, piece_pages)]
+        host_runs = cut(of_host.runs, piece_pages)
+        pieces = [host.view(*run) for run in host_runs]
         link = measure_link(backend, source, pieces or lanes)
         if disk is None:
             return Calibration(link.out, link.in_, link.latency_us)
         lanes += [piece for piece in pieces if len(piece) == piece_bytes]
-        with _borrowed(disk.slots, _DISK_BYTES, page_size) as runs:
-            rates = measure_disk(disk, runs, source, lanes[:_READS])
+        with _borrowed(disk.slots, _DISK_BYTES, page_size) as of_disk:
+            try:
+                rates = measure_disk(disk, of_disk.runs, source, lanes[:_READS], waiter)
+            except HungDisk:
+                of_disk.kept = [transfer.slots for transfer in waiter.left]
+                of_host.kept = [
+                    run
+                    for run, piece in zip(host_runs, pieces)
+                    if any(np.may_share_memory(piece, left.buffer) for left in waiter.left)
+                ]
+                if waiter.left and hold_back is not None:
+                    futures = [transfer.future for transfer in waiter.left]
+                    hold_back(futures, {"host": of_host.kept, "disk": of_disk.kept})
+                raise
+    return _calibration(link, rates)
+
+
+def _calibration(link: LinkRates, rates: DiskRates) -> Calibration:
     return Calibration(
         link.out,
         link.in_,
@@ -186,14 +247,26 @@ def hardware(
     )
 
 
+@dataclass
+class _Loan:
+    """Slots of a tier, all of them free again at its end but for those in ``kept``."""
+
+    runs: list[Run]
+    kept: list[Run]
+
+
 @contextmanager
-def _borrowed(slots: FramePool, nbytes: int, page_size: int) -> Iterator[list[Run]]:
+def _borrowed(slots: FramePool, nbytes: int, page_size: int) -> Iterator[_Loan]:
     """Free slots for ``nbytes`` (four at least), or as many as there are; given back at the end."""
     runs = slots.allocate(min(max(math.ceil(nbytes / page_size), 4), slots.free_count))
     assert runs is not None
+    loan = _Loan(runs, [])
     try:
-        yield runs
+        yield loan
     finally:
+        if loan.kept:
+            kept = {slot for first, count in loan.kept for slot in range(first, first + count)}
+            runs = [run for run in cut(runs, 1) if run[0] not in kept]
         for run in runs:
             slots.free(*run)
 

@@ -69,12 +69,16 @@ def bench_io(
     Nothing is read from the page cache: reads use O_DIRECT, or come after the cache was told to
     let go of the file. A drive's own cache counts as the drive.
 
+    How many threads were best is remembered: for a week, trainings use as many on that disk. The
+    other settings are yours to pass.
+
     \b
     Example:
       tensorpager bench-io /nvme
       tensorpager bench-io /nvme --size 8GiB --json > nvme.json
     """
     with in_one_line(context):
+        from ..calibration.disk_threads import remember_threads
         from .bench import LARGEST, BenchFile, sweep
         from .fio import has_fio, shares_of_fio
         from .kvikio import why_not
@@ -90,10 +94,13 @@ def bench_io(
                 if report is not None:
                     report("fio", 0.98)
                 fio = shares_of_fio(file, best, rounds=rounds, seconds=seconds)
+        kept = remember_threads(path, best.threads)
         if as_json:
-            emit_json(_content(path, size_bytes, results, best, fio, why_no_kvikio))
+            content = _content(path, size_bytes, results, best, fio, why_no_kvikio)
+            emit_json({**content, "threads_remembered": kept})
         else:
             emit(*_lines(path, size_bytes, results, best, fio, why_no_kvikio, with_fio=with_fio))
+            emit(_threads(best.threads, kept=kept))
 
 
 def _refuse(path: Path, size_bytes: int, *, least: int) -> None:
@@ -179,20 +186,21 @@ def _recommendation(results: Results, best: Setting) -> list[str]:
     page = f"{kib >> 10}MiB" if kib % 1024 == 0 else f"{kib}KiB"
     arguments = f'page_size="{page}", io_engine="{best.engine}"'
     lines = [f"Recommended: Pager(..., {arguments})"]
-    four = next(
-        (
-            rates
-            for setting, rates in results.items()
-            if setting.threads == 4 and setting.block_bytes == best.block_bytes
-        ),
-        None,
-    )
-    if best.threads > 4 and four is not None:
-        gain = results[best].together / four.together
-        lines.append(f"{best.threads} threads are {gain:.2f} times as fast as the pager's 4.")
     if not best.direct and any(setting.direct for setting in results):
         lines.append("The page cache helps here; it takes memory beside the host budget.")
     return lines
+
+
+def _threads(count: int, *, kept: bool) -> str:
+    from .batch import THREADS
+
+    threads = f"{count} thread{'s' if count > 1 else ''} each way"
+    if kept:
+        return f"Trainings use {threads} on this disk, for a week or until the next bench-io."
+    return (
+        f"{threads} would be best, but that cannot be remembered (TENSORPAGER_CALIBRATION=off, or "
+        f"no cache folder), so trainings use {THREADS}."
+    )
 
 
 def _gb(bytes_per_s: float) -> str:

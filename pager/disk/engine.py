@@ -17,6 +17,7 @@ from typing import Any, Protocol
 from ..errors import PagerError
 from .kvikio import KvikioEngine, has_gds, why_not
 from .posix import PosixEngine
+from .registration import Registration
 
 ENGINES = ("auto", "kvikio", "posix")
 
@@ -89,6 +90,11 @@ def make_engine(
             if io_engine == "kvikio":
                 raise
     return PosixEngine(fd, direct=direct)
+
+
+def registration_of(engine: Engine) -> Registration | None:
+    """Of the frames that ``engine`` moves; ``None`` where registering them helps nothing."""
+    return engine.registration if isinstance(engine, KvikioEngine) else None
 
 
 def _goes_straight() -> bool:

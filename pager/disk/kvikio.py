@@ -8,14 +8,16 @@ callers, and where that is done:
    future of theirs is done, whatever happens meanwhile.
 2. It does not wait for anybody's stream. Who passes device memory has waited (disk/engine.py).
 3. It has one pool of threads in the process, for all files and both directions. It is made large
-   enough that no caller queues behind another, and never smaller. Their page-locked buffers hold
-   a task each instead of 16 MiB, because no budget counts them.
+   enough that no caller queues behind another (how many call, ``bench-io`` found out for this disk:
+   calibration/disk_threads.py), and never smaller. Their page-locked buffers hold a task each
+   (``batch.TASK_BYTES``) instead of 16 MiB, because no budget counts them.
 4. It opens the file by a path, twice (with O_DIRECT and without). Ours has no name, so the path is
    that of its descriptor, and what was opened is checked to be that file. A forked child closes
    both at once, because a file without a name takes up space while any process has it open.
 5. Its threads do not exist in a forked child, where whoever waited for them would wait for ever:
    a child has no such engine (``auto`` is ``posix`` there), and ends without KvikIO's destructors.
 6. It gives up on EINTR, and its errors are ``RuntimeError`` with a text: ``_translated``.
+7. cuFile copies device memory that was not registered: registration.py.
 
 Settings are of the whole process, other users of KvikIO included: an engine with O_DIRECT turns
 ``auto_direct_io_*`` on for good, one without it turns them off while it opens its own file.
@@ -35,6 +37,7 @@ from importlib import import_module
 from typing import Any
 
 from ..errors import PagerError
+from .registration import Registration
 
 _DIRECT = ("auto_direct_io_read", "auto_direct_io_write")
 _LIBRARY = "libcuda.so.1"
@@ -80,12 +83,29 @@ def why_not() -> str | None:
 
 
 def has_gds() -> bool:
-    """Whether cuFile says that GPUDirect Storage works here; KvikIO must be usable."""
+    """Whether cuFile says that GPUDirect Storage works here, and KvikIO is not told to do without
+    (``KVIKIO_COMPAT_MODE``); KvikIO must be usable."""
     try:
         driver = import_module("kvikio.cufile_driver")
-        return bool(driver.get("is_gds_available"))
+        compat = import_module("kvikio.defaults").is_compat_mode_preferred()
+        return bool(driver.get("is_gds_available")) and not compat
     except Exception:  # no cuFile library, no driver, or none that can be asked
         return False
+
+
+def registration() -> Registration | None:
+    """For device memory that this process's KvikIO will move; ``None`` where that passes host
+    memory anyway (compatibility mode), so that registering it would only take up room."""
+    if not has_gds():
+        return None
+    try:
+        calls = import_module("kvikio.buffer")
+    except ImportError:  # an older one
+        return None
+    most: int | None = None
+    with contextlib.suppress(Exception):  # a driver that cannot be asked
+        most = int(import_module("kvikio.cufile_driver").get("max_pinned_memory_size")) << 10
+    return Registration(calls, most or None)
 
 
 class KvikioEngine:
@@ -93,7 +113,8 @@ class KvikioEngine:
 
     ``direct``: whether to bypass the page cache; the attribute says whether that could be had.
     ``callers``: how many threads call at once. ``task_bytes``: the largest piece that one of
-    KvikIO's threads moves.
+    KvikIO's threads moves. ``registration``: of the frames, for the backend to keep in step with
+    its memory; ``None`` where that does not help.
 
     Raises PagerError, and leaves nothing open, if KvikIO cannot be used on the file.
     """
@@ -129,6 +150,7 @@ class KvikioEngine:
         except BaseException:
             self._file.close()
             raise
+        self.registration = registration() if takes_device else None
         _engines.add(self)
 
     def write(self, buffers: Sequence[Any], offset: int) -> None:

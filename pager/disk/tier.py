@@ -30,8 +30,8 @@ from ..disk import file as disk_io
 from ..errors import CorruptPage, PagerError
 from ..frame_pool import FramePool
 from ..integrity import ROW, Rows, Stamps, page_rows
-from .batch import TASK_BYTES, Batch, SlotRun, Slots, Task, share_out, slots_of, split
-from .engine import Engine, Wrap, check_name, make_engine
+from .batch import TASK_BYTES, THREADS, Batch, SlotRun, Slots, Task, share_out, slots_of, split
+from .engine import Engine, Wrap, check_name, make_engine, registration_of
 from .rate_limit import RateLimit
 from .threads import IoThreads
 
@@ -43,7 +43,9 @@ class DiskTier:
 
     ``slots`` says which are free; it belongs to the caller, which allocates before it writes.
     Methods may be called from several threads. ``direct``: whether to bypass the page cache with
-    O_DIRECT; by default wherever that works. ``threads``: how many read, and how many write.
+    O_DIRECT; by default wherever that works. ``threads``: how many read, and how many write (what
+    suits a disk: ``calibration/disk_threads.py``). ``registration``: of the frames, where the
+    engine moves them straight; for their backend.
     ``bytes_per_s``: a limit for reads and another, of the same rate, for writes. ``io_engine``: see
     ``io_engine.make_engine``; ``on_cuda``: whether the pages come from device memory. ``engine``:
     what to put around the engine (tests put faults there).
@@ -57,7 +59,7 @@ class DiskTier:
         capacity_bytes: int,
         page_size: int,
         *,
-        threads: int = 4,
+        threads: int = THREADS,
         direct: bool | None = None,
         bytes_per_s: float | None = None,
         io_engine: str = "auto",
@@ -69,6 +71,7 @@ class DiskTier:
         check_name(io_engine)
         self._read_limit, self._write_limit = RateLimit(bytes_per_s), RateLimit(bytes_per_s)
         self._page_size = page_size
+        self.threads = threads
         self._directory = os.path.abspath(directory)
         self._slot_bytes(capacity_bytes)
         self.slots = FramePool(capacity_bytes // page_size)
@@ -101,6 +104,7 @@ class DiskTier:
                 task_bytes=TASK_BYTES,
                 on_cuda=on_cuda,
             )
+            self.registration = registration_of(made)
             self.engine: Engine = made if engine is None else engine(made)
         except BaseException:
             self._close_fd()
@@ -138,6 +142,18 @@ class DiskTier:
         """
         self._read_limit.set(bytes_per_s)
         self._write_limit.set(bytes_per_s)
+
+    def describe(self) -> dict[str, str | int | bool | None]:
+        """How pages are moved here, for people. ``note``: what could not be had, and why."""
+        known = self.registration
+        return {
+            "engine": self.engine.name,
+            "direct": self.direct,
+            "threads": self.threads,
+            "moves_frames": self.engine.takes_device,
+            "registered_bytes": known.registered_bytes if known is not None else 0,
+            "note": known.note if known is not None else None,
+        }
 
     def fileno(self) -> int:
         """The file's descriptor, for those who look at it from outside: tests and benchmarks."""

@@ -10,17 +10,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ...planner.sizes import format_bytes
-from ..errors import PagerError
+from ..errors import HungDisk, PagerError
 from .finding import Finding, format_rate
 
 if TYPE_CHECKING:
     from ..calibration.measure import Calibration
     from ..disk.tier import DiskTier
+    from ..disk.watch import IoWatch
 
 _PAGE_BYTES = 2 << 20  # what rates are measured with: the default page
 _ARENA_BYTES, _HOST_BYTES, _DISK_BYTES = 256 << 20, 32 << 20, 64 << 20
 _LEAST_FREE_BYTES = 4 * _PAGE_BYTES
 _SLOW_DISK = 200e6
+_IO_SECONDS = 60.0  # for one read or write, as a Pager waits by default
+
+_left_to_the_disk: list[object] = []  # what a call that does not return still uses
 
 
 @dataclass(frozen=True)
@@ -32,14 +36,17 @@ class Measured:
 
 
 def measure_rates(folder: Path | None) -> Measured:
-    """Over the link and, with a file in ``folder``, to and from the disk."""
+    """Over the link and, with a file in ``folder``, to and from the disk. One that does not answer
+    for a minute is a problem, and is left alone until the process ends."""
+    from ..disk.watch import IoWatch
+
+    watch = IoWatch(_IO_SECONDS)
     try:
-        tier = None if folder is None else _small_tier(folder)
-        try:
-            rates = _calibrated(tier)
-        finally:
-            if tier is not None:
-                tier.close()
+        tier = None if folder is None else _small_tier(folder, watch)
+        rates = _calibrated(tier, watch)
+    except HungDisk as error:
+        remedy = "look at the drive or mount and the kernel's log (dmesg), or name another disk"
+        return Measured([Finding("disk rates", "problem", f"not measured: {error}", remedy)])
     except PagerError as error:
         return Measured([Finding("transfer rates", "warning", f"not measured: {error}")])
     link = (
@@ -78,16 +85,27 @@ def _disk_rates(rates: Calibration) -> list[Finding]:
     return findings
 
 
-def _small_tier(folder: Path) -> DiskTier | None:
+def _small_tier(folder: Path, watch: IoWatch) -> DiskTier | None:
     """A disk tier that leaves most of what is free on the disk; ``None`` if that is no room."""
+    from ..calibration.disk_threads import threads_for
     from ..disk.tier import DiskTier
+    from ..disk.watch import WatchedEngine
 
     nbytes = min(_DISK_BYTES, shutil.disk_usage(folder).free // 2)
-    return DiskTier(folder, nbytes, _PAGE_BYTES) if 2 * nbytes >= _LEAST_FREE_BYTES else None
+    if 2 * nbytes < _LEAST_FREE_BYTES:
+        return None
+    return DiskTier(
+        folder,
+        nbytes,
+        _PAGE_BYTES,
+        threads=threads_for(folder),
+        engine=lambda engine: WatchedEngine(engine, watch),
+    )
 
 
-def _calibrated(disk: DiskTier | None) -> Calibration:
-    """The rates, measured now and put into the cache. Raises PagerError if that cannot be done."""
+def _calibrated(disk: DiskTier | None, watch: IoWatch) -> Calibration:
+    """The rates, measured now and put into the cache; ``disk`` is closed. Raises PagerError if that
+    cannot be done."""
     import torch
 
     from ..backend import make_backend
@@ -102,4 +120,17 @@ def _calibrated(disk: DiskTier | None) -> Calibration:
         stack.callback(host.close)
         backend.register_host(host.bytes)
         stack.callback(backend.unregister_host, host.bytes)
-        return calibrate(backend=backend, host=host, disk=disk, page_size=_PAGE_BYTES, fresh=True)
+        if disk is not None:
+            stack.callback(disk.close)  # first of all: it waits for whoever uses the others
+        try:
+            return calibrate(
+                backend=backend,
+                host=host,
+                disk=disk,
+                page_size=_PAGE_BYTES,
+                fresh=True,
+                watch=watch,
+            )
+        except HungDisk:
+            _left_to_the_disk.append((backend, host, disk, stack.pop_all()))
+            raise

@@ -11,13 +11,18 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
+from tensorpager.pager.calibration import cache, disk_threads
+from tensorpager.pager.calibration.cache import machine_key
+from tensorpager.pager.calibration.disk_threads import remember_threads, threads_for
 from tensorpager.pager.disk import bench
 from tensorpager.pager.disk import fio as io_engine_fio
+from tensorpager.pager.disk.batch import THREADS
 from tensorpager.pager.disk.bench import BenchFile, Rates, Setting, cheapest_of_the_best
 from tensorpager.pager.disk.bench_command import bench_io
 from tensorpager.pager.errors import CorruptPage, PagerError
 
 from .disk_suite import open_below
+from .models import make_pager
 
 MIB = 1 << 20
 DEFAULT = Setting("posix", False, 1 * MIB, 2)
@@ -25,6 +30,14 @@ DEFAULT = Setting("posix", False, 1 * MIB, 2)
 
 def run(*arguments: str) -> Result:
     return CliRunner().invoke(bench_io, list(arguments))
+
+
+@pytest.fixture(autouse=True)
+def own_cache_each(
+    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is remembered for one test is not there in the next."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
 
 
 @pytest.fixture
@@ -61,6 +74,49 @@ def test_json(few: None, tmp_path: Path) -> None:
     for row in content["bytes_per_s"]:
         assert min(row["write"], row["read"], row["write_beside"], row["read_beside"]) > 0
     assert content["fio_bytes_per_s"] is None
+
+
+# What it is remembered for
+
+
+def test_trainings_use_as_many_threads_as_were_best(few: None, tmp_path: Path) -> None:
+    assert threads_for(tmp_path) == THREADS
+    content = json.loads(run(str(tmp_path), *QUICK, "--json").stdout)
+    best = content["recommended"]["threads"]
+    assert content["threads_remembered"] is True
+    assert threads_for(tmp_path) == best
+    assert remember_threads(tmp_path, 3)
+    with make_pager(disk_budget="2MiB", disk_path=tmp_path) as pager:
+        assert pager.stats()["disk_engine"]["threads"] == 3
+        assert pager.disk is not None
+        key = machine_key(pager.device, pager.disk, pager.page_size)
+        assert key["disk_threads"] == 3, "rates were measured with other threads"
+
+
+def test_what_is_remembered_is_said(
+    few: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = " ".join(run(str(tmp_path), *QUICK).output.split())
+    best = threads_for(tmp_path)
+    assert f"Trainings use {best} threads each way on this disk, for a week" in said
+    monkeypatch.setenv("TENSORPAGER_CALIBRATION", "off")
+    said = " ".join(run(str(tmp_path), *QUICK).output.split())
+    assert "but that cannot be remembered (TENSORPAGER_CALIBRATION=off" in said
+    assert said.endswith(f"so trainings use {THREADS}.")
+    assert threads_for(tmp_path) == THREADS
+
+
+@pytest.mark.parametrize("values", [{}, {"threads": 0}, {"threads": 65}, {"threads": True},
+                                    {"threads": 2.0}, {"threads": "4"}])  # fmt: skip
+def test_a_number_of_threads_that_cannot_be_is_not_used(
+    tmp_path: Path, values: dict[str, Any]
+) -> None:
+    key = disk_threads._key(tmp_path)
+    assert key is not None
+    cache.store(key, values)
+    assert threads_for(tmp_path) == THREADS
+    assert threads_for(tmp_path / "nowhere") == THREADS
+    assert not remember_threads(tmp_path / "nowhere", 2)
 
 
 @pytest.mark.parametrize(

@@ -15,9 +15,10 @@ import torch
 from tensorpager.pager.backend import Backend, make_backend
 from tensorpager.pager.calibration import disk_rates as calibration_disk
 from tensorpager.pager.calibration import measure as calibration
-from tensorpager.pager.calibration.disk_rates import DiskRates, cut, measure_disk
+from tensorpager.pager.calibration.disk_rates import DiskRates, Waiter, cut, measure_disk
 from tensorpager.pager.calibration.measure import Calibration, hardware, measure
 from tensorpager.pager.disk.tier import DiskTier
+from tensorpager.pager.disk.watch import IoWatch
 from tensorpager.pager.errors import CorruptPage, PagerError
 from tensorpager.pager.host import HostTier
 
@@ -287,7 +288,7 @@ def test_no_two_reads_share_memory(disk: DiskTier, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(os, "preadv", watched)
     source, *lanes = np.split(calibration._private_bytes(8 * PAGE), 4)
     source[:] = np.arange(len(source)) % 251
-    rates = measure_disk(disk, [(0, 40), (50, 30)], source, lanes)
+    rates = measure_disk(disk, [(0, 40), (50, 30)], source, lanes, Waiter(IoWatch(math.inf)))
     assert min(rates[:4]) > 0
 
 

@@ -9,12 +9,7 @@ from tensorpager.pager.disk.file import aligned_bytes
 from tensorpager.pager.disk.tier import DiskTier
 from tensorpager.pager.errors import CorruptPage
 
-from .disk_suite import (
-    PAGE,
-    SLOTS,
-    random_pages,
-    unaligned,
-)
+from .disk_suite import PAGE, SLOTS, random_pages, unaligned
 
 
 @pytest.mark.parametrize("aligned", [True, False])

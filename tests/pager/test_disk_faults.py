@@ -12,20 +12,7 @@ from tensorpager.pager.disk.file import aligned_bytes
 from tensorpager.pager.disk.tier import DiskTier
 from tensorpager.pager.errors import CorruptPage, PagerError
 
-from .disk_suite import (  # noqa: F401  (fixtures)
-    ENGINE,
-    PAGE,
-    SLOTS,
-    Around,
-    Bytes,
-    failing,
-    make_tier,
-    on_posix,
-    open_below,
-    random_pages,
-    run_in_child,
-    unaligned,
-)
+from .disk_suite import PAGE, Around, failing, random_pages
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])

@@ -14,12 +14,7 @@ from tensorpager.pager.disk.file import aligned_bytes
 from tensorpager.pager.disk.tier import DiskTier
 from tensorpager.pager.errors import PagerError
 
-from .disk_suite import (
-    ENGINE,
-    PAGE,
-    random_pages,
-    run_in_child,
-)
+from .disk_suite import ENGINE, PAGE, random_pages, run_in_child
 
 
 def test_a_forked_child_has_no_tier(tier: DiskTier) -> None:

@@ -14,20 +14,7 @@ from tensorpager.pager.disk.file import aligned_bytes
 from tensorpager.pager.disk.tier import DiskTier
 from tensorpager.pager.errors import PagerError
 
-from .disk_suite import (  # noqa: F401  (fixtures)
-    ENGINE,
-    PAGE,
-    SLOTS,
-    Around,
-    Bytes,
-    failing,
-    make_tier,
-    on_posix,
-    open_below,
-    random_pages,
-    run_in_child,
-    unaligned,
-)
+from .disk_suite import PAGE, SLOTS, Around, failing, make_tier, open_below, random_pages
 
 
 def test_reads_do_not_queue_behind_writes(

@@ -5,17 +5,25 @@ import json
 import re
 import resource
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from click.testing import CliRunner
 
+from tensorpager.pager import backend
 from tensorpager.pager.calibration.measure import Calibration
 from tensorpager.pager.cli import main
 from tensorpager.pager.disk import kvikio as kvikio_engine
+from tensorpager.pager.disk import watch as disk_watch
+from tensorpager.pager.disk.engine import Engine
+from tensorpager.pager.disk.registration import Registration
+from tensorpager.pager.disk.tier import DiskTier
+from tensorpager.pager.disk.watch import IoWatch, WatchedEngine
 from tensorpager.pager.doctor import disk as doctor_disk
 from tensorpager.pager.doctor import gds as doctor_gds
 from tensorpager.pager.doctor import gpu as doctor_gpu
@@ -24,6 +32,10 @@ from tensorpager.pager.doctor import rates as doctor_rates
 from tensorpager.pager.doctor.disk import Mount
 from tensorpager.pager.doctor.finding import Finding, lines_of
 from tensorpager.pager.doctor.memory import Budgets, memory_findings
+
+from . import fake_kvikio
+from .disk_suite import open_below
+from .faulty_engine import FaultyEngine
 
 GIB = 1 << 30
 RATES = Calibration(2e10, 1e10, 1.5, 3e9, 2e9, 6e9, 4e9, 10.0)
@@ -52,7 +64,12 @@ def files(monkeypatch: pytest.MonkeyPatch) -> Files:
 
 @pytest.fixture
 def rates(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor_rates, "_calibrated", lambda tier: RATES)
+    def known(tier: DiskTier | None, watch: IoWatch) -> Calibration:
+        if tier is not None:
+            tier.close()
+        return RATES
+
+    monkeypatch.setattr(doctor_rates, "_calibrated", known)
 
 
 def states(findings: list[Finding]) -> dict[str, str]:
@@ -108,6 +125,30 @@ def test_a_disk_with_hardly_any_room(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert "warning  disk rates: not measured: less than 8.00 MiB is free" in output
     assert "warning  free space: 5.00 MiB" in output
     assert "ok       link: " in output
+
+
+def test_a_disk_that_does_not_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other findings are there, and the memory and file of the call that hangs still are."""
+    made: list[FaultyEngine] = []
+
+    def hanging(engine: Engine, watch: IoWatch) -> WatchedEngine:
+        made.append(FaultyEngine(engine))
+        made[-1].hang("read")
+        return WatchedEngine(made[-1], watch)
+
+    monkeypatch.setattr(disk_watch, "WatchedEngine", hanging)
+    monkeypatch.setattr(doctor_rates, "_IO_SECONDS", 0.2)
+    left: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(doctor_rates, "_left_to_the_disk", left)
+    code, output = doctor("--disk-path", tmp_path, "--json")
+    (finding,) = [Finding(**f) for f in json.loads(output) if f["what"] == "disk rates"]
+    assert (code, finding.state) == (1, "problem")
+    assert f"the disk tier in '{tmp_path}' could not be measured: the disk does" in finding.detail
+    assert "name another disk" in finding.remedy
+    assert open_below(tmp_path)
+    made[0].heal()
+    left.pop()[-1].close()
+    assert open_below(tmp_path) == []
 
 
 @pytest.mark.usefixtures("rates")
@@ -292,6 +333,7 @@ def with_gds(monkeypatch: pytest.MonkeyPatch, files: Files) -> None:
     monkeypatch.setattr(doctor_gds.os, "access", lambda path, mode: True)
     monkeypatch.setattr(kvikio_engine, "why_not", lambda: None)
     monkeypatch.setattr(kvikio_engine, "has_gds", lambda: True)
+    monkeypatch.setattr(doctor_gds, "_registered", lambda budget: Finding("arena", "ok", ""))
     on_nvme(monkeypatch)
 
 
@@ -304,8 +346,8 @@ def on_nvme(
 
 @pytest.mark.usefixtures("with_gds")
 def test_gds_works() -> None:
-    kvikio, gds = doctor_gds.gds_findings(Path(), on_gpu=True)
-    assert kvikio.state == gds.state == "ok"
+    kvikio, gds, arena = doctor_gds.gds_findings(Path(), on_gpu=True)
+    assert kvikio.state == gds.state == arena.state == "ok"
     assert "directly (nvidia-fs 2.17.3)" in gds.detail
 
 
@@ -335,6 +377,46 @@ def test_gds_is_switched_off_or_not_there(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setenv("KVIKIO_COMPAT_MODE", "ON")
     finding = doctor_gds.gds_findings(Path(), on_gpu=True)[1]
     assert (finding.state, finding.remedy) == ("warning", "unset KVIKIO_COMPAT_MODE")
+
+
+def test_whether_the_arena_can_be_registered(monkeypatch: pytest.MonkeyPatch) -> None:
+    cufile = fake_kvikio.install(monkeypatch)
+    memory = torch.zeros(2 << 20, dtype=torch.uint8)
+    cufile.base = memory.data_ptr()
+    cufile.map(0)
+    closed: list[Registration] = []
+
+    def make(device: torch.device, reserved: int, committed: int) -> SimpleNamespace:
+        assert (device.type, reserved, committed) == ("cuda", 2 << 20, 2 << 20)
+        known: list[Registration] = []
+
+        def register(registration: Registration) -> None:
+            known.append(registration)
+            registration.cover(memory, fake_kvikio.PIECE, fake_kvikio.PIECE)
+
+        def close() -> None:
+            known[0].keep(0)
+            closed.extend(known)
+
+        return SimpleNamespace(register_frames=register, close=close)
+
+    monkeypatch.setattr(backend, "make_backend", make)
+    finding = doctor_gds._registered(20 * GIB)
+    assert (finding.state, finding.detail) == (
+        "ok", "cuFile registers device memory, 32.00 GiB at most"
+    )  # fmt: skip
+    assert cufile.pieces("register") == cufile.pieces("deregister") == [0]
+    cufile.most = 0
+    finding = doctor_gds._registered(20 * GIB)
+    assert finding.state == "warning"
+    assert "could not be registered (BAR1 full)" in finding.detail
+    assert len(closed) == 2
+    assert "max_device_pinned_mem_size_kb" in finding.remedy
+    finding = doctor_gds._registered(40 * GIB)
+    assert finding.state == "warning"
+    assert "cuFile registers 32.00 GiB at most, so for a larger arena" in finding.detail
+    monkeypatch.setitem(sys.modules, "kvikio.buffer", None)
+    assert "this KvikIO cannot register memory" in doctor_gds._registered(0).detail
 
 
 @pytest.mark.parametrize("on_gpu", [True, False])
