@@ -406,7 +406,6 @@ class Residency:
         """Move every page towards frame 0, in order, except those of runs in ``fixed`` and those
         that part pins hold."""
         self.compactions += 1
-        self.backend.reuse_frames()
         pages_of = self.table.frame_page
         held = set(self.parts.frames().tolist())
         target, sources, targets = 0, [], []
@@ -418,18 +417,25 @@ class Residency:
                 sources.append(frame)
                 targets.append(target)
             target += 1
-        if not sources:
-            return
-        left, right = np.array(sources, np.int32), np.array(targets, np.int32)
-        pages = pages_of[left]
-        size = self.page_size
-        self.backend.slide([(a * size, b * size, n * size) for a, b, n in merge(left, right)])
-        for page, source, to in zip(pages.tolist(), sources, targets):
-            one = np.array([page], np.int32)
-            self.pool.take(to, 1)
-            self.table.move(one, np.array([to], np.int32))
-            self.pool.free(source, 1)
-        self._note_use(left)
+        if sources:
+            self.slide(np.array(sources, np.int32), np.array(targets, np.int32))
+
+    def slide(self, sources: Int32, targets: Int32) -> None:
+        """Move the pages in ``sources``, in the order of frames, to ``targets``: lower ones, free
+        or left by those before. None of their runs is in use."""
+        pages, size = self.table.frame_page[sources], self.page_size
+        with self.backend.on_compute():  # a channel's thread may ask for it
+            self.backend.reuse_frames()
+            stretches = list(merge(sources, targets))
+            self.backend.slide([(a * size, b * size, n * size) for a, b, n in stretches])
+        for source, target, count in stretches:
+            for start in range(0, count, source - target):  # as it leaves frames to what follows
+                n = min(source - target, count - start)
+                moved = self.table.frame_page[source + start : source + start + n].copy()
+                self.pool.take(target + start, n)
+                self.table.move(moved, np.arange(n, dtype=np.int32) + np.int32(target + start))
+                self.pool.free(source + start, n)
+        self._note_use(sources)
         for owner in np.unique(self.table.owner[pages]).tolist():
             self.settle(self.space.runs[owner])
 
@@ -495,7 +501,6 @@ class Residency:
         if not self.pool.is_free(base, run.count):
             return False
         self.pool.take(base, run.count)
-        self.backend.reuse_frames()
         pages = np.arange(run.first, run.first + run.count, dtype=np.int32)
         self.table.place(pages, pages - run.first + np.int32(base))
         self.arrived(run)

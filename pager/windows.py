@@ -5,10 +5,14 @@ moved aside inside the arena: a copy in memory, far cheaper than waiting for a t
 
     frames   | A A . . B . . C C C |      need 4, and 4 are free: the cheapest window holds B,
              | A A . . . . B C C C |      which finds another place
+
+    frames   | A A . B B B . . C C |      need 3: B finds no other place, but there is room
+             | A A B B B . . . C C |      for it and for the window where both are
 """
 
 from __future__ import annotations
 
+import itertools
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -23,6 +27,7 @@ if TYPE_CHECKING:
 
 _NEVER = 1 << 40  # cost of a frame that must stay as it is
 _TRIES = 4  # windows to try, the cheapest first
+_FREE, _HELD, _WALL = 0, 1, 2
 
 
 def find_window(residency: Residency, run: PageRun) -> int | None:
@@ -49,10 +54,54 @@ def _open_window(residency: Residency, run: PageRun) -> int | None:
     cheapest: list[int] = np.argsort(windows, kind="stable")[:_TRIES].tolist()
     for base in cheapest:
         if windows[base] >= _NEVER:
-            return None
+            break
         if _clear(residency, run, base):
             return base
-    return None
+    return _slide(residency, run)
+
+
+def _slide(residency: Residency, run: PageRun) -> int | None:
+    """The same where nothing has another place to go to: what lies between two frames that must
+    stay is pushed together there, as little of it as possible."""
+    cost = _costs(residency, run)
+    pieces = _pieces(residency, cost)
+    best: tuple[int, int, int] | None = None  # pages to move, frames from, to
+    first = free = held = 0
+    for last, (start, end, kind) in enumerate(pieces):
+        if kind == _WALL:
+            first, free, held = last + 1, 0, 0
+            continue
+        free += (end - start) * (kind == _FREE)
+        held += (end - start) * (kind == _HELD)
+        while free >= run.count:
+            begin, stop, front = pieces[first]
+            if best is None or held < best[0]:
+                best = held, begin, end
+            free -= (stop - begin) * (front == _FREE)
+            held -= (stop - begin) * (front == _HELD)
+            first += 1
+    if best is None:
+        return None
+    moved, begin, end = best
+    held_frames = np.flatnonzero(residency.table.frame_page[begin:end] >= 0) + begin
+    targets = np.arange(begin, begin + moved)
+    wrong = held_frames != targets
+    if wrong.any():
+        residency.slide(held_frames[wrong].astype(np.int32), targets[wrong].astype(np.int32))
+    base: int = end - run.count
+    _bring_together(residency, run, base)
+    return base
+
+
+def _pieces(residency: Residency, cost: npt.NDArray[np.int64]) -> list[tuple[int, int, int]]:
+    """All frames as (from, to, kind): consecutive ones that are free, that are one run's and may
+    move, or that must stay."""
+    kind = np.where(cost == 0, _FREE, np.where(cost < _NEVER, _HELD, _WALL))
+    pages = residency.table.frame_page
+    owner = np.where(kind == _HELD, residency.table.owner[pages], -1)
+    cuts = np.flatnonzero((np.diff(kind) != 0) | (np.diff(owner) != 0)) + 1
+    edges = [0, *cuts.tolist(), len(kind)]
+    return [(a, b, int(kind[a])) for a, b in itertools.pairwise(edges)]
 
 
 def _costs(residency: Residency, run: PageRun) -> npt.NDArray[np.int64]:

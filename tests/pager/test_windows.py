@@ -1,0 +1,146 @@
+"""Room in one piece: what is in the way is moved inside the arena, and nothing else changes."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+import torch
+
+import tensorpager as tp
+from tensorpager.pager.check import check_invariants
+from tensorpager.pager.paged_tensor import PagedTensor
+from tensorpager.pager.windows import find_window
+
+from .models import PAGE_BYTES, make_pager
+
+FRAMES = 10
+
+
+def laid_out(pager: tp.Pager, letters: str) -> dict[str, PagedTensor]:
+    """A tensor for each letter, in consecutive frames where ``letters`` has it, filled with the
+    letter's number; dots are free."""
+    assert len(letters) == FRAMES
+    tensors = {}
+    for letter in sorted(set(letters) - {"."}):
+        pages = letters.count(letter)
+        blank = torch.empty(pages * PAGE_BYTES, dtype=torch.uint8, device="meta")
+        tensor = pager.empty_like_geometry(blank, "user")
+        with pager.lock:
+            assert pager.residency.place_at(tensor._storage.run, letters.index(letter))
+        tensor.fill_(ord(letter))
+        tensors[letter] = tensor
+    return tensors
+
+
+def layout(pager: tp.Pager, tensors: dict[str, PagedTensor]) -> str:
+    """The inverse of ``laid_out``."""
+    found = ["."] * FRAMES
+    for letter, tensor in tensors.items():
+        run = tensor._storage.run
+        for frame in pager.table.frame[run.first : run.first + run.count].tolist():
+            found[frame] = letter
+    return "".join(found)
+
+
+def window(pager: tp.Pager, count: int) -> int | None:
+    blank = torch.empty(count * PAGE_BYTES, dtype=torch.uint8, device="meta")
+    wanting = pager.empty_like_geometry(blank, "user")
+    with pager.lock:
+        return find_window(pager.residency, wanting._storage.run)
+
+
+def unchanged(tensors: dict[str, PagedTensor]) -> bool:
+    return all(bool((tensor == ord(letter)).all()) for letter, tensor in tensors.items())
+
+
+@pytest.mark.parametrize(
+    ("before", "pinned", "count"),
+    [
+        ("AA..BB....", "", 4),  # nothing is in the way
+        ("AA..B..CCC", "", 4),  # B has another place
+        ("AA.BBB..CC", "AC", 3),  # none but where it is
+        (".AAA.BBB.C", "", 3),  # all of the free frames
+        (".AAA.BBB.C", "C", 3),
+        (".AA.BBB.C.", "B", 2),  # on one side of what must stay
+        (".AA.BBB.C.", "AB", 2),
+    ],
+)
+def test_room_is_made(before: str, pinned: str, count: int) -> None:
+    with make_pager(frames=FRAMES) as pager:
+        tensors = laid_out(pager, before)
+        runs = [tensors[letter]._storage.run for letter in pinned]
+        pager.pin(runs)
+        base = window(pager, count)
+        pager.unpin(runs)
+        assert base is not None
+        after = layout(pager, tensors)
+        assert after[base : base + count] == "." * count
+        for letter in tensors:
+            assert letter * before.count(letter) in after  # still in one piece
+        for letter in pinned:
+            assert after.index(letter) == before.index(letter)
+        check_invariants(pager)
+        assert unchanged(tensors)
+
+
+@pytest.mark.parametrize(
+    ("before", "pinned", "count"),
+    [
+        ("AAABBBCCC.", "", 2),  # too few are free
+        (".AA.BBB.C.", "ABC", 2),  # enough, but what must stay is between
+        ("A.B.C.D.E.", "ABCDE", 2),
+    ],
+)
+def test_room_cannot_be_made(before: str, pinned: str, count: int) -> None:
+    with make_pager(frames=FRAMES) as pager:
+        tensors = laid_out(pager, before)
+        runs = [tensors[letter]._storage.run for letter in pinned]
+        pager.pin(runs)
+        assert window(pager, count) is None
+        pager.unpin(runs)
+        check_invariants(pager)
+        assert unchanged(tensors)
+
+
+def test_a_run_that_is_there_in_part_comes_together() -> None:
+    """Its pages go to their places in the window."""
+    with make_pager(frames=FRAMES) as pager:
+        tensors = laid_out(pager, ".AAAABB.C.")
+        run = tensors["A"]._storage.run
+        pages = np.arange(run.first, run.first + run.count, dtype=np.int32)
+        with pager.lock:
+            pager.residency.evict_pages(pages[2:])
+            base = find_window(pager.residency, run)
+            assert base is not None
+            assert pager.table.frame[pages].tolist() == [base, base + 1, -1, -1]
+            assert pager.residency.pool.is_free(base + 2, 2)
+        check_invariants(pager)
+        assert unchanged(tensors)
+
+
+def test_random_layouts() -> None:
+    """A window is found wherever enough frames are free between two that must stay."""
+    chance = np.random.default_rng(0)
+    for _ in range(60):
+        before = "".join(_random_letters(chance))
+        pinned = [letter for letter in set(before) - {"."} if chance.random() < 0.3]
+        count = int(chance.integers(1, 5))
+        walls = "".join("#" if letter in pinned else letter for letter in before)
+        possible = any(part.count(".") >= count for part in walls.split("#"))
+        with make_pager(frames=FRAMES) as pager:
+            tensors = laid_out(pager, before)
+            runs = [tensors[letter]._storage.run for letter in pinned]
+            pager.pin(runs)
+            base = window(pager, count)
+            pager.unpin(runs)
+            assert base is not None or not possible, (before, pinned, count)
+            assert base is None or layout(pager, tensors)[base : base + count] == "." * count
+            check_invariants(pager)
+            assert unchanged(tensors)
+
+
+def _random_letters(chance: np.random.Generator) -> Sequence[str]:
+    letters: list[str] = []
+    for letter in "ABCDEFGHIJ":
+        letters += "." * int(chance.integers(0, 3)) + letter * int(chance.integers(1, 4))
+    return letters[:FRAMES]
