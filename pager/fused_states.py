@@ -117,12 +117,12 @@ def stays_dense(shape: torch.Tensor) -> bool:
 
 
 def new_value(pager: Pager | None, like: torch.Tensor, dtype: torch.dtype) -> Value:
-    """Undefined values for a parameter like ``like``, in pages unless they are few; all dense
-    without a pager."""
+    """For a parameter like ``like``; the caller writes all of its values. In pages unless they are
+    few; all dense without a pager."""
     made = [
         torch.empty_strided(shape.size(), shape.stride(), dtype=shape.dtype, device=like.device)
         if pager is None or stays_dense(shape)
-        else pager.empty_like_geometry(shape, "optimizer")
+        else pager.empty_like_geometry(shape, "optimizer", overwritten=True)
         for shape in geometry(like, dtype)
     ]
     return Coded(made[0], made[1]) if dtype is torch.uint8 else made[0]

@@ -300,7 +300,8 @@ def _weight_grad(grad: torch.Tensor, x: torch.Tensor, weight: PagedTensor) -> Pa
     began = time.perf_counter()
     like = _on_meta(weight, weight.dtype)
     with torch.no_grad():
-        result = weight._storage.pager.empty_like_geometry(like, "gradient")
+        pager = weight._storage.pager
+        result = pager.empty_like_geometry(like, "gradient", overwritten=True)
     matrix = _Matrix.of(result)
     direct = matrix.is_read_directly(x)
     if direct:
@@ -312,7 +313,7 @@ def _weight_grad(grad: torch.Tensor, x: torch.Tensor, weight: PagedTensor) -> Pa
                 continue
             for first, stop in slab.blocks():
                 slab.store(first, stop, grad[:, first:stop].t().mm(x))
-    budget = weight._storage.pager.budget
+    budget = pager.budget
     if budget.metering:  # whole, it would be dense
         pages, nbytes = weight._storage.run.count, like.numel() * like.dtype.itemsize
         budget.whole_needs.note(

@@ -34,12 +34,15 @@ def page_copy(pager: Pager, tensor: torch.Tensor) -> PagedTensor:
     return paged.requires_grad_(tensor.requires_grad)  # type: ignore[return-value]
 
 
-def empty_like_geometry(pager: Pager, like: torch.Tensor, kind: str) -> PagedTensor:
+def empty_like_geometry(
+    pager: Pager, like: torch.Tensor, kind: str, *, overwritten: bool = False
+) -> PagedTensor:
     """See ``Pager.empty_like_geometry``."""
     pager.check_open()
     dense = torch.ops.aten.is_non_overlapping_and_dense(like)
     shape = like if dense else torch.empty(like.size(), dtype=like.dtype, device="meta")
-    storage = _new_storage(pager, like.numel() * like.element_size(), kind)
+    nbytes = like.numel() * like.element_size()
+    storage = _new_storage(pager, nbytes, kind, overwritten=overwritten)
     return PagedTensor(storage, shape.size(), shape.stride(), 0, like.dtype)
 
 
@@ -48,7 +51,7 @@ def copy_in(pager: Pager, dense: torch.Tensor, kind: str) -> PagedTensor:
     if not torch.ops.aten.is_non_overlapping_and_dense(dense):
         dense = dense.contiguous()
     dense = dense.resolve_conj().resolve_neg()
-    paged = empty_like_geometry(pager, dense, kind)
+    paged = empty_like_geometry(pager, dense, kind, overwritten=True)
     if dense.numel():
         flat = dense.as_strided((dense.numel(),), (1,), dense.storage_offset())
         pager._write(paged._storage, flat.view(torch.uint8))
@@ -57,7 +60,7 @@ def copy_in(pager: Pager, dense: torch.Tensor, kind: str) -> PagedTensor:
 
 def store_bytes(pager: Pager, source: torch.Tensor, kind: str) -> PagedStorage:
     """See ``Pager.store_bytes``."""
-    storage = _new_storage(pager, source.numel(), kind)
+    storage = _new_storage(pager, source.numel(), kind, overwritten=True)
     pager._write(storage, source)
     return storage
 
@@ -128,7 +131,17 @@ def duplicate(pager: Pager, tensor: PagedTensor) -> PagedTensor:
     return twin
 
 
-def _new_storage(pager: Pager, nbytes: int, kind: str) -> PagedStorage:
+def _new_storage(
+    pager: Pager, nbytes: int, kind: str, *, overwritten: bool = False
+) -> PagedStorage:
+    """What another tensor left in memory is never seen in it: frames are erased when it gets them
+    (``Residency.fill``), its part of a page that it shares is at once; not if it is to be
+    ``overwritten`` as a whole."""
     with pager.lock:
         pager.residency.collect()
-        return pager.space.storage(pager, nbytes, kind)
+        storage = pager.space.storage(pager, nbytes, kind)
+    if storage.run.small is None:
+        storage.run.overwritten = overwritten
+    elif not overwritten:
+        write(pager, storage, torch.zeros(storage.nbytes, dtype=torch.uint8, device=pager.device))
+    return storage

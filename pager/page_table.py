@@ -150,10 +150,6 @@ class PageTable:
         self.version[pages[bare]] += 1
         return slots[slots >= 0]
 
-    def blank(self, pages: Int32) -> None:
-        """Contents of ``pages`` are no longer wanted; they hold nothing now."""
-        self.flags[pages] = LIVE | BLANK
-
     # -- what kernels read -----------------------------------------------------------------------
     def device_frames(self, first: int, count: int) -> torch.Tensor:
         """Frames of pages ``first … first+count`` as int32 [count] on the device.

@@ -231,8 +231,7 @@ class Residency:
                 self.migration.fetch(pages[below], frames[below])
             blank = absent & ~below
             if blank.any():
-                self.backend.reuse_frames()
-                self.table.place(pages[blank], frames[blank])
+                self._open_blank(run, pages[blank], frames[blank])
         except BaseException:
             unused = np.sort(frames[self.table.frame_page[frames] < 0])
             for _, in_use, _ in self.migration.unfinished:
@@ -243,6 +242,17 @@ class Residency:
             raise
         self.settle(run)
         self.peak_frames = max(self.peak_frames, self.pool.count - self.pool.free_count)
+
+    def _open_blank(self, run: PageRun, pages: Int32, frames: Int32) -> None:
+        """Pages that were never written get ``frames``. What another tensor left there is erased
+        unless the maker of the run writes all of it anyway."""
+        size = self.page_size
+        with self.backend.on_compute():
+            self.backend.reuse_frames()
+            if not run.overwritten:
+                for start, _, count in merge(frames, frames):
+                    self.arena[start * size : (start + count) * size].zero_()
+        self.table.place(pages, frames)
 
     def take_back(self) -> None:
         """Frames of I/O that was given up are free when it has ended; see ``Migration.take_back``.
@@ -502,7 +512,7 @@ class Residency:
             return False
         self.pool.take(base, run.count)
         pages = np.arange(run.first, run.first + run.count, dtype=np.int32)
-        self.table.place(pages, pages - run.first + np.int32(base))
+        self._open_blank(run, pages, pages - run.first + np.int32(base))
         self.arrived(run)
         return True
 

@@ -598,9 +598,12 @@ class Pager:
         return pinned_view(self, tensor)
 
     # -- new pages -------------------------------------------------------------------------------
-    def empty_like_geometry(self, like: torch.Tensor, kind: str) -> PagedTensor:
-        """A PagedTensor with ``like``'s shape, dtype and (dense) strides; undefined values."""
-        return _new_pages.empty_like_geometry(self, like, kind)
+    def empty_like_geometry(
+        self, like: torch.Tensor, kind: str, *, overwritten: bool = False
+    ) -> PagedTensor:
+        """A PagedTensor with ``like``'s shape, dtype and (dense) strides; zeros. ``overwritten``:
+        the caller writes all of it before anyone reads it, so the values may be anything."""
+        return _new_pages.empty_like_geometry(self, like, kind, overwritten=overwritten)
 
     def copy_in(self, dense: torch.Tensor, kind: str) -> PagedTensor:
         """A PagedTensor with the values of plain, strided ``dense``."""

@@ -33,12 +33,14 @@ class PageRun:
     ``born``: how many runs were born before it. ``key``: its name in access logs, 0 for none yet.
     ``moving``: transfers of its pages under way; ``leaving``, ``coming``: planned ones not ended.
     ``nbytes``: bytes in use, of shared pages all. ``parts``: pages that are pinned by themselves
-    (``parts.py``), ``None`` for none.
+    (``parts.py``), ``None`` for none. ``overwritten``: its maker writes every byte before anyone
+    reads one, so frames need not be erased for it.
     """
 
     __slots__ = (
         "base", "born", "coming", "count", "first", "generation", "id", "key", "kind",
-        "leaving", "moving", "nbytes", "parts", "pins", "settled", "small", "storages",
+        "leaving", "moving", "nbytes", "overwritten", "parts", "pins", "settled", "small",
+        "storages",
     )  # fmt: skip
 
     def __init__(self, run_id: int, first: int, count: int, kind: str) -> None:
@@ -51,6 +53,7 @@ class PageRun:
         self.pins = 0
         self.parts: list[Int32] | None = None
         self.generation = next(generations)
+        self.overwritten = False
         self.settled = False
         self.small: FramePool | None = None
         self.storages = 0

@@ -76,7 +76,9 @@ def run_like(func: Any, info: OpInfo, args: Any, kwargs: dict[str, Any]) -> Any:
         if (func is not torch.ops.aten.clone.default)
         else func(meta_twin(tensor), *args[1:], **kwargs)
     )
-    result = tensor._storage.pager.empty_like_geometry(shape, "optimizer")
+    result = tensor._storage.pager.empty_like_geometry(
+        shape, "optimizer", overwritten=func is not torch.ops.aten.empty_like.default
+    )
     if func is torch.ops.aten.clone.default:
         result.copy_(tensor)
     elif func is torch.ops.aten.full_like.default:
@@ -93,9 +95,10 @@ def run_cast(func: Any, info: OpInfo, args: Any, kwargs: dict[str, Any]) -> Any:
     pager = tensor._storage.pager
     device = kwargs.get("device")
     elsewhere = device is not None and torch.device(device).type != pager.device.type
-    if tensor._storage.run.kind != "parameter" or tensor._storage.run.small or elsewhere:
+    no_room = pager.migration.disk_refuses  # for new pages; it is still to be read, and saved
+    if tensor._storage.run.kind != "parameter" or tensor._storage.run.small or elsewhere or no_room:
         return run_dense(func, info, args, kwargs)
     shape = func(meta_twin(tensor), **{**kwargs, "device": "meta", "non_blocking": False})
-    result = pager.empty_like_geometry(shape, "activation")
+    result = pager.empty_like_geometry(shape, "activation", overwritten=True)
     result.copy_(tensor)
     return result

@@ -29,10 +29,10 @@ _gradients: weakref.WeakSet[PagedStorage] = weakref.WeakSet()
 
 
 def new_gradient(table: torch.Tensor) -> PagedTensor:
-    """In pages, with the table's geometry and undefined values."""
+    """In pages, with the table's geometry; the caller writes all of its values."""
     assert type(table) is PagedTensor
     like = torch.empty(table.size(), dtype=table.dtype, device="meta")
-    gradient = table._storage.pager.empty_like_geometry(like, "gradient")
+    gradient = table._storage.pager.empty_like_geometry(like, "gradient", overwritten=True)
     _gradients.add(gradient._storage)
     return gradient
 

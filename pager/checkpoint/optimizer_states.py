@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from ..fused_states import is_big_dense, is_special
+from .sharded import is_sharded, local_state
 
 
 def load_optimizer(
@@ -23,7 +24,11 @@ def load_optimizer(
     loaded: Callable[[], None] = lambda: None,
 ) -> None:
     """``optimizer.load_state_dict(state)`` with one dense state at a time; the optimizer may be
-    paged or not. None of the tensors of ``state`` is taken over. ``loaded``: called after each."""
+    paged or not. None of the tensors of ``state`` is taken over. ``loaded``: called after each.
+
+    States of sharded parameters may be sharded or whole (see ``sharded.py``)."""
+    if not any(is_sharded(p) for group in optimizer.param_groups for p in group["params"]):
+        state = local_state(optimizer, state)  # else its own load_state_dict does so
     with one_at_a_time(optimizer, loaded), torch.no_grad():
         optimizer.load_state_dict(state)
 
@@ -88,5 +93,5 @@ def _own(
     shape = torch.empty_strided(value.size(), value.stride(), dtype=wanted, device="meta")
     if not torch.ops.aten.is_non_overlapping_and_dense(value):
         shape = torch.empty(value.size(), dtype=wanted, device="meta")
-    paged: torch.Tensor = pager.empty_like_geometry(shape, "optimizer")
+    paged: torch.Tensor = pager.empty_like_geometry(shape, "optimizer", overwritten=True)
     return paged.copy_(value)

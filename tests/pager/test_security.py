@@ -1,10 +1,10 @@
 """What others on the machine can see or change: files, links in shared folders, memory used before.
 
-What is promised of undefined values (``page_module`` of a model on the meta device, gradients and
-states before they are written): like ``torch.empty``'s they may be bytes that the same Pager held
-before. They are never
-those of another Pager, process or user: memory is mapped afresh and the paging file is allocated
-anew, and both read as zeros. What is saved, copied or printed has the tensor's own bytes alone.
+Values that nobody has written (``page_module`` of a model on the meta device, what a tensor gains
+by ``resize_``) read as zeros. They are never those of another tensor: its frames are erased before
+others get them unwritten. Nor of another Pager, process or user: memory is mapped afresh and the
+paging file is allocated anew, and both read as zeros. What is saved, copied or printed has the
+tensor's own bytes alone.
 """
 
 import gc
@@ -37,7 +37,7 @@ from tensorpager.planner.commands.output import follow_own_links, whole_file
 from tensorpager.planner.trace import make_trace
 from tensorpager.planner.trace_file import write_trace
 
-from .models import PAGE_BYTES, make_pager
+from .models import FRAMES, PAGE_BYTES, make_pager
 
 PAGE = 64 << 10
 SECRET = 0xA5
@@ -184,6 +184,53 @@ def poison(pager: tp.Pager) -> None:
 
 def holds_secret(content: bytes) -> bool:
     return bytes([SECRET]) * 8 in content
+
+
+@pytest.mark.parametrize("features", [10, 150, 256])
+def test_unwritten_values_are_not_an_earlier_tensors(features: int) -> None:
+    """In part of a page that others share (10, and each bias), in one page, in four."""
+    with make_pager() as pager:
+        poison(pager)
+        neighbour = pager.page(torch.full((1000,), SECRET, dtype=torch.uint8))
+        del neighbour
+        gc.collect()
+        for parameter in pager.page_module(meta_linear(features)).parameters():
+            assert not parameter.detach().numpy().any()
+
+
+def test_unwritten_values_of_a_tensor_larger_than_the_arena() -> None:
+    """It comes page by page, into frames that were another's a moment before."""
+    pages = 2 * FRAMES
+    with make_pager() as pager:
+        poison(pager)
+        blank = torch.empty(pages * PAGE_BYTES, dtype=torch.uint8, device="meta")
+        tensor = pager.empty_like_geometry(blank, "user")
+        for first in range(0, pages, 4):
+            with pager.part(tensor, first, 4) as frames:
+                for frame in frames.tolist():
+                    start = frame * PAGE_BYTES
+                    assert not pager.backend.arena[start : start + PAGE_BYTES].any()
+
+
+def test_unwritten_values_where_a_plan_has_their_place() -> None:
+    with make_pager() as pager:
+        poison(pager)
+        tensor = pager.empty_like_geometry(torch.empty(4 * PAGE_BYTES, device="meta"), "user")
+        run = tensor._storage.run
+        with pager.lock:
+            pager.residency.collect()
+            assert pager.residency.place_at(run, 2)
+        assert run.base == 2
+        assert not tensor.numpy().any()
+
+
+def test_what_a_tensor_gains_by_resize() -> None:
+    with make_pager() as pager:
+        poison(pager)
+        tensor = pager.page(torch.ones(100, dtype=torch.uint8))
+        tensor.resize_(3 * PAGE_BYTES)
+        assert tensor[:100].sum() == 100
+        assert not tensor[100:].any()
 
 
 @pytest.mark.parametrize("numel", [100, 3 * PAGE_BYTES // 4 - 1])
