@@ -13,7 +13,7 @@ another tensor is never mistaken for the one that was saved.
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -84,6 +84,9 @@ class SavedTensors:
 
     # -- hooks -----------------------------------------------------------------------------------
     def pack(self, tensor: torch.Tensor) -> Any:
+        if type(tensor) is PagedTensor:
+            with torch._C.DisableTorchFunctionSubclass():
+                return _Kept(tensor)
         nbytes = tensor.numel() * tensor.element_size()
         if (
             type(tensor) is not torch.Tensor
@@ -108,14 +111,10 @@ class SavedTensors:
         if type(packed) is PagedTensor:
             return packed
         tensor: torch.Tensor = packed.tensor
-        if tensor._version != packed.version:
-            raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by an "
-                f"inplace operation: [{tensor.type()} {list(tensor.size())}] is at version "
-                f"{tensor._version}; expected version {packed.version} instead. Hint: enable "
-                "anomaly detection to find the operation that failed to compute its gradient, "
-                "with torch.autograd.set_detect_anomaly(True)."
-            )
+        with torch._C.DisableTorchFunctionSubclass():
+            version = tensor._version
+        if version != packed.version:
+            raise_modified(tensor, packed.version)
         return tensor
 
     # -- storing ---------------------------------------------------------------------------------
@@ -159,6 +158,17 @@ class SavedTensors:
         span.set_(tensor.untyped_storage(), start, (reach * size,), (1,))
         storage = self._pager.store_bytes(span, "activation")
         return _view_of(storage, tensor, int(tensor.storage_offset()) * size)
+
+
+def raise_modified(tensor: torch.Tensor, expected: int) -> NoReturn:
+    """PyTorch's error for a saved tensor that is not at the version at which it was saved."""
+    raise RuntimeError(
+        "one of the variables needed for gradient computation has been modified by an inplace "
+        f"operation: [{tensor.type()} {list(tensor.size())}] is at version {tensor._version}; "
+        f"expected version {expected} instead. Hint: enable anomaly detection to find the "
+        "operation that failed to compute its gradient, with "
+        "torch.autograd.set_detect_anomaly(True)."
+    )
 
 
 def _root(tensor: torch.Tensor) -> torch.Tensor:

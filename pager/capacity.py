@@ -50,12 +50,13 @@ def check_capacity(pager: Pager, nbytes: int, what: str) -> None:
 
 def check_states(pager: Pager, optimizer: Any) -> None:
     """The same for the states that the next step of ``optimizer`` makes."""
-    fresh = [
-        p
-        for group in optimizer.param_groups
-        for p in group["params"]
-        if p.grad is not None and not optimizer.state.get(p)
-    ]
+    with torch._C.DisableTorchFunctionSubclass():
+        fresh = [
+            p
+            for group in optimizer.param_groups
+            for p in group["params"]
+            if p.grad is not None and not optimizer.state.get(p)
+        ]
     if optimizer._tp_stepped and not optimizer.state:  # of the kind that keeps none
         fresh = []
     if not fresh:

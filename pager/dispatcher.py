@@ -24,6 +24,7 @@ from .table_ops import TABLE_OPS, run_on_table
 from .view_ops import run_inplace_view, run_resize, run_view
 
 _INFO: dict[Any, OpInfo] = {}
+_ATTRIBUTE = type(vars(torch._C.TensorBase)["requires_grad"].__get__)  # of what gets or sets one
 _SPECIAL: dict[str, Callable[[Any, OpInfo, Any, dict[str, Any]], Any]] = {
     "view": run_view,
     "inplace_view": run_inplace_view,
@@ -39,6 +40,9 @@ def _torch_function(
     cls: type, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
 ) -> Any:
     """Composite functions that must not be taken apart; all others reach ``_torch_dispatch``."""
+    if type(func) is _ATTRIBUTE:  # most calls by far: .grad, .requires_grad, .is_leaf
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args)
     compiling = torch.compiler.is_compiling()  # which would trace the ways of our own
     if func is LINEAR and not compiling and not (kwargs and "out" in kwargs):
         with torch._C.DisableTorchFunctionSubclass():

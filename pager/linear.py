@@ -30,6 +30,7 @@ from ..kernels.linear import linear_forward
 from ..kernels.linear_choice import choose
 from ..kernels.linear_grad import linear_input_grad
 from ..kernels.paged_matrix import DTYPES, PagedMatrix
+from .activations import raise_modified
 from .dense_run import NOT_QUICK, PLAIN, run_dense
 from .dense_views import dense_view, direct_view, withdraw
 from .errors import InfeasibleBudget
@@ -59,7 +60,9 @@ def linear(input: Any, weight: Any, bias: Any = None) -> Any:
     inputs = input
     if type(weight) is not PagedTensor or not isinstance(inputs, torch.Tensor):
         return NotImplemented
-    if is_streamed(inputs, weight):
+    storage = weight._storage
+    there = storage.run.base >= 0 and storage.pager.budget.settled
+    if not there and is_streamed(inputs, weight):
         return linear_in_slabs(inputs, weight, bias)
     if _is_watched(weight) or not _fits_together(inputs, weight, bias):
         return NotImplemented
@@ -290,11 +293,26 @@ def _on_pages(
 
 # -- the graph -------------------------------------------------------------------------------------
 class _Linear(torch.autograd.Function):
+    """Saves what PyTorch's own nodes do: the inputs for the weight's gradient, the weight for that
+    of the inputs. A parameter is kept as it is: autograd would make another wrapper of it for each
+    backward pass."""
+
     # Arguments as PyTorch's addmm has them, but for its first two: a bias' gradient is then ready
     # before the weight's, and DistributedDataParallel fills its buckets in that order.
     @staticmethod
     def forward(ctx: Any, inputs: torch.Tensor, bias: Any, weight: PagedTensor) -> torch.Tensor:
-        ctx.save_for_backward(inputs, weight)
+        for_inputs, _, for_weight = ctx.needs_input_grad
+        kept = None
+        if for_inputs:
+            if weight.is_leaf:
+                ctx.parameter = weight, weight._version
+            else:
+                kept = weight
+        if for_weight:
+            ctx.save_for_backward(inputs, kept)
+        else:
+            ctx.save_for_backward(None, kept)
+            ctx.geometry = _geometry(inputs)
         out = _on_views_at_hand(LINEAR, inputs, weight, bias)
         return _product_otherwise(inputs, weight, bias) if out is NOT_QUICK else out
 
@@ -306,12 +324,17 @@ class _Linear(torch.autograd.Function):
         of_inputs = of_weight = of_bias = None
         # In PyTorch's order: second derivatives are summed in the order of these nodes.
         if for_inputs:
-            if inputs.dim() == 2 and _is_column_major(inputs):
+            if weight is None:
+                weight, version = ctx.parameter
+                if weight._version != version:
+                    raise_modified(weight, version)
+            shape, is_column_major = ctx.geometry if inputs is None else _geometry(inputs)
+            if is_column_major:
                 of_inputs = weight.t().mm(rows.t()).t()
             else:
                 of_inputs = _times(rows, weight)
                 if grad.dim() > 2:
-                    of_inputs = of_inputs.view(inputs.shape)
+                    of_inputs = of_inputs.view(shape)
         if for_weight:
             flat = inputs.reshape(-1, inputs.size(-1)) if grad.dim() > 2 else inputs
             of_weight = rows.t().mm(flat)
@@ -324,5 +347,7 @@ class _Linear(torch.autograd.Function):
 _apply: Any = super(torch.autograd.Function, _Linear).apply
 
 
-def _is_column_major(matrix: torch.Tensor) -> bool:
-    return matrix.stride(0) == 1 and matrix.stride(1) == matrix.size(0)
+def _geometry(inputs: torch.Tensor) -> tuple[torch.Size, bool]:
+    """Shape; whether it is a matrix whose columns are consecutive."""
+    shape = inputs.shape
+    return shape, len(shape) == 2 and inputs.stride() == (1, shape[0])

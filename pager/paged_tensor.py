@@ -69,6 +69,8 @@ class PagedTensor(Doors, torch.Tensor):
         self._view_generation = -1
         return self
 
+    __hash__ = object.__hash__  # by identity, as torch.Tensor's, which is a function in Python
+
     # -- public ----------------------------------------------------------------------------------
     @property
     def pager(self) -> Pager:

@@ -339,10 +339,10 @@ class Pager:
     def page_grad(self, parameter: torch.Tensor) -> None:
         """Post-accumulate hook: the parameter is updated at once, where ``overlap.py`` allows it,
         or else its dense gradient moves into pages."""
-        if self.overlap.update(parameter):
+        if self.fits or self.overlap.update(parameter):
             return
         grad = parameter.grad
-        if grad is None or type(grad) is PagedTensor or self.fits:
+        if grad is None or type(grad) is PagedTensor:
             return
         if grad.requires_grad:  # create_graph=True: its history is wanted
             return

@@ -26,7 +26,7 @@ def run_view(func: Any, info: OpInfo, args: Any, kwargs: dict[str, Any]) -> Any:
         return run_dense(func, info, args, kwargs)
     base._storage.pager.check_open()
     if func is _DETACH or func is _ALIAS:
-        return like_geometry(base, base)
+        return _alias(base)
     if func is _T and base.dim() == 2:  # of every linear's weight
         return _transposed(base)
     out = func(meta_twin(base), *args[1:], **kwargs)
@@ -35,6 +35,18 @@ def run_view(func: Any, info: OpInfo, args: Any, kwargs: dict[str, Any]) -> Any:
     if type(out) in LISTS:
         return [like_geometry(base, item) for item in out]
     return like_geometry(base, out)
+
+
+def _alias(base: PagedTensor) -> PagedTensor:
+    """What autograd makes of each saved parameter: the same, with the dense view at hand."""
+    with torch._C.DisableTorchFunctionSubclass():
+        twin = like_geometry(base, base)
+        view = base._view
+        if view is not None and base._view_generation == base._storage.run.generation:
+            with torch.inference_mode(False):  # it is kept, and training will write to it
+                twin._view = view.detach()
+            twin._view_generation = base._view_generation
+        return twin
 
 
 def _transposed(base: PagedTensor) -> PagedTensor:

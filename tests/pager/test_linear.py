@@ -1,6 +1,7 @@
 """A linear layer with a paged weight: bit for bit PyTorch's, forward, backward, backward twice."""
 
 import copy
+import weakref
 
 import pytest
 import torch
@@ -154,6 +155,40 @@ def test_modified_weight_is_noticed(pager):
         weight.mul_(2)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         out.sum().backward()
+
+
+@pytest.mark.parametrize("paged", [False, True])
+def test_what_is_saved_is_what_is_needed(pager, paged):
+    """As PyTorch has it: no inputs for a frozen weight, no weight for inputs without gradient.
+    Whole numbers: no order of additions rounds."""
+    weight = torch.arange(28.0).reshape(4, 7)
+    weight = pager.page(weight) if paged else weight
+    inputs = torch.arange(35.0).reshape(5, 7).requires_grad_()
+    between = inputs * 2
+    memory = weakref.ref(between)
+    out = F.linear(between, weight)
+    del between
+    assert memory() is None
+    out.sum().backward()
+    assert torch.equal(inputs.grad, 2 * weight.to_dense().sum(0).expand(5, 7))
+
+    weight.requires_grad_()
+    out = F.linear(inputs.detach(), weight)
+    with torch.no_grad():
+        weight.zero_()
+    out.sum().backward()
+    assert torch.equal(weight.grad.to_dense(), inputs.detach().sum(0).expand(4, 7))
+
+
+def test_a_weight_that_is_a_view(pager):
+    """It is no leaf: autograd keeps it."""
+    base = pager.page(torch.arange(56.0).reshape(8, 7)).requires_grad_()
+    inputs = torch.arange(35.0).reshape(5, 7).requires_grad_()
+    F.linear(inputs, base[2:6]).sum().backward()
+    assert torch.equal(inputs.grad, base.detach()[2:6].to_dense().sum(0).expand(5, 7))
+    expected = torch.zeros(8, 7)
+    expected[2:6] = inputs.detach().sum(0)
+    assert torch.equal(base.grad.to_dense(), expected)
 
 
 def test_paged_inputs(pager):
