@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 EPSILON_US = 1e-6  # what lies closer together happens at one instant
 NO_LIMIT = 1 << 60
 NONE, VALID, COMING, STALE = 0, 1, 2, 3  # a page's copy in a lower tier
+_WRITTEN = bytes((NONE, NONE, STALE, STALE)) + bytes(252)  # what a write makes of them
 TIER_INDEX = {"host": 0, "disk": 1}
 Range = tuple[int, int]  # half-open
 
@@ -56,9 +58,8 @@ class Pages:
         self.used_peak = [0, 0]
         self.frames = _limit(hardware.device_pages)
         self.missing = [self.unborn] * trace.tensors
-        self.drops: dict[int, list[tuple[int, set[str]]]] = {}  # page → tier, what it waits for
+        self.drops: dict[int, tuple[tuple[int, int], ...]] = {}  # page → tier, what it waits for
         self.out_pages = self.in_pages = self.disk_pages = 0
-        self._owners = np.repeat(np.arange(trace.tensors), self.count).tolist()
         self._index = {int(number): i for i, number in enumerate(trace.tensor_ids)}
         self.moves = [self._known(move, f"moves[{i}]") for i, move in enumerate(plan.moves)]
         self._lay_out(plan)
@@ -117,9 +118,27 @@ class Pages:
             first = self._base[tensor]
             self.missing[tensor] = self.there.count(0, first, first + self._count[tensor])
 
-    def owner(self, page: int) -> int:
-        """The tensor that a page belongs to."""
-        return self._owners[page]
+    def name_of(self, page: int) -> str:
+        """The page as errors call it."""
+        tensor = bisect_right(self._base, page) - 1
+        return f"page {page - self._base[tensor]} of '{self.trace.name_of(tensor)}'"
+
+    def tensors_that_move(self) -> set[int]:
+        """Those whose pages the plan names. All others are only so many frames while they live."""
+        off = np.flatnonzero(self._start)
+        started = np.unique(np.searchsorted(self.base, off, "right") - 1).tolist()
+        return {move.tensor for move in self.moves}.union(started)
+
+    def state(self) -> tuple[object, ...]:
+        """All that their future depends on."""
+        pages = (self.there, self.going, self.coming, *self.copies)
+        return (*map(bytes, pages), self.free, *self.used, dict(self.drops))
+
+    def on_the_way(self, first: int, last: int) -> bool:
+        """Whether a move of one of the pages is queued."""
+        count = last - first
+        still = self.coming.count(0, first, last) == count == self.going.count(0, first, last)
+        return not still
 
     # -- frames and slots ------------------------------------------------------------------------
     def take_frames(self, pages: int) -> None:
@@ -147,8 +166,8 @@ class Pages:
 
     # -- ops -------------------------------------------------------------------------------------
     def bear(self, tensor: int) -> None:
+        """Its pages are there, in frames that its op has taken."""
         first, count = self._base[tensor], self._count[tensor]
-        self.take_frames(count)
         self.there[first : first + count] = b"\1" * count
         self.missing[tensor] = 0
 
@@ -159,21 +178,20 @@ class Pages:
             if valid == last - first:
                 copies[first:last] = bytes(valid)
             elif valid or copies.find(COMING, first, last) >= 0:
-                after = {NONE: NONE, VALID: NONE, COMING: STALE, STALE: STALE}
-                copies[first:last] = bytes(after[copy] for copy in copies[first:last])
+                copies[first:last] = copies[first:last].translate(_WRITTEN)
             self.used[tier] -= valid
 
     def die(self, tensor: int, queues: tuple[Queue, ...], now: float) -> None:
         """Everything of ``tensor`` is given back, in every tier; moves of it still queued end."""
-        first = self._base[tensor]
-        last = first + self._count[tensor]
-        if any(self.going[first:last]) or any(self.coming[first:last]):
+        first, count = self._base[tensor], self._count[tensor]
+        last = first + count
+        if self.on_the_way(first, last):
             for queue in queues:
-                queue.cancel(first, last, now)
+                queue.cancel(tensor, now)
         frames = self.there.count(1, first, last)
-        frames += last - first - self.going.count(0, first, last)
+        frames += count - self.going.count(0, first, last)
         self.free += frames
-        blank = bytes(last - first)
+        blank = bytes(count)
         for tier, copies in enumerate(self.copies):
             self.used[tier] -= copies.count(VALID, first, last)
             copies[first:last] = blank
@@ -183,15 +201,14 @@ class Pages:
             for page in range(first, last):
                 self.drops.pop(page, None)
 
-    def check_coming(self, tensor: int, first: int, last: int, op: int) -> None:
+    def check_coming(self, first: int, last: int, op: int) -> None:
         """Every page of an op's access that is off the device has an ``in`` queued for it."""
         page = self.there.find(0, first, last)
         while page >= 0:
             if not self.coming[page]:
                 raise Infeasible(
-                    f"op {op} '{self.trace.op_names[op]}' accesses page "
-                    f"{page - self._base[tensor]} of '{self.trace.name_of(tensor)}', which is off "
-                    "the device, with no 'in' queued for it"
+                    f"op {op} '{self.trace.op_names[op]}' accesses {self.name_of(page)}, which is "
+                    "off the device, with no 'in' queued for it"
                 )
             page = self.there.find(0, page + 1, last)
 
@@ -201,23 +218,20 @@ class Pages:
         return "disk-in" if self.coming[page] == 2 else "host-in"
 
     # -- moves -----------------------------------------------------------------------------------
-    def _range(self, move: Move) -> Range:
+    def range_of(self, move: Move) -> Range:
         first = self._base[move.tensor] + move.first_page
         return first, first + move.page_count
 
     def _refuse(self, move: Move, page: int, why: str) -> Infeasible:
-        return Infeasible(
-            f"'{move.action}' at op {move.issue_op}: page {page - self._base[move.tensor]} of "
-            f"'{self.trace.name_of(move.tensor)}' {why}"
-        )
+        return Infeasible(f"'{move.action}' at op {move.issue_op}: {self.name_of(page)} {why}")
 
     def queue_out(self, move: Move) -> list[Range]:
         """Pages become lost to ops; the ranges that must be transferred."""
-        first, last = self._range(move)
+        first, last = self.range_of(move)
         page = self.there.find(0, first, last)
         if page >= 0:
             raise self._refuse(move, page, "is not on the device")
-        if any(self.going[first:last]):
+        if self.going.count(0, first, last) < last - first:
             raise self._refuse(move, first, "is still on its way out")
         tier = TIER_INDEX[move.tier]
         copies = self.copies[tier]
@@ -232,13 +246,13 @@ class Pages:
         return todo
 
     def queue_in(self, move: Move) -> list[Range]:
-        first, last = self._range(move)
+        first, last = self.range_of(move)
         if self.missing[move.tensor] >= self.unborn:
             raise self._refuse(move, first, "does not exist then")
         page = self.there.find(1, first, last)
         if page >= 0:
             raise self._refuse(move, page, "is on the device already")
-        if any(self.coming[first:last]):
+        if self.coming.count(0, first, last) < last - first:
             raise self._refuse(move, first, "has another 'in' queued")
         tier = TIER_INDEX[move.tier]
         for state in (NONE, STALE):
@@ -247,41 +261,6 @@ class Pages:
                 raise self._refuse(move, page, f"has no copy in the {move.tier} tier")
         self.coming[first:last] = bytes([1 + tier]) * (last - first)
         return [(first, last)]
-
-    def drop(self, move: Move) -> None:
-        first, last = self._range(move)
-        tier = TIER_INDEX[move.tier]
-        for page in range(first, last):
-            waits = {
-                name for name, state in (("out", self.going), ("in", self.coming)) if state[page]
-            }
-            if waits:
-                self.drops.setdefault(page, []).append((tier, waits))
-            elif self.copies[tier][page] == VALID:
-                self._drop_now(page, tier)
-
-    def _drop_now(self, page: int, tier: int) -> None:
-        if not self.there[page] and self.copies[1 - tier][page] != VALID:
-            tensor = self.owner(page)
-            raise Infeasible(
-                f"'drop' of the only copy of page {page - self._base[tensor]} of "
-                f"'{self.trace.name_of(tensor)}'"
-            )
-        if self.copies[tier][page] == VALID:
-            self.copies[tier][page] = NONE
-            self.used[tier] -= 1
-
-    def arrived(self, page: int, what: str) -> None:
-        """Drops that waited for this arrival take place if it was the last."""
-        waiting = self.drops.pop(page, ())
-        for _, waits in waiting:
-            waits.discard(what)
-        left = [entry for entry in waiting if entry[1]]
-        if left:
-            self.drops[page] = left
-        for tier, waits in waiting:
-            if not waits:
-                self._drop_now(page, tier)
 
     # -- the end of an iteration -----------------------------------------------------------------
     def check_end(self) -> None:
@@ -294,12 +273,11 @@ class Pages:
             wrong |= off & (self._start == 1 + tier) & (copy != VALID) & (copy != COMING)
         if wrong.any():
             page = int(np.flatnonzero(wrong)[0])
-            tensor = self.owner(page)
             tier = int(self._start[page])
             place = ("on the device", "in the host tier", "in the disk tier")[tier]
             raise Infeasible(
-                f"at the end of the iteration page {page - self._base[tensor]} of "
-                f"'{self.trace.name_of(tensor)}' is not {place}, as 'start' has it"
+                f"at the end of the iteration {self.name_of(page)} is not {place}, as 'start' has "
+                "it"
             )
 
 

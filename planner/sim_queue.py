@@ -8,42 +8,34 @@ from typing import NamedTuple
 
 import numpy as np
 
+from .sim_drops import IN, OUT, arrived
+from .sim_log import Log, Logged, note, note_cancelled
 from .sim_pages import EPSILON_US, NONE, STALE, VALID, Pages, Range
 from .trace import Floats
 
-SAME_US = 1e-7  # what two equal times may differ by in floating point
-
-
-class Logged(NamedTuple):
-    """Pages ``first`` to ``last`` of move ``move`` went one after another, each in equal time.
-    Not ``arrived``: their tensor died at ``end_us``; ``begin_us`` is the same if they never began.
-    """
-
-    move: int
-    first: int
-    last: int
-    begin_us: float
-    end_us: float
-    arrived: bool
+MARGIN_US = 3 * EPSILON_US  # arrivals that are clearly before an event
 
 
 class Entry(NamedTuple):
-    """A queued move: the ranges still to be moved, and where to note its transfers, if at all."""
+    """A queued move of ``tensor``: the ranges still to be moved, and where to note its transfers,
+    if at all."""
 
     move: int
+    tensor: int
     left: deque[Range]
-    log: list[Logged] | None
+    log: Log | None
 
 
 class Queue:
     """One first-in first-out queue of a direction: its moves, and the page that is moving.
 
     ``event_us``: when the moving page arrives or the head's latency is over; ``inf`` if neither.
+    ``fresh``: a page has begun since its pace was last set.
     """
 
     __slots__ = (
-        "_began", "_end", "_fresh", "_left", "_page", "_pages", "_ready_us", "_since", "alone_us",
-        "entries", "event_us", "is_out", "latency_us", "moving", "name", "pace_us", "tier",
+        "_began", "_end", "_left", "_page", "_pages", "_ready_us", "_since", "alone_us",
+        "entries", "event_us", "fresh", "is_out", "latency_us", "moving", "name", "pace_us", "tier",
     )  # fmt: skip
 
     def __init__(
@@ -56,18 +48,18 @@ class Queue:
         self.moving = False
         self.event_us = math.inf
         self.pace_us = alone_us
+        self.fresh = False
         self._pages = pages
         self._page = self._end = 0  # the head's next page, and the end of its range
         self._ready_us = 0.0
         self._since = self._left = 0.0
         self._began = 0.0  # when the moving page began
-        self._fresh = False
 
     def append(
-        self, move: int, todo: list[Range], now: float, log: list[Logged] | None = None
+        self, move: int, tensor: int, todo: list[Range], now: float, log: Log | None = None
     ) -> None:
         """``log``: gets the transfers of this move."""
-        self.entries.append(Entry(move, deque(todo), log))
+        self.entries.append(Entry(move, tensor, deque(todo), log))
         if len(self.entries) == 1:
             self._new_head(now)
 
@@ -75,27 +67,28 @@ class Queue:
         self._page, self._end = self.entries[0].left.popleft()
         self._ready_us = now + self.latency_us
 
-    def begin(self, now: float) -> None:
+    def begin(self, now: float) -> bool:
         """The head's next page starts moving, if nothing holds it up."""
         if now < self._ready_us - EPSILON_US:
             self.event_us = self._ready_us
-            return
+            return False
         pages = self._pages
         if self.is_out:
             if pages.used[self.tier] >= pages.caps[self.tier]:
-                return
+                return False
             pages.take_slots(self.tier, 1)
         else:
             if pages.free <= 0 or pages.copies[self.tier][self._page] != VALID:
-                return
+                return False
             pages.take_frames(1)
-        self.moving = self._fresh = True
+        self.moving = self.fresh = True
         self._began = now
+        return True
 
     def set_pace(self, pace_us: float, now: float) -> None:
         """µs for a whole page from now on; also for the rest of the one that is moving."""
-        if self._fresh:
-            self._fresh = False
+        if self.fresh:
+            self.fresh = False
             self._left = 1.0
         elif pace_us == self.pace_us:
             return
@@ -107,19 +100,16 @@ class Queue:
 
     def arrive(self) -> None:
         """The moving page is there; the head is then the next page."""
-        now = self.event_us
-        page = self._page
-        pages = self._pages
+        now, page = self.event_us, self._page
         self.moving = False
         self.event_us = math.inf
-        if self.entries[0].log is not None:
-            self._note(page, page + 1, self._began, now)
+        head = self.entries[0]
+        if head.log is not None:
+            note(head.log, head.move, page, page + 1, self._began, now)
+        self._land(page, page + 1)
         self._page = page + 1
         if self._page == self._end:
             self._next_range(now)
-        self._land(page, page + 1)
-        if pages.drops:
-            pages.arrived(page, "out" if self.is_out else "in")
 
     def _next_range(self, now: float) -> None:
         if self.entries[0].left:
@@ -130,7 +120,7 @@ class Queue:
             self._new_head(now)
 
     def _land(self, first: int, last: int) -> None:
-        """Pages ``first`` to ``last`` have arrived."""
+        """Pages ``first`` to ``last`` of the head have arrived."""
         pages = self._pages
         count = last - first
         if self.is_out:
@@ -141,34 +131,41 @@ class Queue:
             copies = pages.copies[self.tier]
             if copies.find(STALE, first, last) < 0:
                 copies[first:last] = bytes([VALID]) * count
-                return
-            for page in range(first, last):
-                stale = copies[page] == STALE
-                copies[page] = NONE if stale else VALID
-                pages.used[self.tier] -= stale
-            return
-        pages.in_pages += count
-        pages.there[first:last] = b"\1" * count
-        pages.coming[first:last] = bytes(count)
-        pages.missing[pages.owner(first)] -= count
+            else:
+                for page in range(first, last):
+                    stale = copies[page] == STALE
+                    copies[page] = NONE if stale else VALID
+                    pages.used[self.tier] -= stale
+        else:
+            pages.in_pages += count
+            pages.there[first:last] = b"\1" * count
+            pages.coming[first:last] = bytes(count)
+            pages.missing[self.entries[0].tensor] -= count
+        if pages.drops:
+            arrived(pages, first, last, OUT if self.is_out else IN)
 
-    def cancel(self, first: int, last: int, now: float) -> None:
-        """Moves of pages ``first`` to ``last`` end; what the moving page took is given back."""
-        kept: deque[Entry] = deque()
-        for index, entry in enumerate(self.entries):
-            head = index == 0
-            mine = self._page if head else entry.left[0][0]
-            if first <= mine < last:
-                if entry.log is not None:
-                    self._note_cancelled(entry, entry.log, head, now)
-                if head:
-                    self._stop()
-                continue
-            kept.append(entry)
-        changed_head = bool(self.entries) and (not kept or kept[0] is not self.entries[0])
-        self.entries = kept
-        if changed_head and kept:
-            self._new_head(now)
+    def cancel(self, tensor: int, now: float) -> None:
+        """Moves of ``tensor`` end; what the moving page took is given back."""
+        if not self.entries:
+            return
+        head = self.entries[0]
+        for entry in self.entries:
+            if entry.tensor == tensor and entry.log is not None:
+                self._note_cancelled(entry, entry.log, entry is head, now)
+        self.entries = deque(entry for entry in self.entries if entry.tensor != tensor)
+        if head.tensor == tensor:
+            self._stop()
+            if self.entries:
+                self._new_head(now)
+
+    def _note_cancelled(self, entry: Entry, log: Log, head: bool, now: float) -> None:
+        """What of ``entry`` has not arrived never will: the page that is moving, and the rest."""
+        page = self._page
+        if head and self.moving:
+            log.append(Logged(entry.move, page, page + 1, self._began, now, False))
+            page += 1
+        note_cancelled(log, entry.move, [(page, self._end)] if head else [], now)
+        note_cancelled(log, entry.move, entry.left, now)
 
     def _stop(self) -> None:
         if self.moving:
@@ -181,13 +178,32 @@ class Queue:
 
     def why_blocked(self) -> str:
         pages = self._pages
-        tensor = pages.owner(self._page)
+        tensor = self.entries[0].tensor
         what = f"the {self.name} queue waits with '{pages.trace.name_of(tensor)}'"
         if self.is_out:
             return f"{what} for a free slot"
         if pages.copies[self.tier][self._page] != VALID:
             return f"{what} for its copy"
         return f"{what} for a free frame"
+
+    # -- from one iteration to the next ----------------------------------------------------------
+    def state(self, now: float) -> tuple[object, ...]:
+        """All that its future depends on, with times relative to ``now``."""
+        if not self.entries:
+            return ()
+        waiting = tuple((entry.move, *entry.left) for entry in self.entries)
+        ready_us = max(0.0, self._ready_us - now)
+        if not self.moving:
+            return waiting, self._page, self._end, ready_us
+        times = self.event_us - now, self._since - now, self._left, self.pace_us
+        return waiting, self._page, self._end, *times
+
+    def count_from(self, now: float) -> None:
+        """Times count from ``now`` on."""
+        self.event_us -= now
+        self._ready_us -= now
+        self._since -= now
+        self._began -= now
 
     # -- many pages at once ----------------------------------------------------------------------
     def last_page_us(self) -> float:
@@ -196,7 +212,7 @@ class Queue:
 
     def pages_before(self, limit_us: float) -> int:
         """Pages that arrive clearly before ``limit_us``; as many begin after them."""
-        span = limit_us - 3 * EPSILON_US - self.event_us
+        span = limit_us - MARGIN_US - self.event_us
         if span < 0 or math.isinf(self.pace_us):
             return 0
         return min(int(span / self.pace_us) + 1, self._end - 1 - self._page)
@@ -205,56 +221,29 @@ class Queue:
         """When the next ``count`` pages arrive if nothing changes."""
         return np.arange(count, dtype=np.float64) * self.pace_us + self.event_us
 
+    def next_pages(self, count: int) -> range:
+        """The moving page and those after it, ``count`` in all."""
+        return range(self._page, self._page + count)
+
     def can_coast(self, count: int) -> bool:
         pages = self._pages
         if self.is_out:
             return pages.used[self.tier] + count <= pages.caps[self.tier]
-        following = pages.copies[self.tier][self._page + 1 : self._page + 1 + count]
-        return following.count(VALID) == count
+        following = self._page + 1
+        return pages.copies[self.tier].count(VALID, following, following + count) == count
 
     def coast(self, count: int) -> None:
         """``count`` pages arrive, and the one after them is moving."""
         first, last = self._page, self._page + count
-        if self.entries[0].log is not None:
-            self._note(first, first + 1, self._began, self.event_us)
+        begin = self.event_us + (count - 1) * self.pace_us
+        head = self.entries[0]
+        if head.log is not None:
+            note(head.log, head.move, first, first + 1, self._began, self.event_us)
             if count > 1:
-                rest_us = (count - 1) * self.pace_us
-                self._note(first + 1, last, self.event_us, self.event_us + rest_us)
+                note(head.log, head.move, first + 1, last, self.event_us, begin)
         self._land(first, last)
         if self.is_out:
             self._pages.take_slots(self.tier, count)
         self._page = last
-        begin = self.event_us + (count - 1) * self.pace_us
         self._since, self._left, self._began = begin, 1.0, begin
         self.event_us = begin + self.pace_us
-
-    # -- the log ---------------------------------------------------------------------------------
-    def _note(self, first: int, last: int, begin_us: float, end_us: float) -> None:
-        """Pages ``first`` to ``last`` of the head took from ``begin_us`` to ``end_us``; one note
-        with those before them if they went on at the same pace."""
-        move, _, log = self.entries[0]
-        assert log is not None
-        noted = Logged(move, first, last, begin_us, end_us, True)
-        before = log[-1] if log else None
-        if before is None or not _goes_on(before, noted):
-            log.append(noted)
-        else:
-            log[-1] = before._replace(last=last, end_us=end_us)
-
-    def _note_cancelled(self, entry: Entry, log: list[Logged], head: bool, now: float) -> None:
-        """What of ``entry`` has not arrived never will: the page that is moving, and the rest."""
-        left = [(self._page, self._end), *entry.left] if head else list(entry.left)
-        if head and self.moving:
-            log.append(Logged(entry.move, self._page, self._page + 1, self._began, now, False))
-            left[0] = (self._page + 1, self._end)
-        log.extend(Logged(entry.move, a, b, now, now, False) for a, b in left if a < b)
-
-
-def _goes_on(before: Logged, noted: Logged) -> bool:
-    """Whether ``noted`` follows ``before`` without a pause, at the same pace."""
-    if (before.move, before.last) != (noted.move, noted.first):
-        return False
-    pages, earlier = noted.last - noted.first, before.last - before.first
-    change_us = (noted.end_us - noted.begin_us) / pages
-    change_us -= (before.end_us - before.begin_us) / earlier
-    return abs(noted.begin_us - before.end_us) <= EPSILON_US and abs(change_us) * pages < SAME_US

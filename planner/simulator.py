@@ -1,25 +1,31 @@
 """The machine model, run: when each op starts, what it waited for, what the plan moves.
 
 Time advances from one instant to the next at which a page arrives, a latency is over or an op ends.
-Pages of one move that nothing can wait for in between arrive together (``_Queue.coast``): the
-times are the same, and a plan of 300 GiB in pages of 2 MiB takes seconds.
+Pages of one move that nothing can wait for in between arrive together (``sim_coast``): the times
+are the same, and a plan of 300 GiB in pages of 2 MiB takes a second or two. Times count from the
+begin of the iteration, so that an iteration that begins in the state in which the one before began
+is the same to the last bit, and need not be run.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
 
 import numpy as np
 
 from .hardware import Hardware
-from .plan import Move, Plan, Predicted
+from .plan import Plan, Predicted
+from .sim_coast import coast
+from .sim_drops import drop
+from .sim_log import Log, transfers
+from .sim_ops import Ops
 from .sim_pages import EPSILON_US, Infeasible, Pages
-from .sim_queue import Logged, Queue
+from .sim_queue import Queue
 from .simulation import Simulation, Stall, Transfer
-from .trace import WRITE, Trace
+from .trace import Trace
 
 MIN_ITERATIONS, MAX_ITERATIONS = 3, 40
+LAST_STEPS = 3  # an op that waits for frames: the last come one by one, to see what it waited for
 SETTLED = 1e-4  # two successive iterations differ by less
 
 
@@ -29,8 +35,8 @@ def simulate(
     """Run ``plan`` until its iterations repeat. Never raises for a bad plan: ``reason`` says what
     is wrong and where. ``plan.page_size`` must be the hardware's.
 
-    ``log_transfers`` also gives ``transfers``, at the price of one more iteration, in which those
-    that the last one queued arrive.
+    ``log_transfers`` also gives ``transfers``; where the last iteration leaves some on their way,
+    the next one is run until they have arrived.
     """
     if plan.page_size != hardware.page_size:
         return Simulation(
@@ -44,10 +50,10 @@ def simulate(
 
 
 class _Machine:
-    """One run. ``now`` in µs since its begin."""
+    """One run. ``now`` in µs since the begin of the iteration."""
 
     def __init__(self, trace: Trace, hardware: Hardware, plan: Plan) -> None:
-        self.trace, self.hardware = trace, hardware
+        self.trace = trace
         self.pages = Pages(trace, hardware, plan)
         self.moves = self.pages.moves
         page = hardware.page_size
@@ -60,7 +66,9 @@ class _Machine:
         self.disk_in = Queue("disk-in", 1, False, read_us, latency, self.pages)
         self.host_in = Queue("host-in", 0, False, in_us, latency, self.pages)
         self.queues = (self.host_out, self.disk_out, self.disk_in, self.host_in)  # begin in order
-        self._index_ops()
+        self.moving = [False] * 4  # which of them, when the link was last shared
+        self.ops = Ops(trace, self.pages, page)
+        self.last_op = trace.ops - 1
         self.op = -1  # the running op, or the one that waits
         self.waiting = False
         self.wait_since = 0.0
@@ -68,35 +76,9 @@ class _Machine:
         self.op_end = math.inf
         self.now = 0.0
         self.stalls: list[Stall] = []
-        self.log: list[Logged] | None = None  # gets the transfers of moves that are queued now
-        self.starts = np.zeros(trace.ops)
-        self.ends = np.zeros(trace.ops)
-
-    def _index_ops(self) -> None:
-        """Per op: what it accesses, the tensors that it is the first or the last to touch."""
-        trace, base = self.trace, self.pages.base
-        begin, end = trace.access_ranges(self.hardware.page_size)
-        offsets = trace.access_offsets.tolist()
-        tensors = trace.access_tensor.tolist()
-        first = (base[trace.access_tensor] + begin).tolist()
-        last = (base[trace.access_tensor] + end).tolist()
-        whole = (end - begin == self.pages.count[trace.access_tensor]).tolist()
-        writes = (trace.access_mode & WRITE != 0).tolist()
-        self.accesses = [
-            list(zip(tensors[a:b], first[a:b], last[a:b], whole[a:b], writes[a:b]))
-            for a, b in itertools.pairwise(offsets)
-        ]
-        self.born: list[list[int]] = [[] for _ in range(trace.ops)]
-        self.dead: list[list[int]] = [[] for _ in range(trace.ops)]
-        for tensor in np.flatnonzero(~trace.tensor_persistent).tolist():
-            self.born[trace.first_op[tensor]].append(tensor)
-            self.dead[trace.last_op[tensor]].append(tensor)
-        self.new_pages = [sum(int(self.pages.count[t]) for t in born) for born in self.born]
-        self.partial = not all(whole)
-        self.durations = trace.op_duration_us.tolist()
-        self.issued: list[list[int]] = [[] for _ in range(trace.ops)]
-        for index, move in enumerate(self.moves):
-            self.issued[move.issue_op].append(index)
+        self.log: Log | None = None  # gets the transfers of moves that are queued now
+        self.starts = [0.0] * trace.ops
+        self.ends = [0.0] * trace.ops
 
     # -- the run ---------------------------------------------------------------------------------
     def run(self, log_transfers: bool) -> Simulation:
@@ -105,54 +87,54 @@ class _Machine:
             zero = Predicted(0.0, 0.0, 0.0, *pages.peaks_bytes(), 0, 0, 0)
             return Simulation(True, predicted=zero, transfers=[] if log_transfers else None)
         times: list[float] = []
-        began = 0.0
+        state, repeats = self._state(), False
         while len(times) < MAX_ITERATIONS:
-            pages.start_counting()
-            self.stalls.clear()
-            self.log = [] if log_transfers else None
-            self._iteration()
-            pages.check_end()
-            times.append(self.now - began)
+            if not repeats:
+                self._count_from_now()
+                pages.start_counting()
+                self.stalls.clear()
+                self.log = [] if log_transfers else None
+                self._iteration()
+                pages.check_end()
+                before, state = state, self._state()
+                repeats = state == before
+            times.append(self.now)
             if len(times) >= MIN_ITERATIONS and _settled(*times[-2:]):
                 break
-            began = self.now
-        moved = pages.counted_bytes()
-        ideal = trace.ideal_us
-        predicted = Predicted(
-            times[-1], ideal, max(0.0, times[-1] - ideal), *pages.peaks_bytes(), *moved
-        )
-        began = self.now - times[-1]
-        starts, ends = self.starts - began, self.ends - began
+        last_us, ideal_us = times[-1], trace.ideal_us
+        measured = (*pages.peaks_bytes(), *pages.counted_bytes())
+        predicted = Predicted(last_us, ideal_us, max(0.0, last_us - ideal_us), *measured)
+        starts, ends = np.array(self.starts), np.array(self.ends)
         stalls = list(self.stalls)
-        transfers = self._transfers(began) if log_transfers else None
-        return Simulation(True, "", predicted, len(times), stalls, starts, ends, transfers)
+        moved = self._transfers() if log_transfers else None
+        return Simulation(True, "", predicted, len(times), stalls, starts, ends, moved)
 
-    def _transfers(self, began: float) -> list[Transfer]:
-        """Of the moves queued in the iteration that began at ``began``, just ended. No move can
-        last longer than until it is queued again, so one more iteration completes them."""
+    def _state(self) -> tuple[object, ...]:
+        """What the next iteration depends on."""
+        return (self.pages.state(), *(queue.state(self.now) for queue in self.queues))
+
+    def _count_from_now(self) -> None:
+        for queue in self.queues:
+            queue.count_from(self.now)
+        self.now = 0.0
+
+    def _transfers(self) -> list[Transfer]:
+        """Of the moves queued in the iteration that has just ended. No move can last longer than
+        until it is queued again, so they arrive within one more iteration."""
         log, self.log = self.log, None
         assert log is not None
-        self._iteration()
-        self.pages.check_end()
-        return [self._transfer(self.moves[noted.move], noted, began) for noted in log]
+        if self._any_logged():
+            self._iteration(until_logged=True)
+        return transfers(log, self.pages)
 
-    def _transfer(self, move: Move, noted: Logged, began: float) -> Transfer:
-        first = noted.first - int(self.pages.base[move.tensor])
-        return Transfer(
-            noted.move,
-            move.action == "out",
-            move.tier,
-            move.tensor,
-            first,
-            noted.last - noted.first,
-            noted.begin_us - began,
-            noted.end_us - began,
-            noted.arrived,
-        )
+    def _any_logged(self) -> bool:
+        """Whether a move whose transfers are logged is still queued; such are at the head."""
+        return any(queue.entries and queue.entries[0].log is not None for queue in self.queues)
 
-    def _iteration(self) -> None:
-        """From the end of the last op to the end of the last op of the next iteration."""
-        last = self.trace.ops - 1
+    def _iteration(self, until_logged: bool = False) -> None:
+        """From the end of the last op to the end of the last op of the next iteration, or until
+        all transfers that are logged have arrived."""
+        last = self.last_op
         self._next_op(0)
         while True:
             # Ops that take no time follow each other before transfers begin.
@@ -162,6 +144,8 @@ class _Machine:
             if self.op_end <= self.now + EPSILON_US:
                 self._end_op()
                 return  # the next iteration's moves are queued at this same instant
+            if until_logged and not self._any_logged():
+                return
             self._begin_transfers()
             ended = self._advance()
             if ended and self.op == last:
@@ -194,53 +178,57 @@ class _Machine:
         return True
 
     def _end_op(self) -> None:
+        op, pages = self.op, self.pages
         self.op_end = math.inf
-        self.ends[self.op] = self.now
-        for tensor in self.dead[self.op]:
-            self.pages.die(tensor, self.queues, self.now)
+        self.ends[op] = self.now
+        pages.free += self.ops.dead_pages[op]
+        for tensor in self.ops.dead[op]:
+            pages.die(tensor, self.queues, self.now)
 
     # -- ops -------------------------------------------------------------------------------------
     def _next_op(self, op: int) -> None:
-        pages = self.pages
+        ops, pages = self.ops, self.pages
         self.op = op
-        for index in self.issued[op]:
-            self._queue_move(index)
-        for tensor, first, last, _, _ in self.accesses[op]:
-            if pages.missing[tensor] and pages.missing[tensor] < pages.unborn:
-                pages.check_coming(tensor, first, last, op)
+        if not ops.quiet[op]:
+            for index in ops.issued[op]:
+                self._queue_move(index)
+            for tensor, first, last, _ in ops.accesses[op]:
+                if 0 < pages.missing[tensor] < pages.unborn:
+                    pages.check_coming(first, last, op)
         self.waiting = True
         self.wait_since = self.now
         self.wait_for = (-1, "")
         self._try_start()
 
     def _try_start(self) -> None:
-        pages, op = self.pages, self.op
-        for tensor, first, last, whole, _ in self.accesses[op]:
-            missing = pages.missing[tensor]
-            if not missing or missing >= pages.unborn:
+        pages, op, ops = self.pages, self.op, self.ops
+        for tensor, first, last, whole in ops.accesses[op]:
+            if not 0 < pages.missing[tensor] < pages.unborn:
                 continue
             if whole or pages.there.find(0, first, last) >= 0:
                 self.wait_for = (tensor, pages.channel_of(first, last))
                 return
-        if pages.free < self.new_pages[op]:
+        new_pages = ops.new_pages[op]
+        if pages.free < new_pages:
             self.wait_for = (-1, "disk-out" if self.disk_out.moving else "host-out")
             return
-        for tensor in self.born[op]:
+        if new_pages:
+            pages.take_frames(new_pages)
+        for tensor in ops.born[op]:
             pages.bear(tensor)
-        for _, first, last, _, writes in self.accesses[op]:
-            if writes:
-                pages.write(first, last)
-        waited = self.now - self.wait_since
-        if waited > EPSILON_US:
-            self.stalls.append(Stall(op, waited, *self.wait_for))
+        for first, last in ops.writes[op]:
+            pages.write(first, last)
+        now = self.now
+        if now - self.wait_since > EPSILON_US:
+            self.stalls.append(Stall(op, now - self.wait_since, *self.wait_for))
         self.waiting = False
-        self.starts[op] = self.now
-        self.op_end = self.now + self.durations[op]
+        self.starts[op] = now
+        self.op_end = now + ops.durations[op]
 
     def _queue_move(self, index: int) -> None:
         move = self.moves[index]
         if move.action == "drop":
-            self.pages.drop(move)
+            drop(self.pages, move)
             return
         disk = move.tier == "disk"
         if move.action == "out":
@@ -250,18 +238,33 @@ class _Machine:
             todo = self.pages.queue_in(move)
             queue = self.disk_in if disk else self.host_in
         if todo:
-            queue.append(index, todo, self.now, self.log)
+            queue.append(index, move.tensor, todo, self.now, self.log)
 
     # -- transfers -------------------------------------------------------------------------------
     def _begin_transfers(self) -> None:
         now = self.now
+        begun = blocked = False
         for queue in self.queues:
-            if not queue.moving and queue.entries:
-                queue.begin(now)
-        self._share_link(self.host_out, self.disk_out)
-        self._share_link(self.host_in, self.disk_in)
-        if not (self.waiting and (self.wait_for[0] < 0 or self.partial)):
-            self._coast()
+            if queue.entries and not queue.moving:
+                if queue.begin(now):
+                    begun = True
+                elif queue.event_us == math.inf:
+                    blocked = True  # its head waits: for a frame, a slot or a copy
+        moving = [queue.moving for queue in self.queues]
+        if begun or moving != self.moving:
+            self.moving = moving
+            self._share_link(self.host_out, self.disk_out)
+            self._share_link(self.host_in, self.disk_in)
+        if blocked or not any(moving):
+            return
+        if not self.waiting:
+            coast(self.queues, self.pages, self.op_end)
+        elif self.wait_for[0] < 0:
+            most_out = self.ops.new_pages[self.op] - self.pages.free - LAST_STEPS
+            if most_out > 0:
+                coast(self.queues, self.pages, math.inf, most_out)
+        elif not self.ops.partial:
+            coast(self.queues, self.pages, math.inf)
 
     def _share_link(self, host: Queue, disk: Queue) -> None:
         """The disk queue has its rate, the host queue what is left of the link."""
@@ -274,58 +277,13 @@ class _Machine:
                 pace = 1 / left if left > 1e-12 / host.alone_us else math.inf
             host.set_pace(pace, self.now)
 
-    def _coast(self) -> None:
-        """Let the pages of moves arrive that nobody can notice before the next other event."""
-        blocked = False
-        limit = self.op_end
-        for queue in self.queues:
-            if queue.entries and not queue.moving:
-                blocked = True  # its head waits: for a frame, a slot, a copy or its latency
-                if queue.event_us < limit:
-                    limit = queue.event_us
-        if blocked or self.pages.drops:
-            return
-        moving = [queue for queue in self.queues if queue.moving]
-        for queue in moving:
-            limit = min(limit, queue.last_page_us())
-        counts = [queue.pages_before(limit) for queue in moving]
-        if not all(queue.can_coast(count) for queue, count in zip(moving, counts)):
-            return
-        taken = sum(count for queue, count in zip(moving, counts) if not queue.is_out)
-        if taken > self.pages.free or not any(counts):
-            return
-        self._note_peak(moving, counts)
-        for queue, count in zip(moving, counts):
-            if count:
-                queue.coast(count)
-        self.pages.free -= taken
-
-    def _note_peak(self, moving: list[Queue], counts: list[int]) -> None:
-        """Fewest free frames while pages coast: ins begin, outs arrive, in the order of time."""
-        pages = self.pages
-        taken = sum(count for queue, count in zip(moving, counts) if not queue.is_out)
-        if pages.free - taken >= pages.least_free:
-            return
-        ins, outs = (
-            np.sort(
-                np.concatenate(
-                    [np.zeros(0)]
-                    + [q.arrivals_us(n) for q, n in zip(moving, counts) if q.is_out == is_out]
-                )
-            )
-            for is_out in (False, True)
-        )
-        given = np.searchsorted(outs, ins + EPSILON_US, "right")
-        least = pages.free - int((np.arange(1, len(ins) + 1) - given).max())
-        pages.least_free = min(pages.least_free, least)
-
     def _deadlock(self) -> None:
         waits = [queue.why_blocked() for queue in self.queues if queue.entries]
         tensor, _ = self.wait_for
         need = (
             f"for '{self.trace.name_of(tensor)}'"
             if tensor >= 0
-            else f"for {self.new_pages[self.op]} free frames ({self.pages.free} free)"
+            else f"for {self.ops.new_pages[self.op]} free frames ({self.pages.free} free)"
         )
         raise Infeasible(
             f"op {self.op} '{self.trace.op_names[self.op]}' waits {need} while nothing is running "

@@ -18,7 +18,7 @@ import numpy as np
 
 from .plan import TIERS
 from .simulation import Transfer
-from .timeline import Timeline
+from .timeline import Timeline, instants
 from .trace import WRITE, Floats, Ints
 
 # At one instant, in this order: slots go back before others are taken.
@@ -59,6 +59,7 @@ def tier_usage(line: Timeline) -> dict[str, tuple[Floats, Ints]]:
 
 
 def _curve(times: Floats, pages: Ints, held: int, page_size: int) -> tuple[Floats, Ints]:
+    times = instants(times)
     order = np.lexsort((pages, times))  # at one instant slots go back before others are taken
     times, level = times[order], held + np.cumsum(pages[order])
     last = np.append(np.diff(times) > 0, True)

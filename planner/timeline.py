@@ -19,6 +19,7 @@ from .errors import PlanError
 from .hardware import Hardware
 from .lifetimes import live_pages
 from .plan import Move, Plan
+from .sim_pages import EPSILON_US
 from .simulation import Simulation, Stall, Transfer
 from .simulator import simulate
 from .trace import KINDS, Floats, Ints, Trace
@@ -194,6 +195,19 @@ def timeline(trace: Trace, plan: Plan | None = None, hardware: Hardware | None =
     )
 
 
+def instants(time: Floats) -> Floats:
+    """Times that lie as close together as what happens at one instant are all the first of them.
+
+    The same instant reached over transfers and over ops differs in its last bits.
+    """
+    order = np.argsort(time, kind="stable")
+    ordered = time[order]
+    begins = np.diff(ordered, prepend=-np.inf) > EPSILON_US
+    found = np.empty_like(time)
+    found[order] = ordered[begins][np.cumsum(begins) - 1]
+    return found
+
+
 def device_curve(line: Timeline) -> Curve:
     """Frames that are held over time, page by page, by the kind of the tensor that holds them.
 
@@ -226,7 +240,6 @@ class _Changes:
     def __init__(self, line: Timeline) -> None:
         self.line = line
         self.pages = line.trace.pages(line.page_size)
-        self.held = np.zeros(line.trace.tensors, np.int64)  # when the iteration's moves are done
         self.time: list[Floats] = []
         self.tensor: list[Ints] = []
         self.frames: list[Ints] = []
@@ -235,7 +248,6 @@ class _Changes:
         self.time.append(time)
         self.tensor.append(tensor)
         self.frames.append(frames)
-        np.add.at(self.held, tensor, frames)
 
     def births(self) -> None:
         trace = self.line.trace
@@ -270,7 +282,9 @@ class _Changes:
     def deaths(self) -> None:
         trace = self.line.trace
         dying = np.flatnonzero(~trace.tensor_persistent)
-        self.add(self.line.op_end_us[trace.last_op[dying]], dying, -self.held[dying])
+        held = np.zeros(trace.tensors, np.int64)  # when the iteration's moves are done
+        np.add.at(held, np.concatenate(self.tensor), np.concatenate(self.frames))
+        self.add(self.line.op_end_us[trace.last_op[dying]], dying, -held[dying])
 
     def curve(self) -> Curve:
         line, trace = self.line, self.line.trace
@@ -287,6 +301,7 @@ class _Changes:
         np.add.at(base, tensor[late], -frames[late])
         time = np.where(late, time - line.iteration_us, time)
         # At one instant frames are given back before others are taken.
+        time = instants(time)
         order = np.lexsort((frames > 0, time))
         time, tensor, frames = time[order], tensor[order], frames[order]
         last = np.append(np.diff(time) > 0, True) if len(time) else np.zeros(0, np.bool_)

@@ -17,6 +17,7 @@ from tensorpager.planner.timeline import (
     LEAVING,
     Timeline,
     device_curve,
+    instants,
     timeline,
 )
 
@@ -69,6 +70,24 @@ def test_an_infeasible_plan_is_refused(line: Timeline) -> None:
     empty = Plan("none", PAGE, 4 * PAGE, 0, 0, [])
     with pytest.raises(PlanError, match="infeasible on this machine: op 1"):
         timeline(weight_trace(), empty, line.hardware)
+
+
+def test_what_lies_within_an_instant_is_at_one_time() -> None:
+    times = np.array([7.0 + 1e-9, 3.0, 7.0, 7.0 + 1e-5, 3.0 - 1e-12])
+    early = 3.0 - 1e-12
+    assert instants(times).tolist() == [7.0, early, 7.0, 7.0 + 1e-5, early]
+    assert instants(np.zeros(0)).tolist() == []
+
+
+@pytest.mark.parametrize("seed", [393, 969, 2142, 2332])
+def test_a_frame_given_back_and_taken_at_one_instant_is_held_once(seed: int) -> None:
+    """Here that instant is reached over two sums that differ in their last bits."""
+    case = case_of(seed)
+    line = timeline(case.trace, case.plan, case.hardware)
+    assert line.simulation is not None
+    assert line.simulation.predicted is not None
+    peak = line.simulation.predicted.peak_device_bytes
+    assert device_curve(line).total.max() == peak
 
 
 class _PageByPage(Timeline):
