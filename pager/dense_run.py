@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .dense_views import dense_view, direct_view, withdraw
-from .errors import InfeasibleBudget, PagerError
+from .errors import CorruptPage, InfeasibleBudget, PagerError
 from .geometry import set_geometry, take_over
 from .op_info import OpInfo
+from .page_bytes import copy_unmoved
 from .page_run import is_too_large, run_in_slabs, run_on_pages
 from .paged_tensor import PagedTensor
 from .space import PageRun
@@ -80,8 +81,21 @@ def run_dense(func: Any, info: OpInfo, args: Any, kwargs: dict[str, Any]) -> Any
     """Run ``func`` on dense views of its paged operands; results never alias the arena.
 
     What page kernels can do is done by them (``page_run.py``) where frames are scattered, or too
-    few for all operands; other ops get dense copies then, or raise ``InfeasibleBudget``.
+    few for all operands; other ops get dense copies then, or raise ``InfeasibleBudget``. Copies
+    into plain memory are made without a frame where none can be had (``page_bytes.py``).
     """
+    try:
+        return _run_dense(func, info, args, kwargs)
+    except (InfeasibleBudget, CorruptPage):
+        raise
+    except PagerError:
+        out = copy_unmoved(func, args, kwargs)
+        if out is NotImplemented:
+            raise
+        return out
+
+
+def _run_dense(func: Any, info: OpInfo, args: Any, kwargs: dict[str, Any]) -> Any:
     paged = paged_in(args, kwargs)
     pagers = {id(t._storage.pager): t._storage.pager for t in paged}
     if len(pagers) > 1:  # operands of another pager become plain copies; written ones must not
@@ -96,6 +110,10 @@ def run_dense(func: Any, info: OpInfo, args: Any, kwargs: dict[str, Any]) -> Any
             runs.append(run)
             if run.base < 0:
                 apart = True
+    if apart and pager.migration.disk_refuses:  # no page can make way for another
+        out = copy_unmoved(func, args, kwargs)
+        if out is not NotImplemented:
+            return out
     if apart and is_too_large(pager, runs):
         out = run_in_slabs(pager, func, args, kwargs)
         if out is not NotImplemented:

@@ -120,10 +120,9 @@ class EarlyUpdates:
             self.stop(optimizer, "step() runs more than once for a backward pass")
 
     # -- watching --------------------------------------------------------------------------------
-    def note(self, parameter: torch.Tensor) -> None:
+    def note(self, parameter: torch.Tensor, grad: torch.Tensor) -> None:
         """A gradient has just moved into pages: nobody should use it, or its parameter, from now
         on."""
-        grad: Any = parameter.grad
         self._gradients[id(parameter)] = self.overlap.note(grad)
         if parameter._storage.run.small is None:  # type: ignore[attr-defined]
             self._weights.append(self.overlap.note(parameter))
@@ -175,8 +174,9 @@ class EarlyUpdates:
                 self._needs[number] = need.dense
 
     # -- in the backward pass --------------------------------------------------------------------
-    def update(self, optimizer: Any, number: int, parameter: torch.Tensor) -> bool:
-        """See ``Overlap.update``; ``parameter`` is one of group ``number``."""
+    def update(self, optimizer: Any, number: int, parameter: torch.Tensor, *, wanted: bool) -> bool:
+        """See ``Overlap.update``; ``parameter`` is one of group ``number``. ``wanted``: others will
+        read its gradient."""
         if self.off is not None:
             return False
         task = torch._C._current_graph_task_id()
@@ -193,7 +193,7 @@ class EarlyUpdates:
         grad = parameter.grad
         if self.held is None:
             self.held = _unusable(grad)
-        if self.held is not None or not self._may_update(optimizer, number, parameter):
+        if self.held is not None or wanted or not self._may_update(optimizer, number, parameter):
             return False
         assert grad is not None
         if not _is_finite(grad):
@@ -228,9 +228,6 @@ class EarlyUpdates:
         grad = parameter.grad
         assert grad is not None
         if grad.layout is not torch.strided or grad.dtype != parameter.dtype:
-            return False
-        hooks: Any = parameter._post_accumulate_grad_hooks
-        if len(hooks) > 1:  # the user's come after ours, and want the gradient
             return False
         if not optimizer.state.get(parameter) and (optimizer.state or not optimizer._tp_stepped):
             return False  # states would be made, and step() checks first that there is room

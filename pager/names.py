@@ -57,6 +57,7 @@ def named_runs(pager: Pager) -> Iterator[tuple[PageRun, str]]:
             states = optimizer.state.get(parameter, {})
             values |= {f"{name}.{key}": value for key, value in states.items()}
         for label, value in values.items():
+            value = getattr(value, "_local_tensor", value)  # of a sharded one, this rank's shard
             if type(value) is PagedTensor:
                 yield value._storage.run, label
 

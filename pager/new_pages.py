@@ -5,11 +5,14 @@ from __future__ import annotations
 from contextlib import closing
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
 from ..kernels.scatter import scatter_pages
 from .errors import InfeasibleBudget
 from .fits import frames_anyway
+from .migration import merge
+from .page_table import Int32
 from .paged_tensor import PagedTensor
 from .plain_copies import dense_twin
 from .slabs import fair_share, pages_of, stream
@@ -85,7 +88,7 @@ def write(pager: Pager, storage: PagedStorage, source: torch.Tensor) -> None:
             start = run.base * pager.page_size + storage.offset
             pager.backend.arena[start : start + source.numel()].copy_(source)
         else:
-            pager.scatter(run, source.to(pager.device))
+            _put(pager, source, pager.table.frame[run.first : run.first + run.count])
     finally:
         pager.unpin([run])
 
@@ -99,9 +102,19 @@ def _write_in_parts(pager: Pager, storage: PagedStorage, source: torch.Tensor) -
     wanted = ([pages_of(storage, span, write=True)] for span in spans)
     with closing(stream(pager, wanted, noted=True)) as pinned:
         for span, (frames,) in zip(spans, pinned):
-            piece = source[span.start * size : span.stop * size].to(pager.device)
-            on_device = torch.from_numpy(frames).to(pager.device)
-            scatter_pages(piece, on_device, pager.residency.arena, size)
+            _put(pager, source[span.start * size : span.stop * size], frames)
+
+
+def _put(pager: Pager, source: torch.Tensor, frames: Int32) -> None:
+    """The bytes of ``source`` into pinned ``frames``, without a copy of them beside the arena: what
+    comes from the host goes straight into its frames, a stretch of neighbours at a time."""
+    size, arena = pager.page_size, pager.residency.arena
+    if source.device.type != "cpu":
+        scatter_pages(source, torch.from_numpy(frames.copy()).to(pager.device), arena, size)
+        return
+    for frame, page, count in merge(frames, np.arange(len(frames), dtype=np.int32)):
+        piece = source[page * size : (page + count) * size]
+        arena[frame * size : frame * size + piece.numel()].copy_(piece)
 
 
 def enlarge(pager: Pager, storage: PagedStorage, nbytes: int) -> None:

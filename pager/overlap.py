@@ -15,6 +15,9 @@ one step. So the first steps of each optimizer are taken as usual and *watched*;
 kind happens the overlap is off for good, with a warning. Later on single backward passes, or single
 parameters, are left to ``step()``: see the reasons that :class:`EarlyUpdates` gives. A program that
 changes its ways after it was watched gets a ``PagerError`` where that can be noticed.
+
+FSDP2 runs the hooks of a shard when its gradient has been reduced. By then the backward pass is
+done with the parameter that was gathered from it, which is other memory anyway.
 """
 
 from __future__ import annotations
@@ -22,11 +25,12 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from .checkpoint.sharded import is_sharded, local_of
 from .dense_meter import allocated_bytes
 from .early import EarlyUpdates, unsuitable
 from .paged_tensor import PagedTensor
@@ -144,28 +148,38 @@ class Overlap:
         if early is None:
             return False
         groups = optimizer.param_groups  # type: ignore[union-attr]
-        group = groups[place.group]["params"] if place.group < len(groups) else ()
+        group: list[Any] = groups[place.group]["params"] if place.group < len(groups) else []
         if place.position >= len(group) or group[place.position] is not parameter:
             return False  # the groups were changed since
         if type(parameter.grad) is PagedTensor and is_large(parameter):
             return False  # made in pages, slab by slab; so is its update
-        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
-            return bool(early.update(optimizer, place.group, parameter))
+        hooks: Any = parameter._post_accumulate_grad_hooks
+        watched = len(hooks) > 1  # the user's come after ours, and want the gradient
+        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass(), ExitStack() as stack:
+            if is_sharded(parameter):
+                from .shards import one_shard  # torch.distributed, which others need not load
+
+                shard = one_shard(optimizer, group, place.position)
+                parameter = stack.enter_context(shard)
+            return bool(early.update(optimizer, place.group, parameter, wanted=watched))
 
     def paged(self, parameter: torch.Tensor) -> None:
         """The gradient of ``parameter`` was left to ``step()`` and has just moved into pages."""
         metering = self.pager.budget.metering and self._places
+        grad = parameter.grad
+        assert grad is not None
         if not self._watch and not metering:
             return
         place = self._places.get(id(parameter))
         early = getattr(place.optimizer(), "_tp_early", None) if place is not None else None
+        parameter, grad = local_of(parameter), local_of(grad)
         if metering and early is not None and place is not None:
             nbytes = parameter.numel() * parameter.element_size()
             self._marks.append(_Mark(early, place.group, nbytes, self._dense()))
         if self._watch:
-            self.note(parameter.grad)  # whoever's it is: small gradients share pages
+            self.note(grad)  # whoever's it is: small gradients share pages
             if early is not None and early.watching:
-                early.note(parameter)
+                early.note(parameter, grad)
 
     @contextmanager
     def step_of(self, optimizer: Any) -> Iterator[None]:

@@ -356,6 +356,9 @@ class Pager:
         """Ordinary tensors, as PyTorch's own: ``{"models": […], "optimizers": […]}`` in the order
         in which they were paged. Load with :meth:`load_state_dict` or with the models' own.
 
+        Of sharded models (``fully_shard``) DTensors of this rank's shards, as their own
+        ``state_dict()`` has them; ``torch.distributed.checkpoint`` takes either.
+
         Copies, on the CPU: they stay as they are when training goes on and after :meth:`close`.
         What takes more than 64 MiB is not in memory but in a file without a name, in ``disk_path``
         or ``TMPDIR``, which the tensors map; where neither has room it is in memory after all. To
@@ -389,6 +392,10 @@ class Pager:
         Memory: one slab (at most 16 MiB) above the budget. The file appears whole, mode 0600, or
         not at all: a failure or a kill leaves an older one as it was.
 
+        Of models sharded by ``fully_shard`` all ranks call it, with the same ``path``: rank 0
+        writes one ordinary file of whole tensors, which :meth:`load` reads on any number of ranks,
+        and plain PyTorch too. An error of one rank is raised on all.
+
         Raises ``OSError``; ``ValueError`` for other suffixes; ``TypeError`` for what such a file
         cannot hold.
         """
@@ -410,7 +417,8 @@ class Pager:
           paged here. ``path`` is a PyTorch or safetensors file, the index of shards
           (``….index.json``), or the folder that they are in.
 
-        The checkpoint may be larger than device, host and memory together. ``strict`` and the first
+        The checkpoint may be larger than device, host and memory together. Into a sharded model
+        each rank loads its part, however many ranks have saved it. ``strict`` and the first
         two of the result, ``missing_keys`` and ``unexpected_keys``, are as ``load_state_dict`` has
         them; the third is the ``metadata`` of safetensors files.
 

@@ -5,6 +5,7 @@
     sharded parameter (DTensor)  -> local shard: pages on device, host or disk
         all-gather: shards are copied in, one after another -> dense, for as long as FSDP2 keeps it
         reduce-scatter -> dense gradient of the shard -> pages, before anybody sees it
+                                                      -> or the shard is updated (``overlap.py``)
     optimizer.step(): on the local shards (see ``local_step``)
 
 A sharded parameter stays the DTensor that FSDP2 made; only the memory of its shard is replaced. So
@@ -30,7 +31,15 @@ from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from . import dispatcher
+from .checkpoint.sharded import (
+    is_scales,
+    local_of,
+    local_state,
+    scales_as_sharded,
+    shard_count,
+)
 from .errors import PagerError
+from .fused_states import SMALL
 from .op_info import OpInfo
 from .optimizer import PagedOptimizer, page_state
 from .paged_tensor import PagedTensor
@@ -40,6 +49,7 @@ if TYPE_CHECKING:
 
 _COPY_IN = torch.ops.fsdp.all_gather_copy_in.default
 _KIND = "all_gather_copy_in"
+_WHOLE_TENSORS = ("Adafactor", "Muon")  # of torch.optim; they look at rows, columns or matrices
 
 
 def fsdp_params(module: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, FSDPParam]]:
@@ -136,14 +146,39 @@ def _page_gradient(pager: Pager) -> Any:
     weak = weakref.ref(pager)
 
     def hook(parameter: Any) -> None:
-        """The dense gradient of a shard moves into pages; it is a view of all its group's."""
+        """FSDP2 has reduced the gradient of a shard. The shard is updated at once, where
+        ``overlap.py`` allows it, or else its dense gradient, a view of all its group's, moves into
+        pages."""
         pager, grad = weak(), parameter.grad
         if pager is None or grad is None or pager.fits or pager.closed_reason is not None:
             return
-        if type(grad._local_tensor) is torch.Tensor:
-            grad._local_tensor = pager.copy_in(grad._local_tensor, "gradient")
+        with _on_compute(pager, grad._local_tensor):
+            if pager.overlap.update(parameter):
+                return
+            if type(grad._local_tensor) is torch.Tensor:
+                grad._local_tensor = pager.copy_in(grad._local_tensor, "gradient")
+                pager.overlap.paged(parameter)
 
     return hook
+
+
+@contextmanager
+def _on_compute(pager: Pager, *dense: torch.Tensor) -> Iterator[None]:
+    """FSDP2 gathers and reduces on streams of its own, and frames are used and given back in the
+    order of the compute stream (``backend.py``). So what it does with pages is done there, after
+    what it has queued, and before what it will. ``dense``: memory of its streams that is used."""
+    if pager.device.type != "cuda":
+        yield
+        return
+    theirs = torch.cuda.current_stream(pager.device)
+    with pager.backend.on_compute():
+        compute = torch.cuda.current_stream(pager.device)
+        compute.wait_stream(theirs)
+        for tensor in dense:
+            if type(tensor) is torch.Tensor:
+                tensor.record_stream(compute)
+        yield
+    theirs.wait_stream(compute)
 
 
 class _LeaveGathered:
@@ -176,7 +211,8 @@ class _LeaveGathered:
 def _copy_in(func: Any, info: OpInfo, args: Any, kwargs: dict[str, Any]) -> Any:
     shards, gathered, sizes, count, rank = args
     mine = gathered.narrow(0, count * rank, count)
-    with torch.no_grad():
+    pager = next(shard._storage.pager for shard in shards if type(shard) is PagedTensor)
+    with torch.no_grad(), _on_compute(pager, gathered):
         torch._foreach_copy_(torch.split(mine, sizes), shards)
     return mine, gathered
 
@@ -193,14 +229,13 @@ def local_step(optimizer: Any) -> Iterator[None]:
     alike. An update is of each element by itself, so it is the same either way."""
     local: dict[int, torch.Tensor] = {}
     sharded: dict[int, DTensor] = {}
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            if isinstance(parameter, DTensor):
-                shard = local[id(parameter)] = parameter._local_tensor
-                sharded[id(shard)] = parameter
+    for parameter in _sharded(optimizer):
+        shard = local[id(parameter)] = parameter._local_tensor
+        sharded[id(shard)] = parameter
     if not local:
         yield
         return
+    _refuse_unsuitable(optimizer)
     _swap(optimizer, local, _shard_of)
     for parameter in sharded.values():
         if parameter.grad is not None:
@@ -213,21 +248,55 @@ def local_step(optimizer: Any) -> Iterator[None]:
         _swap(optimizer, sharded, _shard_alike)
 
 
-def _shard_alike(value: Any, parameter: Any) -> Any:
-    if (
-        not torch.is_tensor(value)
-        or not value.dim()
-        or value.size() != parameter._local_tensor.size()
-    ):
+def _sharded(optimizer: Any) -> list[Any]:
+    return [p for g in optimizer.param_groups for p in g["params"] if isinstance(p, DTensor)]
+
+
+def _refuse_unsuitable(optimizer: Any) -> None:
+    """``PagerError`` for what cannot be done to each shard by itself."""
+    name = type(optimizer).__mro__[2].__name__
+    if name in _WHOLE_TENSORS:
+        raise PagerError(
+            f"{name} updates an element by others of its matrix, which are in other ranks' shards; "
+            "use an optimizer that updates each element by itself, such as AdamW, with fully_shard"
+        )
+    if optimizer._tp_format.states != "8bit":
+        return
+    for parameter in _sharded(optimizer):
+        ranks, largest = shard_count(parameter), local_of(parameter).numel()
+        for dim in _sharded_dims(parameter):
+            rows = parameter.size(dim)
+            largest = -(-rows // ranks) * (parameter.numel() // max(1, rows))
+        if largest * ranks != parameter.numel() and largest >= SMALL:
+            raise PagerError(
+                f"states='8bit' keeps a scale for each block of a shard, and those of a parameter "
+                f"of shape {tuple(parameter.size())} on {ranks} ranks are not of one size; use "
+                "states='bf16', or pad it to a multiple of the ranks"
+            )
+
+
+def _sharded_dims(parameter: Any) -> set[int]:
+    return {placement.dim for placement in parameter.placements if placement.is_shard()}
+
+
+def _shard_alike(key: str, value: Any, parameter: Any) -> Any:
+    if not torch.is_tensor(value) or not value.dim():
+        return value
+    if is_scales(key, value):
+        return scales_as_sharded(value, parameter)
+    if value.size() != parameter._local_tensor.size():
         return value
     return DTensor(value, parameter._spec, requires_grad=False)
 
 
-def _shard_of(value: Any, _: Any) -> Any:
-    return value._local_tensor if isinstance(value, DTensor) else value
+def _shard_of(key: str, value: Any, _: Any) -> Any:
+    if not isinstance(value, DTensor):
+        return value
+    local: torch.Tensor = value._local_tensor
+    return local.view(-1) if is_scales(key, value) else local
 
 
-def _swap(optimizer: Any, to: dict[int, Any], convert: Callable[[Any, Any], Any]) -> None:
+def _swap(optimizer: Any, to: dict[int, Any], convert: Callable[[str, Any, Any], Any]) -> None:
     """Parameters become what ``to`` says, by their ids, and their states go with them."""
     for group in optimizer.param_groups:
         group["params"] = [to.get(id(parameter), parameter) for parameter in group["params"]]
@@ -235,17 +304,50 @@ def _swap(optimizer: Any, to: dict[int, Any], convert: Callable[[Any, Any], Any]
         other = to.get(id(parameter))
         if other is not None:
             del optimizer.state[parameter]
-            state = {key: convert(value, other) for key, value in state.items()}
+            state = {key: convert(key, value, other) for key, value in state.items()}
             optimizer.state[other] = state
             page_state(optimizer._tp_pager, state)  # what was loaded is dense
 
 
+@contextmanager
+def one_shard(optimizer: Any, parameters: list[Any], position: int) -> Iterator[torch.Tensor]:
+    """:func:`local_step` for one of a group's ``parameters``, that at ``position``; its shard. If
+    that has no gradient at the end, neither has the parameter."""
+    parameter = parameters[position]
+    shard = parameters[position] = parameter._local_tensor
+    state = optimizer.state.get(parameter)  # its place among the others' stays
+    if state:
+        optimizer.state[shard] = {k: _shard_of(k, v, shard) for k, v in state.items()}
+    shard.grad = parameter.grad._local_tensor
+    try:
+        yield shard
+    finally:
+        if shard.grad is None:
+            parameter.grad = None
+        shard.grad = None
+        parameters[position] = parameter
+        made = optimizer.state.pop(shard, None)
+        if made:
+            optimizer.state[parameter] = {k: _shard_alike(k, v, parameter) for k, v in made.items()}
+
+
+def _load_into_shards(load: Callable[..., Any]) -> Callable[..., Any]:
+    def load_into_shards(self: Any, state_dict: dict[str, Any]) -> None:
+        if not _sharded(self):
+            load(self, state_dict)
+            return
+        mine = local_state(self, state_dict)
+        with local_step(self):
+            load(self, mine)
+
+    load_into_shards.__doc__ = load.__doc__
+    return load_into_shards
+
+
 def _step_on_shards(step: Callable[..., Any]) -> Callable[..., Any]:
     def step_on_shards(self: Any, closure: Callable[[], Any] | None = None) -> Any:
-        if not any(isinstance(p, DTensor) for g in self.param_groups for p in g["params"]):
+        if not _sharded(self):
             return step(self, closure)
-        if self._tp_early is not None:
-            self._tp_early.stop(self, "fully_shard reduces gradients after the backward pass")
         loss = None
         if closure is not None:  # it computes gradients, which are of the sharded parameters
             with torch.enable_grad():
@@ -259,3 +361,6 @@ def _step_on_shards(step: Callable[..., Any]) -> Callable[..., Any]:
 
 
 PagedOptimizer.step = _step_on_shards(PagedOptimizer.step)  # type: ignore[method-assign]
+PagedOptimizer.load_state_dict = _load_into_shards(  # type: ignore[method-assign]
+    PagedOptimizer.load_state_dict
+)

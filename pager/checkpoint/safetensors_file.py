@@ -25,7 +25,7 @@ import torch
 from ...planner.shown import shown
 from ..errors import PagerError
 from .file import MappedFile, atomic_file, reserve
-from .tensor_bytes import chunks
+from .tensor_bytes import Read, chunks
 from .tree import refuse_odd
 
 _DTYPES = {
@@ -43,9 +43,13 @@ _ALIGNMENT = 8
 
 # -- writing -------------------------------------------------------------------------------------
 def save_safetensors(
-    path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None = None
+    path: Path,
+    tensors: Mapping[str, torch.Tensor],
+    metadata: Mapping[str, str] | None = None,
+    read: Read = chunks,
 ) -> None:
     """Write ``tensors``, in pages or not, to ``path``. Tied ones are written under each name.
+    ``read``: where their bytes come from.
 
     All or nothing, see ``checkpoint/file.py``. Raises ``OSError``, and ``TypeError`` for what the
     format cannot hold.
@@ -56,7 +60,7 @@ def save_safetensors(
         reserve(file, 8 + len(header) + nbytes)
         file.write(len(header).to_bytes(8, "little") + header)
         for name in order:
-            for chunk in chunks(tensors[name], row_major=True):
+            for chunk in read(tensors[name], row_major=True):
                 file.write(chunk)
 
 

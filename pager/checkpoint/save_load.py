@@ -9,7 +9,7 @@ complained about, as ever.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -20,9 +20,11 @@ from ..errors import PagerError
 from ..paged_tensor import PagedTensor
 from .optimizer_states import load_optimizer
 from .safetensors_file import save_safetensors
+from .sharded import as_sharded, is_sharded, local_of
 from .sources import SAFETENSORS_SUFFIX, TORCH_SUFFIXES, open_checkpoint
+from .tensor_bytes import Read, chunks
 from .torch_file import save_torch
-from .tree import memory_of
+from .tree import memory_of, tensors_of
 
 if TYPE_CHECKING:
     from ..runtime import Pager
@@ -60,20 +62,42 @@ def save(
 
     Raises ``OSError``; ``ValueError`` for other suffixes; ``TypeError`` for what such a file cannot
     hold.
+
+    Tensors sharded by ``fully_shard`` are put together: all ranks call this with the same path,
+    rank 0 writes one ordinary file, and the others send their shards, which takes two messages of
+    16 MiB beside the slab (where shards are not rows: the whole of one tensor on rank 0). Plain
+    tensors are rank 0's. When it returns the file is there; an error of one rank is raised on all.
     """
     path = Path(path)
-    _refuse_path(path)
-    if path.suffix == SAFETENSORS_SUFFIX:
-        tensors = _only_model(pager, path).state_dict() if state is None else state
-        if not isinstance(tensors, Mapping):
+    flat = path.suffix == SAFETENSORS_SUFFIX
+    if state is None:
+        state = _only_model(pager, path).state_dict() if flat else references(pager)
+    elif flat and isinstance(state, Mapping):
+        state = dict(state)
+
+    def check() -> None:
+        _refuse_path(path)
+        if flat and not isinstance(state, Mapping):
             raise TypeError(
-                f"{path}: a safetensors file holds a dict of tensors, not {type(tensors).__name__}"
+                f"{path}: a safetensors file holds a dict of tensors, not {type(state).__name__}"
             )
-        save_safetensors(path, tensors, metadata)
+        if metadata is not None and not flat:
+            raise ValueError(f"{path}: only safetensors files have metadata; put it into state")
+
+    def write(read: Read) -> None:
+        _refuse_folder(path)
+        if flat:
+            save_safetensors(path, state, metadata, read)
+        else:
+            save_torch(path, state, read)
+
+    if any(map(is_sharded, tensors_of(state))):
+        from .together import save_together  # torch.distributed, which others need not load
+
+        save_together(path, state, check, write)
         return
-    if metadata is not None:
-        raise ValueError(f"{path}: only safetensors files have metadata; put it into state")
-    save_torch(path, references(pager) if state is None else state)
+    check()
+    write(chunks)
 
 
 def references(pager: Pager) -> dict[str, list[Any]]:
@@ -88,6 +112,9 @@ def _refuse_path(path: Path) -> None:
     if path.suffix not in (*TORCH_SUFFIXES, SAFETENSORS_SUFFIX):
         known = ", ".join((*TORCH_SUFFIXES, SAFETENSORS_SUFFIX))
         raise ValueError(f"{path}: the suffix says what is written; take one of {known}")
+
+
+def _refuse_folder(path: Path) -> None:
     if path.is_dir():
         raise IsADirectoryError(f"{path} is a folder; name a file in it")
     if not path.absolute().parent.is_dir():
@@ -126,7 +153,8 @@ def load(
       the weight is tied to one that is there.
 
     The tensors may be larger than the arena, and all together than device, host and memory: they
-    are mapped, and read one after another. ``strict``: as ``load_state_dict`` takes it.
+    are mapped, and read one after another. ``strict``: as ``load_state_dict`` takes it. Into a
+    sharded model each rank loads its part of the same file, however many ranks saved it.
 
     Raises ``RuntimeError`` as ``load_state_dict`` does for names and shapes that do not match,
     ``PagerError`` for a file that is no checkpoint, ``OSError``.
@@ -179,7 +207,7 @@ def load_module(
 ) -> tuple[list[str], list[str]]:
     """``model.load_state_dict``, with ``loaded`` called after each of its modules."""
     with _between_modules(model, loaded):
-        result: Any = model.load_state_dict(tensors, strict=strict)
+        result: Any = model.load_state_dict(as_sharded(model, tensors), strict=strict)
     loaded()
     return list(result.missing_keys), list(result.unexpected_keys)
 
@@ -205,10 +233,19 @@ def _is_flat(content: dict[Any, Any]) -> bool:
 def _add_tied(model: torch.nn.Module, tensors: dict[str, Any]) -> None:
     """Weights that the file has under another name; both are copied, to the same pages."""
     known = {}
-    mine = model.state_dict()
+    mine = {n: t for n, t in model.state_dict(keep_vars=True).items() if _in_pages(t)}
     for name, tensor in mine.items():
-        if name in tensors and type(tensor) is PagedTensor:
-            known[memory_of(tensor)] = tensors[name]
+        if name in tensors:
+            known[_identity(tensor)] = tensors[name]
     for name, tensor in mine.items():
-        if name not in tensors and type(tensor) is PagedTensor and memory_of(tensor) in known:
-            tensors[name] = known[memory_of(tensor)]
+        if name not in tensors and _identity(tensor) in known:
+            tensors[name] = known[_identity(tensor)]
+
+
+def _in_pages(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and type(local_of(value)) is PagedTensor
+
+
+def _identity(tensor: torch.Tensor) -> Hashable:
+    """Of a parameter; a rank's shard may be empty, which tells nothing."""
+    return id(tensor) if is_sharded(tensor) else memory_of(tensor)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,6 +17,7 @@ import torch
 from ..disk.file import open_unlinked
 from ..errors import PagerError
 from .file import MappedFile
+from .sharded import local_of, with_local
 from .tensor_bytes import chunks
 from .tree import is_odd, layout_of, tensors_of, with_tensors
 
@@ -29,7 +31,8 @@ _IN_RAM = ("tmpfs", "ramfs")
 
 
 def snapshot(pager: Pager, tree: Any) -> Any:
-    """``tree`` with copies of all its tensors, on the CPU (but for sparse ones and their like).
+    """``tree`` with copies of all its tensors, on the CPU (but for sparse ones and their like); of
+    sharded ones of this rank's part.
 
     They take memory where they are few, or where no file can be had: neither in the folder of the
     disk tier nor in that for temporary files (``TMPDIR``) is there a disk with room for them.
@@ -37,7 +40,7 @@ def snapshot(pager: Pager, tree: Any) -> Any:
     most = sum(_room(tensor) for tensor in tensors_of(tree))
     descriptor = None if most <= IN_MEMORY_BYTES else _open_file(pager, most)
     if descriptor is None:
-        return with_tensors(tree, _in_memory)
+        return with_tensors(tree, _of_shards(_in_memory))
     try:
         return _in_file(tree, descriptor)
     finally:
@@ -45,6 +48,7 @@ def snapshot(pager: Pager, tree: Any) -> Any:
 
 
 def _room(tensor: torch.Tensor) -> int:
+    tensor = local_of(tensor)
     nbytes = tensor.numel() * tensor.element_size()
     return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
 
@@ -79,7 +83,17 @@ def _in_file(tree: Any, descriptor: int) -> Any:
                 rest, offset = rest[written:], offset + written
         return _shape_of(tensor, mapped.tensor(start, tensor.numel(), tensor.dtype))
 
-    return with_tensors(tree, copy)
+    return with_tensors(tree, _of_shards(copy))
+
+
+def _of_shards(copy: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Any], torch.Tensor]:
+    """The same for DTensors too."""
+
+    def copy_of(tensor: torch.Tensor) -> torch.Tensor:
+        local = local_of(tensor)
+        return copy(tensor) if local is tensor else with_local(tensor, copy(local))
+
+    return copy_of
 
 
 def _shape_of(tensor: torch.Tensor, flat: torch.Tensor) -> torch.Tensor:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import closing
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
 from ...kernels.pieces import stretches
+from ..errors import CorruptPage, PagerError
 from ..page_bytes import unmoved_chunks
 from ..paged_tensor import PagedTensor
 from ..slabs import fair_share, slabs
@@ -18,6 +19,14 @@ if TYPE_CHECKING:
 
 BUFFER_BYTES = 16 << 20
 """Of memory beside the tensors', at most."""
+
+
+class Read(Protocol):
+    """:func:`chunks`, or what gives the same for tensors that are elsewhere too."""
+
+    def __call__(
+        self, tensor: torch.Tensor, *, row_major: bool = False
+    ) -> Iterator[memoryview]: ...
 
 
 def chunks(tensor: torch.Tensor, *, row_major: bool = False) -> Iterator[memoryview]:
@@ -34,13 +43,8 @@ def chunks(tensor: torch.Tensor, *, row_major: bool = False) -> Iterator[memoryv
     flat = _flat(tensor, row_major=row_major)
     if type(flat) is not PagedTensor:
         yield from _dense_chunks(flat)
-    elif flat._storage.pager.migration.disk_refuses:  # no page can make way for another
-        yield from unmoved_chunks(flat, BUFFER_BYTES)
-    elif flat._storage.run.small is not None:  # less than a page
-        with flat.pin() as dense:
-            yield _bytes_of(dense)
     else:
-        yield from _paged_chunks(flat)
+        yield from _chunks_in_pages(flat)
 
 
 def has_no_gaps(tensor: torch.Tensor) -> bool:
@@ -67,6 +71,34 @@ def _dense_chunks(flat: torch.Tensor) -> Iterator[memoryview]:
     step = BUFFER_BYTES // flat.element_size()
     for start in range(0, flat.numel(), step):
         yield _bytes_of(flat[start : start + step])
+
+
+def _chunks_in_pages(flat: PagedTensor) -> Iterator[memoryview]:
+    """By way of the device; without moving a page where none can make way for another."""
+    done = 0
+    try:
+        if not flat._storage.pager.migration.disk_refuses:
+            for chunk in _moved_chunks(flat):
+                done += len(chunk)
+                yield chunk
+            return
+    except CorruptPage:
+        raise
+    except PagerError:  # the disk fails, or has just begun to
+        pass
+    start = done // flat.element_size()
+    rest = PagedTensor(
+        flat._storage, (flat.numel() - start,), (1,), int(flat.storage_offset()) + start, flat.dtype
+    )
+    yield from unmoved_chunks(rest, BUFFER_BYTES)
+
+
+def _moved_chunks(flat: PagedTensor) -> Iterator[memoryview]:
+    if flat._storage.run.small is None:
+        yield from _paged_chunks(flat)
+        return
+    with flat.pin() as dense:  # less than a page
+        yield _bytes_of(dense)
 
 
 def _paged_chunks(flat: PagedTensor) -> Iterator[memoryview]:

@@ -23,23 +23,24 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ..errors import PagerError
 from .file import MappedFile, atomic_file, reserve
-from .tensor_bytes import chunks
+from .tensor_bytes import Read, chunks
 from .tree import layout_of, refuse_odd, tensors_of, with_tensors
 
 
-def save_torch(path: Path, content: Any) -> None:
+def save_torch(path: Path, content: Any, read: Read = chunks) -> None:
     """Write nested dicts, lists, tensors and plain values, in pages or not, to ``path``.
 
-    All or nothing, see ``checkpoint/file.py``. Raises ``OSError``, and ``TypeError`` for what
-    ``torch.load(weights_only=True)`` would refuse to read.
+    ``read``: where the bytes of its tensors come from. All or nothing, see ``checkpoint/file.py``.
+    Raises ``OSError``, and ``TypeError`` for what ``torch.load(weights_only=True)`` would refuse to
+    read.
     """
     for tensor in tensors_of(content):
         refuse_odd(tensor, os.fspath(path))
     with atomic_file(path) as file:
-        _write(file, content, path)
+        _write(file, content, path, read)
 
 
-def _write(file: BinaryIO, content: Any, path: Path) -> None:
+def _write(file: BinaryIO, content: Any, path: Path, read: Read) -> None:
     mode = FakeTensorMode()
 
     def hole(tensor: torch.Tensor) -> torch.Tensor:
@@ -69,7 +70,7 @@ def _write(file: BinaryIO, content: Any, path: Path) -> None:
         assert offset is not None
         file.seek(offset)
         total = 0
-        for chunk in chunks(tensor):
+        for chunk in read(tensor):
             file.write(chunk)
             total = zlib.crc32(chunk, total)
         sums[offset] = total

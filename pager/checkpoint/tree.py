@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from ..paged_tensor import PagedTensor
+from .sharded import is_sharded, local_of
 from .tensor_bytes import has_no_gaps
 
 
@@ -60,6 +61,8 @@ def memory_of(tensor: torch.Tensor) -> Hashable:
     shape = tuple(tensor.size()), tensor.dtype
     if not tensor.numel() or tensor.layout is not torch.strided:
         return id(tensor)
+    if is_sharded(tensor):
+        return memory_of(local_of(tensor)), shape
     place = tensor.stride(), tensor.is_conj(), tensor.is_neg()
     if type(tensor) is PagedTensor:
         return id(tensor._storage), int(tensor.storage_offset()), shape, place
@@ -70,13 +73,14 @@ def memory_of(tensor: torch.Tensor) -> Hashable:
 
 def is_odd(tensor: torch.Tensor) -> bool:
     """Whether its elements are no plain bytes in memory."""
+    tensor = local_of(tensor)
     return tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta
 
 
 def refuse_odd(tensor: torch.Tensor, path: str) -> None:
     """``TypeError`` for such tensors."""
     if is_odd(tensor):
-        what = "on the meta device" if tensor.is_meta else f"of layout {tensor.layout}"
+        what = "on the meta device" if local_of(tensor).is_meta else f"of layout {tensor.layout}"
         what = "quantized" if tensor.is_quantized else what
         raise TypeError(
             f"{path}: a tensor of shape {tuple(tensor.size())} {what} cannot be saved; only "
@@ -86,7 +90,7 @@ def refuse_odd(tensor: torch.Tensor, path: str) -> None:
 
 def layout_of(tensor: torch.Tensor) -> torch.Tensor:
     """A meta tensor with the size, dtype and strides that ``tensor`` has once it is saved."""
-    if has_no_gaps(tensor):
+    if not is_sharded(tensor) and has_no_gaps(tensor):
         stride = tensor.stride()
         return torch.empty_strided(tensor.size(), stride, dtype=tensor.dtype, device="meta")
     return torch.empty(tensor.size(), dtype=tensor.dtype, device="meta")

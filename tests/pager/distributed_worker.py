@@ -21,7 +21,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-os.environ["OMP_NUM_THREADS"] = "1"
+if __name__ == "__main__":
+    os.environ["OMP_NUM_THREADS"] = "1"
 
 import torch
 import torch.distributed as dist
@@ -38,6 +39,7 @@ PAGE_BYTES = 64 << 10
 RANK_BYTES = {"device": 2 << 20, "host": 1 << 20, "disk": 8 << 20}  # far less than all together
 TIMEOUT = timedelta(seconds=100)
 Found = dict[str, Any]
+Cases = dict[str, Callable[[Path], Found]]
 
 
 def make_model() -> nn.Sequential:
@@ -195,20 +197,20 @@ def collectives(folder: Path) -> Found:
     return found
 
 
-def run(out: Path, kinds: list[str], policies: list[str]) -> None:
+def run(out: Path, kinds: list[str], policies: list[str], cases: Cases) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=TIMEOUT)
     found: Found = {}
     try:
         for kind in kinds:
-            extra = {"refusals": refusals, "collectives": collectives}.get(kind)
-            found[kind] = compare(kind, out, policies) if extra is None else extra(out)
+            case = cases.get(kind)
+            found[kind] = compare(kind, out, policies) if case is None else case(out)
     finally:
         (out / f"rank-{dist.get_rank()}.json").write_text(json.dumps(found))
         dist.destroy_process_group()
 
 
-def fork_ranks(out: Path, kinds: list[str], policies: list[str], ranks: int) -> int:
+def fork_ranks(out: Path, kinds: list[str], policies: list[str], ranks: int, cases: Cases) -> int:
     """What ``torchrun`` does, with PyTorch loaded once. The exit code of the first that fails."""
     for module in ("torch._dynamo", "torch.distributed.fsdp"):  # which each rank would load else
         importlib.import_module(module)
@@ -228,7 +230,7 @@ def fork_ranks(out: Path, kinds: list[str], policies: list[str], ranks: int) -> 
             os.environ.update(shared, RANK=str(rank), LOCAL_RANK=str(rank))
             code = 1
             try:
-                run(out, kinds, policies)
+                run(out, kinds, policies, cases)
                 code = 0
             except BaseException:
                 traceback.print_exc()
@@ -251,7 +253,8 @@ def fork_ranks(out: Path, kinds: list[str], policies: list[str], ranks: int) -> 
     return 0
 
 
-def main() -> int:
+def main(cases: Cases) -> int:
+    """``cases``: what else than training there is, by kind."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("out", type=Path)
     parser.add_argument("kinds", nargs="+")
@@ -260,10 +263,10 @@ def main() -> int:
     options = parser.parse_args()
     policies = options.policies.split(",")
     if options.ranks is not None:
-        return fork_ranks(options.out, options.kinds, policies, options.ranks)
-    run(options.out, options.kinds, policies)
+        return fork_ranks(options.out, options.kinds, policies, options.ranks, cases)
+    run(options.out, options.kinds, policies, cases)
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main({"refusals": refusals, "collectives": collectives}))
