@@ -128,7 +128,7 @@ class Executor:
         return True
 
     def _serve(self, run: PageRun) -> bool:
-        waited = False
+        waited = kicked = False
         while run.base < 0:
             if self._residency.is_blank(run):
                 if self._place(run):
@@ -139,7 +139,10 @@ class Executor:
                 waited = True
                 self.late += 1
             if not self.wait() and not self._promote(run):
-                return False
+                if kicked:
+                    return False
+                kicked = True
+                self.kick()  # what was in the way then may move now
         return True
 
     def _place(self, run: PageRun) -> bool:
@@ -220,6 +223,15 @@ class Executor:
         """A channel cannot go on; nor may the training thread, if it was the last."""
         if self._waiting:
             self._changed.notify()
+
+    def let_go(self) -> None:
+        """Runs are not in use any more, so they may make way for those that wait for a window."""
+        free = self._residency.pool.free_count
+        for channel in self._ins.values():
+            if channel.blocked and channel.jobs:
+                job = channel.jobs[0]
+                if free >= job.action.pages - job.done:
+                    channel.kick()
 
     def kick(self, besides: Channel | None = None) -> None:
         """Frames, slots or runs may have become free."""

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from typing import TYPE_CHECKING
 
 from ..planner.hardware import Hardware
@@ -29,10 +29,12 @@ from .errors import HungDisk, PagerError, TierFull
 from .executor import Executor
 from .guide import Guide
 from .kinds import Kind, Kinds
+from .next_use import by_next_use
 from .reconcile import reconcile
 from .sequence_trace import RunFacts, make_recorded
 from .space import PageRun
 from .transfers import Transfers
+from .windows import find_window
 
 if TYPE_CHECKING:
     from .calibration.measure import Calibration
@@ -150,8 +152,17 @@ class Follower:
             executor.kick()
         if executor.serve(runs):
             return
-        with executor.quiet():
+        with ExitStack() as stack:
+            stack.enter_context(executor.quiet())
+            if self.guide is not None and self.log is not None:
+                now = len(self.log.keys) - 1
+                stack.enter_context(by_next_use(residency, self._expected, now))
+            for run in runs:
+                if run.base < 0:
+                    find_window(residency, run)  # now that nothing moves: evicting is the last way
             residency.pin(runs)
+        for run in runs:
+            residency.touch(run)
         executor.faults += 1
 
     def stream_begins(
@@ -195,6 +206,8 @@ class Follower:
         if self._pager.space.dead:
             self._pager.residency.collect()
             self.executor.kick()
+        else:
+            self.executor.let_go()
         self._issue(len(self.log.keys))
 
     def _issue(self, upto: int) -> None:

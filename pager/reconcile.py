@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .access_log import Names
-from .guide import Action, Guide
+from .guide import ANYWHERE, Action, Guide
 from .page_table import NONE, Int32
 from .residency import Residency
 from .space import PageRun
@@ -34,8 +34,8 @@ def reconcile(residency: Residency, names: Names, guide: Guide) -> list[Action]:
 
 
 def _by_first_use(names: Names, guide: Guide) -> list[tuple[int, PageRun]]:
-    """Keys and runs that should be on the device, at least in part."""
-    keys = dict.fromkeys(key for access in guide.keys for key in access if key in guide.start)
+    """Keys and runs that live on from iteration to iteration."""
+    keys = dict.fromkeys(key for access in guide.keys for key in access if key > 0)
     found = ((key, names.run_of(key, ())) for key in keys)
     return [(key, run) for key, run in found if run is not None]
 
@@ -46,7 +46,8 @@ def _targets(
     """Frame of each page, −1 for none; and which pages should be on the device.
 
     A plan may want two pages in one frame: when its iterations follow each other, one of them is
-    still on its way, and waits. The one that is used first gets the frame.
+    still on its way, and waits. The one that is used first gets the frame. Runs for which the plan
+    has found no place stay where they are, or go where there is room for them.
     """
     table = residency.table
     wanted = np.zeros(len(table.frame), np.bool_)
@@ -59,12 +60,27 @@ def _targets(
             wanted[first : first + away.pages] = False
     target = np.full(len(table.frame), NONE)
     taken = np.zeros(residency.pool.count, np.bool_)
+
+    def put(run: PageRun, pages: npt.NDArray[np.intp], base: int) -> bool:
+        frames = base + pages
+        if not len(frames) or frames[0] < 0 or frames[-1] >= len(taken) or taken[frames].any():
+            return False
+        taken[frames] = True
+        target[run.first + pages] = frames
+        return True
+
+    elsewhere = []
     for key, run in order:
         pages = np.flatnonzero(wanted[run.first : run.first + run.count])
-        frames = guide.start[key] + pages
-        if len(frames) and frames[-1] < len(taken) and not taken[frames].any():
-            taken[frames] = True
-            target[run.first + pages] = frames
+        if key in guide.start:
+            put(run, pages, guide.start[key])
+        elif len(pages) and not (run.base >= 0 and put(run, pages, run.base)):
+            elsewhere.append((run, pages))
+    for run, pages in elsewhere:
+        free = np.concatenate([[0], np.cumsum(taken)])
+        gaps = np.flatnonzero(free[run.count :] == free[: -run.count])
+        if len(gaps):
+            put(run, pages, int(gaps[-1]))  # what is born in the iteration begins at the front
     return target, wanted
 
 
@@ -78,6 +94,7 @@ def _missing(
     table = residency.table
     found = []
     for key, run in order:
+        base = guide.start.get(key, ANYWHERE)
         rows = slice(run.first, run.first + run.count)
         absent = wanted[rows] & (table.frame[rows] < 0)
         for tier, here in (
@@ -86,5 +103,5 @@ def _missing(
         ):
             edges = np.flatnonzero(np.diff(np.concatenate([[0], here.view(np.int8), [0]])))
             for first, last in edges.reshape(-1, 2).tolist():
-                found.append(Action("in", tier, key, first, last - first, guide.start[key]))
+                found.append(Action("in", tier, key, first, last - first, base))
     return found

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 _NEVER = 1 << 40  # cost of a frame that must stay as it is
 _TRIES = 4  # windows to try, the cheapest first
-_FREE, _HELD, _WALL = 0, 1, 2
+_ROOM, _HELD, _WALL = 0, 1, 2
 
 
 def find_window(residency: Residency, run: PageRun) -> int | None:
@@ -63,42 +63,54 @@ def _open_window(residency: Residency, run: PageRun) -> int | None:
 def _slide(residency: Residency, run: PageRun) -> int | None:
     """The same where nothing has another place to go to: what lies between two frames that must
     stay is pushed together there, as little of it as possible."""
-    cost = _costs(residency, run)
-    pieces = _pieces(residency, cost)
-    best: tuple[int, int, int] | None = None  # pages to move, frames from, to
-    first = free = held = 0
-    for last, (start, end, kind) in enumerate(pieces):
+    table = residency.table
+    best: tuple[int, int, int] | None = None  # pages of others to move, frames from, to
+    pieces = _pieces(residency, run)
+    first = room = held = 0
+    for number, (start, end, kind) in enumerate(pieces):
         if kind == _WALL:
-            first, free, held = last + 1, 0, 0
+            first, room, held = number + 1, 0, 0
             continue
-        free += (end - start) * (kind == _FREE)
+        room += (end - start) * (kind == _ROOM)
         held += (end - start) * (kind == _HELD)
-        while free >= run.count:
+        while room >= run.count:
             begin, stop, front = pieces[first]
             if best is None or held < best[0]:
                 best = held, begin, end
-            free -= (stop - begin) * (front == _FREE)
+            room -= (stop - begin) * (front == _ROOM)
             held -= (stop - begin) * (front == _HELD)
             first += 1
     if best is None:
         return None
     moved, begin, end = best
-    held_frames = np.flatnonzero(residency.table.frame_page[begin:end] >= 0) + begin
-    targets = np.arange(begin, begin + moved)
-    wrong = held_frames != targets
-    if wrong.any():
-        residency.slide(held_frames[wrong].astype(np.int32), targets[wrong].astype(np.int32))
+    between = np.arange(begin, end, dtype=np.int32)
+    pages = table.frame_page[between]
+    others = between[(pages >= 0) & (table.owner[pages] != run.id)]
+    targets = np.arange(begin, begin + moved, dtype=np.int32)
     base: int = end - run.count
-    _bring_together(residency, run, base)
+    own = np.arange(run.first, run.first + run.count, dtype=np.int32)
+    if (table.frame[own] < 0).all():
+        wrong = others != targets
+        if wrong.any():
+            residency.slide(others[wrong], targets[wrong])
+        return base
+    own_targets = (own - run.first + base).astype(np.int32)
+    pages = np.concatenate([table.frame_page[others], own])
+    targets = np.concatenate([targets, own_targets])
+    wrong = (table.frame[pages] >= 0) & (table.frame[pages] != targets)
+    rearrange(residency, pages[wrong], targets[wrong])
     return base
 
 
-def _pieces(residency: Residency, cost: npt.NDArray[np.int64]) -> list[tuple[int, int, int]]:
-    """All frames as (from, to, kind): consecutive ones that are free, that are one run's and may
-    move, or that must stay."""
-    kind = np.where(cost == 0, _FREE, np.where(cost < _NEVER, _HELD, _WALL))
+def _pieces(residency: Residency, run: PageRun) -> list[tuple[int, int, int]]:
+    """All frames as (from, to, kind): consecutive ones that are free or ``run``'s own, that are
+    another run's and may move, or that must stay."""
+    cost = _costs(residency, run)
     pages = residency.table.frame_page
-    owner = np.where(kind == _HELD, residency.table.owner[pages], -1)
+    owner = np.where(pages >= 0, residency.table.owner[pages], -1)
+    room = (cost == 0) | (owner == run.id)
+    kind = np.where(room, _ROOM, np.where(cost < _NEVER, _HELD, _WALL))
+    owner[kind != _HELD] = -1
     cuts = np.flatnonzero((np.diff(kind) != 0) | (np.diff(owner) != 0)) + 1
     edges = [0, *cuts.tolist(), len(kind)]
     return [(a, b, int(kind[a])) for a, b in itertools.pairwise(edges)]

@@ -18,10 +18,10 @@ from tensorpager.pager.check import check_invariants
 from tensorpager.pager.record import record_iterations
 from tensorpager.pager.recorder import Recorder
 from tensorpager.planner.commands.plan import checked
-from tensorpager.planner.policies.make import make_plan
 from tensorpager.planner.hardware import Hardware
 from tensorpager.planner.lifetimes import live_pages as live_pages_of
 from tensorpager.planner.lifetimes import working_set_pages
+from tensorpager.planner.policies.make import make_plan
 from tensorpager.planner.trace import ACCESS_NAMES, WRITE, Trace
 from tensorpager.planner.trace_file import read_trace, write_trace
 

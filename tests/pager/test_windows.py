@@ -37,7 +37,8 @@ def layout(pager: tp.Pager, tensors: dict[str, PagedTensor]) -> str:
     found = ["."] * FRAMES
     for letter, tensor in tensors.items():
         run = tensor._storage.run
-        for frame in pager.table.frame[run.first : run.first + run.count].tolist():
+        frames = pager.table.frame[run.first : run.first + run.count]
+        for frame in frames[frames >= 0].tolist():
             found[frame] = letter
     return "".join(found)
 
@@ -102,14 +103,27 @@ def test_room_cannot_be_made(before: str, pinned: str, count: int) -> None:
         assert unchanged(tensors)
 
 
-def test_a_run_that_is_there_in_part_comes_together() -> None:
-    """Its pages go to their places in the window."""
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (".AAAABB.C.", ""),  # where it is
+        ("AAAABB..CC", "..DD......"),  # D has another place
+        ("AAAA.B.CCC", "..DD......"),  # all that is free, and its own frames
+        ("BAAAA.C.DD", "...EE....."),
+        ("B.C.AAAADD", "......EE.."),
+    ],
+)
+def test_a_run_that_is_there_in_part_comes_together(before: str, after: str) -> None:
+    """Its first half is there, and what came ``after`` is where the other half was."""
     with make_pager(frames=FRAMES) as pager:
-        tensors = laid_out(pager, ".AAAABB.C.")
+        tensors = laid_out(pager, before)
         run = tensors["A"]._storage.run
         pages = np.arange(run.first, run.first + run.count, dtype=np.int32)
         with pager.lock:
             pager.residency.evict_pages(pages[2:])
+        if after:
+            tensors |= laid_out(pager, after)
+        with pager.lock:
             base = find_window(pager.residency, run)
             assert base is not None
             assert pager.table.frame[pages].tolist() == [base, base + 1, -1, -1]

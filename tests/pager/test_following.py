@@ -1,0 +1,150 @@
+"""Following a plan where things are not quite as planned: nothing that it counts on goes away."""
+
+import time
+from collections.abc import Callable
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+import tensorpager as tp
+from tensorpager.pager.access_log import AccessLog
+from tensorpager.pager.check import check_invariants
+from tensorpager.pager.guide import ANYWHERE, Action
+from tensorpager.pager.kinds import Kind
+from tensorpager.pager.next_use import by_next_use
+from tensorpager.pager.paged_tensor import PagedTensor
+from tensorpager.pager.reconcile import reconcile
+
+from .models import make_pager
+from .test_windows import FRAMES, laid_out, layout, unchanged
+
+Tensors = dict[str, PagedTensor]
+
+
+def named(pager: tp.Pager, tensors: Tensors) -> dict[str, int]:
+    """The letters' runs get keys 1, 2, 3, … as if an iteration had used them in that order."""
+    keys = {}
+    for number, letter in enumerate(sorted(tensors), start=1):
+        run = tensors[letter]._storage.run
+        run.key = keys[letter] = number
+        pager.follower.names.runs[number] = run
+    return keys
+
+
+def pages_of(tensor: PagedTensor) -> np.ndarray:
+    run = tensor._storage.run
+    return np.arange(run.first, run.first + run.count, dtype=np.int32)
+
+
+# -- entering a plan -------------------------------------------------------------------------------
+def test_what_the_plan_found_no_place_for_stays() -> None:
+    """A has a place; B is where nobody else goes; C is where A goes, and makes way; D is not used
+    in the iteration; E is below, and is brought."""
+    with make_pager(frames=FRAMES, policy="lp") as pager:
+        tensors = laid_out(pager, "........EE")
+        with pager.lock:
+            pager.residency.evict_pages(pages_of(tensors["E"]))
+        tensors |= laid_out(pager, "CCBBAAD...")
+        keys = named(pager, tensors)
+        guide = SimpleNamespace(
+            keys=[(keys[letter],) for letter in "ABCE"], start={keys["A"]: 0}, away=[], last_in={}
+        )
+        with pager.lock:
+            missing = reconcile(pager.residency, pager.follower.names, guide)
+        after = layout(pager, {name: tensors[name] for name in "ABC"})
+        assert after[:4] == "AABB"
+        assert "CC" in after
+        assert (pager.table.frame[pages_of(tensors["D"])] < 0).all()
+        assert missing == [Action("in", "host", keys["E"], 0, 2, ANYWHERE)]
+        check_invariants(pager)
+        assert unchanged(tensors)
+
+
+# -- a fault while a plan is followed --------------------------------------------------------------
+def test_what_the_plan_uses_last_is_evicted() -> None:
+    """LRU would take A, which comes next."""
+    with make_pager(frames=FRAMES, policy="lp") as pager:
+        tensors = laid_out(pager, "AAABBBCCC.")
+        keys = named(pager, tensors)
+        expected = [(keys[letter],) for letter in "ABCA"]
+        residency = pager.residency
+        with pager.lock:
+            for letter in "ABC":
+                residency.touch(tensors[letter]._storage.run)
+            ages = residency.ages
+            tensors["C"]._storage.run.pins += 1
+            with by_next_use(residency, expected, 2):  # C is under way, then A, A, B
+                residency._free_up(4)
+            tensors["C"]._storage.run.pins -= 1
+            assert residency.ages is ages
+        assert layout(pager, tensors) == "AAA...CCC."
+        assert unchanged(tensors)
+
+
+# -- moves that wait for a window ------------------------------------------------------------------
+@pytest.fixture
+def waiting_for_a_window() -> Callable[[tp.Pager], tuple[Tensors, list]]:
+    """A, 4 pages, is queued to come in; enough frames are free, but what is between is in use."""
+
+    def prepare(pager: tp.Pager) -> tuple[Tensors, list]:
+        tensors = laid_out(pager, "AAAA......")
+        with pager.lock:
+            pager.residency.evict_pages(pages_of(tensors["A"]))
+        tensors |= laid_out(pager, ".BB..CC..D")
+        keys = named(pager, tensors)
+        runs = [tensors[letter]._storage.run for letter in "BCD"]
+        pager.pin(runs)
+        executor = pager.follower.executor
+        with pager.lock:
+            executor.issue([Action("in", "host", keys["A"], 0, 4, ANYWHERE)], ())
+            (channel,) = (c for c in executor.channels if c.jobs)
+        until(lambda: channel.blocked)
+        with pager.lock:
+            assert not executor.wait()  # nothing would change
+        return tensors, runs
+
+    return prepare
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+def test_a_move_goes_on_when_what_is_in_its_way_is_let_go(waiting_for_a_window) -> None:
+    with make_pager(frames=FRAMES, policy="lp") as pager:
+        tensors, runs = waiting_for_a_window(pager)
+        pager.unpin(runs[:2])
+        with pager.lock:
+            pager.follower.executor.let_go()
+        until(lambda: tensors["A"]._storage.run.base >= 0)
+        pager.unpin(runs[2:])
+        check_invariants(pager)
+        assert unchanged(tensors)
+
+
+def test_an_access_finds_that_the_way_is_free_now(waiting_for_a_window) -> None:
+    with make_pager(frames=FRAMES, policy="lp") as pager:
+        tensors, runs = waiting_for_a_window(pager)
+        wanted = [tensors["A"]._storage.run]
+        pager.unpin(runs)
+        with pager.lock:
+            assert pager.follower.executor.serve(wanted)
+        pager.unpin(wanted)
+        assert unchanged(tensors)
+
+
+# -- durations -------------------------------------------------------------------------------------
+def test_accesses_add_up_to_the_iteration_in_the_middle() -> None:
+    """Each iteration is slow somewhere else: medians alone would say 4."""
+    log = AccessLog()
+    log.began((1,))
+    kind = Kind(1, log, {})
+    kind.samples.clear()
+    for slow in range(4):
+        kind.samples.append([5.0 if position == slow else 1.0 for position in range(4)])
+    assert sum(kind.seconds()) == pytest.approx(8.0)
+    assert kind.seconds() == pytest.approx([2.0] * 4)
