@@ -135,15 +135,6 @@ def _keys(optimizer: Any, group: dict[str, Any]) -> tuple[str, ...]:
     return ("exp_avg", "exp_avg_sq", *(("max_exp_avg_sq",) if group["amsgrad"] else ()))
 
 
-def is_too_large(optimizer: Any, group: dict[str, Any], parameter: torch.Tensor) -> bool:
-    """Whether an update of ``parameter`` cannot have all its pages on the device, or was found to
-    take more than the budget has, see ``step_need.py``."""
-    pager: Pager = optimizer._tp_pager
-    if type(parameter) is PagedTensor and parameter._storage in _too_much:
-        return True
-    return not fits(pager, _pages_of_update(optimizer, group, parameter))
-
-
 def note_too_much(parameter: torch.Tensor, too_much: bool) -> None:
     """Whether PyTorch's own code takes more for an update of ``parameter`` than the budget has: in
     a metered iteration, and in all that follow, since what it takes was not measured."""
@@ -164,10 +155,26 @@ def _pages_of_update(optimizer: Any, group: dict[str, Any], parameter: torch.Ten
 
 
 def goes_in_slabs(optimizer: Any, group: dict[str, Any], parameter: torch.Tensor) -> bool:
-    """Whether an update of ``parameter`` does with a few pages of each tensor at a time."""
+    """Whether an update of ``parameter`` does with a few pages of each tensor at a time: where not
+    all its pages can be on the device, or PyTorch's own code was found to take more than the budget
+    has (``step_need.py``). Not where even the few are too many; ops one by one take fewer."""
     if why_not(optimizer, group, parameter) is not None:
         return False
-    return mode(optimizer) == "always" or is_too_large(optimizer, group, parameter)
+    if mode(optimizer) == "always":
+        return True
+    if type(parameter) is PagedTensor and parameter._storage in _too_much:
+        return True
+    pager: Pager = optimizer._tp_pager
+    if fits(pager, _pages_of_update(optimizer, group, parameter)):
+        return False
+    return fits(pager, _least_pages(optimizer, group, parameter))
+
+
+def _least_pages(optimizer: Any, group: dict[str, Any], parameter: torch.Tensor) -> int:
+    """One of each tensor of an update: gradient, parameter, states (in 8 bits codes and scales)."""
+    chosen: Format = optimizer._tp_format
+    of_each = 2 if chosen.dtype(parameter) is torch.uint8 else 1
+    return 2 + of_each * len(_keys(optimizer, group)) + chosen.has_master(parameter)
 
 
 def _pages(pager: Pager, shape: torch.Tensor) -> int:

@@ -123,3 +123,26 @@ def test_a_step_that_raises_puts_everything_back(one_thread: None) -> None:
         optimizer.param_groups[0]["betas"] = (0.9, 0.95)
         optimizer.zero_grad()
         assert step(world, model, optimizer) == 0
+
+
+def test_fewer_frames_than_a_kernel_takes(one_thread: None) -> None:
+    """An AdamW update by kernels holds a page of four tensors; PyTorch's ops take two at a time."""
+    losses = []
+    for paged in (False, True):
+        torch.manual_seed(0)
+        model: nn.Module = nn.Sequential(nn.Linear(128, 128, bias=False), nn.ReLU())
+        found = []
+        with make_pager(frames=2) as pager:
+            world = World(pager if paged else None)
+            model = world.module(model)
+            optimizer = world.optimizer(torch.optim.AdamW(model.parameters(), lr=0.1))
+            for _ in range(3):
+                with world.iteration():
+                    loss = model(torch.ones(4, 128)).square().mean()
+                    loss.backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+                found.append(loss.item())
+            assert not paged or pager.stats()["bytes_out"] > 0
+        losses.append(found)
+    assert losses[0] == losses[1]
