@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from .executor import Executor
     from .transfers import Transfer
 
+_PATIENCE = 10  # times what a vain attempt took, until another one that may be vain as well
+
 
 class Job:
     """An :class:`Action` on a live run, and how many of its pages are done with."""
@@ -34,7 +36,8 @@ class Channel:
 
     There are ``lanes`` of them, so that the next transfer is under way when one ends: in between
     lies Python, which has to wait for the GIL. ``busy``: transfers under way. ``blocked``: the head
-    cannot start until something changes.
+    cannot start until something changes. ``retry_at``: not worth the time to try again before, if
+    what changed is little (``time.perf_counter``).
     """
 
     def __init__(self, executor: Executor, tier: str, *, is_out: bool, lanes: int) -> None:
@@ -43,6 +46,7 @@ class Channel:
         self.jobs: deque[Job] = deque()
         self.busy = 0
         self.blocked = False
+        self.retry_at = 0.0
         self._lanes = lanes
         self._executor = executor
         self._wake = threading.Condition(executor.lock)
@@ -96,8 +100,11 @@ class Channel:
             while not executor.closing:
                 transfer = None
                 if self.jobs and not executor.paused:
+                    began = time.perf_counter()
                     transfer = self._prepare()
                     self.blocked = transfer is None and bool(self.jobs)
+                    ended = time.perf_counter()
+                    self.retry_at = ended + _PATIENCE * (ended - began)
                 if transfer is None:
                     executor.nothing_to_wait_for()
                     self._wake.wait()

@@ -228,7 +228,7 @@ class Executor:
         """Runs are not in use any more, so they may make way for those that wait for a window."""
         free = self._residency.pool.free_count
         for channel in self._ins.values():
-            if channel.blocked and channel.jobs:
+            if channel.blocked and channel.jobs and time.perf_counter() >= channel.retry_at:
                 job = channel.jobs[0]
                 if free >= job.action.pages - job.done:
                     channel.kick()

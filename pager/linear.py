@@ -21,7 +21,7 @@ On a CPU scattered frames are gathered unless the copy is larger than all dense 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.autograd import forward_ad
@@ -37,9 +37,12 @@ from .errors import InfeasibleBudget
 from .linear_stream import input_grad, is_streamed, linear_in_slabs, product
 from .paged_tensor import PagedTensor
 
+if TYPE_CHECKING:
+    from .runtime import Pager
+
 LINEAR = torch.nn.functional.linear
 _STRIDED, _mm = torch.strided, torch.mm
-_MATRIX = "_tensorpager_matrix"  # on a dense view: what `_matrix_of` found
+_MATRIX = "_tensorpager_matrix"  # on a dense view: what `_note_matrix` found
 # Asked before each linear, so without the way through `torch` and `torch._C`.
 _modes = torch._C._len_torch_dispatch_stack
 _any_autocast = torch._C._is_any_autocast_enabled
@@ -61,10 +64,11 @@ def linear(input: Any, weight: Any, bias: Any = None) -> Any:
     if type(weight) is not PagedTensor or not isinstance(inputs, torch.Tensor):
         return NotImplemented
     storage = weight._storage
-    there = storage.run.base >= 0 and storage.pager.budget.settled
+    pager = storage.pager
+    there = storage.run.base >= 0 and pager.budget.settled
     if not there and is_streamed(inputs, weight):
         return linear_in_slabs(inputs, weight, bias)
-    if _is_watched(weight) or not _fits_together(inputs, weight, bias):
+    if _is_watched(pager) or not _fits_together(inputs, weight, bias):
         return NotImplemented
     if _grad_is_on() and (
         weight.requires_grad
@@ -76,9 +80,8 @@ def linear(input: Any, weight: Any, bias: Any = None) -> Any:
     return _product_otherwise(inputs, weight, bias) if out is NOT_QUICK else out
 
 
-def _is_watched(weight: PagedTensor) -> bool:
+def _is_watched(pager: Pager) -> bool:
     """Somebody wants to see, or to change, the ops that a linear is made of."""
-    pager = weight._storage.pager
     return bool(
         pager.watch is not None
         or _modes()
@@ -91,7 +94,9 @@ def _is_watched(weight: PagedTensor) -> bool:
 
 def _fits_together(inputs: torch.Tensor, weight: PagedTensor, bias: Any) -> bool:
     """No more than has to be known: what PyTorch refuses, it refuses when the product runs."""
-    matrix = _matrix_of(weight)
+    matrix: Any = getattr(weight._view, _MATRIX, NOT_QUICK)
+    if matrix is NOT_QUICK:
+        matrix = _note_matrix(weight)
     if matrix is None or inputs.dtype is not matrix.dtype or inputs.layout is not _STRIDED:
         return False
     dims = inputs.dim()
@@ -116,13 +121,10 @@ class _Matrix(NamedTuple):
     dtype: torch.dtype
 
 
-def _matrix_of(weight: PagedTensor) -> _Matrix | None:
+def _note_matrix(weight: PagedTensor) -> _Matrix | None:
     """``None`` for no such weight. Remembered on its dense view, which does not outlive a change
     of its geometry."""
     view = weight._view
-    known: Any = getattr(view, _MATRIX, NOT_QUICK)
-    if known is not NOT_QUICK:
-        return known  # type: ignore[no-any-return]
     found = None
     if weight.dim() == 2 and weight.dtype.is_floating_point and weight.is_contiguous():
         found = _Matrix(weight.size(0), weight.dtype)
@@ -149,7 +151,7 @@ def _times(rows: torch.Tensor, weight: PagedTensor) -> torch.Tensor:
     try:
         if _grad_is_on():
             return rows.mm(weight)
-        if not _is_watched(weight):
+        if not _is_watched(weight._storage.pager):
             out = _on_views_at_hand(_mm, rows, weight)
             if out is not NOT_QUICK:
                 return out  # type: ignore[no-any-return]
@@ -172,7 +174,7 @@ def _on_views_at_hand(
     if weight._view_generation != run.generation or run.base < 0 or isinstance(inputs, PagedTensor):
         return NOT_QUICK
     pager, runs = weight._storage.pager, [run]
-    paged = type(bias) is PagedTensor
+    paged = bias is not None and type(bias) is PagedTensor
     if paged:
         other = bias._storage.run
         if bias._view_generation != other.generation or other.base < 0:

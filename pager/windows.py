@@ -51,13 +51,20 @@ def _open_window(residency: Residency, run: PageRun) -> int | None:
     cost = _costs(residency, run)
     sums = np.concatenate([[0], np.cumsum(cost)])
     windows = sums[run.count :] - sums[: -run.count]
-    cheapest: list[int] = np.argsort(windows, kind="stable")[:_TRIES].tolist()
-    for base in cheapest:
+    for base in _cheapest(windows):
         if windows[base] >= _NEVER:
             break
         if _clear(residency, run, base):
             return base
     return _slide(residency, run)
+
+
+def _cheapest(windows: npt.NDArray[np.int64]) -> list[int]:
+    """Where the ``_TRIES`` smallest are, the first of equal ones, without sorting all."""
+    last = min(_TRIES, len(windows)) - 1
+    few = np.flatnonzero(windows <= np.partition(windows, last)[last])
+    found: list[int] = few[np.argsort(windows[few], kind="stable")][:_TRIES].tolist()
+    return found
 
 
 def _slide(residency: Residency, run: PageRun) -> int | None:

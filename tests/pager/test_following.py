@@ -118,9 +118,13 @@ def test_a_move_goes_on_when_what_is_in_its_way_is_let_go(waiting_for_a_window) 
     with make_pager(frames=FRAMES, policy="lp") as pager:
         tensors, runs = waiting_for_a_window(pager)
         pager.unpin(runs[:2])
-        with pager.lock:
-            pager.follower.executor.let_go()
-        until(lambda: tensors["A"]._storage.run.base >= 0)
+
+        def is_there() -> bool:
+            with pager.lock:
+                pager.follower.executor.let_go()  # as each op does at its end
+                return tensors["A"]._storage.run.base >= 0
+
+        until(is_there)
         pager.unpin(runs[2:])
         check_invariants(pager)
         assert unchanged(tensors)
