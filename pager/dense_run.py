@@ -59,8 +59,11 @@ def run_quickly(func: Any, args: Any) -> Any:
     pager.pin(runs)
     try:
         for tensor in paged:
-            if tensor._view_generation != tensor._storage.run.generation:
-                return NOT_QUICK  # it moved just before it was pinned
+            run = tensor._storage.run
+            if tensor._view_generation != run.generation:  # it moved just before it was pinned
+                if run.base < 0:
+                    return NOT_QUICK
+                plain = [direct_view(t) if type(t) is PagedTensor else t for t in args]
         out = func(*plain)
         strided = type(out) is torch.Tensor and out.layout is torch.strided
         if strided and not 0 <= out.data_ptr() - pager.backend.address < pager.reach_bytes:

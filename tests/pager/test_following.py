@@ -152,3 +152,30 @@ def test_accesses_add_up_to_the_iteration_in_the_middle() -> None:
         kind.samples.append([5.0 if position == slow else 1.0 for position in range(4)])
     assert sum(kind.seconds()) == pytest.approx(8.0)
     assert kind.seconds() == pytest.approx([2.0] * 4)
+
+
+# -- an op and a channel at once -------------------------------------------------------------------
+def test_what_moves_just_before_an_op_pins_it_is_one_access(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A channel makes room and moves it aside. A second access would be none of the plan's."""
+    with make_pager(frames=FRAMES) as pager:
+        tensors = laid_out(pager, "AABB......")
+        tensor = tensors["A"]
+        assert (tensor + 1 == ord("A") + 1).all()  # its view is at hand
+        run = tensor._storage.run
+        accesses = []
+        pin = pager.pin
+
+        def moves_first(runs: list) -> None:
+            accesses.append(runs)
+            if len(accesses) == 1:
+                with pager.lock:
+                    pager.residency.relocate(pages_of(tensor), np.array([6, 7], np.int32))
+            pin(runs)
+
+        monkeypatch.setattr(pager, "pin", moves_first)
+        out = tensor + 1
+        assert run.base == 6
+        assert (out == ord("A") + 1).all()
+        assert accesses == [[run]]
