@@ -97,9 +97,9 @@ def test_under_a_data_limit_plain_dies_and_paged_trains(tmp_path: Path) -> None:
 
 
 # What a planned training takes beside its tiers, whatever the size of the model. Measured with
-# preset 10m under 141 MiB, one thread, MiB: buffers that MKL keeps for matrix products 5.1; Python's
-# objects (plan, guide, log) 2.0; stacks and heaps of 12 threads 0.7. That is 7.8. Measuring the
-# rates takes up to 8.
+# preset 10m under 141 MiB, one thread, MiB: buffers that MKL keeps for matrix products 5.1;
+# objects of Python (plan, guide, log) 2.0; stacks and heaps of 12 threads 0.7. That is 7.8.
+# Measuring the rates takes up to 8.
 ALLOWANCE = 16 * MIB
 EXTENTS = 64 << 10  # blocks in which a file system notes which blocks a file has: 4 KiB seen
 
