@@ -11,6 +11,7 @@ import torch
 
 from .backend import Bytes, Copy
 from .dense_meter import DenseMeter, Timeline
+from .first_root import take_first_root
 from .heap import ROOMY_BYTES, TIGHT_BYTES, map_blocks_from
 from .memory import Region
 
@@ -31,6 +32,7 @@ class CpuBackend:
         self.arena = torch.from_numpy(self._bytes)
         self.address = self._region.address
         self._meter = DenseMeter()
+        take_first_root()
 
     def commit(self, nbytes: int) -> None:
         self._region.commit(nbytes)

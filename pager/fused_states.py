@@ -23,6 +23,7 @@ from ..kernels.blockwise import BLOCK
 from ..kernels.pieces import stretches
 from ..kernels.quantize import dequantize, quantize
 from ..kernels.update import CHUNK
+from .load_hooks import around_load
 from .operands import Coded, Value, has_no_gaps, same_order, spans
 from .paged_tensor import PagedTensor
 
@@ -265,12 +266,5 @@ def loading(optimizer: Any) -> Iterator[None]:
                 made = convert_state(self._tp_pager, kept[key], parameter, chosen)
                 state.update({name: value for name, value in made.items() if name in _OURS})
 
-    hooks = [
-        optimizer.register_load_state_dict_pre_hook(before),
-        optimizer.register_load_state_dict_post_hook(after, prepend=True),
-    ]
-    try:
+    with around_load(optimizer, before, after):
         yield
-    finally:
-        for hook in hooks:
-            hook.remove()

@@ -3,15 +3,18 @@
 
 Two models with the same weights train on the same batches. Their steps alternate (plain, paged,
 paged, plain, …), so what else the machine does hits both alike, and step number n of one is divided
-by step number n of the other. Exits 1 if the 95 % upper bound of the median ratio is above 1.03 or
-the losses differ.
+by step number n of the other. Where the system happens to put a process's memory moves all its
+ratios by some per cent, so several processes do this one after the other. Exits 1 if the 95 % upper
+bound of the median ratio of all is above 1.03 or the losses differ.
 """
 
 import os
 import sys
 import time
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -55,10 +58,15 @@ def alternate(plain: Trainer, paged: Trainer, steps: int) -> np.ndarray:
 
 
 def upper_bound_of_median(ratios: np.ndarray) -> float:
-    """The 95th percentile of the medians of bootstrap resamples."""
+    """The 95th percentile of the medians of bootstrap resamples. ``ratios``: (processes, steps);
+    a resample draws processes, and in each of them steps."""
     rng = np.random.default_rng(0)
-    samples = rng.choice(ratios, size=(RESAMPLES, len(ratios)))
-    return float(np.quantile(np.median(samples, axis=1), 0.95))
+    processes, steps = ratios.shape
+    medians = np.empty(RESAMPLES)
+    for i in range(RESAMPLES):
+        drawn = rng.integers(processes, size=(processes, 1))
+        medians[i] = np.median(ratios[drawn, rng.integers(steps, size=(processes, steps))])
+    return float(np.quantile(medians, 0.95))
 
 
 def measure(options: Options, budget: int | None) -> dict[str, Any]:
@@ -88,19 +96,31 @@ def measure(options: Options, budget: int | None) -> dict[str, Any]:
         same = same and bool(np.array_equal(results[:, 0, 1], results[:, 1, 1]))
         same = same and plain.parameters_sha256() == paged.parameters_sha256()
     seconds = results[:, :, 0]
-    ratios = seconds[:, 1] / seconds[:, 0]
+    return {
+        "plain_seconds": seconds[:, 0].tolist(),
+        "paged_seconds": seconds[:, 1].tolist(),
+        "losses_and_parameters_identical": same,
+        "pager": stats,
+    }
+
+
+def measure_in_processes(options: Options, budget: int | None, processes: int) -> dict[str, Any]:
+    """``measure`` in fresh processes, one after the other, and what they say together."""
+    with ProcessPoolExecutor(1, get_context("spawn"), max_tasks_per_child=1) as pool:
+        runs = [pool.submit(measure, options, budget).result() for _ in range(processes)]
+    ratios = np.array([run["paged_seconds"] for run in runs])
+    ratios /= np.array([run["plain_seconds"] for run in runs])
     return {
         "preset": options.preset,
         "batch": options.batch,
         "seq": options.seq,
-        "plain_seconds": seconds[:, 0].tolist(),
-        "paged_seconds": seconds[:, 1].tolist(),
-        "ratios": ratios.tolist(),
+        "median_plain_seconds": float(np.median([run["plain_seconds"] for run in runs])),
         "median_ratio": float(np.median(ratios)),
+        "median_ratio_of_processes": np.median(ratios, axis=1).tolist(),
         "quartiles": np.quantile(ratios, [0.25, 0.75]).tolist(),
         "upper_bound_95": upper_bound_of_median(ratios),
-        "losses_and_parameters_identical": same,
-        "pager": stats,
+        "losses_and_parameters_identical": all(r["losses_and_parameters_identical"] for r in runs),
+        "runs": runs,
         "facts": run_facts(options.device),
     }
 
@@ -109,7 +129,14 @@ def measure(options: Options, budget: int | None) -> dict[str, Any]:
 @click.option("--preset", type=click.Choice(list(PRESETS)), default="125m", show_default=True)
 @click.option("--batch", type=click.IntRange(1), default=4, show_default=True)
 @click.option("--seq", type=click.IntRange(1), default=256, show_default=True)
-@click.option("--steps", type=click.IntRange(1), default=20, show_default=True, help="Pairs timed.")
+@click.option(
+    "--steps",
+    type=click.IntRange(1),
+    default=20,
+    show_default=True,
+    help="Pairs timed in each process.",
+)
+@click.option("--processes", type=click.IntRange(1), default=5, show_default=True)
 @click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True)
 @click.option("--budget", help="Device budget; by default twice what the plain run needs.")
 @click.option("--json", "json_path", type=click.Path(path_type=Path), help="Write results here.")
@@ -118,6 +145,7 @@ def main(
     batch: int,
     seq: int,
     steps: int,
+    processes: int,
     device: str,
     budget: str | None,
     json_path: Path | None,
@@ -127,7 +155,7 @@ def main(
     try:
         options = parse_options([*flags, "--no-pager"])
         budget_bytes = None if budget is None else resolve_budget(budget, "--budget", None)
-        record = measure(options, budget_bytes)
+        record = measure_in_processes(options, budget_bytes, processes)
     except (UsageError, tp.InfeasibleBudget, tp.TierFull) as error:
         raise click.UsageError(str(error)) from error
     if json_path is not None:
@@ -135,9 +163,12 @@ def main(
     low, high = record["quartiles"]
     same = record["losses_and_parameters_identical"]
     fits = record["upper_bound_95"] <= ALLOWED_RATIO
-    print(f"{preset}, batch {batch}, seq {seq}: {steps} pairs of steps, paged / plain")
-    print(f"median plain step       {np.median(record['plain_seconds']):.4f} s")
+    pairs = f"{processes} processes, {steps} pairs of steps in each"
+    print(f"{preset}, batch {batch}, seq {seq}: {pairs}, paged / plain")
+    print(f"median plain step       {record['median_plain_seconds']:.4f} s")
     print(f"median ratio            {record['median_ratio']:.4f} (quartiles {low:.4f}, {high:.4f})")
+    of_each = ", ".join(f"{ratio:.4f}" for ratio in record["median_ratio_of_processes"])
+    print(f"of each process         {of_each}")
     print(f"95 % upper bound        {record['upper_bound_95']:.4f} (allowed {ALLOWED_RATIO})")
     print(f"identical losses, parameters: {'yes' if same else 'no'}")
     sys.exit(0 if fits and same else 1)

@@ -181,7 +181,8 @@ def gpu_parts(cpus: int) -> tuple[Part, ...]:
     training = ("scripts/train_lm.py", "--device", "cuda", "--preset", "350m", "--steps", "8")
     training += ("--batch", "8", "--seq", "512", "--compare")
     training += ("--device-budget", "50%", "--host-budget", "100%")
-    overhead = ("scripts/bench_overhead.py", "--device", "cuda", "--steps", "10")
+    overhead = ("scripts/bench_overhead.py", "--device", "cuda", "--steps", "20")
+    overhead += ("--processes", "1")
     one_op = ("scripts/bench_linear.py", "--rounds", "10", "--calls", "300")
     return (
         Suite("kernel_tests", 120, marker, (kernels,), workers, environment=threads),

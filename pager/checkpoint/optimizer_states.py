@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from ..fused_states import is_big_dense, is_special
+from ..load_hooks import around_load
 from .sharded import is_sharded, local_state
 
 
@@ -64,15 +65,8 @@ def one_at_a_time(optimizer: Any, loaded: Callable[[], None] = lambda: None) -> 
                 self.state[parameter][name] = _own(pager, parameter, value, key, groups, name)
                 loaded()
 
-    hooks = [
-        optimizer.register_load_state_dict_pre_hook(before),
-        optimizer.register_load_state_dict_post_hook(after, prepend=True),
-    ]
-    try:
+    with around_load(optimizer, before, after):
         yield
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def _own(

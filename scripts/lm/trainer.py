@@ -11,6 +11,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from tensorpager.pager.checkpoint.optimizer_states import load_optimizer
 from tensorpager.pager.checkpoint.tensor_bytes import chunks
+from tensorpager.pager.first_root import take_first_root
 
 from .data import Corpus
 from .memory import Memory
@@ -25,6 +26,7 @@ FINAL_LR_SHARE = 0.1
 def make_deterministic(seed: int) -> None:
     """Same seed, same machine, same thread count: the same bits."""
     torch.manual_seed(seed)
+    take_first_root()
     torch.use_deterministic_algorithms(True, warn_only=True)
     # Filling fresh memory with NaN is a debugging aid, and would be a write to every page.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
