@@ -1,5 +1,6 @@
 """Sample counts of the conformance suites, added up over xdist workers and printed at the end."""
 
+import signal
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,6 +11,11 @@ from hypothesis import settings
 # The same examples everywhere, and no test fails because a machine is busy.
 settings.register_profile("tensorpager", derandomize=True, deadline=None)
 settings.load_profile("tensorpager")
+
+# A shell that starts the tests in the background ignores Ctrl-C for them, and programs that they
+# start would inherit that.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Key: (suite, lane, dtype, outcome, detail); value: number of samples. A detail is the name of the
 # op, module or optimizer, with "reason: " before it if there is one, or nothing.
