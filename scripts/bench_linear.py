@@ -3,8 +3,8 @@
 
 The matrices are tiny, so that the op itself takes next to nothing. Three ways: without gradients,
 the forward pass with them, and forward and backward together. Rounds of both weights alternate. The
-cost is the difference of the fastest rounds, since whatever makes a round slower is not ours; the
-median of the differences is printed too. Exits 1 if a forward pass costs more than 15 µs.
+cost is the median of the differences; that of the fastest rounds is printed too. Exits 1 if a
+forward pass costs more than 15 µs.
 """
 
 import os
@@ -83,12 +83,12 @@ def main(rounds: int, calls: int, json_path: Path | None) -> None:
         low, high = found["quartiles_us"]
         print(
             f"{way}: plain {np.median(found['plain_us']):.2f} µs, paged "
-            f"{np.median(found['paged_us']):.2f} µs, cost {found['fastest_cost_us']:.2f} µs "
-            f"(median of the rounds {found['median_cost_us']:.2f}, quartiles {low:.2f}, {high:.2f})"
+            f"{np.median(found['paged_us']):.2f} µs, cost {found['median_cost_us']:.2f} µs "
+            f"(quartiles {low:.2f}, {high:.2f}; of the fastest {found['fastest_cost_us']:.2f})"
         )
     if json_path is not None:
         write_json(json_path, {"ways": results, "facts": run_facts("cpu")})
-    worst = max(results[way]["fastest_cost_us"] for way in WAYS[:2])
+    worst = max(results[way]["median_cost_us"] for way in WAYS[:2])
     print(f"allowed for a forward pass: {ALLOWED_US:g} µs")
     sys.exit(0 if worst <= ALLOWED_US else 1)
 
