@@ -209,7 +209,9 @@ class DeviceBudget:
         """Frames that the arena has for good, as far as is known now."""
         if self.settled or self.fixed_reserve is not None:
             return self.residency.pool.count
-        return min(self.residency.pool.count, self._frames_beside(self.dense_peak))
+        beside = self._frames_beside(self.dense_peak)
+        # While metering it is small on purpose, and grows when the tiers below are full.
+        return beside if self.metering else min(self.residency.pool.count, beside)
 
     def _frames_beside(self, reserve: int) -> int:
         frames = (self.bytes - reserve) // self.page_size

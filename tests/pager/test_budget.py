@@ -212,6 +212,29 @@ def test_full_tiers_lose_nothing_and_training_goes_on_after_growing() -> None:
         assert losses == expected
 
 
+@pytest.mark.parametrize("width", [64, 256, 1024])
+def test_a_device_that_holds_everything_needs_no_other_tier(width: int) -> None:
+    """The metered arena is as small as one op allows, and grows for what has nowhere else to go."""
+    results = []
+    for paged in (False, True):
+        torch.manual_seed(0)
+        model = nn.Linear(width, width)
+        optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
+        with tp.Pager("64MiB", page_size="64KiB", device="cpu") as pager:
+            if paged:
+                model = pager.page_module(model)
+                optimizer = pager.optimizer(optimizer)
+            for _ in range(3):
+                with pager.iteration():
+                    model(torch.randn(32, width)).square().mean().backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+                check_invariants(pager)
+            results.append([torch.clone(value) for value in model.state_dict().values()])
+    for plain, from_pages in zip(*results):
+        assert torch.equal(plain, torch.empty_like(plain).copy_(from_pages))
+
+
 def test_parameters_that_no_tier_holds_are_refused_before_any_is_moved() -> None:
     model = nn.Linear(2048, 2048)
     with tp.Pager("4MiB", host_budget="4MiB", page_size=PAGE, device="cpu") as pager:
