@@ -29,27 +29,6 @@ THRESHOLD_BYTES = 32 << 10  # smaller tensors cost more in bookkeeping than they
 _SPARSE_VIEW = 4  # a view that uses less than 1/4 of its storage is stored by itself
 
 
-class _Kept:
-    """A saved tensor that was not copied, and its version at pack. ``counted``: bytes that it
-    takes of the dense allowance for as long as it lives."""
-
-    __slots__ = ("counted", "owner", "tensor", "version")
-
-    def __init__(
-        self, tensor: torch.Tensor, owner: SavedTensors | None = None, counted: int = 0
-    ) -> None:
-        # Never the tensor itself: an output that holds its own graph is a cycle nobody collects.
-        self.tensor = tensor if tensor.is_leaf else tensor.detach()
-        self.version = tensor._version
-        self.owner = owner
-        self.counted = counted
-
-    def __del__(self) -> None:
-        owner = getattr(self, "owner", None)  # torch.compile makes one without __init__
-        if owner is not None:
-            owner.dense_bytes -= self.counted
-
-
 class _Origin(NamedTuple):
     weak: StorageWeakRef
     version: int
@@ -64,17 +43,42 @@ class SavedTensors:
 
     def __init__(self, pager: Pager) -> None:
         self._pager = pager
+        self._on_cuda = pager.device.type == "cuda"
         self._origins: dict[int, _Origin] = {}
         self.dense_allowance = 0  # bytes that may stay dense because everything fits
-        self.dense_bytes = 0
+        self._dense_bytes = 0  # of these, at most: what died since they were counted is in it
+        self._dense: list[tuple[weakref.ref[torch.Tensor], int]] = []  # tensors, bytes of each
+        self._uncounted = 0  # packed since they were counted
         # Storages that live on anyway (buffers) and their bytes, by id.
         self.skip: dict[int, tuple[StorageWeakRef, int]] = {}
 
     def hooks(self) -> Any:
         return torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack)
 
+    def _has_room(self, nbytes: int) -> bool:
+        """Whether ``nbytes`` more may stay dense."""
+        if self._dense_bytes + nbytes <= self.dense_allowance:
+            return True
+        if not self.dense_allowance:
+            return False
+        if 4 * self._uncounted < len(self._dense):  # counting for every tensor would take too long
+            self._uncounted += 1
+            return False
+        self._count_dense()
+        return self._dense_bytes + nbytes <= self.dense_allowance
+
+    def _count_dense(self) -> None:
+        """Without those that have died. (Other threads may pack meanwhile.)"""
+        dense, self._dense = self._dense, []
+        self._dense_bytes = self._uncounted = 0
+        for entry in dense:
+            if entry[0]() is not None:
+                self._dense.append(entry)
+                self._dense_bytes += entry[1]
+
     def forget(self) -> None:
         """Drop the memory of storages that are gone. Called between iterations."""
+        self._count_dense()
         self._origins = {k: o for k, o in self._origins.items() if not o.weak.expired()}
         self.skip = {k: v for k, v in self.skip.items() if not v[0].expired()}
 
@@ -84,24 +88,30 @@ class SavedTensors:
 
     # -- hooks -----------------------------------------------------------------------------------
     def pack(self, tensor: torch.Tensor) -> Any:
-        if type(tensor) is PagedTensor:
+        if type(tensor) is not torch.Tensor:
+            if type(tensor) is not PagedTensor:
+                return _keep(tensor)
             with torch._C.DisableTorchFunctionSubclass():
-                return _Kept(tensor)
-        nbytes = tensor.numel() * tensor.element_size()
+                return _keep(tensor)
+        weight = tensor._base
+        if type(weight) is PagedTensor:
+            return _keep_weight(weight, tensor)
+        nbytes = tensor.nbytes if tensor.layout is torch.strided else 0
         if (
-            type(tensor) is not torch.Tensor
-            or nbytes < THRESHOLD_BYTES
-            or tensor.layout is not torch.strided
-            or tensor.device.type != self._pager.device.type
+            nbytes < THRESHOLD_BYTES
+            or not (tensor.is_cuda if self._on_cuda else tensor.is_cpu)
             or (tensor.is_leaf and tensor.requires_grad)
         ):
-            return _Kept(tensor)
+            return _keep(tensor)
         memory = tensor.untyped_storage()
         if memory._cdata in self.skip:
-            return _Kept(tensor)
-        if self.dense_bytes + nbytes <= self.dense_allowance:
-            self.dense_bytes += nbytes
-            return _Kept(tensor, self, nbytes)
+            return _keep(tensor)
+        if self._has_room(nbytes):
+            alias = tensor.detach()  # of a leaf too: it lives as long as the graph does
+            self._dense_bytes += nbytes
+            self._uncounted += 1
+            self._dense.append((weakref.ref(alias), nbytes))
+            return alias, tensor._version
         known = self._known(tensor, memory)
         if known is not None:
             return known
@@ -110,11 +120,17 @@ class SavedTensors:
     def unpack(self, packed: Any) -> torch.Tensor:
         if type(packed) is PagedTensor:
             return packed
-        tensor: torch.Tensor = packed.tensor
-        with torch._C.DisableTorchFunctionSubclass():
-            version = tensor._version
-        if version != packed.version:
-            raise_modified(tensor, packed.version)
+        if len(packed) == 3:
+            return _give_weight(*packed)
+        tensor: torch.Tensor
+        tensor, version = packed
+        if type(tensor) is not torch.Tensor:
+            with torch._C.DisableTorchFunctionSubclass():
+                now = tensor._version
+        else:
+            now = tensor._version
+        if now != version:
+            raise_modified(tensor, version)
         return tensor
 
     # -- storing ---------------------------------------------------------------------------------
@@ -152,12 +168,50 @@ class SavedTensors:
         size = tensor.element_size()
         reach = sum((n - 1) * s for n, s in zip(tensor.size(), tensor.stride())) + 1
         if reach * size > _SPARSE_VIEW * nbytes:
-            return _Kept(tensor)
+            return _keep(tensor)
         start = int(tensor.storage_offset()) * size
         span = torch.empty(0, dtype=torch.uint8, device=tensor.device)
         span.set_(tensor.untyped_storage(), start, (reach * size,), (1,))
         storage = self._pager.store_bytes(span, "activation")
         return _view_of(storage, tensor, int(tensor.storage_offset()) * size)
+
+
+def _keep(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """A saved tensor that is not copied, and its version at pack. Never the tensor itself: an
+    output that holds its own graph is a cycle nobody collects."""
+    return tensor if tensor.is_leaf else tensor.detach(), tensor._version
+
+
+def _keep_weight(weight: PagedTensor, tensor: torch.Tensor) -> tuple[Any, ...]:
+    """An open weight (``open_weights.py``), or a view of it, without its memory: the parameter, its
+    version at pack, and size, stride and offset, or ``None`` for those of the parameter itself."""
+    opened = weight._open
+    whole = opened.tensor if opened is not None else None
+    if whole is tensor:
+        return weight, tensor._version, None
+    if whole is not None:
+        dtype = whole.dtype
+    else:  # closed while the op ran
+        with torch._C.DisableTorchFunctionSubclass():
+            dtype = weight.dtype
+    if tensor.dtype is not dtype or tensor.is_neg():  # no view that a geometry describes
+        return _keep(tensor)
+    return weight, tensor._version, (tensor.size(), tensor.stride(), tensor.storage_offset())
+
+
+def _give_weight(weight: PagedTensor, version: int, geometry: Any) -> torch.Tensor:
+    """Plain where the weight is open: it is pinned as long as anybody has the memory."""
+    opened = weight._open
+    tensor = opened.tensor if opened is not None else None
+    if tensor is not None and weight._storage.pager.watch is None:
+        if tensor._version != version:
+            raise_modified(tensor, version)
+        return tensor if geometry is None else tensor.as_strided(*geometry)
+    with torch._C.DisableTorchFunctionSubclass():
+        if weight._version != version:
+            raise_modified(weight, version)
+        size, stride, offset = geometry or (weight.size(), weight.stride(), weight.storage_offset())
+        return PagedTensor(weight._storage, size, stride, int(offset), weight.dtype)
 
 
 def raise_modified(tensor: torch.Tensor, expected: int) -> NoReturn:

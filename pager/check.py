@@ -90,7 +90,7 @@ def _check(pager: Pager) -> None:
             assert run.first <= held[0], f"a part of run {run.id} begins before it"
             assert held[-1] < run.first + run.count, f"a part of run {run.id} ends behind it"
             assert (table.frame[held] >= 0).all(), f"a pinned part of run {run.id} is not there"
-        assert run.storages > 0 or run.parts, f"run {run.id} has no storage"
+        assert run.storages > 0 or run.parts or run.pins, f"run {run.id} has no storage"
     parted = [run for run in space.runs.values() if run.parts is not None]
     assert set(residency.parts.pages().tolist()) == {
         page for run in parted for page in held_pages(run).tolist()

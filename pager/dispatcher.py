@@ -17,6 +17,7 @@ from .doors import serve_function
 from .embedding import EMBEDDING, embedding
 from .linear import LINEAR, linear
 from .op_info import BRANCHES_ON_SUBCLASS, OpInfo, describe
+from .open_weights import TAKE_OPEN, run_opened
 from .out_ops import run_into_out
 from .paged_tensor import PagedTensor
 from .special_ops import run_cast, run_composite, run_elementwise_list, run_like
@@ -25,6 +26,7 @@ from .view_ops import run_inplace_view, run_resize, run_view
 
 _INFO: dict[Any, OpInfo] = {}
 _ATTRIBUTE = type(vars(torch._C.TensorBase)["requires_grad"].__get__)  # of what gets or sets one
+_is_compiling = torch.compiler.is_compiling
 _SPECIAL: dict[str, Callable[[Any, OpInfo, Any, dict[str, Any]], Any]] = {
     "view": run_view,
     "inplace_view": run_inplace_view,
@@ -43,7 +45,11 @@ def _torch_function(
     if type(func) is _ATTRIBUTE:  # most calls by far: .grad, .requires_grad, .is_leaf
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args)
-    compiling = torch.compiler.is_compiling()  # which would trace the ways of our own
+    compiling = _is_compiling()  # which would trace the ways of our own
+    if func in TAKE_OPEN and not compiling:
+        result = run_opened(func, args, kwargs)
+        if result is not NotImplemented:
+            return result
     if func is LINEAR and not compiling and not (kwargs and "out" in kwargs):
         with torch._C.DisableTorchFunctionSubclass():
             result = linear(*args, **kwargs) if kwargs else linear(*args)

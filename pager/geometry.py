@@ -38,7 +38,7 @@ def set_geometry(tensor: PagedTensor, shape: torch.Tensor) -> PagedTensor:
         torch.ops.aten.as_strided_.default(
             tensor, shape.size(), shape.stride(), shape.storage_offset()
         )
-    tensor._view = None
+    _forget_views(tensor)
     return tensor
 
 
@@ -53,8 +53,13 @@ def take_over(tensor: PagedTensor, dense: torch.Tensor) -> None:
         )
     if tensor.is_conj() != dense.is_conj():
         torch._C._set_conj(tensor, dense.is_conj())
-        tensor._view = None
+        _forget_views(tensor)
     tensor.copy_(dense)
+
+
+def _forget_views(tensor: PagedTensor) -> None:
+    tensor._view = None
+    tensor._storage.pager.opened.forget(tensor)
 
 
 def check_bounds(shape: torch.Tensor, storage: PagedStorage) -> None:

@@ -126,6 +126,8 @@ def enlarge(pager: Pager, storage: PagedStorage, nbytes: int) -> None:
         mine, other = getattr(storage, name), getattr(larger, name)
         setattr(storage, name, other)
         setattr(larger, name, mine)
+    with pager.lock:
+        pager.opened.close()  # what is open lies in the smaller one
 
 
 def duplicate(pager: Pager, tensor: PagedTensor) -> PagedTensor:

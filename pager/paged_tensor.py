@@ -19,6 +19,7 @@ from .doors import Doors
 from .space import PagedStorage
 
 if TYPE_CHECKING:
+    from .open_weights import OpenWeight
     from .runtime import Pager
 
 _STORAGE_BYTES = 1 << 50  # of the wrapper; it has no memory, but geometry is checked against it
@@ -38,6 +39,8 @@ class PagedTensor(Doors, torch.Tensor):
     _storage: PagedStorage
     _view: torch.Tensor | None
     _view_generation: int
+    _open: OpenWeight | None = None  # see open_weights.py
+    _opening: tuple[int, torch.Tensor] | None = None  # by which thread, over what
 
     @staticmethod
     def __new__(

@@ -62,7 +62,8 @@ class Residency:
 
     ``make_room(frames)`` is asked when an op needs more frames than there are, ``make_way(frames)``
     when the tiers below have no room for what should leave; they may move the border of the arena,
-    and return whether they did. ``before_pinning`` may move it too.
+    and return whether they did. ``before_pinning`` may move it too. ``let_go`` unpins what is
+    pinned only to be at hand.
 
     ``in_flight``: pages whose bytes are moving by planned transfers or read-ahead. ``streams``:
     channels that read ahead where no plans are made, see :meth:`still`. ``workspaces``: of streams
@@ -102,6 +103,7 @@ class Residency:
         self.make_room: Callable[[int], bool] = lambda frames: False
         self.make_way: Callable[[int], bool] = lambda frames: False
         self.before_pinning: Callable[[], None] = lambda: None
+        self.let_go: Callable[[], None] = lambda: None
         self.minimum_bytes: Callable[[int], int] = lambda frames: frames * page_size
 
     # -- pinning ---------------------------------------------------------------------------------
@@ -181,7 +183,9 @@ class Residency:
     # -- streams (``slabs.py``) ------------------------------------------------------------------
     @contextmanager
     def still(self) -> Iterator[None]:
-        """Inside, no stream's own channel moves a page. (Those of plans: ``Executor.quiet``.)"""
+        """Inside, no stream's own channel moves a page (those of plans: ``Executor.quiet``), and no
+        weight is open."""
+        self.let_go()
         with ExitStack() as stack:
             for stream in self.streams:
                 stack.enter_context(stream.quiet())
@@ -555,13 +559,13 @@ class Residency:
 
     def collect(self) -> None:
         """Give back everything of runs that nobody refers to any more; of those whose pages are
-        moving or held, when they are not any more."""
+        moving, held or pinned, when they are not any more."""
         if not self.space.dead and not self._moving_dead:
             return
         ended = [*self._moving_dead, *self.space.drain()]
-        self._moving_dead = [run for run in ended if run.moving or run.parts]
+        self._moving_dead = [run for run in ended if run.moving or run.parts or run.pins]
         for run in ended:
-            if run.moving or run.parts:
+            if run.moving or run.parts or run.pins:
                 continue
             pages = np.arange(run.first, run.first + run.count, dtype=np.int32)
             self.migration.void_copies(pages)

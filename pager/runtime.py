@@ -43,6 +43,7 @@ from .fused_states import Format
 from .host import HostTier
 from .metrics.publisher import Metrics
 from .migration import Migration
+from .open_weights import OpenWeights
 from .overlap import Overlap
 from .page_names import name_pages
 from .page_table import Int32, PageTable
@@ -59,6 +60,7 @@ ModuleT = TypeVar("ModuleT", bound=torch.nn.Module)
 OptimizerT = TypeVar("OptimizerT", bound=torch.optim.Optimizer)
 
 _open_pagers: weakref.WeakSet[Pager] = weakref.WeakSet()
+_left_to_others: list[object] = []  # arenas that plain tensors still lie in
 _left_to_the_disk: list[tuple[object, ...]] = []  # tiers of pagers closed while it did not answer
 
 
@@ -136,6 +138,8 @@ class Pager:
         self.stall_us = 0.0
         self.fits = False
         self.overlap = Overlap(self)
+        self.opened = OpenWeights(self)
+        self.residency.let_go = self.opened.close
         self.reach_bytes = self.backend.arena.numel()  # of addresses that are the arena's
         self.follower: Follower | None = Follower(self) if policy != "lru" else None
         self.on_iteration: list[IterationListener] = []
@@ -288,6 +292,7 @@ class Pager:
         ok = False
         try:
             self._begin()
+            self.opened.begin()
             with self.saved.hooks():
                 yield
             ok = True
@@ -304,6 +309,7 @@ class Pager:
             raise
         finally:
             self._inside = False
+            self.opened.end()
             self._end(ok=ok)
         if self.budget.metering:
             self._settling.settle()
@@ -661,7 +667,11 @@ class Pager:
             if self.disk is not None:
                 self.disk.close()
             self.host.close()
-            self.backend.close()
+            self.opened.stop()
+            if self.opened.in_use:  # a graph that was kept past our hooks would read freed memory
+                _left_to_others.append(self.backend)
+            else:
+                self.backend.close()
 
     def _tiers(self) -> tuple[object, ...]:
         return self.backend, self.host, self.disk, self.migration
@@ -701,6 +711,7 @@ def _disown_in_child() -> None:
     """Arenas are not inherited by a forked child: say so instead of crashing there."""
     for pager in list(_open_pagers):
         pager.closed_reason = "does not exist in this forked process"
+        pager.opened.disown()
         pager.metrics.forget()
 
 

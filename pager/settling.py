@@ -47,8 +47,9 @@ class Settling:
         pager = self._pager
         pager.saved.dense_allowance = 0
         pager.fits = False
-        if pager.follower is not None:
-            with pager.lock:
+        with pager.lock:
+            pager.opened.close()
+            if pager.follower is not None:
                 pager.follower.pause()
         pager.budget.start()
 

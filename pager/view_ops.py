@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import torch
@@ -26,6 +27,9 @@ def run_view(func: Any, info: OpInfo, args: Any, kwargs: dict[str, Any]) -> Any:
         return run_dense(func, info, args, kwargs)
     base._storage.pager.check_open()
     if func is _DETACH or func is _ALIAS:
+        opening = base._opening
+        if opening is not None and opening[0] == threading.get_ident():
+            return opening[1].detach()
         return _alias(base)
     if func is _T and base.dim() == 2:  # of every linear's weight
         return _transposed(base)

@@ -11,9 +11,18 @@ import tensorpager as tp
 from tensorpager.pager.chaos import chaos
 
 from .disk_suite import small_tasks, tier  # noqa: F401  (fixtures of the disk tier's tests)
-from .models import FRAMES, Script, World, beside_a_model, compare_runs, make_pager
+from .models import (
+    FRAMES,
+    Script,
+    World,
+    beside_a_model,
+    compare_runs,
+    know_that_all_fits,
+    make_pager,
+)
 
-LANES = ("tight", "chaos", "fits")
+LANES = ("tight", "chaos", "fits", "open")
+ROOMY_LANES = ("fits", "open")
 
 
 @pytest.fixture
@@ -32,15 +41,18 @@ def one_thread() -> Iterator[None]:
 )
 def lane(request: pytest.FixtureRequest) -> str:
     """``tight``: far more live pages than frames. ``chaos``: as tight, and after each op all that
-    is not pinned is evicted and its frames are poisoned. ``fits``: nothing has to move."""
+    is not pinned is evicted and its frames are poisoned. ``fits``: nothing has to move. ``open``:
+    this is known before the first iteration, and so weights are open in it."""
     return request.param
 
 
 @contextmanager
 def _pager_in(lane: str, **options: Any) -> Iterator[tp.Pager]:
-    with make_pager(fits=lane == "fits", **options) as pager, ExitStack() as stack:
+    with make_pager(fits=lane in ROOMY_LANES, **options) as pager, ExitStack() as stack:
         if lane == "chaos":
             stack.enter_context(chaos(pager))
+        if lane == "open":
+            know_that_all_fits(pager)
         yield pager
 
 
@@ -69,7 +81,7 @@ def same(lane: str, one_thread: None) -> Callable[..., None]:
             compare_runs(
                 beside_a_model(script) if pressed else script,
                 World(pager),
-                must_move=lane != "fits",
+                must_move=lane not in ROOMY_LANES,
             )
 
     return check

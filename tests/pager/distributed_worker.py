@@ -64,6 +64,8 @@ def sharded(model: nn.Sequential) -> nn.Sequential:
 def make_pager(folder: Path, policy: str) -> tp.Pager:
     ranks = int(os.environ["LOCAL_WORLD_SIZE"])
     device, host, disk = (RANK_BYTES[tier] * ranks for tier in ("device", "host", "disk"))
+    if policy == "roomy":  # everything fits
+        device, policy = 64 * device, "lru"
     return tp.Pager(device, host, disk, folder, page_size=PAGE_BYTES, device="cpu", policy=policy)
 
 
@@ -124,6 +126,7 @@ def compare(kind: str, folder: Path, policies: list[str]) -> Found:
                 "same_tensors": len(paged) == len(parameters)
                 and all(torch.equal(a, b) for a, b in zip(paged, parameters)),
                 "dense_baseline": pager.budget.dense_baseline,
+                "opened": len(pager.opened._known),
                 **{name: stats[name] for name in facts},
             }
     return found

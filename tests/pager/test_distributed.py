@@ -55,6 +55,16 @@ def test_two_ranks(tmp_path: Path) -> None:
         assert_same_and_within(found, "fsdp2", "lru")
 
 
+def test_replicas_that_fit(tmp_path: Path) -> None:
+    """Ops are given the weights as plain tensors; buckets are filled as without a pager."""
+    for found in fork(tmp_path, 2, "ddp", "--policies=roomy"):
+        run = found["ddp"]["roomy"]
+        assert run["fits"]
+        assert run["opened"] == 10
+        assert run["same_figures"]
+        assert run["same_tensors"]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("count", [2, 4])
 def test_torchrun(tmp_path: Path, count: int) -> None:

@@ -17,11 +17,14 @@ class Lane:
 
     ``scattered``: frames are never consecutive, and small inputs lie across a page boundary,
     so that every input is gathered and every result written back in parts.
+
+    ``opened``: an iteration in which everything fits: ops are given weights as plain tensors.
     """
 
     name: str
     chaos: bool = False
     scattered: bool = False
+    opened: bool = False
 
     @contextmanager
     def on(self, pager: tp.Pager) -> Iterator[None]:
@@ -30,13 +33,29 @@ class Lane:
                 stack.enter_context(scattered(pager))
             if self.chaos:
                 stack.enter_context(chaos(pager))
+            if self.opened:
+                stack.enter_context(_iteration_that_fits(pager))
             yield
+
+
+@contextmanager
+def _iteration_that_fits(pager: tp.Pager) -> Iterator[None]:
+    before = pager.fits, pager.budget.settled
+    pager.fits = pager.budget.settled = True
+    note_shapes, pager.note_shapes = pager.note_shapes, lambda *args: None
+    try:
+        with pager.iteration():
+            yield
+    finally:
+        pager.fits, pager.budget.settled = before
+        pager.note_shapes = note_shapes
 
 
 PLAIN = Lane("plain")
 CHAOS = Lane("chaos", chaos=True)
 SCATTERED = Lane("scattered", scattered=True)
 BOTH = Lane("chaos+scattered", chaos=True, scattered=True)
+OPEN = Lane("open", opened=True)
 
 LANES = (PLAIN, CHAOS, SCATTERED, BOTH) if FULL else (PLAIN, BOTH)
 

@@ -4,12 +4,17 @@ import pytest
 import torch
 from torch.testing._internal.opinfo.core import OpInfo, SampleInput
 
+from tensorpager.pager.open_weights import TAKE_OPEN
+
+from .lanes import FULL, LANES, OPEN
 from .left_out import OTHER_ORDER
 from .ops import dtype_name, full_limit, inputs_of, op_params, samples
 from .trials import Call, Trials, seed, tensors
 from .worlds import World
 
 pytestmark = pytest.mark.filterwarnings("ignore")
+
+TAKE_OPEN_NAMES = {func.__name__ for func in TAKE_OPEN}
 
 
 @pytest.mark.parametrize(
@@ -18,6 +23,8 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 def test_backward(op: OpInfo, dtype: torch.dtype, pager, tally) -> None:
     bound = OTHER_ORDER.get(op.name)
     trials = Trials(pager, tally, "backward", op.full_name, dtype_name(dtype), bound=bound)
+    if FULL or op.name.rpartition(".")[2] in TAKE_OPEN_NAMES:
+        trials.lanes = (*LANES, OPEN)
     trials.compare(
         (
             (inputs_of(sample), _gradients_of(op, sample))

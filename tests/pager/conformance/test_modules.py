@@ -8,6 +8,7 @@ import torch
 from torch.testing._internal.common_modules import FunctionInput, ModuleInfo, module_db
 from torch.utils._pytree import tree_map
 
+from .lanes import LANES, OPEN
 from .left_out import LAZY_MODULE
 from .test_backward import backward
 from .trials import SEED, Call, Trials, seed
@@ -32,6 +33,7 @@ def test_module(info: ModuleInfo, training: bool, pager, tally) -> None:
             pager.page_module(_lazy(info))
         return
     trials = Trials(pager, tally, "modules", f"{info.name}.{training=}", "float32")
+    trials.lanes = (*LANES, OPEN)
     trials.compare(_samples(info, training), quick=2, full=None)
 
 

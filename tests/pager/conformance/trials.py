@@ -89,9 +89,9 @@ class Trials:
     """The samples of one op (or module, or optimizer) in every lane, and what went wrong.
 
     ``bound``: relative difference that results may have; see ``left_out.OTHER_ORDER``.
-    With a reason in ``left_out`` only shape, dtype and strides are compared. ``after`` runs on the
-    result of each world once the results have been compared; then the inputs' memory is compared
-    again.
+    ``lanes``: to try each sample in. With a reason in ``left_out`` only shape, dtype and strides
+    are compared. ``after`` runs on the result of each world once the results have been compared;
+    then the inputs' memory is compared again.
     """
 
     pager: tp.Pager
@@ -102,12 +102,13 @@ class Trials:
     left_out: str | None = None
     bound: float | None = None
     after: Call | None = None
+    lanes: tuple[Lane, ...] = LANES
     failures: list[str] = field(default_factory=list)
     cause: Exception | None = None
 
     def compare(self, samples: Iterable[tuple[object, Call]], *, quick: int, full: int | None):
         """Try ``samples``, pairs of an input tree and the call to make on a world of it."""
-        limits = {lane: sample_limit(lane, quick=quick, full=full) for lane in LANES}
+        limits = {lane: sample_limit(lane, quick=quick, full=full) for lane in self.lanes}
         most = None if None in limits.values() else max(limits.values())
         for index, (inputs, call) in enumerate(list(islice(samples, most))):
             for lane, limit in limits.items():
