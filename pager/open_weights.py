@@ -4,7 +4,8 @@ Where nothing has to leave the device, an iteration need not ask before each op 
 In such an iteration a weight is *opened* when it is first used: its pages are pinned, and the ops
 of ``TAKE_OPEN`` are given a plain tensor over them. To autograd that is a view of the parameter
 (one ``AliasBackward`` node before its ``AccumulateGrad``), with its version counter, so graphs,
-hooks and errors are PyTorch's own, and below the op no Python of ours runs in either direction.
+hooks and errors are PyTorch's own, and below the op no Python of ours runs in either direction but
+for the hooks on saved tensors.
 
 ::
 
@@ -26,6 +27,7 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -221,47 +223,44 @@ def run_opened(func: Any, args: Any, kwargs: dict[str, Any] | None) -> Any:
     Weights that cannot be opened now, and other paged operands, are used through the dispatcher.
     """
     with _no_overrides():
-        given = []
-        native = False
-        for value in args:
-            if type(value) is PagedTensor:
-                weight = value._open
-                if weight is None or weight.requires_grad is not value.requires_grad:
-                    if not native and not value._storage.pager.opened.native:
-                        return NotImplemented
-                    weight = _open(value)
-                native = True
-                if weight is not None and (tensor := weight.tensor) is not None:
-                    value = tensor
-            given.append(value)
-        if _modes() or _any_autocast() or _functorch_level() is not None or _is_tracing():
+        found = _with_opened(args, native=False)
+        if found is None or _modes() or _any_autocast():
             return NotImplemented
+        if _functorch_level() is not None or _is_tracing():
+            return NotImplemented
+        given, native = found
         if not kwargs and func is not F.embedding:
             return func(*given) if native else NotImplemented
-        return _run_named(func, given, kwargs or {}, native=native)
+        kwargs = kwargs or {}
+        if _may_write(func, given, kwargs):
+            return NotImplemented
+        found = _with_opened(kwargs.values(), native=native)
+        if found is None or not found[1]:
+            return NotImplemented
+        return func(*given, **dict(zip(kwargs, found[0])))
 
 
-def _run_named(func: Any, given: list[Any], kwargs: dict[str, Any], *, native: bool) -> Any:
+def _may_write(func: Any, given: list[Any], kwargs: dict[str, Any]) -> bool:
+    """Into an operand, which would have to be known as a write to pages."""
     if "out" in kwargs or kwargs.get("max_norm") is not None:
-        return NotImplemented
-    if func is F.embedding and len(given) > 3 and given[3] is not None:
-        return NotImplemented
-    named = {}
-    for name, value in kwargs.items():
+        return True
+    return func is F.embedding and len(given) > 3 and given[3] is not None
+
+
+def _with_opened(values: Iterable[Any], *, native: bool) -> tuple[list[Any], bool] | None:
+    """``values`` with weights as plain tensors; and whether a pager among theirs keeps to PyTorch's
+    nodes, or ``native``. ``None`` if the first one does not."""
+    given = []
+    for value in values:
         if type(value) is PagedTensor:
             weight = value._open
             if weight is None or weight.requires_grad is not value.requires_grad:
-                if not native and not value._storage.pager.opened.native:
-                    return NotImplemented
-                weight = _open(value)
+                opened = value._storage.pager.opened
+                if not native and not opened.native:
+                    return None
+                weight = opened.open(value) if is_candidate(value) else None
             native = True
             if weight is not None and (tensor := weight.tensor) is not None:
                 value = tensor
-        named[name] = value
-    return func(*given, **named) if native else NotImplemented
-
-
-def _open(paged: PagedTensor) -> OpenWeight | None:
-    if not is_candidate(paged):
-        return None
-    return paged._storage.pager.opened.open(paged)
+        given.append(value)
+    return given, native

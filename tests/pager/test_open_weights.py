@@ -4,6 +4,7 @@ and pages that have to move are never moved under an op or a graph."""
 import gc
 import os
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -14,6 +15,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import tensorpager as tp
+from tensorpager.pager.activations import SavedTensors
 from tensorpager.pager.chaos import scramble
 from tensorpager.pager.check import check_invariants
 
@@ -400,12 +402,8 @@ def test_an_exception_inside_an_op(pager: tp.Pager) -> None:
 @contextmanager
 def _counted() -> Iterator[list[int]]:
     """Live bytes of what is packed dense, after each pack; seen from outside by weak references."""
-    import weakref
-
     alive: weakref.WeakSet[torch.Tensor] = weakref.WeakSet()
     seen: list[int] = []
-    from tensorpager.pager.activations import SavedTensors
-
     whole = SavedTensors.pack
 
     def pack(self: SavedTensors, tensor: torch.Tensor) -> object:
