@@ -159,15 +159,21 @@ class DeviceBudget:
             dense = max(dense, self.dense_baseline + room.dense + 1)
             self.dense_peak = dense
             self.residency.largest_need = frames
-        minimum = max(dense, self.fixed_reserve or 0) + frames * self.page_size
-        enough_reserve = self.fixed_reserve is None or dense <= self.fixed_reserve
-        if minimum > self.bytes or not enough_reserve:
-            dense, frames = self.whole_needs.least(dense, frames, self.fixed_reserve or 0)
-            minimum = to_name(max(dense, self.fixed_reserve or 0) + frames * self.page_size)
-            self._forget()
-            of_node = minimum * ranks_sharing("device", self.backend.device.type)
-            raise InfeasibleBudget(self._refusal(dense, frames, minimum), minimum=of_node)
+        self._refuse_if_too_small(dense, frames, "No parameter was changed.")
         self.backend.meter_start()  # the rest of the iteration
+
+    def _refuse_if_too_small(self, dense: int, frames: int, then: str) -> None:
+        """Raise ``InfeasibleBudget``, its text ending with ``then``, unless ``dense`` bytes and
+        ``frames`` frames can be had side by side."""
+        reserve = self.fixed_reserve or 0
+        enough_reserve = self.fixed_reserve is None or dense <= reserve
+        if max(dense, reserve) + frames * self.page_size <= self.bytes and enough_reserve:
+            return
+        dense, frames = self.whole_needs.least(dense, frames, reserve)
+        minimum = to_name(max(dense, reserve) + frames * self.page_size)
+        self._forget()
+        of_node = minimum * ranks_sharing("device", self.backend.device.type)
+        raise InfeasibleBudget(self._refusal(dense, frames, minimum, then), minimum=of_node)
 
     def has_room(self, room: Room) -> bool:
         """Whether an optimizer's step finds ``room`` beside what was measured so far."""
@@ -177,7 +183,7 @@ class DeviceBudget:
         beside = max(dense, self.fixed_reserve or 0)
         return dense <= most and beside + frames * self.page_size <= self.bytes
 
-    def _refusal(self, dense: int, frames: int, minimum: int) -> str:
+    def _refusal(self, dense: int, frames: int, minimum: int, then: str) -> str:
         budget = format_bytes(self.bytes)
         text = (
             f"device_budget of {budget} ({self.bytes} bytes) is too small: this iteration takes "
@@ -190,18 +196,31 @@ class DeviceBudget:
             )
         return text + (
             f"The smallest device_budget that works for these shapes is {minimum} bytes "
-            f"({format_bytes(minimum)}). No parameter was changed."
-            + about_share("device", self.backend.device.type)
+            f"({format_bytes(minimum)}). {then}" + about_share("device", self.backend.device.type)
+        )
+
+    def end(self) -> None:
+        """End of a metered iteration: all that it took is known now.
+
+        What came after the step was not known when it was checked: a copy of the parameters, an
+        average of them. Where the largest op finds no room beside that, the next iteration could
+        not go as this one did, and ``InfeasibleBudget`` is raised here, before it begins.
+        """
+        self.check()
+        self._note_peak()
+        self._refuse_if_too_small(
+            self.dense_peak,
+            self.residency.largest_need,
+            "Most dense memory was in use after the optimizer's step; what the step changed is as "
+            "plain PyTorch has it.",
         )
 
     def settle(self, dense_extra: int, *, roomy: bool) -> None:
-        """End of a metered iteration: put the border where it belongs.
+        """After :meth:`end`: put the border where it belongs.
 
         ``dense_extra``: bytes beside the measured peak that may stay dense from now on;
         ``roomy``: see ``Backend.limit_dense``.
         """
-        self.check()
-        self._note_peak()
         self.metering, self.settled = False, True
         self.place(dense_extra, roomy=roomy)
 

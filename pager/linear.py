@@ -20,6 +20,7 @@ On a CPU scattered frames are gathered unless the copy is larger than all dense 
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -305,6 +306,7 @@ class _Linear(torch.autograd.Function):
     def forward(ctx: Any, inputs: torch.Tensor, bias: Any, weight: PagedTensor) -> torch.Tensor:
         for_inputs, _, for_weight = ctx.needs_input_grad
         kept = None
+        ctx.again = None
         if for_inputs:
             if weight.is_leaf:
                 ctx.parameter = weight, weight._version
@@ -323,13 +325,19 @@ class _Linear(torch.autograd.Function):
         inputs, weight = ctx.saved_tensors
         for_inputs, for_bias, for_weight = ctx.needs_input_grad
         rows = grad.reshape(-1, grad.size(-1)) if grad.dim() > 2 else grad
-        of_inputs = of_weight = of_bias = None
+        of_inputs = of_weight = of_bias = more = None
+        if ctx.again is not None:
+            more = ctx.again.taken(torch._C._current_graph_task_id())
         # In PyTorch's order: second derivatives are summed in the order of these nodes.
         if for_inputs:
             if weight is None:
                 weight, version = ctx.parameter
                 if weight._version != version:
                     raise_modified(weight, version)
+            if _grad_is_on() and for_weight:
+                if ctx.again is None:
+                    ctx.again = _Again()
+                weight = ctx.again.of(weight, ctx)
             shape, is_column_major = ctx.geometry if inputs is None else _geometry(inputs)
             if is_column_major:
                 of_inputs = weight.t().mm(rows.t()).t()
@@ -340,9 +348,64 @@ class _Linear(torch.autograd.Function):
         if for_weight:
             flat = inputs.reshape(-1, inputs.size(-1)) if grad.dim() > 2 else inputs
             of_weight = rows.t().mm(flat)
+            if more is not None:
+                of_weight = more + of_weight
         if for_bias:
             of_bias = rows.sum(0)
         return of_inputs, of_bias, of_weight
+
+
+class _Again:
+    """Where second derivatives of one linear meet its first ones, before both go on to the weight.
+
+    PyTorch's linear is a product with ``weight.t()``, and it is at that view's node that all its
+    contributions to the weight's gradient are added up; where the weight has a third use, another
+    order of additions has other bits. ::
+
+        PyTorch's     weight <- t() <- mm, and what the backward pass of mm made of weight.t()
+        here          weight <- _Linear, to which _Late brings what its backward pass has made
+
+    ``_Late`` runs right before ``_Linear`` in a pass that runs both, and leaves its gradient here;
+    where ``_Linear`` has no part in the pass, it goes straight to the weight.
+    """
+
+    __slots__ = ("_brought", "_late")
+
+    def __init__(self) -> None:
+        self._late: PagedTensor | None = None
+        self._brought: tuple[int, torch.Tensor] | None = None
+
+    def of(self, weight: PagedTensor, node: Any) -> PagedTensor:
+        """``weight`` for the backward pass of ``node``, whose context this is."""
+        if self._late is None:
+            late: Any = _Late.apply(weight, node)  # type: ignore[no-untyped-call]
+            late.grad_fn._set_sequence_nr(node._sequence_nr() + 1)  # higher ones run first
+            self._late = late
+        return self._late
+
+    def bring(self, grad: torch.Tensor) -> None:
+        self._brought = torch._C._current_graph_task_id(), grad
+
+    def taken(self, graph_task: int) -> torch.Tensor | None:
+        """What was brought in this pass; once."""
+        brought, self._brought = self._brought, None
+        return brought[1] if brought is not None and brought[0] == graph_task else None
+
+
+class _Late(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weight: PagedTensor, node: Any) -> torch.Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.node = weakref.ref(node)  # which has this node's result: no cycle
+        return weight.view_as(weight)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor | None) -> Any:
+        node = ctx.node()
+        if grad is None or node is None or not torch._C._will_engine_execute_node(node):
+            return grad, None
+        node.again.bring(grad)
+        return None, None
 
 
 # Past what `Function.apply` does for functorch, which is refused above.

@@ -55,6 +55,7 @@ _ALIAS = torch.ops.aten.alias.default
 # Asked before each op, so without the way through `torch` and `torch._C`.
 _modes = torch._C._len_torch_dispatch_stack
 _any_autocast = torch._C._is_any_autocast_enabled
+_grad_is_on = torch.is_grad_enabled
 _functorch_level = torch._C._functorch.peek_interpreter_stack
 _is_tracing = torch._C._is_tracing
 _no_overrides = torch._C.DisableTorchFunctionSubclass
@@ -79,22 +80,40 @@ class _Memory:
 
 
 class OpenWeight:
-    """``tensor``: what ops are given, ``None`` once it is closed."""
+    """``tensor``: what the latest op was given, ``None`` once it is closed. ``uses``: by ops that
+    may have a graph still."""
 
-    __slots__ = ("memory", "paged", "requires_grad", "run", "tensor")
+    __slots__ = ("memory", "paged", "requires_grad", "run", "tensor", "uses")
 
     def __init__(self, paged: PagedTensor, memory: _Memory) -> None:
         self.paged = paged
         self.run: PageRun = paged._storage.run
         self.memory = memory
-        paged._opening = threading.get_ident(), memory.dense
+        self.requires_grad = paged.requires_grad
+        self.uses = 0
+        self.tensor: torch.Tensor | None = self._alias()
+
+    def _alias(self) -> torch.Tensor:
+        paged = self.paged
+        paged._opening = threading.get_ident(), self.memory.dense
         try:
-            self.tensor: torch.Tensor | None = _ALIAS(paged)
+            alias: torch.Tensor = _ALIAS(paged)
         finally:
             paged._opening = None
-        self.requires_grad = paged.requires_grad
         if self.requires_grad:
-            self.tensor.grad_fn._set_sequence_nr(_PROMPTLY)
+            node: Any = alias.grad_fn
+            node._set_sequence_nr(_PROMPTLY)
+        return alias
+
+    def take(self) -> torch.Tensor | None:
+        """For one op; ``None`` if it is closed. Each op of a graph has a node of its own: gradients
+        that met in one would be added up before they meet those of ops that do without it, and a
+        sum in another order has other bits."""
+        if self.requires_grad and self.tensor is not None and _grad_is_on():
+            if self.uses:
+                self.tensor = self._alias()
+            self.uses += 1
+        return self.tensor
 
 
 class _Known(NamedTuple):
@@ -205,6 +224,13 @@ class OpenWeights:
         return bool(self._lingering)
 
 
+def backward_is_over(parameter: torch.Tensor) -> None:
+    """For one that was used once, so that the next use needs no other node."""
+    opened = getattr(parameter, "_open", None)
+    if opened is not None and opened.uses == 1:
+        opened.uses = 0
+
+
 def is_candidate(tensor: PagedTensor) -> bool:
     """Whether ``tensor`` is opened in iterations in which everything fits. Always says the same of
     a tensor while a graph has it. To be called without torch functions of subclasses."""
@@ -260,7 +286,7 @@ def _with_opened(values: Iterable[Any], *, native: bool) -> tuple[list[Any], boo
                     return None
                 weight = opened.open(value) if is_candidate(value) else None
             native = True
-            if weight is not None and (tensor := weight.tensor) is not None:
+            if weight is not None and (tensor := weight.take()) is not None:
                 value = tensor
         given.append(value)
     return given, native

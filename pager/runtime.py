@@ -43,7 +43,7 @@ from .fused_states import Format
 from .host import HostTier
 from .metrics.publisher import Metrics
 from .migration import Migration
-from .open_weights import OpenWeights
+from .open_weights import OpenWeights, backward_is_over
 from .overlap import Overlap
 from .page_names import name_pages
 from .page_table import Int32, PageTable
@@ -345,7 +345,10 @@ class Pager:
     def page_grad(self, parameter: torch.Tensor) -> None:
         """Post-accumulate hook: the parameter is updated at once, where ``overlap.py`` allows it,
         or else its dense gradient moves into pages."""
-        if self.fits or self.overlap.update(parameter):
+        if self.fits:
+            backward_is_over(parameter)
+            return
+        if self.overlap.update(parameter):
             return
         grad = parameter.grad
         if grad is None or type(grad) is PagedTensor:

@@ -57,7 +57,7 @@ class Settling:
         """End of a metered iteration: place the border, and keep things dense if all fits."""
         pager, budget, space = self._pager, self._pager.budget, self._pager.space
         residency = pager.residency
-        budget.check()
+        budget.end()
         transient = space.peak_transient_pages * pager.page_size
         persistent = space.persistent_pages * pager.page_size
         arena = max(persistent, residency.largest_need * pager.page_size)

@@ -1,5 +1,7 @@
 """Budgets that cannot work are refused with the exact minimum; nothing has changed by then."""
 
+from contextlib import ExitStack, nullcontext
+
 import pytest
 import torch
 from torch import nn
@@ -143,6 +145,59 @@ def test_larger_shapes_later_are_refused_before_anything_changes() -> None:
         optimizer.zero_grad()
         step(256)  # the shapes that it was sized for still work
         check_invariants(pager)
+
+
+def _train_with_copies(budget: int | None) -> list[list[torch.Tensor]]:
+    """Parameters after each step. Inside the iteration they are copied after the step, twice, as
+    for an average: dense memory that the check before the step cannot know of."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(160, 640), nn.Linear(640, 160))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    found: list[list[torch.Tensor]] = []
+    with ExitStack() as stack:
+        pager = None
+        if budget is not None:
+            pager = stack.enter_context(
+                tp.Pager(budget, "64MiB", page_size=PAGE, policy="lru", device="cpu")
+            )
+            pager.page_module(model)
+            pager.optimizer(optimizer)
+        for step in range(3):
+            torch.manual_seed(step)
+            try:
+                with nullcontext() if pager is None else pager.iteration():
+                    model(torch.randn(64, 160)).square().mean().backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+                    copies = [p.detach().clone() for p in model.parameters()]
+                    copies += [2 * copy for copy in copies]
+                    del copies
+            except tp.InfeasibleBudget:
+                assert step == 0, "accepted, and refused later"
+                raise
+            found.append([p.detach().to_dense().clone() for p in model.parameters()])
+    return found
+
+
+def test_dense_memory_after_the_step_counts() -> None:
+    """In the first iteration a budget is refused or accepted for good, and then with plain bits."""
+    expected = _train_with_copies(None)
+    accepted = []
+    for kib in (1000, 1300, 1600, 1900, 2100, 2400, 2700):
+        try:
+            found = _train_with_copies(kib << 10)
+        except tp.InfeasibleBudget as refusal:
+            minimum = refusal.minimum
+            continue
+        accepted.append(kib)
+        for mine, plain in zip(found, expected, strict=True):
+            assert all(torch.equal(a, b) for a, b in zip(mine, plain, strict=True))
+    assert accepted
+    assert minimum > 2100 << 10
+    _train_with_copies(minimum)
+    with pytest.raises(tp.InfeasibleBudget, match="after the optimizer's step") as refused:
+        _train_with_copies(minimum - PAGE)
+    assert refused.value.minimum == minimum
 
 
 def test_a_fixed_reserve_that_is_too_small_is_named() -> None:

@@ -1,7 +1,9 @@
 """A linear layer with a paged weight: bit for bit PyTorch's, forward, backward, backward twice."""
 
 import copy
+import gc
 import weakref
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -76,6 +78,57 @@ def test_frozen_operands(pager, frozen):
 def test_twice_backward(pager, shape):
     operands = torch.randn(shape), torch.randn(6, 7), torch.randn(6)
     assert_same(*both_ways(pager, *operands, twice=True))
+
+
+def _penalized(weight, inputs, uses, *, with_loss=True):
+    """The weight's gradient of a loss and of the square of the loss' own gradient."""
+    out = F.linear(F.linear(inputs, weight), weight) if uses > 3 else F.linear(inputs, weight)
+    loss = out.pow(2).mean() if with_loss else out.sin().sum()
+    if uses > 1:
+        loss = loss + 1e-3 * weight.sum()
+    if uses > 2:
+        loss = loss + 1e-2 * weight.cos().sum()
+    (grad,) = torch.autograd.grad(loss, inputs, create_graph=True)
+    penalty = grad.pow(2).sum()
+    for _ in range(2):  # the graph stays as it is
+        total = penalty + loss if with_loss else penalty + weight.sin().sum() + weight.exp().sum()
+        total.backward(retain_graph=True)
+    return weight.grad.detach().to_dense()
+
+
+@pytest.mark.parametrize("everything_fits", [False, True])
+@pytest.mark.parametrize("with_loss", [True, False])
+@pytest.mark.parametrize("uses", [1, 2, 3, 4])
+def test_second_derivatives_are_added_in_the_order_of_pytorch(
+    pager, uses, with_loss, everything_fits
+):
+    """First and second ones of a linear meet before they meet those of the weight's other uses."""
+    with pager.iteration():
+        pager.page(torch.zeros(8)).sum()
+    assert pager.fits
+    for seed in range(3):
+        generator = torch.Generator().manual_seed(seed)
+        weight = torch.randn(40, 40, generator=generator)
+        inputs = torch.randn(16, 40, generator=generator).requires_grad_()
+        expected = _penalized(weight.clone().requires_grad_(), inputs, uses, with_loss=with_loss)
+        with pager.iteration() if everything_fits else nullcontext():
+            paged = pager.page(weight).requires_grad_()
+            found = _penalized(paged, inputs, uses, with_loss=with_loss)
+        assert torch.equal(found, expected)
+
+
+def test_a_graph_of_second_derivatives_goes_with_its_result(pager):
+    weight = pager.page(torch.randn(6, 7)).requires_grad_()
+    inputs = torch.randn(5, 7, requires_grad=True)
+    out = F.linear(inputs, weight)
+    node = weakref.ref(out.grad_fn)
+    (grad,) = torch.autograd.grad(out.pow(2).sum(), inputs, create_graph=True)
+    gc.disable()
+    try:
+        del out, grad
+        assert node() is None
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("with_bias", [True, False])
