@@ -1,11 +1,13 @@
 """What one iteration accesses, in order, by keys that mean the same in every iteration.
 
 A run of pages that lived before the iteration has a positive key for as long as it lives. One that
-is born inside has −1, −2, … in the order of its first access. So two iterations do the same if and
-only if their keys are equal, whatever happened to be at which address. A stream (``slabs.py``) is
-an access as well, with a key of its own for the runs that it goes through. A run that outlives its
-iteration gets the positive key that the run born at the same place of an earlier iteration had, if
-that one is dead by now: gradients that are kept for several iterations come back under their names.
+is born inside has a negative one of its number in the order of first accesses and of its size. So
+two iterations do the same to the same sizes if and only if their keys are equal, whatever happened
+to be at which address: a plan of one batch length knows nothing of another's. A stream
+(``slabs.py``) is an access as well, with a key of its own for the runs that it goes through. A run
+that outlives its iteration gets the positive key that the run born at the same place of an earlier
+iteration had, if that one is dead by now: gradients that are kept for several
+iterations come back under their names.
 """
 
 from __future__ import annotations
@@ -17,6 +19,17 @@ from .space import PageRun, Space
 
 Keys = tuple[int, ...]
 FIRST_STREAM = 1 << 40  # keys of streams are not less, those of runs are
+_MOST_NEWBORN = 1 << 32  # runs born in one iteration
+
+
+def newborn_key(index: int, pages: int) -> int:
+    """Of the run of ``pages`` pages that was the ``index``-th, from 0, to be born and used."""
+    return -(pages * _MOST_NEWBORN + index + 1)
+
+
+def newborn_index(key: int) -> int:
+    """The inverse of :func:`newborn_key`."""
+    return -key % _MOST_NEWBORN - 1
 
 
 class StreamAccess:
@@ -79,7 +92,10 @@ class Names:
     def run_of(self, key: int, newborn: Sequence[PageRun]) -> PageRun | None:
         """The live run called ``key``, or ``None``."""
         if key < 0:
-            run = newborn[-1 - key] if -key <= len(newborn) else None
+            index = newborn_index(key)
+            run = newborn[index] if index < len(newborn) else None
+            if run is not None and run.key != key:
+                run = None  # of another size, or renamed
         else:
             run = self.runs.get(key)
         return run if run is not None and self.is_live(run) else None
@@ -88,8 +104,8 @@ class Names:
         """Key of a run that has none yet. ``births_before``: runs born before the iteration."""
         if run.born < births_before:
             return self._keep(run)
+        run.key = newborn_key(len(log.newborn), run.count)
         log.newborn.append(run)
-        run.key = -len(log.newborn)
         return run.key
 
     def of_stream(self, runs: Sequence[tuple[int, bool]]) -> int:

@@ -69,12 +69,13 @@ class Executor:
 
     # -- queueing --------------------------------------------------------------------------------
     def issue(self, actions: Iterable[Action], newborn: Sequence[PageRun]) -> None:
-        """Queue moves. Those of runs that are gone are left out."""
-        if self.closing:
+        """Queue moves. Those of runs that are gone, and of pages that a run does not have, are left
+        out."""
+        if self.closing or self.error is not None:
             return
         for action in actions:
             run = self._names.run_of(action.key, newborn)
-            if run is None:
+            if run is None or action.first + action.pages > run.count:
                 continue
             if action.what == "drop":
                 self._drop(run, action)
@@ -240,9 +241,10 @@ class Executor:
                 channel.kick()
 
     def failed(self, error: BaseException) -> None:
-        """A transfer failed. Its pages are where they were; no plan is followed any more, and
-        faults will meet the same error, if it lasts."""
-        self.error = error
+        """A transfer failed, or could not be prepared. Its pages are where they were; no plan is
+        followed any more, and faults will meet the same error, if it lasts. The training thread
+        tells the user of the first one (``Follower.warn``)."""
+        self.error = self.error or error
         self.clear()
 
     # -- looking, ending -------------------------------------------------------------------------

@@ -18,13 +18,14 @@ faulted in. An iteration is compared with its plan access by access.
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from typing import TYPE_CHECKING
 
 from ..planner.hardware import Hardware
 from ..planner.plan import Plan
-from .access_log import AccessLog, Keys, Names, StreamAccess
+from .access_log import AccessLog, Keys, Names, StreamAccess, newborn_key
 from .errors import HungDisk, PagerError, TierFull
 from .executor import Executor
 from .guide import Guide
@@ -80,6 +81,7 @@ class Follower:
         self._in_state: Guide | None = None  # the arena is as this plan left it
         self._births_before = 0
         self._began = 0.0
+        self._warned = False  # that a planned move failed
         self._calibration: Calibration | None = None
         pager.space.on_death = self._died
 
@@ -144,6 +146,8 @@ class Follower:
     def pin(self, runs: Sequence[PageRun]) -> None:
         """Bring ``runs`` onto the device and pin them: by the plan, or by a fault."""
         executor, residency = self.executor, self._pager.residency
+        if executor.error is not None:
+            self._leave()
         if executor.idle and self.guide is None:
             residency.pin(runs)
             return
@@ -277,6 +281,21 @@ class Follower:
             self._learn(log, followed=finished and self._whole)
         self.guide = None
         self.names.forget_dead()
+
+    def warn(self) -> None:
+        """Tell the user, once, that plans are not followed any more. Without the lock, in the
+        training thread, where everything is as it should be: a warning may be raised."""
+        error = self.executor.error
+        if error is None or self._warned:
+            return
+        self._warned = True
+        warning = RuntimeWarning(
+            f"a planned move failed: {type(error).__name__}: {error}. Its pages are where they "
+            "were. No plan is followed any more: training goes on, and brings pages in when an op "
+            "needs them."
+        )
+        warning.__cause__ = error
+        warnings.warn(warning, stacklevel=5)  # the end of the user's `with` block
 
     def _learn(self, log: AccessLog, *, followed: bool) -> None:
         kind = self.kinds.find(log)
@@ -417,7 +436,7 @@ class Follower:
         """Of every run that ``log`` may name."""
         facts = {key: RunFacts(run.count, run.kind) for key, run in self.names.runs.items()}
         for index, run in enumerate(log.newborn):
-            facts[-1 - index] = RunFacts(run.count, run.kind)
+            facts[newborn_key(index, run.count)] = RunFacts(run.count, run.kind)
         return facts
 
     # -- looking, ending -------------------------------------------------------------------------

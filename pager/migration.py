@@ -154,10 +154,14 @@ class Migration:
             Copy(frame * self.page_size, self.host.view(slot, count))
             for frame, slot, count in merge(frames, slots)
         ]
-        self.backend.copy_out(copies)
-        if self.host_stamps is not None:
-            self.backend.host_ready()
-            self._stamp_host(pages, slots)
+        try:
+            self.backend.copy_out(copies)
+            if self.host_stamps is not None:
+                self.backend.host_ready()
+                self._stamp_host(pages, slots)
+        except BaseException:
+            self.give_slots("host", slots)
+            raise
         self.table.copied(pages, slots, "host")
         self.moved["host-out"] += len(pages) * self.page_size
         self.peak_host_slots = max(self.peak_host_slots, self.host.used_slots)

@@ -56,8 +56,8 @@ def _targets(
     for away in guide.away:
         gone = names.run_of(away.key, ())
         if gone is not None:
-            first = gone.first + away.first
-            wanted[first : first + away.pages] = False
+            rows = slice(gone.first, gone.first + gone.count)
+            wanted[rows][away.first : away.first + away.pages] = False
     target = np.full(len(table.frame), NONE)
     taken = np.zeros(residency.pool.count, np.bool_)
 

@@ -436,29 +436,39 @@ class Residency:
 
     def slide(self, sources: Int32, targets: Int32) -> None:
         """Move the pages in ``sources``, in the order of frames, to ``targets``: lower ones, free
-        or left by those before. None of their runs is in use."""
+        or left by those before. None of their runs is in use. Where it raises, some have moved and
+        the others are where they were."""
         pages, size = self.table.frame_page[sources], self.page_size
-        with self.backend.on_compute():  # a channel's thread may ask for it
-            self.backend.reuse_frames()
-            stretches = list(merge(sources, targets))
-            self.backend.slide([(a * size, b * size, n * size) for a, b, n in stretches])
-        for source, target, count in stretches:
-            for start in range(0, count, source - target):  # as it leaves frames to what follows
-                n = min(source - target, count - start)
-                moved = self.table.frame_page[source + start : source + start + n].copy()
-                self.pool.take(target + start, n)
-                self.table.move(moved, np.arange(n, dtype=np.int32) + np.int32(target + start))
-                self.pool.free(source + start, n)
-        self._note_use(sources)
-        for owner in np.unique(self.table.owner[pages]).tolist():
-            self.settle(self.space.runs[owner])
+        try:
+            with self.backend.on_compute():  # a channel's thread may ask for it
+                self.backend.reuse_frames()
+                for source, target, count in merge(sources, targets):
+                    self.backend.slide([(source * size, target * size, count * size)])
+                    self._slid(source, target, count)
+        finally:
+            for owner in np.unique(self.table.owner[pages]).tolist():
+                self.settle(self.space.runs[owner])
+            self._note_use(sources)
+
+    def _slid(self, source: int, target: int, count: int) -> None:
+        for start in range(0, count, source - target):  # as it leaves frames to what follows
+            n = min(source - target, count - start)
+            moved = self.table.frame_page[source + start : source + start + n].copy()
+            self.pool.take(target + start, n)
+            self.table.move(moved, np.arange(n, dtype=np.int32) + np.int32(target + start))
+            self.pool.free(source + start, n)
 
     def relocate(self, pages: Int32, frames: Int32) -> None:
-        """Move resident, unpinned ``pages`` into free ``frames``."""
+        """Move resident, unpinned ``pages`` into free ``frames``. All or nothing."""
         taken = np.sort(frames)
         for start, _, length in merge(taken, taken):
             self.pool.take(start, length)
-        self._move(pages, frames)
+        try:
+            self._move(pages, frames)
+        except BaseException:
+            for start, _, length in merge(taken, taken):
+                self.pool.free(start, length)
+            raise
         for owner in np.unique(self.table.owner[pages]).tolist():
             self.settle(self.space.runs[owner])
 
@@ -474,8 +484,11 @@ class Residency:
                 torch.from_numpy(frames.copy()).to(device),
                 self.page_size,
             )
+        self._note_use(old)
         self.table.move(pages, frames)
-        self._give_back(old)
+        old.sort()
+        for start, _, length in merge(old, old):
+            self.pool.free(start, length)
 
     @property
     def arena(self) -> torch.Tensor:

@@ -331,6 +331,8 @@ class Pager:
             with self.lock:
                 self.follower.end(ok=ok)
         self.overlap.end(ok)
+        if self.follower is not None and ok:
+            self.follower.warn()
 
     def note_shapes(self, module: Any, args: Any, kwargs: Any) -> None:
         """Shapes that this model never ran on are metered again: they may need more."""

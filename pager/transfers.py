@@ -8,6 +8,7 @@ when the transfer has ended (``Residency.collect`` leaves it alone).
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -83,10 +84,21 @@ class Transfers:
     # -- before ----------------------------------------------------------------------------------
     def prepare(self, channel: Channel) -> Transfer | None:
         """The next transfer of ``channel``, its frames or slots taken; ``None`` if its head has to
-        wait for something, or nothing is left to do."""
-        limit = self.batch_pages.get(channel.name, 1)
+        wait for something, or nothing is left to do. Where it raises nothing is taken, and no page
+        is moving for it."""
         parts: list[tuple[PageRun, Int32]] = []
         ends: list[Int32] = []  # frames (in) or slots (out), as the pages of `parts`
+        try:
+            self._collect(channel, parts, ends)
+            return self._transfer(channel, parts, ends) if parts else None
+        except BaseException:
+            self._undo(channel, parts, ends)
+            raise
+
+    def _collect(
+        self, channel: Channel, parts: list[tuple[PageRun, Int32]], ends: list[Int32]
+    ) -> None:
+        limit = self.batch_pages.get(channel.name, 1)
         count = 0
         while channel.jobs and count < limit:
             job = channel.jobs[0]
@@ -108,8 +120,10 @@ class Transfers:
                 count += len(pages)
             if job.done >= job.action.pages:
                 self._ended(channel)
-        if not parts:
-            return None
+
+    def _transfer(
+        self, channel: Channel, parts: list[tuple[PageRun, Int32]], ends: list[Int32]
+    ) -> Transfer:
         together = np.concatenate(ends)
         pages = np.concatenate([pages for _, pages in parts])
         if channel.is_out:
@@ -122,6 +136,30 @@ class Transfers:
             self._migration, channel.tier, parts, together, column[pages].copy(),
             to_device=True, mark=self._residency.mark_of(together),
         )  # fmt: skip
+
+    def _undo(
+        self, channel: Channel, parts: list[tuple[PageRun, Int32]], ends: list[Int32]
+    ) -> None:
+        """Everything is as if these parts had never been chosen."""
+        for run, pages in parts:
+            self._still(run, pages)
+        for (run, _), taken in zip(parts, ends):
+            if channel.is_out:
+                self._migration.give_slots(channel.tier, taken)
+                self._residency.settle(run)
+            else:
+                self._give_frames(taken)
+
+    def _still(self, run: PageRun, pages: Int32) -> None:
+        """These pages are not moving any more."""
+        run.moving -= 1
+        self._residency.in_flight.difference_update(pages.tolist())
+
+    def _give_frames(self, frames: Int32) -> None:
+        """Back into the pool: what was taken for pages that do not come."""
+        frames = np.sort(frames)
+        for start, _, length in merge(frames, frames):
+            self._residency.pool.free(start, length)
 
     def _ended(self, channel: Channel) -> None:
         job = channel.jobs.popleft()
@@ -253,22 +291,21 @@ class Transfers:
 
     # -- after -----------------------------------------------------------------------------------
     def finish(self, channel: Channel, transfer: Transfer, error: BaseException | None) -> None:
-        """The bytes are there, or not: put the page table right."""
+        """The bytes are there, or not: put the page table right, of each part whatever becomes of
+        the others."""
         start = 0
-        for run, pages in transfer.parts:
-            part = slice(start, start + len(pages))
-            start += len(pages)
-            run.moving -= 1
-            self._residency.in_flight.difference_update(pages.tolist())
-            frames, slots = transfer.frames[part], transfer.slots[part]
-            alive = self._names.is_live(run) and run.storages > 0
-            if channel.is_out:
-                self._finish_out(channel.tier, run, pages, slots, ok=error is None and alive)
-            else:
-                self._finish_in(channel.tier, run, pages, frames, ok=error is None and alive)
-        self._residency.collect()
+        with ExitStack() as stack:
+            stack.callback(self._residency.collect)
+            for run, pages in transfer.parts:
+                part = slice(start, start + len(pages))
+                start += len(pages)
+                self._still(run, pages)
+                ok = error is None and self._names.is_live(run) and run.storages > 0
+                finish = self._finish_out if channel.is_out else self._finish_in
+                ends = transfer.slots[part] if channel.is_out else transfer.frames[part]
+                stack.callback(finish, channel.tier, run, pages, ends, ok)
 
-    def _finish_out(self, tier: str, run: PageRun, pages: Int32, slots: Int32, *, ok: bool) -> None:
+    def _finish_out(self, tier: str, run: PageRun, pages: Int32, slots: Int32, ok: bool) -> None:
         if not ok:
             self._migration.give_slots(tier, slots)
             self._residency.settle(run)
@@ -276,10 +313,9 @@ class Transfers:
         self._migration.carried_out(tier, pages, slots)
         self._residency.evict_pages(pages)
 
-    def _finish_in(self, tier: str, run: PageRun, pages: Int32, frames: Int32, *, ok: bool) -> None:
+    def _finish_in(self, tier: str, run: PageRun, pages: Int32, frames: Int32, ok: bool) -> None:
         if not ok:
-            for start, _, length in merge(frames, frames):
-                self._residency.pool.free(start, length)
+            self._give_frames(frames)
             return
         self._migration.carried_in(tier, pages, frames)
         self._residency.arrived(run)

@@ -154,16 +154,18 @@ def _clear(residency: Residency, run: PageRun, base: int) -> bool:
             pool.take(start, length)
         mine[fresh] = True
 
-    take_free()
-    held = table.frame_page[window]
-    owners = np.unique(table.owner[held[held >= 0]]).tolist()
-    occupants = [residency.space.runs[owner] for owner in owners if owner != run.id]
     cleared = True
-    for other in occupants:
-        cleared = cleared and _move_aside(residency, other)
+    try:
         take_free()
-    for start, _, length in merge(window[mine], window[mine]):
-        pool.free(start, length)
+        held = table.frame_page[window]
+        owners = np.unique(table.owner[held[held >= 0]]).tolist()
+        occupants = [residency.space.runs[owner] for owner in owners if owner != run.id]
+        for other in occupants:
+            cleared = cleared and _move_aside(residency, other)
+            take_free()
+    finally:
+        for start, _, length in merge(window[mine], window[mine]):
+            pool.free(start, length)
     if cleared:
         _bring_together(residency, run, base)
     return cleared
