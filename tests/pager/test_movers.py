@@ -126,7 +126,7 @@ def test_a_plan_that_belongs_to_other_shapes(one_thread, steps: int) -> None:
 
 @pytest.mark.slow
 def test_plans_for_each_of_many_shapes(one_thread, tmp_path) -> None:
-    with planned_pager(disk_path=tmp_path, **TIERS["both"]) as pager:
+    with planned_pager(frames=24, disk_path=tmp_path, **TIERS["both"]) as pager:
         compare_runs(random_shapes(200), PlannedWorld(pager))
         assert pager.stats()["planned_iterations"] > 0
         assert pager.follower is not None
