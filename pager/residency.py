@@ -395,7 +395,9 @@ class Residency:
         are free now."""
         assert not run.pins
         pages = np.arange(run.first, run.first + run.count, dtype=np.int32)
-        pages = np.setdiff1d(pages[self.table.frame[pages] >= 0], held_pages(run))
+        pages = pages[self.table.frame[pages] >= 0]
+        if len(held := held_pages(run)):
+            pages = np.setdiff1d(pages, held)
         frames: Int32 = self.table.frame[pages]
         self.evict_pages(pages)
         return frames

@@ -1,9 +1,13 @@
-"""Sample counts of the conformance suites, added up over xdist workers and printed at the end."""
+"""What holds for every test, and the conformance suites' sample counts: added up over xdist workers
+and printed at the end."""
 
 import signal
+import sys
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -36,6 +40,31 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         patch.setenv("XDG_CACHE_HOME", str(folder))
         patch.delenv("TENSORPAGER_CALIBRATION", raising=False)
         yield folder
+
+
+@pytest.fixture(scope="session")
+def shared_pagers() -> list[Any]:
+    """Pagers that stay open from test to test, because a fixture for several tests owns them."""
+    return []
+
+
+@pytest.fixture(autouse=True)
+def no_pager_stays_open(shared_pagers: list[Any]) -> Iterator[None]:
+    """Close the pagers that a test opened and left open: their threads, hooks and memory would
+    otherwise be there in later tests."""
+    before = _open_pagers()
+    yield
+    for pager in _open_pagers():
+        if not any(pager is kept for kept in (*before, *shared_pagers)):
+            with suppress(Exception):  # a test may leave one whose disk or planner is broken
+                pager.close()
+
+
+def _open_pagers() -> list[Any]:
+    """All of this process; none where no test has imported the runtime."""
+    runtime = sys.modules.get("tensorpager.pager.runtime")
+    pagers = list(runtime._open_pagers) if runtime else []
+    return [pager for pager in pagers if pager.closed_reason is None]
 
 
 @pytest.fixture(scope="session")

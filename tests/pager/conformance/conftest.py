@@ -13,10 +13,12 @@ FAILED = pytest.StashKey[bool]()
 
 
 class _Shared:
-    """Holds the pager in use, so that a failed test can hand a fresh one to the next."""
+    """Holds the pager in use, so that a failed test can hand a fresh one to the next. ``open``: has
+    it as long as it stays open between tests."""
 
-    def __init__(self) -> None:
+    def __init__(self, open: list[tp.Pager]) -> None:
         self.pager: tp.Pager | None = None
+        self.open = open
 
     def get(self) -> tp.Pager:
         if self.pager is None:
@@ -28,17 +30,19 @@ class _Shared:
                 dense_reserve="16MiB",
                 device="cpu",
             )
+            self.open.append(self.pager)
         return self.pager
 
     def drop(self) -> None:
         if self.pager is not None:
+            self.open.remove(self.pager)
             self.pager.close()
             self.pager = None
 
 
 @pytest.fixture(scope="package")
-def shared_pager() -> Iterator[_Shared]:
-    shared = _Shared()
+def shared_pager(shared_pagers: list[tp.Pager]) -> Iterator[_Shared]:
+    shared = _Shared(shared_pagers)
     yield shared
     shared.drop()
 

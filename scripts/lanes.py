@@ -1,0 +1,259 @@
+"""Runs every check of the project, each lane in a process of its own; see tests/README.md.
+
+Called by scripts/test, in the project's environment. While the longest lane runs on two workers,
+the others run beside it, one after another; what these print is shown when it has ended. All lanes
+run, also after a failure.
+"""
+
+import argparse
+import json
+import os
+import platform
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+
+import torch
+
+ROOT = Path(__file__).parents[1]
+SECOND_CHANCES = 10  # where more fail, something is broken, and the machine is not to blame
+TESTS_FAILED = 1  # pytest's exit status; higher ones say that the run itself went wrong
+ELSEWHERE = "not interpreter and not aot and not gpu"  # the marks of the other lanes
+
+
+@dataclass(frozen=True)
+class Lane:
+    """A process. ``arguments``: of pytest, whose tests are counted, or else of python."""
+
+    name: str
+    arguments: tuple[str, ...]
+    environment: dict[str, str] = field(default_factory=dict)
+    tests: bool = True
+
+
+@dataclass
+class Result:
+    """How a lane ended. ``outcomes``, ``reasons``: see pytest_lane.py; empty if it wrote none."""
+
+    lane: Lane
+    status: int
+    seconds: float
+    outcomes: dict[str, str] = field(default_factory=dict)
+    reasons: dict[str, str] = field(default_factory=dict)
+    unsteady: list[str] = field(default_factory=list)
+
+    def named(self, *outcomes: str) -> list[str]:
+        return [test for test, outcome in self.outcomes.items() if outcome in outcomes]
+
+    @property
+    def failed(self) -> list[str]:
+        """What counts as failed: tests, or the lane itself where no test is to blame."""
+        failed = self.named("failed", "crashed")
+        silent = self.lane.tests and not self.outcomes
+        explained = self.status == 0 or (self.status == TESTS_FAILED and (failed or self.unsteady))
+        return failed if explained and not silent else [*failed, "the lane itself"]
+
+    def line(self) -> str:
+        how = f"FAILED (exit {self.status})" if self.failed else "ok"
+        if self.status == 5:
+            how = "FAILED (no test ran)"
+        return f"{self.lane.name:16} {self.seconds:5.0f} s  {how}"
+
+
+def every_lane(full: bool) -> tuple[Lane, list[Lane]]:
+    """The longest lane, and those that run beside it."""
+    slow = "" if full else " and not slow"
+    beside = [
+        Lane("ruff-check", ("-m", "ruff", "check"), tests=False),
+        Lane("ruff-format", ("-m", "ruff", "format", "--check"), tests=False),
+        Lane("mypy", ("-m", "mypy"), tests=False),
+        Lane("aot", ("-m", f"aot{slow}", "tests/kernels")),
+        Lane(
+            "interpreter", ("-m", f"interpreter{slow}", "tests/kernels"), {"TRITON_INTERPRET": "1"}
+        ),
+    ]
+    spread = ("-n", "2", "--dist", "worksteal")
+    return Lane("cpu", (*spread, "-m", f"{ELSEWHERE}{slow}", "tests")), beside
+
+
+class Runner:
+    """Runs lanes in ``root``, in processes that end with it. ``folder``: for what they print and
+    report."""
+
+    def __init__(self, folder: Path, root: Path = ROOT) -> None:
+        self.folder = folder
+        self.root = root
+        self.running: set[subprocess.Popen[bytes]] = set()
+        self.lock = threading.Lock()
+        self.over = False
+
+    def run(self, lane: Lane, output: int | None = None) -> Result:
+        """``output``: a file descriptor; None for ours."""
+        report = self.folder / f"{lane.name}.json"
+        command = [sys.executable, *lane.arguments]
+        if lane.tests:
+            script = str(ROOT / "scripts" / "pytest_lane.py")
+            quiet = ("-q", "-rfE", "-p", "no:cacheprovider")
+            command = [sys.executable, script, str(report), *quiet, *lane.arguments]
+        began = time.monotonic()
+        with self.lock:
+            if self.over:
+                return Result(lane, -signal.SIGTERM, 0.0)
+            process = subprocess.Popen(
+                command,
+                cwd=self.root,
+                env={**os.environ, **lane.environment},
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT if output is not None else None,
+            )
+            self.running.add(process)
+        status = process.wait()
+        with self.lock:
+            self.running.discard(process)
+        found = json.loads(report.read_text()) if report.exists() else {}
+        return Result(lane, status, time.monotonic() - began, **found)
+
+    def run_all(self, lanes: list[Lane], results: list[Result]) -> None:
+        """One after another, printing into files."""
+        for lane in lanes:
+            with self.printed(lane).open("wb") as file:
+                results.append(self.run(lane, file.fileno()))
+
+    def printed(self, lane: Lane) -> Path:
+        return self.folder / f"{lane.name}.txt"
+
+    def stop(self) -> None:
+        """Nothing starts any more, and what runs is ended."""
+        with self.lock:
+            self.over = True
+            for process in self.running:
+                process.terminate()
+
+
+@contextmanager
+def runner() -> Iterator[Runner]:
+    with tempfile.TemporaryDirectory(prefix="tensorpager-test-") as folder:
+        runner = Runner(Path(folder))
+        try:
+            yield runner
+        finally:
+            runner.stop()
+
+
+def run_everything(runner: Runner, full: bool) -> list[Result]:
+    longest, beside = every_lane(full)
+    results: list[Result] = []
+    thread = threading.Thread(target=runner.run_all, args=(beside, results), daemon=True)
+    thread.start()
+    say(f"\n== {longest.name}: {' '.join(longest.arguments)}")
+    first = runner.run(longest)
+    thread.join()
+    for result in results:
+        lane = result.lane
+        settings = "".join(f"{name}={value} " for name, value in lane.environment.items())
+        say(f"\n== {lane.name}: {settings}{' '.join(lane.arguments)}")
+        say(runner.printed(lane).read_text(errors="replace").rstrip())
+    results.append(first)
+    if torch.cuda.is_available():  # nothing beside it: its tests measure
+        say("\n== gpu")
+        results.append(
+            runner.run(Lane("gpu", ("-m", "gpu" if full else "gpu and not slow", "tests")))
+        )
+    return results
+
+
+def second_chance(runner: Runner, results: list[Result]) -> None:
+    """Run what failed once more, alone: with nothing beside it, in one process for each lane.
+
+    What passes then is unsteady: it does not fail the run, and the summary names it. Not for a
+    test that ended its worker, for lanes that did not end as pytest does when tests fail, nor
+    where more than ``SECOND_CHANCES`` failed.
+    """
+    if sum(len(result.named("failed", "crashed")) for result in results) > SECOND_CHANCES:
+        return
+    for result in results:
+        tests = result.named("failed")
+        if not tests or result.status != TESTS_FAILED:
+            continue
+        say(f"\n== second chance, alone: {result.lane.name}")
+        named = runner.folder / "second.txt"
+        named.write_text("\n".join(tests) + "\n")
+        environment = result.lane.environment
+        again = runner.run(Lane(f"{result.lane.name}-second", (f"@{named}",), environment))
+        if again.status not in (0, TESTS_FAILED):
+            continue
+        result.unsteady = [test for test in tests if again.outcomes.get(test) == "passed"]
+        result.outcomes |= dict.fromkeys(result.unsteady, "passed")
+
+
+def summarise(results: list[Result], seconds: float) -> bool:
+    """Print how it went. True if all is well. The last line is for programs that read it."""
+    skipped: dict[str, list[str]] = {}
+    for result in results:
+        for test in result.named("skipped"):
+            skipped.setdefault(result.reasons.get(test, ""), []).append(test)
+    if skipped:
+        say("\nskipped, and why:")
+    for reason, tests in sorted(skipped.items()):
+        more = f" and {len(tests) - 1} more" if len(tests) > 1 else ""
+        say(f"  {reason}\n    {tests[0]}{more}")
+    unsteady = [f"{result.lane.name}: {test}" for result in results for test in result.unsteady]
+    failed = [f"{result.lane.name}: {test}" for result in results for test in result.failed]
+    if unsteady:
+        say("\nUNSTEADY: passed only when run alone", *unsteady, sep="\n  ")
+    if failed:
+        say("\nFAILED", *failed, sep="\n  ")
+    say(f"\n{machine()}")
+    for result in results:
+        say(result.line())
+    say(f"total {seconds:.0f} s")
+    passed = sum(len(result.named("passed")) for result in results)
+    say(f"{passed} passed, {len(failed)} failed, {sum(map(len, skipped.values()))} skipped")
+    return not failed
+
+
+def machine() -> str:
+    names = [
+        line.partition(":")[2].strip()
+        for line in Path("/proc/cpuinfo").read_text().splitlines()
+        if line.startswith("model name")
+    ]
+    return (
+        f"{names[0] if names else platform.machine()}, {len(os.sched_getaffinity(0))} cores, "
+        f"{torch.backends.cpu.get_cpu_capability()}, torch {torch.__version__}, "
+        f"Python {platform.python_version()}, {datetime.now(UTC):%Y-%m-%d %H:%M} UTC"
+    )
+
+
+def say(*words: object, sep: str = " ") -> None:
+    print(*words, sep=sep, flush=True)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="scripts/test", description="Every check of the project.")
+    parser.add_argument("--full", action="store_true", help="also the long tests (marked slow)")
+    full = parser.parse_args().full
+    if full:
+        os.environ["TENSORPAGER_FULL"] = "1"
+    cores = len(os.sched_getaffinity(0))
+    # Two workers share the cores: one thread each on two of them.
+    os.environ["OMP_NUM_THREADS"] = str(cores // 2 if cores > 2 else 1)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    began = time.monotonic()
+    with runner() as run:
+        results = run_everything(run, full)
+        second_chance(run, results)
+    return 0 if summarise(results, time.monotonic() - began) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
