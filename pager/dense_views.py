@@ -65,4 +65,5 @@ def pinned_view(pager: Pager, tensor: PagedTensor) -> Iterator[torch.Tensor]:
             yield dense_view(tensor, buffer.data_ptr() + tensor._storage.offset)
             pager.scatter(run, buffer)
     finally:
+        run.writes += 1  # until now
         pager.unpin([run])

@@ -13,9 +13,10 @@ from typing import Any, NoReturn
 import torch
 
 from .errors import PagerError
+from .untyped import PagedTypedStorage
 
 
-def _refuse(what: str, remedy: str = "call .to_dense() for a plain copy") -> NoReturn:
+def refuse(what: str, remedy: str = "call .to_dense() for a plain copy") -> NoReturn:
     raise PagerError(
         f"{what}: a PagedTensor's bytes are in pages, which may move or leave the device at any "
         f"time; {remedy}, or use 'with tensor.pin() as dense:' for a view of the pages"
@@ -45,37 +46,49 @@ class Doors:
     def tolist(self) -> Any:
         return self.detach().to_dense().tolist()  # type: ignore[attr-defined]
 
-    def data_ptr(self) -> NoReturn:
-        _refuse("data_ptr()")
+    def data_ptr(self) -> int:
+        """Where the bytes can be read: inside ``pager.saving()``, and always for what
+        ``model.state_dict()`` gives. Raises ``PagerError`` elsewhere. ``saving`` says more."""
+        return self.pager.images.address_of(self)  # type: ignore[attr-defined,no-any-return]
 
     def __dlpack__(self, *args: Any, **kwargs: Any) -> NoReturn:
-        _refuse("DLPack export")
+        refuse("DLPack export")
 
     def share_memory_(self) -> NoReturn:
-        _refuse("share_memory_()")
+        refuse("share_memory_()")
 
     def is_shared(self) -> bool:
         return False
 
     def untyped_storage(self) -> torch.UntypedStorage:
-        """An empty storage: there is no memory that could be shared."""
-        return torch.UntypedStorage(0, device=self.device)  # type: ignore[attr-defined]
+        """To be compared with others': the same for all that share pages, with an address of its
+        own and the real size. There is no memory at the address (``untyped.py``)."""
+        from .images import untyped_of
+
+        if not self.numel() and self._storage.nbytes == 1:  # type: ignore[attr-defined]
+            return torch.UntypedStorage(0, device=self.device)  # type: ignore[attr-defined]
+        return untyped_of(self)  # type: ignore[arg-type]
 
     def storage(self) -> torch.TypedStorage:
-        return torch.TypedStorage(
-            wrap_storage=self.untyped_storage(),
-            dtype=self.dtype,  # type: ignore[attr-defined]
-            _internal=True,
-        )
+        return PagedTypedStorage.of(self.untyped_storage(), self.dtype)  # type: ignore[attr-defined]
 
     def _typed_storage(self) -> torch.TypedStorage:
         return self.storage()
 
+    def is_set_to(self, tensor: torch.Tensor) -> bool:
+        if not isinstance(tensor, Doors):
+            return False
+        mine, other = (
+            (id(t._storage), t.storage_offset(), t.size(), t.stride())  # type: ignore[attr-defined]
+            for t in (self, tensor)
+        )
+        return mine == other
+
     def pin_memory(self, *args: Any, **kwargs: Any) -> NoReturn:
-        _refuse("pin_memory()")
+        refuse("pin_memory()")
 
     def set_(self, *args: Any, **kwargs: Any) -> NoReturn:
-        _refuse("set_()", "use copy_() to change the values")
+        refuse("set_()", "use copy_() to change the values")
 
     def __format__(self, spec: str) -> str:
         if self.dim() == 0:  # type: ignore[attr-defined]
@@ -104,7 +117,7 @@ def serve_function(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if func is torch.tensor_split or func is torch.Tensor.tensor_split:
         args, kwargs = _plain_indices(args, kwargs)
     elif getattr(func, "__name__", "") in ("from_dlpack", "to_dlpack", "_to_dlpack"):
-        _refuse("DLPack export")
+        refuse("DLPack export")
     with torch._C.DisableTorchFunctionSubclass():
         return func(*args, **kwargs)
 

@@ -29,6 +29,8 @@ def like_geometry(base: PagedTensor, shape: torch.Tensor) -> PagedTensor:
         torch._C._set_conj(view, True)
     if shape.is_neg():
         torch._C._set_neg(view, True)
+    if base._saved is not None:
+        view._saved = base._saved
     return view
 
 

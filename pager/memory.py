@@ -30,6 +30,7 @@ for _name in ("mprotect", "madvise"):
 _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 
 _MAP_NORESERVE = 0x4000
+_MAP_FIXED = 0x10
 _MAP_FAILED = ctypes.c_void_p(-1).value
 _PROT_NONE = 0
 _ALIGNMENT = 2 << 20  # a transparent huge page; pages of any size up to that are aligned to it too
@@ -42,6 +43,44 @@ def _check(result: int, what: str, nbytes: int) -> None:
             f"{what} of {nbytes} bytes failed: {os.strerror(code)}; lower the budget, or raise the "
             "limit that the process runs under (ulimit -v, ulimit -d, the container's memory limit)"
         )
+
+
+def map_memory(nbytes: int, *, at: int | None = None, file: int | None = None) -> int:
+    """Map ``nbytes`` and return the address.
+
+    By default nothing is there, and reading or writing crashes. ``at``: an address mapped here
+    before, whose pages this replaces at once. ``file``: a descriptor, whose bytes are there to be
+    read. Raises ``PagerError``.
+    """
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
+    protection = _PROT_NONE
+    if file is not None:
+        flags, protection = mmap.MAP_SHARED, mmap.PROT_READ
+    if at is not None:
+        flags |= _MAP_FIXED
+    handle = -1 if file is None else file
+    address = _libc.mmap(at, nbytes, protection, flags, handle, 0)
+    if address is None or address == _MAP_FAILED:
+        _check(-1, "reserving address space", nbytes)
+    assert isinstance(address, int)
+    return address
+
+
+def map_bytes(nbytes: int, at: int) -> npt.NDArray[np.uint8]:
+    """Private memory at ``at``, as :func:`map_memory` has mapped it before, to be filled."""
+    protection = mmap.PROT_READ | mmap.PROT_WRITE
+    _check(_libc.mprotect(at, nbytes, protection), "committing memory", nbytes)
+    return np.frombuffer((ctypes.c_uint8 * nbytes).from_address(at), dtype=np.uint8)
+
+
+def make_read_only(nbytes: int, at: int) -> None:
+    """What lies there can be read from now on, and not be written."""
+    _check(_libc.mprotect(at, nbytes, mmap.PROT_READ), "protecting memory", nbytes)
+
+
+def unmap_memory(address: int, nbytes: int) -> None:
+    """Undo :func:`map_memory`."""
+    _libc.munmap(address, nbytes)
 
 
 class Region:

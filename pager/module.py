@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from . import collectives as _collectives  # noqa: F401 - serves them, from here on
+from .images import mark_saved
 from .paged_tensor import PagedTensor
 from .replicas import note_replicas, refuse_sharding, refuse_wrapped
 
@@ -71,6 +72,8 @@ def page_module(pager: Pager, module: torch.nn.Module) -> None:
                 paged = _page_parameter(pager, parameter, _join(prefix, name))
                 pager.replaced[id(parameter)] = (weakref.ref(parameter), weakref.ref(paged))
             setattr(child, name, paged)
+        if mark_saved not in child._state_dict_hooks.values():
+            child.register_state_dict_post_hook(mark_saved)
 
 
 def is_dtensor(parameter: torch.Tensor) -> bool:

@@ -126,6 +126,7 @@ def enlarge(pager: Pager, storage: PagedStorage, nbytes: int) -> None:
         mine, other = getattr(storage, name), getattr(larger, name)
         setattr(storage, name, other)
         setattr(larger, name, mine)
+    storage.untyped = None  # it has another size
     with pager.lock:
         pager.opened.close()  # what is open lies in the smaller one
 

@@ -19,6 +19,7 @@ from .doors import Doors
 from .space import PagedStorage
 
 if TYPE_CHECKING:
+    from .images import Saved
     from .open_weights import OpenWeight
     from .runtime import Pager
 
@@ -41,6 +42,7 @@ class PagedTensor(Doors, torch.Tensor):
     _view_generation: int
     _open: OpenWeight | None = None  # see open_weights.py
     _opening: tuple[int, torch.Tensor] | None = None  # by which thread, over what
+    _saved: Saved | None = None  # of a state dict, see images.py
 
     @staticmethod
     def __new__(
@@ -110,9 +112,9 @@ class PagedTensor(Doors, torch.Tensor):
         return describe_tensor(self)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        from .plain_copies import dense_twin
+        from .plain_copies import pickled_twin
 
-        return dense_twin(self).__reduce_ex__(protocol)
+        return pickled_twin(self).__reduce_ex__(protocol)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PagedTensor:
         if id(self) in memo:

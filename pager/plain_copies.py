@@ -34,11 +34,24 @@ _copy_out = torch.ops.aten.clone.default
 
 def dense_twin(tensor: PagedTensor) -> torch.Tensor:
     """An ordinary leaf tensor (an ``nn.Parameter`` for a parameter) with the same values."""
-    dense: torch.Tensor = run_dense(_copy_out, PLAIN, (tensor.detach(),), {})
+    return _as_leaf(tensor, run_dense(_copy_out, PLAIN, (tensor.detach(),), {}))
+
+
+def _as_leaf(tensor: PagedTensor, dense: torch.Tensor) -> torch.Tensor:
     if getattr(tensor, "_is_param", False):
         return torch.nn.Parameter(dense, requires_grad=tensor.requires_grad)
     dense.requires_grad_(tensor.requires_grad and tensor.is_leaf)
     return dense
+
+
+def pickled_twin(tensor: PagedTensor) -> torch.Tensor:
+    """The same to be pickled: what is tied stays tied, and a whole model need not be in memory
+    (``images.py``)."""
+    images = tensor._storage.pager.images
+    if tensor.device.type != "cpu" or not tensor.numel():
+        return dense_twin(tensor)
+    twin = _as_leaf(tensor, images.plain_twin(tensor))
+    return twin.requires_grad_(tensor.requires_grad)  # plain ones with a history have it too
 
 
 def describe_tensor(tensor: PagedTensor) -> str:

@@ -41,6 +41,7 @@ from .explain import explain
 from .follower import Follower
 from .fused_states import Format
 from .host import HostTier
+from .images import Images
 from .metrics.publisher import Metrics
 from .migration import Migration
 from .open_weights import OpenWeights, backward_is_over
@@ -127,6 +128,7 @@ class Pager:
             budget, self.page_size, given.reserve, self.residency, self.backend
         )
         self.saved = SavedTensors(self)
+        self.images = Images()
         self.lock = threading.RLock()
         self.stepping = False
         self.after_op: Callable[[], None] | None = None
@@ -383,6 +385,23 @@ class Pager:
         self.check_open()
         _saving.load_state_dict(self, state)
 
+    def saving(self) -> AbstractContextManager[None]:
+        """Context manager: tensors paged here may be read through ``data_ptr()`` inside it, as
+        libraries that write files do (safetensors).
+
+        What is there is a copy, made when the address is first asked for and anew after a write,
+        not to be written to. It is there until the block ends, or the tensor: such libraries take
+        all addresses before they read. Beyond 16 MiB copies are not in memory but in files without
+        a name, in ``disk_path`` or ``TMPDIR``; where neither has room they are in memory after all.
+        (On an accelerator nothing is there: the address is to compare, and reading is by
+        ``.cpu()``.)
+
+        What ``model.state_dict()`` gives needs no such block, so ``save_pretrained`` and
+        safetensors' ``save_model`` need none. :meth:`save` makes no copies.
+        """
+        self.check_open()
+        return self.images.saving()
+
     def save(
         self,
         path: str | os.PathLike[str],
@@ -569,6 +588,7 @@ class Pager:
 
     def will_write(self, run: PageRun) -> None:
         """Copies below of a pinned run become void: its bytes are about to change."""
+        run.writes += 1
         if self.watch is not None:
             self.watch.writing(run)
         if self.follower is not None:

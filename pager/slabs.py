@@ -135,6 +135,7 @@ def _unpin(pager: Pager, parts: Sequence[Part]) -> None:
 def _will_write(pager: Pager, part: Part) -> None:
     if part.run.kind == "parameter" and pager._inside and not pager.stepping:
         pager.budget.check()
+    part.run.writes += 1
     pager.residency.parts.written(part)
 
 

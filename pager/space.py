@@ -18,6 +18,7 @@ from .page_table import Int32, PageTable
 
 if TYPE_CHECKING:
     from .runtime import Pager
+    from .untyped import PagedUntypedStorage
 
 ALIGNMENT_BYTES = 64
 generations = itertools.count()  # never the same for two placements, of one run or of two
@@ -34,13 +35,14 @@ class PageRun:
     ``moving``: transfers of its pages under way; ``leaving``, ``coming``: planned ones not ended.
     ``nbytes``: bytes in use, of shared pages all. ``parts``: pages that are pinned by themselves
     (``parts.py``), ``None`` for none. ``overwritten``: its maker writes every byte before anyone
-    reads one, so frames need not be erased for it.
+    reads one, so frames need not be erased for it. ``writes``: counts what may have changed
+    its bytes.
     """
 
     __slots__ = (
         "base", "born", "coming", "count", "first", "generation", "id", "key", "kind",
         "leaving", "moving", "nbytes", "overwritten", "parts", "pins", "settled", "small",
-        "storages",
+        "storages", "writes",
     )  # fmt: skip
 
     def __init__(self, run_id: int, first: int, count: int, kind: str) -> None:
@@ -60,12 +62,13 @@ class PageRun:
         self.born = 0
         self.key = 0
         self.moving = self.leaving = self.coming = 0
+        self.writes = 0
 
 
 class PagedStorage:
     """``nbytes`` bytes at ``offset`` of ``run``. Freed when no PagedTensor refers to it."""
 
-    __slots__ = ("__weakref__", "label", "nbytes", "offset", "pager", "run")
+    __slots__ = ("__weakref__", "label", "nbytes", "offset", "pager", "run", "untyped")
 
     def __init__(self, pager: Pager, run: PageRun, offset: int, nbytes: int) -> None:
         self.pager = pager
@@ -73,6 +76,7 @@ class PagedStorage:
         self.offset = offset
         self.nbytes = nbytes
         self.label: str | None = None
+        self.untyped: PagedUntypedStorage | None = None
 
     def __del__(self) -> None:
         space = getattr(self.pager, "space", None)

@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 from . import fused
 from .fused_states import is_big_dense
 from .optimizer import raw_step
+from .paged_tensor import PagedTensor
 
 _PROBE_DIM = 64
 Measure = Callable[[Callable[[], None]], int]  # bytes that were alive at once, at most
@@ -182,7 +183,12 @@ class _LiveResults(TorchDispatchMode):
 
 
 def _memories(tree: Any) -> list[Any]:
-    return [t.untyped_storage() for t in tree_leaves(tree) if isinstance(t, torch.Tensor)]
+    """Of plain tensors; what is in pages is not dense."""
+    return [
+        t.untyped_storage()
+        for t in tree_leaves(tree)
+        if isinstance(t, torch.Tensor) and type(t) is not PagedTensor
+    ]
 
 
 def peak_of_results(action: Callable[[], None]) -> int:

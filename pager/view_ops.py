@@ -64,6 +64,8 @@ def _transposed(base: PagedTensor) -> PagedTensor:
         torch._C._set_conj(twin, True)
     if base.is_neg():
         torch._C._set_neg(twin, True)
+    if base._saved is not None:
+        twin._saved = base._saved
     if base._storage.run.base >= 0:
         view = direct_view(base)
         if torch.is_inference_mode_enabled():  # it is kept, and training will write to it

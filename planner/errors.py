@@ -1,5 +1,8 @@
 """What can go wrong in planning, by name. The runtime's errors build on these."""
 
+from functools import partial
+from typing import Any
+
 
 class PagerError(Exception):
     """Base of all tensorpager errors."""
@@ -14,6 +17,10 @@ class InfeasibleBudget(PagerError):  # noqa: N818 (public name, fixed by the des
     def __init__(self, message: str, *, minimum: int) -> None:
         super().__init__(message)
         self.minimum = minimum
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """As other errors, so that it comes whole out of another process."""
+        return partial(type(self), minimum=self.minimum), self.args, self.__dict__
 
 
 class TraceError(PagerError):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -38,7 +38,7 @@ def snapshot(pager: Pager, tree: Any) -> Any:
     disk tier nor in that for temporary files (``TMPDIR``) is there a disk with room for them.
     """
     most = sum(_room(tensor) for tensor in tensors_of(tree))
-    descriptor = None if most <= IN_MEMORY_BYTES else _open_file(pager, most)
+    descriptor = None if most <= IN_MEMORY_BYTES else next(open_scratch_files(pager, most), None)
     if descriptor is None:
         return with_tensors(tree, _of_shards(_in_memory))
     try:
@@ -101,17 +101,18 @@ def _shape_of(tensor: torch.Tensor, flat: torch.Tensor) -> torch.Tensor:
     return flat.as_strided(layout.size(), layout.stride())
 
 
-def _open_file(pager: Pager, nbytes: int) -> int | None:
-    """A file without a name on a disk, all of it allocated."""
+def open_scratch_files(pager: Pager, nbytes: int) -> Iterator[int]:
+    """Files without a name, each on another disk and all of it allocated; the caller closes them.
+    None for what is too much, and where there is no disk."""
     folders = [] if pager.disk is None else [pager.disk.directory]
     for folder in (*folders, tempfile.gettempdir()):
         if _kind(folder) in _IN_RAM:
             continue
         try:
-            return open_unlinked(folder, nbytes)
+            descriptor = open_unlinked(folder, nbytes)
         except PagerError:
             continue
-    return None
+        yield descriptor
 
 
 def _kind(folder: str) -> str:
