@@ -332,6 +332,14 @@ def decode_reference(
     return torch.where(code > SIGNED_TOP, -value, value)
 
 
+def _root(values: torch.Tensor) -> torch.Tensor:
+    """Rounded to nearest, as IEEE 754 says; torch's own on a CPU may be off by one unit."""
+    if values.device.type != "cpu":
+        return values.sqrt()
+    with np.errstate(invalid="ignore"):
+        return torch.from_numpy(np.sqrt(values.numpy()))
+
+
 def encode_reference(
     values: torch.Tensor,
     codes: torch.Tensor,
@@ -343,7 +351,7 @@ def encode_reference(
     """Encode whole blocks; values : float32 [n], codes : uint8 [n], random : int64 below 2^16."""
     top, largest_unit = (ROOT_TOP, ROOT_UNIT) if root else (SIGNED_TOP, SIGNED_UNIT)
     units = torch.tensor(UNITS, dtype=torch.float32, device=values.device)
-    magnitude = values.sqrt() if root else values.abs()
+    magnitude = _root(values) if root else values.abs()
     magnitude = torch.where(magnitude.isnan(), torch.inf, magnitude)
     count = values.numel()
     padded = torch.zeros(-(-count // BLOCK) * BLOCK, device=values.device)

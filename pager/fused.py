@@ -19,11 +19,13 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ..kernels.adam import adam_step
+from ..kernels.as_torch import can_be_cut
 from ..kernels.sgd import sgd_step
 from ..kernels.update import CHUNK, FLOATS, STATE_FLOATS, State
 from .fits import fits, frames_anyway
@@ -114,12 +116,29 @@ def why_not(optimizer: Any, group: dict[str, Any], parameter: torch.Tensor) -> s
         return "PyTorch rounds 16-bit states after each operation"
     elif group.get("capturable"):
         return "capturable has another formula"
+    elif torch.get_num_threads() > 1 and not _cut_anywhere(parameter.dtype):
+        return "PyTorch rounds otherwise where the part of a thread ends"
     if parameter.dtype not in STATE_FLOATS:
         return f"its states are {parameter.dtype}"
     for tensor in _known_states(optimizer, group, parameter):
         if tensor.dtype != parameter.dtype or not same_order(tensor, parameter):
             return "its states have another dtype or order in memory"
     return None
+
+
+@cache
+def _cut_anywhere(dtype: torch.dtype) -> bool:
+    """Whether the ops of an update have the same bits wherever they are cut on this CPU."""
+    x = torch.empty(1, dtype=dtype)
+    ops: dict[str, list[Any]] = {
+        "add": [x, x, 0.1],
+        "lerp": [x, x, 0.1],
+        "addcmul": [x, x, x, 0.1],
+        "addcdiv": [x, x, x, 0.1],
+        "sqrt": [x],
+        "div": [x, 0.1],
+    }
+    return all(can_be_cut(op, dtype, values, reordered=True) for op, values in ops.items())
 
 
 def _known_states(optimizer: Any, group: dict[str, Any], parameter: Any) -> Iterator[torch.Tensor]:

@@ -4,6 +4,9 @@ An op on pages in scattered frames would cost a dense copy of every operand, wri
 Those below run on the pages as they are: one kernel reads and writes through the page table
 (``kernels/elementwise.py``), which also serves operands larger than the arena, a slab at a time.
 
+On a CPU that kernel is PyTorch's own op on a stretch of pages after the other, cut such that each
+element has the bits that it has in one op on all (``kernels/as_torch.py``).
+
 Only calls that a kernel does exactly as PyTorch are matched: operands of one shape, in one memory
 order, that begin with their pages, beside numbers and tensors without dimensions; floating-point
 dtypes that promote as the kernels compute. Everything else is ``None``, and takes the way over
@@ -18,6 +21,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..kernels.as_torch import can_be_cut
 from ..kernels.elementwise_ops import OPS
 from .page_rules import (
     Value,
@@ -164,8 +168,8 @@ def elementwise_call(
     """The call with these arguments (of one element, for a list op), ready to run; the memory of a
     new result is there, undefined. ``None`` where the kernels may differ from PyTorch.
 
-    ``exact=False``: a half may be rounded once where PyTorch does twice, a scalar operand before,
-    and bytes of a bool that are not 0 or 1 are copied as they are.
+    ``exact=False``: on a device a half may be rounded once where PyTorch does a scalar operand
+    before, and bytes of a bool that are not 0 or 1 are copied as they are.
     """
     if not _copies_as_it_is(form, values):
         return None
@@ -186,9 +190,19 @@ def elementwise_call(
         return None
     if exact and form.op == "copy" and dtype is torch.bool:
         return None  # PyTorch makes 1 of any true byte; kernels move bytes
+    if not _has_torchs_bits(form.op, dtype, inputs, lead):
+        return None
     if target is None:
         target = torch.empty_strided(lead.size(), lead.stride(), dtype=dtype, device=lead.device)
     return Elementwise(form.op, target, tuple(in_order_of(lead, v) for v in inputs))
+
+
+def _has_torchs_bits(op: str, out: torch.dtype, inputs: Sequence[Any], lead: torch.Tensor) -> bool:
+    """Whether torch's op gives on parts of what is like ``lead`` what it gives on the whole."""
+    if lead.device.type != "cpu":
+        return True
+    reordered = any(v.stride() != lead.stride() for v in inputs if is_operand(v))
+    return can_be_cut(op, out, inputs, reordered=reordered)
 
 
 def _with_defaults(op: str, inputs: Sequence[Any]) -> list[Any]:

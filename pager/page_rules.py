@@ -143,22 +143,16 @@ def result_dtype(
             return None
     if not any(is_operand(v) for v in inputs):
         return None
-    if exact and result in _HALVES and _rounds_in_between(op, inputs, result):
+    if exact and result in _HALVES and _rounds_in_between(inputs, result):
         return None
     return result if target is None else target.dtype
 
 
-def _rounds_in_between(op: str, inputs: Sequence[Any], half: torch.dtype) -> bool:
+def _rounds_in_between(inputs: Sequence[Any], half: torch.dtype) -> bool:
     """Whether torch rounds to ``half`` within the op, where the kernels round the result only."""
-    on_cpu = any(is_operand(v) and v.device.type == "cpu" for v in inputs)
-    others = any(is_cell(v) and v.dtype is not half for v in inputs)
-    if not on_cpu:
-        return others
-    if op in ("add", "sub"):  # the number, or the product with alpha
-        return not (is_operand(inputs[0]) and is_operand(inputs[1]) and inputs[2] == 1)
-    if op in ("mul", "div"):
-        return not is_operand(inputs[0])
-    return op == "rsqrt" or others
+    if any(is_operand(v) and v.device.type == "cpu" for v in inputs):
+        return False  # there it is torch's own op that runs
+    return any(is_cell(v) and v.dtype is not half for v in inputs)
 
 
 def _converts(source: torch.dtype, target: torch.dtype) -> bool:

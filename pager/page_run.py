@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ..kernels.as_torch import elementwise_as_torch
+from ..kernels.cpu_split import Place
 from ..kernels.elementwise import elementwise
 from ..kernels.pieces import Operand, Paged, stretches
 from ..kernels.reduce import reduce
@@ -92,13 +94,23 @@ def do_together(calls: Sequence[Call]) -> list[torch.Tensor | None]:
             [_input(call.inputs[i]) for call in calls]  # type: ignore[union-attr]
             for i in range(len(first.inputs))
         ]
-        elementwise(first.op, outs, *columns)
+        _elementwise(first.op, outs, columns)
         return [call.target for call in calls]  # type: ignore[union-attr]
     operands = [_operand(call.tensor) for call in calls]  # type: ignore[union-attr]
     if isinstance(first, Unscale):
         non_finite_check_and_unscale(operands, first.found_inf, first.inv_scale)
         return [None] * len(calls)
     return list(reduce(operands, first.how, first.p, first.dtype).unbind())
+
+
+def _elementwise(
+    op: str, outs: Sequence[Operand], columns: Sequence[Any], places: Sequence[Place] | None = None
+) -> None:
+    """``places``: of outs that are parts of tensors."""
+    if all((out.arena if isinstance(out, Paged) else out).device.type == "cpu" for out in outs):
+        elementwise_as_torch(op, outs, columns, places)
+    else:
+        elementwise(op, outs, *columns)
 
 
 def _operand(tensor: torch.Tensor) -> Operand:
@@ -150,9 +162,8 @@ def run_in_slabs(pager: Pager, func: Any, args: Sequence[Any], kwargs: dict[str,
     """The op on operands that are not pinned, and may all be larger than the arena.
 
     Results are the bits of :func:`run_on_pages`, but that partial results of reductions are of
-    single pages, joined in float64 in their order (the same bits wherever the pages are), and that
-    of halves on a CPU the result alone is rounded. So in a metered iteration ``NotImplemented`` for
-    these, where all operands fit into the budget.
+    single pages, joined in float64 in their order (the same bits wherever the pages are). So in a
+    metered iteration ``NotImplemented`` for these, where all operands fit into the budget.
     """
     with torch._C.DisableTorchFunctionSubclass():
         if func in _BY_STRETCH:
@@ -176,9 +187,12 @@ def run_in_slabs(pager: Pager, func: Any, args: Sequence[Any], kwargs: dict[str,
                 non_finite_check_and_unscale(operands, call.found_inf, call.inv_scale)
             return None
         inputs = [v.clone() if type(v) is PagedTensor and not v.dim() else v for v in call.inputs]
+        first, numel = 0, call.target.numel()
         for out, *others in _walk(pager, call.tensors, writes=True):
             rest = iter(others)
-            elementwise(call.op, [out], *[[next(rest)] if is_operand(v) else v for v in inputs])
+            columns = [[next(rest) if is_operand(v) else v] for v in inputs]
+            _elementwise(call.op, [out], columns, [Place(first, numel)])
+            first += out.numel if isinstance(out, Paged) else out.numel()
         return _as_torch_returns(func, call, call.target)
 
 

@@ -87,9 +87,6 @@ ELEMENTWISE: dict[str, Script] = {
     "to float16": lambda a, b, c: a.to(FP16),
     "to bfloat16": lambda a, b, c: a.to(BF16),
     "to float64": lambda a, b, c: a.to(FP64),
-}
-# torch rounds these twice for halves on the CPU, so they are the kernels' for wide dtypes only.
-WIDE: dict[str, Script] = {
     "add alpha": lambda a, b, c: a.add(b, alpha=-0.7),
     "add_ alpha": lambda a, b, c: a.add_(b, alpha=0.3),
     "sub alpha": lambda a, b, c: a.sub(b, alpha=0.3),
@@ -100,7 +97,7 @@ WIDE: dict[str, Script] = {
     "sub from 0-dim": lambda a, b, c: zero_dim(0.3) - a,
     "div 0-dim by": lambda a, b, c: zero_dim(0.3) / c,
     "rsqrt": lambda a, b, c: c.rsqrt(),
-    "where": lambda a, b, c: torch.where(values(9) > 0, a, b),
+    "where": lambda a, b, c: torch.where(values(9) > 0, a, b.to(a.dtype)),
     "where number": lambda a, b, c: torch.where(values(9) > 0, a, 0.5),
 }
 IN_PAGES = {
@@ -113,22 +110,36 @@ IN_PAGES = {
 @pytest.mark.parametrize("dtype", [FP32, FP64, BF16, FP16], ids=str)
 @pytest.mark.parametrize("where", list(IN_PAGES))
 def test_elementwise(where: str, dtype: torch.dtype) -> None:
-    scripts = ELEMENTWISE | (WIDE if dtype in (FP32, FP64) else {})
     raw = operands(dtype)
     with scattered_pager(poisoned=where == "paged") as pager:
-        for name, script in scripts.items():
+        for name, script in ELEMENTWISE.items():
             with named(name):
                 check_script(pager, script, raw, IN_PAGES[where])
         check_invariants(pager)
 
 
-def test_rounding_of_halves_is_torchs() -> None:
-    """Where torch rounds a scalar or a product first, the op runs on dense copies."""
+@pytest.mark.parametrize("threads", [2, 4], ids="{}-threads".format)
+@pytest.mark.parametrize("dtype", [FP32, BF16, FP16, FP64], ids=str)
+def test_elementwise_with_threads(dtype: torch.dtype, threads: int) -> None:
+    """torch cuts an op into a chunk for each thread, at elements amid pages and vectors."""
+    names = ["add alpha", "rsub", "add number", "sqrt", "rsqrt", "lerp_ number", "addcdiv_ value"]
+    torch.set_num_threads(threads)
     with scattered_pager() as pager:
-        for dtype in (BF16, FP16):
-            for name in ("add alpha", "add number", "add 0-dim", "div 0-dim by", "rsqrt"):
-                with named(name):
-                    check_script(pager, WIDE[name], operands(dtype), (True,) * 3, gathers=True)
+        for name in names:
+            with named(name):
+                check_script(pager, ELEMENTWISE[name], operands(dtype), (True,) * 3)
+        scalar = lambda a: a.add(0.7, alpha=0.3)  # noqa: E731
+        check_script(pager, scalar, operands(dtype)[:1], [True])
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
+def test_an_order_of_memory_that_has_other_bits(dtype: torch.dtype) -> None:
+    """torch walks operands of different orders one element at a time, and so does the pager."""
+    script = lambda a, b: a.add_(b, alpha=-0.7)  # noqa: E731
+    raw = [values(1, dtype), values(2, dtype, SHAPE[::-1]).t()]
+    expected = script(raw[0].clone(), raw[1])
+    with scattered_pager() as pager:
+        assert torch.equal(plain(script(pager.page(raw[0]), raw[1])), expected)
 
 
 CONVERSIONS = [
@@ -357,10 +368,13 @@ def test_a_list_takes_few_launches(monkeypatch: pytest.MonkeyPatch) -> None:
     from tensorpager.pager import page_run
 
     launches = []
-    kernel = page_run.elementwise
-    monkeypatch.setattr(
-        page_run, "elementwise", lambda *args: (launches.append(len(args[1])), kernel(*args))
-    )
+    kernel = page_run.elementwise_as_torch
+
+    def counted(op: str, outs: Any, *rest: Any) -> None:
+        launches.append(len(outs))
+        kernel(op, outs, *rest)
+
+    monkeypatch.setattr(page_run, "elementwise_as_torch", counted)
     with scattered_pager(frames=120) as pager:
         tensors = [pager.page(values(i, shape=(4 * FLOATS,))) for i in range(12)]
         torch._foreach_mul_(tensors, 0.5)
