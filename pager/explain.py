@@ -44,6 +44,8 @@ def _plan_in_words(pager: Pager) -> str:
         return "There is no plan yet: no iteration has been recorded."
     if kind.refused is not None:
         return f"There is no plan, pages are brought in when an op needs them: {kind.refused}"
+    if kind.turned_down is not None:
+        return f"There is no plan: {kind.turned_down}."
     if kind.guide is None:
         state = "is being made" if kind.process is not None else "will be made"
         return f"There is no plan yet: it {state}, of an iteration of {len(kind.keys)} accesses."
@@ -53,6 +55,8 @@ def _plan_in_words(pager: Pager) -> str:
             f"Measured: {kind.measured / 1e3:.1f} ms, "
             f"{100 * (kind.measured / kind.guide.predicted_us - 1):+.1f} % of what was predicted."
         )
+    if kind.on_demand_us is not None:
+        lines.append(f"Without a plan it took {kind.on_demand_us / 1e3:.1f} ms at best.")
     if kind.hardware is not None:
         lines += [_limit(kind.guide, kind.hardware), _more(kind.guide, kind.hardware)]
     return "\n".join(lines)

@@ -44,6 +44,8 @@ if TYPE_CHECKING:
 
 _BATCH_SECONDS = 0.008  # of a channel's time: what one transfer moves
 _MOST_BATCH_BYTES = 128 << 20
+_RECORDED = 2  # iterations before the first plan: what happens once would be taken for work
+_AGAIN = 2  # times as many iterations seen, until there is another plan after one turned down
 _MEASURED = 3  # iterations that follow a plan before it is judged
 _OFF_BY = 0.05
 _TELLING_SECONDS = 1.0
@@ -71,6 +73,7 @@ class Follower:
         self.log: AccessLog | None = None  # of the iteration that runs
         self.guide: Guide | None = None  # that it follows
         self.most_plans = 4  # of one kind; each from better times than the one before
+        self.only_if_faster = True  # no plan is followed that promises less than paging on demand
         self.departures = 0
         self.planned_iterations = 0
         self.last_mode = "demand"
@@ -78,6 +81,7 @@ class Follower:
         self._expected: list[Keys] = []
         self._issued = 0
         self._whole = False  # has followed one plan from its begin
+        self._on_demand = False  # has followed no plan at all
         self._in_state: Guide | None = None  # the arena is as this plan left it
         self._births_before = 0
         self._began = 0.0
@@ -105,6 +109,7 @@ class Follower:
         elif self._enter(guide):
             self._whole = True
             self._issue(0)
+        self._on_demand = self.guide is None
 
     def _enter(self, guide: Guide) -> bool:
         """Bring the arena into the state in which ``guide`` begins, and follow it."""
@@ -309,6 +314,8 @@ class Follower:
         if followed:
             self.planned_iterations += 1
             kind.measured_us.append((log.ended - self._began) * 1e6)
+        elif self._on_demand:
+            kind.demand_us.append((log.ended - self._began) * 1e6)
         self._plan(kind)
 
     # -- planning --------------------------------------------------------------------------------
@@ -319,8 +326,8 @@ class Follower:
         if self.executor.error is not None or kind.plans >= self.most_plans or not kind.keys:
             return
         if kind.guide is None:
-            if kind.seen < 2 and len(self.kinds.all) > 1:
-                return  # it may never come again
+            if kind.seen < max(_RECORDED, kind.again_at):
+                return
         elif not self._is_off(kind):
             return
         from .planning import PlanningProcess
@@ -332,6 +339,8 @@ class Follower:
         except PagerError as error:
             kind.refused = f"this machine could not be measured: {error}"
             return
+        if self._host_holds_all():
+            hardware = hardware.with_(disk_bytes=0)
         size, device = self._pager.page_size, str(self._pager.device)
         kind.recorded = make_recorded(
             kind.log,
@@ -344,6 +353,13 @@ class Follower:
         kind.plans += 1
         kind.hardware = hardware
         kind.process = PlanningProcess(kind.recorded.trace, hardware, quick=kind.plans == 1)
+
+    def _host_holds_all(self) -> bool:
+        """Nothing needs the disk, so no plan writes there: a weight that is only read would be
+        written once more for every plan, and drives wear."""
+        space = self._pager.space
+        pages = space.persistent_pages + space.peak_transient_pages
+        return pages <= self._pager.host.slots.count
 
     def _is_off(self, kind: Kind) -> bool:
         """Whether a new plan is worth its time: the first one is a quick one, and times change."""
@@ -375,8 +391,21 @@ class Follower:
             return
         if kind.guide is not None and kind.guide is self._in_state:
             self._leave()
-        kind.guide = Guide(recorded, planned.plan, planned.layout, kind.keys)
+        guide = Guide(recorded, planned.plan, planned.layout, kind.keys)
+        kind.turned_down = self._no_better(kind, guide)
+        kind.guide = guide if kind.turned_down is None else None
+        kind.again_at = _AGAIN * kind.seen
         kind.measured_us.clear()
+
+    def _no_better(self, kind: Kind, guide: Guide) -> str | None:
+        """Why ``guide`` should not be followed: iterations on demand took less than it promises."""
+        promised, measured = kind.promised_us(guide), kind.on_demand_us
+        if not self.only_if_faster or measured is None or promised <= measured:
+            return None
+        return (
+            f"the plan that was made promises {promised / 1e3:.1f} ms an iteration, and bringing "
+            f"pages in when an op needs them takes {measured / 1e3:.1f} ms"
+        )
 
     def wait_for_plans(self, timeout: float | None = None) -> None:
         """Until no plan is being made. Without the lock."""
@@ -470,11 +499,30 @@ class Follower:
         """Budgets have changed: plans are made anew."""
         self.pause()
         for kind in self.kinds.all:
-            if kind.process is not None:
-                kind.process.cancel()
-            kind.process = kind.guide = kind.refused = None
-            kind.plans = 0
-            kind.measured_us.clear()
+            self._forget(kind)
+
+    def arena_resized(self) -> None:
+        """The border has moved, after new shapes were metered. Plans for more frames than there are
+        now are forgotten; the others hold, and are made anew only if that is worth it."""
+        self.pause()
+        pager = self._pager
+        nbytes = pager.residency.pool.count * pager.page_size
+        for kind in self.kinds.all:
+            if kind.hardware is None or kind.hardware.device_bytes != nbytes:
+                kind.demand_us.clear()
+                if kind.hardware is None or kind.hardware.device_bytes > nbytes:
+                    self._forget(kind)
+                elif kind.process is None:
+                    kind.plans = min(kind.plans, 1)
+                    kind.refused = kind.turned_down = None
+
+    def _forget(self, kind: Kind) -> None:
+        if kind.process is not None:
+            kind.process.cancel()
+        kind.process = kind.guide = kind.refused = kind.turned_down = None
+        kind.plans = kind.again_at = 0
+        kind.measured_us.clear()
+        kind.demand_us.clear()
 
     def stop(self) -> None:
         """Cancel what is being planned and end all threads. Without the lock."""

@@ -86,6 +86,12 @@ class Guide:
         assert self.plan.predicted is not None
         return self.plan.predicted.iteration_us
 
+    @property
+    def ideal_us(self) -> float:
+        """The part of it in which nothing waits."""
+        assert self.plan.predicted is not None
+        return self.plan.predicted.ideal_us
+
 
 def _last_uses(recorded: Recorded) -> dict[int, int]:
     """Last op that uses each tensor's contents."""

@@ -24,7 +24,11 @@ _LONGEST_MATCH = 16
 
 
 class Kind:
-    """Iterations with the same accesses. ``log`` is of the first one seen."""
+    """Iterations with the same accesses. ``log`` is of the first one seen.
+
+    ``turned_down``: why the latest plan is not followed; another one may be made when ``again_at``
+    iterations have been seen.
+    """
 
     def __init__(self, number: int, log: AccessLog, facts: dict[int, RunFacts]) -> None:
         self.number = number
@@ -37,18 +41,33 @@ class Kind:
         self.hardware: Hardware | None = None  # it was, or is being, planned for
         self.process: PlanningProcess | None = None
         self.refused: str | None = None  # why there is no plan
+        self.turned_down: str | None = None
+        self.again_at = 0
         self.plans = 0
         # Of the latest iterations, without stalls: seconds of each access.
         self.samples: deque[list[float]] = deque([log.seconds()], _SAMPLES)
         self.measured_us: deque[float] = deque(maxlen=_SAMPLES)  # of those that followed `guide`
+        self.demand_us: deque[float] = deque(maxlen=_SAMPLES)  # of those that followed none
 
     def seconds(self) -> list[float]:
-        """Of each access, of the iteration in the middle in all: medians, but slow moments come
-        at another access each time, so the medians of all accesses add up to too little."""
+        """Of each access, in the fastest iteration. What an access takes once, or now and then (a
+        first call, memory that is mapped, another process), is no part of it: so each one's share
+        is that of its fastest. But slow moments come at another access each time, and the fastest
+        of all accesses add up to less than any iteration takes."""
         samples = np.array(self.samples)
-        medians = np.median(samples, axis=0)
-        whole, parts = float(np.median(samples.sum(axis=1))), float(medians.sum())
-        return [float(s) for s in medians * (whole / parts if parts else 1.0)]
+        least = samples.min(axis=0)
+        whole, parts = float(samples.sum(axis=1).min()), float(least.sum())
+        return [float(s) for s in least * (whole / parts if parts else 1.0)]
+
+    def promised_us(self, guide: Guide) -> float:
+        """Of an iteration that follows ``guide``: the waiting of the plan, beside what the accesses
+        take in the fastest iteration seen."""
+        return sum(self.seconds()) * 1e6 + guide.predicted_us - guide.ideal_us
+
+    @property
+    def on_demand_us(self) -> float | None:
+        """The fastest of the latest iterations that followed no plan."""
+        return min(self.demand_us) if self.demand_us else None
 
     @property
     def measured(self) -> float | None:

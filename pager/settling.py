@@ -69,6 +69,6 @@ class Settling:
             extra = transient if pager.fits else pager.overlap.extra_dense()
             budget.settle(extra, roomy=roomy)
             if pager.follower is not None and residency.pool.count != frames:
-                pager.follower.forget_plans()
+                pager.follower.arena_resized()
         pager.saved.dense_allowance = transient if pager.fits else 0
         self._shapes |= self._fresh_shapes

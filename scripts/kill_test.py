@@ -52,7 +52,7 @@ from torch.utils.data import DataLoader, Dataset
 import tensorpager as tp
 
 STEPS = 6
-PLANNED_FROM = 2  # the step before which a run waits for its plan
+PLANNED_FROM = 3  # the step before which a run waits for its plan
 DISK_BYTES = 64 << 20  # of a run's paging file: far more than it uses, so that a leak is seen
 PRESETS["mini"] = Preset(ModelShape(width=128, layers=1, heads=2, context=32), 1, 32, 3e-3)
 TRAINING = ("--preset=mini", f"--steps={STEPS}", "--page-size=64KiB")
@@ -128,6 +128,8 @@ def train(job: Job, corpus: Corpus, say: Say) -> None:
         trainer = Trainer(options, PagedMemory(pager), data)
         if content is not None:
             trainer.restore(content)
+        if pager.follower is not None:
+            pager.follower.only_if_faster = False
         for step in range(first_step, STEPS):
             if step == first_step + PLANNED_FROM:
                 pager.plan()

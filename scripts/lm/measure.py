@@ -197,7 +197,7 @@ def settled(pager: tp.Pager) -> bool:
     kind = pager.follower.current if pager.follower is not None else None
     if kind is None or kind.process is not None:
         return False
-    if kind.refused is not None:
+    if kind.refused is not None or kind.turned_down is not None:
         return True
     return kind.plans >= 2 and len(kind.measured_us) >= SETTLED_ITERATIONS
 

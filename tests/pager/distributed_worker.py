@@ -83,6 +83,8 @@ def train(kind: str, pager: tp.Pager | None) -> tuple[list[float], list[torch.Te
     optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
     if pager is not None:
         optimizer = pager.optimizer(optimizer)
+        if pager.follower is not None:
+            pager.follower.only_if_faster = False
     data = torch.Generator().manual_seed(dist.get_rank())
     figures = []
     for step in range(STEPS):

@@ -227,6 +227,7 @@ def _train(job: Job) -> None:
         arena = pager.backend.address, pager.backend.arena.numel()
         if pager.follower is not None:
             pager.follower.most_plans = job.plans
+            pager.follower.only_if_faster = False
         _say(places={"arena": arena, "host": (pager.host.address, pager.host.capacity_bytes)})
         if pager.disk is not None and job.disk_rate:
             pager.disk.set_rate_limit(job.disk_rate * 1e6)

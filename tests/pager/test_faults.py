@@ -59,6 +59,7 @@ def disk_pager(folder: Path, policy: str = "lru", **options: Any) -> tp.Pager:
     pager = make_pager(**given)
     if pager.follower is not None:
         pager.follower.most_plans = 1
+        pager.follower.only_if_faster = False
     return pager
 
 

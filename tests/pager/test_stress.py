@@ -151,6 +151,7 @@ def test_random_training(
     ) as pager:  # fmt: skip
         assert pager.follower is not None
         pager.follower.most_plans = 1
+        pager.follower.only_if_faster = False
         compare_runs(script_of(seed), PlannedWorld(pager))
         stats = pager.stats()
         why = "" if stats["planned_iterations"] and stats["prefetches"] else pager.explain()

@@ -1,0 +1,126 @@
+"""Which plans are followed: those that promise to be faster than what was measured without them."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import tensorpager as tp
+from tensorpager.pager.access_log import AccessLog
+from tensorpager.pager.kinds import Kind
+from tensorpager.planner.hardware import Hardware
+
+from .models import PAGE_BYTES, make_pager, mlp
+from .test_planned import TIERS
+
+MANY = 1e12  # bytes per second: nothing waits
+FEW = 1e4  # a page takes seconds
+
+
+def kind_of(samples: list[list[float]]) -> Kind:
+    log = AccessLog()
+    log.began((1,))
+    kind = Kind(1, log, {})
+    kind.samples.clear()
+    kind.samples.extend(samples)
+    return kind
+
+
+def on_machine(pager: tp.Pager, monkeypatch: pytest.MonkeyPatch, **rates: float) -> Hardware:
+    """``pager`` takes the machine for one with these rates."""
+    assert pager.follower is not None
+    disk = pager.budget_bytes["disk"]
+    machine = Hardware(
+        pager.residency.pool.count * PAGE_BYTES, pager.budget_bytes["host"], disk,
+        **dict.fromkeys(("d2h_bytes_per_s", "h2d_bytes_per_s"), rates["host"]),
+        **dict.fromkeys(("disk_read_bytes_per_s", "disk_write_bytes_per_s"), rates["disk"]),
+        page_size=PAGE_BYTES,
+    )  # fmt: skip
+    monkeypatch.setattr(pager.follower, "hardware", lambda: machine)
+    return machine
+
+
+def generate(pager: tp.Pager, model: nn.Module, tokens: int, token: Any = None) -> list[str]:
+    """The mode of each iteration: one token, nothing is written but it."""
+    token = torch.ones(1, 128) if token is None else token
+    modes = []
+    for _ in range(tokens):
+        with pager.iteration(), torch.no_grad():
+            model(token)
+        modes.append(pager.stats()["mode"])
+        pager.plan()
+    return modes
+
+
+# -- durations -------------------------------------------------------------------------------------
+def test_what_happens_once_is_no_part_of_a_duration() -> None:
+    """The first iteration is slow everywhere, the second one at its end."""
+    kind = kind_of([[9.0, 9.0, 9.0], [1.0, 2.0, 9.0], [1.5, 2.0, 3.0]])
+    assert sum(kind.seconds()) == pytest.approx(6.5)  # the fastest iteration
+    assert kind.seconds() == pytest.approx([6.5 / 6, 2 * 6.5 / 6, 3 * 6.5 / 6])
+
+
+def test_a_promise_is_of_the_fastest_iteration_and_the_plans_own_waiting() -> None:
+    kind = kind_of([[9e-3], [2e-3]])
+    assert kind.promised_us(SimpleNamespace(predicted_us=9500.0, ideal_us=9000.0)) == 2500.0
+
+
+# -- what is followed ------------------------------------------------------------------------------
+def test_what_a_plan_promises_is_compared_with_what_was_measured() -> None:
+    kind = kind_of([[2e-3]])
+    guide = SimpleNamespace(predicted_us=9500.0, ideal_us=9000.0)
+    with make_pager(policy="lp") as pager:
+        follower = pager.follower
+        assert follower._no_better(kind, guide) is None  # nothing was measured
+        kind.demand_us.extend([3000.0, 2499.0, 2800.0])
+        assert "promises 2.5 ms an iteration" in follower._no_better(kind, guide)
+        kind.demand_us.extend([2501.0] * 5)
+        assert follower._no_better(kind, guide) is None
+
+
+@pytest.mark.slow
+def test_a_plan_that_promises_less_than_demand_gives_is_not_followed(monkeypatch) -> None:
+    with make_pager(policy="lp") as pager:
+        on_machine(pager, monkeypatch, host=FEW, disk=FEW)
+        model = pager.page_module(mlp(depth=6))
+        assert "planned" not in generate(pager, model, 4)
+        assert pager.stats()["planned_iterations"] == 0
+        assert "the plan that was made promises" in pager.explain()
+        kind = pager.follower.current
+        assert (kind.plans, kind.seen, kind.again_at) == (1, 3, 4)  # the first one was metered
+
+
+def test_read_only_weights_are_not_written_to_the_disk(monkeypatch, tmp_path) -> None:
+    """However fast the disk is: the host holds all. And a plan outlives what is metered later, as
+    long as there are frames for it."""
+    options = {**TIERS["both"], "host_budget": "8MiB", "disk_path": tmp_path}
+    with make_pager(policy="lp", **options) as pager:
+        on_machine(pager, monkeypatch, host=FEW * 1e4, disk=MANY)
+        follower = pager.follower
+        follower.most_plans, follower.only_if_faster = 1, False
+        model = pager.page_module(mlp(depth=6))
+        assert generate(pager, model, 5)[-1] == "planned"
+        stats = pager.stats()
+        assert stats["disk_bytes_written"] == 0
+        assert stats["channel_bytes"]["host-in"] > 0
+        guide = follower.current.guide
+        with pager.lock:
+            follower.arena_resized()
+            assert follower.current.guide is guide
+            pager.residency.resize(pager.residency.pool.count - 1)
+            follower.arena_resized()
+            assert follower.current.guide is None
+
+
+@pytest.mark.slow
+def test_a_plan_that_promises_more_is_followed(monkeypatch) -> None:
+    with make_pager(policy="lp") as pager:
+        on_machine(pager, monkeypatch, host=MANY, disk=MANY)
+        pager.follower.most_plans = 1
+        model = pager.page_module(mlp(depth=6))
+        assert generate(pager, model, 4)[-1] == "planned"
+        assert "Without a plan it took" in pager.explain()
