@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .backend import Bytes, Copy
+from .dense_allocator import Account, AllocatorMeter, load
 from .dense_meter import DenseMeter, Timeline
 from .first_root import take_first_root
 from .heap import ROOMY_BYTES, TIGHT_BYTES, map_blocks_from
@@ -31,7 +32,9 @@ class CpuBackend:
         self._bytes = self._region.array()
         self.arena = torch.from_numpy(self._bytes)
         self.address = self._region.address
-        self._meter = DenseMeter()
+        allocator = load()
+        self._account = Account(allocator) if allocator is not None else None
+        self._meter = AllocatorMeter(self._account) if self._account else DenseMeter()
         take_first_root()
 
     def commit(self, nbytes: int) -> None:
@@ -91,8 +94,11 @@ class CpuBackend:
         pass
 
     def limit_dense(self, nbytes: int | None, *, roomy: bool = False) -> None:
-        # There is no cap on the CPU: the border is set from what the meter saw. What can be done
-        # is to give freed memory back at once.
+        if self._account is not None:
+            self._account.limit(None, keep=nbytes or 0)
+            return
+        # There is no cap then: the border is set from what the meter saw. What can be done is to
+        # give freed memory back at once.
         map_blocks_from(ROOMY_BYTES if roomy else TIGHT_BYTES)
 
     def meter_start(self) -> None:
@@ -108,6 +114,9 @@ class CpuBackend:
         return self._meter.timeline
 
     def close(self) -> None:
-        map_blocks_from(ROOMY_BYTES)
+        if self._account is not None:
+            self._account.close()
+        else:
+            map_blocks_from(ROOMY_BYTES)
         self.arena = torch.empty(0, dtype=torch.uint8)
         self._region.close()

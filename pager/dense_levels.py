@@ -1,8 +1,9 @@
 """How much dense memory there is beside the arena while each op of an iteration runs.
 
-On the CPU from the allocator events of PyTorch's profiler, ops' own temporaries included; where a
-profiler is running already (the pager's own meter, or one of the user's) from a look at the C heap
-as each op begins. On CUDA from the allocator's count, likewise.
+On the CPU from our own allocator, ops' temporaries included. Where it could not be built, from the
+allocator events of PyTorch's profiler; where one is running already (the pager's own meter, or one
+of the user's) from a look at the C heap as each op begins. On CUDA from the allocator's count,
+likewise.
 """
 
 from __future__ import annotations
@@ -16,10 +17,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from .dense_allocator import Account, AllocatorMeter, DenseAllocator, loaded
 from .dense_meter import DenseMeter, mapped_bytes
 
 if TYPE_CHECKING:
     from ..planner.trace import Floats, Ints
+    from .dense_meter import Timeline
     from .runtime import Pager
 
 _SAMPLE_US = 1.5  # that a look may cost an op on average
@@ -30,8 +33,32 @@ def no_sample() -> int:
     return 0
 
 
+class AllocatorLevels:
+    """On the CPU, by an account of our allocator. ``sample()`` need not look."""
+
+    source = "allocator"
+
+    def __init__(self, allocator: DenseAllocator) -> None:
+        self._meter = AllocatorMeter(Account(allocator))
+        self.sample = no_sample
+
+    @contextmanager
+    def measuring(self) -> Iterator[None]:
+        self._meter.start()
+        try:
+            yield
+        finally:
+            self._meter.stop()
+            self._meter.account.close()
+
+    def levels(self, began: Floats, samples: Ints) -> Ints:
+        """As :class:`HeapLevels`."""
+        return _most_while(self._meter.timeline, began)
+
+
 class HeapLevels:
-    """On the CPU. ``sample()`` is called as each op begins; what it returns goes to ``levels``."""
+    """On the CPU without our allocator. ``sample()`` is called as each op begins; what it returns
+    goes to ``levels``."""
 
     def __init__(self, pager: Pager) -> None:
         self._pager = pager
@@ -78,13 +105,20 @@ class HeapLevels:
     def levels(self, began: Floats, samples: Ints) -> Ints:
         """Most dense bytes while each op ran, [ops], on top of those at the start (so they may be
         negative). ``began``: when each op began, ``time.perf_counter``."""
-        times, dense = self._meter.timeline
-        order = np.argsort(times, kind="stable")
-        level = np.concatenate([[0], dense[order]]).astype(np.int64)  # after so many events
-        at = np.searchsorted(times[order], began, "right")
-        inside = np.maximum.reduceat(level, at)
-        after = level[np.append(at[1:], len(level) - 1)]
-        return np.where(began < self._until, np.maximum(inside, after), samples)
+        found = _most_while(self._meter.timeline, began)
+        return np.where(began < self._until, found, samples)
+
+
+def _most_while(timeline: Timeline, began: Floats) -> Ints:
+    """The largest level from each of the moments ``began`` to the next one."""
+    times, dense = timeline
+    order = np.argsort(times, kind="stable")
+    level = np.concatenate([[0], dense[order]]).astype(np.int64)  # after so many events
+    at = np.searchsorted(times[order], began, "right")
+    inside = np.maximum.reduceat(level, at)
+    after = level[np.append(at[1:], len(level) - 1)]
+    most: Ints = np.maximum(inside, after)
+    return most
 
 
 class CudaLevels:
@@ -125,8 +159,11 @@ class CudaLevels:
         return np.maximum(samples, np.append(samples[1:], samples[-1:]))
 
 
-Levels = HeapLevels | CudaLevels
+Levels = AllocatorLevels | HeapLevels | CudaLevels
 
 
 def levels_of(pager: Pager) -> Levels:
-    return CudaLevels(pager) if pager.device.type == "cuda" else HeapLevels(pager)
+    if pager.device.type == "cuda":
+        return CudaLevels(pager)
+    allocator = loaded()
+    return HeapLevels(pager) if allocator is None else AllocatorLevels(allocator)

@@ -31,6 +31,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from .checkpoint.sharded import is_sharded, local_of
+from .dense_allocator import loaded
 from .dense_meter import allocated_bytes
 from .early import EarlyUpdates, unsuitable
 from .paged_tensor import PagedTensor
@@ -250,4 +251,5 @@ class Overlap:
     def _allocated(self) -> int:
         if self.pager.device.type == "cuda":
             return torch.cuda.memory_allocated(self.pager.device)
-        return allocated_bytes()
+        allocator = loaded()
+        return allocated_bytes() if allocator is None else allocator.totals().live

@@ -1,6 +1,7 @@
 """What holds for every test, and the conformance suites' sample counts: added up over xdist workers
 and printed at the end."""
 
+import os
 import signal
 import sys
 from collections import Counter
@@ -25,6 +26,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 # op, module or optimizer, with "reason: " before it if there is one, or nothing.
 Tally = Counter[tuple[str, str, str, str, str]]
 TALLY = pytest.StashKey[Tally]()
+ALLOCATOR = "TENSORPAGER_ALLOCATOR"
 OUTCOMES = ("passed", "within bound", "raised alike", "not comparable", "left out", "failed")
 
 
@@ -37,6 +39,9 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """Rates that tests measure stay out of the user's cache, in child processes too."""
     folder = tmp_path_factory.mktemp("cache")
     with pytest.MonkeyPatch.context() as patch:
+        if not os.environ.get(ALLOCATOR):  # built once for all sessions
+            cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+            patch.setenv(ALLOCATOR, os.path.join(cache, "tensorpager"))
         patch.setenv("XDG_CACHE_HOME", str(folder))
         patch.delenv("TENSORPAGER_CALIBRATION", raising=False)
         yield folder

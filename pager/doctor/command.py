@@ -86,7 +86,7 @@ def examine(
     from .disk import disk_findings, endurance
     from .gds import gds_findings, settings_finding
     from .gpu import gpu_findings
-    from .memory import Budgets, memory_findings
+    from .memory import Budgets, allocator_finding, memory_findings
     from .rates import measure_rates
 
     on_gpu = torch.cuda.is_available()
@@ -99,6 +99,7 @@ def examine(
         *gds_findings(disk_path, on_gpu=on_gpu, device_budget=device_budget),
         *([settings] if settings else []),
         *memory_findings(Budgets(device_budget, host_budget, disk_budget, on_gpu)),
+        allocator_finding(),
         *disk,
         *rates.findings,
         *(endurance(disk_path, rates.write_bytes_per_s) if usable else []),

@@ -39,6 +39,22 @@ def memory_findings(budgets: Budgets) -> list[Finding]:
     ]
 
 
+def allocator_finding() -> Finding:
+    """Whether dense memory on the CPU has an allocator of our own; builds it where that is possible
+    and has not been done."""
+    from ..allocator_build import NotBuiltError, is_off, library
+
+    what = "dense memory on the CPU"
+    try:
+        library(again=True)
+    except NotBuiltError as error:
+        why = f"measured with PyTorch's profiler, and not capped: {error}"
+        if is_off():
+            return Finding(what, "ok", why)
+        return Finding(what, "warning", why, "install a C++ compiler (apt install g++)")
+    return Finding(what, "ok", "counted, capped and reused by our own allocator")
+
+
 def _meminfo() -> dict[str, int]:
     """/proc/meminfo in bytes."""
     found = {}

@@ -8,7 +8,9 @@ import pytest
 import torch
 
 import tensorpager as tp
+from tensorpager.pager import cpu_backend, dense_levels, overlap
 from tensorpager.pager.chaos import chaos
+from tensorpager.pager.dense_allocator import DenseAllocator, load, why_not
 
 from .disk_suite import small_tasks, tier  # noqa: F401  (fixtures of the disk tier's tests)
 from .models import (
@@ -32,6 +34,23 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def allocator() -> DenseAllocator:
+    """Our allocator; skips where it cannot be had."""
+    found = load()
+    if found is None:
+        pytest.skip(f"no allocator of our own: {why_not()}")
+    return found
+
+
+@pytest.fixture
+def no_allocator(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a machine where our allocator cannot be built."""
+    monkeypatch.setattr(cpu_backend, "load", lambda: None)
+    for module in (dense_levels, overlap):
+        monkeypatch.setattr(module, "loaded", lambda: None)
 
 
 @pytest.fixture(

@@ -211,17 +211,23 @@ def test_under_the_profiler_of_the_user(same, around: str) -> None:
     same(script)
 
 
-def test_a_profiler_started_inside_the_metered_iteration_is_refused(tight_pager) -> None:
-    """By PyTorch, in its words; nothing is lost and the next iteration is metered instead."""
-    pager = tight_pager
+def profiled_metered_iteration(pager: tp.Pager) -> None:
     model = pager.page_module(mlp())
     optimizer = pager.optimizer(torch.optim.AdamW(model.parameters()))
-
-    def profiled() -> None:
-        with pager.iteration(), torch.profiler.profile():
+    try:
+        with pager.iteration(), torch.profiler.profile() as profiler:
             loss_of(model).backward()
+        assert len(profiler.events()) > 10
+    finally:
+        train(World(pager), model, optimizer, 2)
+        assert pager.budget.settled
 
+
+def test_a_profiler_works_inside_the_metered_iteration(allocator, tight_pager) -> None:
+    profiled_metered_iteration(tight_pager)
+
+
+def test_without_an_allocator_it_is_refused(no_allocator, tight_pager) -> None:
+    """By PyTorch, in its words; nothing is lost and the next iteration is metered instead."""
     with pytest.raises(RuntimeError, match="Profiler is already enabled"):
-        profiled()
-    train(World(pager), model, optimizer, 2)
-    assert pager.budget.settled
+        profiled_metered_iteration(tight_pager)

@@ -311,7 +311,7 @@ def test_states_made_anew_in_every_step_are_one_tensor(one_thread: None) -> None
         assert ("tensorpager::page_state", "readwrite") in uses_of(trace, "2.weight.mean")
 
 
-def test_states_made_in_the_recorded_iteration_live_on(one_thread: None) -> None:
+def made_in_the_recorded_iteration() -> Trace:
     with make_pager(policy="lru") as pager:
         model = pager.page_module(mlp())
         optimizer = pager.optimizer(torch.optim.AdamW(model.parameters()))
@@ -325,7 +325,15 @@ def test_states_made_in_the_recorded_iteration_live_on(one_thread: None) -> None
         assert trace.tensor_persistent[state]
         first = trace.access_mode[trace.access_tensor == state][0]
         assert first & WRITE
-        assert trace.metadata["dense_from"] == "C heap"  # the pager's own meter has the profiler
+        return trace
+
+
+def test_states_made_in_the_recorded_iteration_live_on(one_thread: None) -> None:
+    made_in_the_recorded_iteration()
+
+
+def test_where_the_meter_has_the_profiler(one_thread: None, no_allocator: None) -> None:
+    assert made_in_the_recorded_iteration().metadata["dense_from"] == "C heap"
 
 
 def test_what_is_pinned_is_used_by_the_ops_on_its_view(one_thread: None) -> None:
@@ -367,7 +375,9 @@ def test_a_step_on_plain_views_is_recorded_op_by_op(one_thread: None) -> None:
         ]
 
 
-def test_iterations_with_shapes_never_seen_are_metered_all_the_same(one_thread: None) -> None:
+def test_iterations_with_shapes_never_seen_are_metered_all_the_same(
+    one_thread: None, no_allocator: None
+) -> None:
     with trained() as (pager, model, optimizer):
         recorder = Recorder(pager)
         recorder.start()

@@ -1,0 +1,170 @@
+"""Builds the allocator of dense tensors (``dense_allocator.cpp``) with the compiler of the machine.
+
+It is built at first use, which takes some seconds, for the PyTorch that is installed, and kept in
+``$XDG_CACHE_HOME/tensorpager`` (``~/.cache/tensorpager``), private to the user.
+``TENSORPAGER_ALLOCATOR`` is ``off``, or the absolute path of another folder to keep it in. A build
+that failed is not tried again for a day.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import platform
+import shutil
+import stat
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import torch
+
+SWITCH = "TENSORPAGER_ALLOCATOR"
+SOURCE = Path(__file__).with_name("dense_allocator.cpp")
+_RETRY_S = 24 * 3600
+_BUILD_S = 600
+_COMPILERS = ("c++", "g++", "clang++")
+
+
+class NotBuiltError(Exception):
+    """There is no library; the text says why."""
+
+
+def library(*, again: bool = False) -> Path:
+    """The shared library, built if it is not there. ``again``: also if that failed today.
+
+    Raises :class:`NotBuiltError`.
+    """
+    if is_off():
+        raise NotBuiltError(f"{SWITCH} is off")
+    if sys.platform != "linux":
+        raise NotBuiltError(f"it is made for Linux, and this is {sys.platform}")
+    compiler = find_compiler()
+    command = build_command(compiler or "")
+    folder = _folder()
+    path = folder / f"allocator-{_key(command)}.so"
+    if _is_ours(path):
+        return path
+    if compiler is None:
+        raise NotBuiltError("no C++ compiler was found (c++, g++, clang++, or what CXX names)")
+    failed = path.with_suffix(".failed")
+    with _only_one(folder):
+        if _is_ours(path):  # another process has just built it
+            return path
+        if not again and _is_ours(failed) and time.time() - failed.stat().st_mtime < _RETRY_S:
+            raise NotBuiltError(failed.read_text(errors="replace"))
+        try:
+            _build(command, path)
+        except NotBuiltError as error:
+            with suppress(OSError):
+                failed.write_text(str(error))
+                failed.chmod(0o600)
+            raise
+    return path
+
+
+def is_off() -> bool:
+    """Whether the user does not want it."""
+    return os.environ.get(SWITCH, "").lower() == "off"
+
+
+def find_compiler() -> str | None:
+    """``CXX``, or the first of the usual names that there is."""
+    names = (os.environ["CXX"],) if os.environ.get("CXX") else _COMPILERS
+    return next((found for name in names if (found := shutil.which(name)) is not None), None)
+
+
+def build_command(compiler: str) -> list[str]:
+    """The command line, but for the file that it makes."""
+    root = Path(torch.__file__).parent
+    return [
+        *(compiler, "-O2", "-std=c++20", "-fPIC", "-shared"),
+        f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
+        *(f"-I{root / 'include'}", str(SOURCE), f"-L{root / 'lib'}", "-lc10"),
+    ]
+
+
+def _key(command: list[str]) -> str:
+    """Of all that the library depends on. The compiler's own name is none of it."""
+    text = "\n".join(
+        (
+            *(torch.__version__, str(torch.version.git_version), platform.machine()),
+            *(*command[1:], SOURCE.read_text()),
+        )
+    )
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _build(command: list[str], path: Path) -> None:
+    """Put the library at ``path``: whole, or not at all."""
+    with tempfile.TemporaryDirectory(prefix=".allocator-", dir=path.parent) as folder:
+        made = Path(folder, path.name)
+        try:
+            done = subprocess.run(
+                [*command, "-o", str(made)],
+                capture_output=True,
+                text=True,
+                errors="replace",
+                stdin=subprocess.DEVNULL,
+                env={**os.environ, "LC_ALL": "C"},
+                timeout=_BUILD_S,
+            )
+        except (OSError, subprocess.TimeoutExpired) as error:
+            raise NotBuiltError(f"{command[0]} did not run: {error}") from error
+        if done.returncode != 0:
+            lines = [line for line in done.stderr.splitlines() if line.strip()]
+            told = next((line for line in lines if "error" in line.lower()), (lines or ["?"])[-1])
+            raise NotBuiltError(f"{command[0]} ended with {done.returncode}: {told.strip()}")
+        made.chmod(0o700)
+        os.replace(made, path)
+
+
+@contextmanager
+def _only_one(folder: Path) -> Iterator[None]:
+    """One process at a time builds in ``folder``."""
+    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+    try:
+        descriptor = os.open(folder / ".allocator.lock", flags, 0o600)
+    except OSError as error:
+        raise NotBuiltError(f"{folder} cannot be written: {error.strerror}") from error
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _folder() -> Path:
+    """Where it is kept: a real folder of this user's, closed to others."""
+    given = os.environ.get(SWITCH, "")
+    if given and not os.path.isabs(given):
+        raise NotBuiltError(f"{SWITCH}={given!r} is neither 'off' nor an absolute path")
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    if not os.path.isabs(base):
+        base = os.path.expanduser("~/.cache")
+    folder = Path(given) if given else Path(base, "tensorpager")
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        status = folder.lstat()
+        if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid():
+            raise NotBuiltError(f"{folder} is not a folder of this user")
+        if stat.S_IMODE(status.st_mode) & 0o077:
+            folder.chmod(0o700)
+    except OSError as error:
+        raise NotBuiltError(f"{folder} cannot be had: {error.strerror}") from error
+    return folder
+
+
+def _is_ours(path: Path) -> bool:
+    """A regular file of this user's that nobody else can write."""
+    try:
+        status = path.lstat()
+    except OSError:
+        return False
+    mine = stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid()
+    return mine and not stat.S_IMODE(status.st_mode) & 0o022

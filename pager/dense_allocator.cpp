@@ -1,0 +1,534 @@
+// PyTorch's CPU allocator while a pager is open on the CPU: it counts, caps and reuses dense blocks.
+//
+//   a block of    at least LARGE bytes                  less
+//   lies in       whole pages of our own ("runs")       glibc's heap, a header before it
+//   its size      in a table, by address                in the header
+//
+// Note: runs
+// Freed runs stay mapped and are merged with free neighbours, so the next step finds its memory
+// where the last one left it, and faults in no page. What stays mapped is bounded: live and free
+// bytes together are at most `keep` of an account; beyond that free runs go back to the system.
+//
+// Note: accounts
+// An account counts the blocks that were made since it was last reset, in all threads. Blocks that
+// are older are not its business when they are freed either. `limit` is a cap: an allocation that
+// would pass it asks `ask`, which may make room elsewhere, and else raises torch.OutOfMemoryError.
+// Without an open account everything goes to glibc and nothing is counted.
+//
+// Every block is freed by release(), whenever that is: blocks outlive pagers.
+
+#include <pthread.h>
+#include <stdlib.h>
+#include <sys/mman.h>
+#include <time.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cstdint>
+#include <cstring>
+#include <map>
+#include <mutex>
+#include <set>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+#include <c10/core/CPUAllocator.h>
+
+namespace {
+
+constexpr size_t kAlignment = 64; // as PyTorch's own allocator has it
+constexpr size_t kLarge = 64 << 10;
+constexpr int kAccounts = 256;
+constexpr int64_t kNoLimit = -1;
+const size_t kPage = static_cast<size_t>(sysconf(_SC_PAGESIZE));
+
+// In the kAlignment bytes before a small block. Small blocks never begin at a page, runs always do.
+struct Header {
+  uint64_t nbytes;
+  uint64_t epoch; // 0: not counted
+};
+
+struct Live {
+  size_t length; // whole pages
+  size_t nbytes; // as asked for
+  uint64_t epoch;
+};
+
+struct Event {
+  double seconds; // CLOCK_MONOTONIC, which Python calls perf_counter
+  int64_t bytes;
+};
+
+struct Account {
+  bool open = false;
+  bool logging = false;
+  uint64_t since = 0; // counts blocks of this epoch and later ones
+  int64_t current = 0;
+  int64_t peak = 0;
+  int64_t limit = kNoLimit;
+  int64_t keep = 0;
+  pthread_t asker{}; // the thread that may be asked for room
+  bool asks = false;
+  std::vector<Event> log;
+};
+
+using Ask = int (*)(int account, int64_t missing, int64_t nbytes);
+
+// Never destroyed: tensors are freed until the very end of the process.
+struct State {
+  std::mutex mutex;
+  Account accounts[kAccounts];
+  int used = 0; // accounts from here on were never open
+  std::atomic<int> open{0};
+  uint64_t epoch = 1;
+  int64_t live_bytes = 0; // of all counted blocks
+  int64_t free_bytes = 0; // of runs that wait to be used again
+  std::unordered_map<uintptr_t, Live> live;
+  std::map<uintptr_t, size_t> free; // address → length
+  std::set<std::pair<size_t, uintptr_t>> by_length; // the same
+  int64_t mapped = 0, unmapped = 0; // bytes so far
+  bool huge = false;
+  Ask ask = nullptr;
+};
+
+State& state() {
+  static State* only = new State;
+  return *only;
+}
+
+double now() {
+  timespec moment;
+  clock_gettime(CLOCK_MONOTONIC, &moment);
+  return static_cast<double>(moment.tv_sec) + 1e-9 * static_cast<double>(moment.tv_nsec);
+}
+
+// -- accounts; all under the mutex -----------------------------------------------------------------
+
+void note(Account& account) {
+  account.peak = std::max(account.peak, account.current);
+  if (account.logging) {
+    account.log.push_back({now(), account.current});
+  }
+}
+
+uint64_t count(State& s, size_t nbytes) {
+  s.live_bytes += static_cast<int64_t>(nbytes);
+  for (int i = 0; i < s.used; ++i) {
+    auto& account = s.accounts[i];
+    if (account.open) {
+      account.current += static_cast<int64_t>(nbytes);
+      note(account);
+    }
+  }
+  return s.epoch;
+}
+
+void uncount(State& s, size_t nbytes, uint64_t epoch) {
+  s.live_bytes -= static_cast<int64_t>(nbytes);
+  for (int i = 0; i < s.used; ++i) {
+    auto& account = s.accounts[i];
+    if (account.open && epoch >= account.since) {
+      account.current -= static_cast<int64_t>(nbytes);
+      note(account);
+    }
+  }
+}
+
+// The first account that nbytes more would bring above its limit, or -1.
+int over_limit(const State& s, size_t nbytes) {
+  for (int i = 0; i < s.used; ++i) {
+    const auto& account = s.accounts[i];
+    if (account.open && account.limit != kNoLimit &&
+        account.current + static_cast<int64_t>(nbytes) > account.limit) {
+      return i;
+    }
+  }
+  return -1;
+}
+
+// Bytes of free runs that may stay mapped.
+int64_t spare(const State& s) {
+  int64_t bytes = 0;
+  for (int i = 0; i < s.used; ++i) {
+    const auto& account = s.accounts[i];
+    if (account.open) {
+      bytes += std::max<int64_t>(0, account.keep - account.current);
+    }
+  }
+  return bytes;
+}
+
+// -- runs; all under the mutex ---------------------------------------------------------------------
+
+void add_free(State& s, uintptr_t address, size_t length) {
+  s.free_bytes += static_cast<int64_t>(length);
+  auto next = s.free.lower_bound(address);
+  if (next != s.free.begin()) {
+    auto before = std::prev(next);
+    if (before->first + before->second == address) {
+      address = before->first;
+      length += before->second;
+      s.by_length.erase({before->second, before->first});
+      s.free.erase(before);
+    }
+  }
+  if (next != s.free.end() && address + length == next->first) {
+    length += next->second;
+    s.by_length.erase({next->second, next->first});
+    s.free.erase(next);
+  }
+  s.free.emplace(address, length);
+  s.by_length.emplace(length, address);
+}
+
+void remove_free(State& s, uintptr_t address, size_t length) {
+  s.free.erase(address);
+  s.by_length.erase({length, address});
+  s.free_bytes -= static_cast<int64_t>(length);
+}
+
+// Give free runs back until at most `most` bytes are left, the longest first and no more of it than
+// that takes.
+void trim(State& s, int64_t most) {
+  while (s.free_bytes > most && !s.by_length.empty()) {
+    auto [length, address] = *s.by_length.rbegin();
+    size_t excess = static_cast<size_t>(s.free_bytes - most);
+    size_t cut = std::min(length, (excess + kPage - 1) / kPage * kPage);
+    if (munmap(reinterpret_cast<void*>(address + length - cut), cut) != 0) {
+      return; // too many mappings to cut one in two: it stays
+    }
+    s.unmapped += static_cast<int64_t>(cut);
+    remove_free(s, address, length);
+    if (cut < length) {
+      add_free(s, address, length - cut);
+    }
+  }
+}
+
+void* map_pages(State& s, size_t length) {
+  void* found =
+      mmap(nullptr, length, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (found == MAP_FAILED) {
+    trim(s, 0);
+    found = mmap(nullptr, length, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (found == MAP_FAILED) {
+      return nullptr;
+    }
+  }
+  if (s.huge) {
+    madvise(found, length, MADV_HUGEPAGE);
+  }
+  s.mapped += static_cast<int64_t>(length);
+  return found;
+}
+
+// nbytes, counted already, in pages of their own; nullptr if the system has none.
+void* take_run(State& s, size_t nbytes, uint64_t epoch) {
+  size_t length = (nbytes + kPage - 1) / kPage * kPage;
+  uintptr_t address = 0;
+  auto fit = s.by_length.lower_bound({length, 0});
+  if (fit != s.by_length.end()) {
+    auto [whole, start] = *fit;
+    remove_free(s, start, whole);
+    address = start;
+    if (whole > length) {
+      add_free(s, start + length, whole - length);
+    }
+  } else {
+    trim(s, spare(s));
+    address = reinterpret_cast<uintptr_t>(map_pages(s, length));
+  }
+  if (address != 0) {
+    s.live.emplace(address, Live{length, nbytes, epoch});
+  }
+  return reinterpret_cast<void*>(address);
+}
+
+// -- blocks ----------------------------------------------------------------------------------------
+
+[[noreturn]] void no_memory(size_t nbytes) {
+  TORCH_CHECK(
+      false,
+      "the allocator of dense tensors: not enough memory: you tried to allocate ",
+      nbytes,
+      " bytes, and the system has none (Cannot allocate memory).");
+}
+
+void* take_small(size_t nbytes, uint64_t epoch) {
+  void* given = nullptr;
+  if (posix_memalign(&given, kAlignment, nbytes + kAlignment) != 0) {
+    return nullptr;
+  }
+  if ((reinterpret_cast<uintptr_t>(given) + kAlignment) % kPage == 0) {
+    ::free(given); // it would look like a run
+    if (posix_memalign(&given, kPage, nbytes + kAlignment) != 0) {
+      return nullptr;
+    }
+  }
+  char* data = static_cast<char*>(given) + kAlignment;
+  Header header{nbytes, epoch};
+  std::memcpy(given, &header, sizeof header);
+  return data;
+}
+
+// Room for nbytes in every account, which are charged; the epoch. Raises where there is none.
+uint64_t charge(State& s, size_t nbytes) {
+  for (;;) {
+    int account;
+    int64_t missing, limit, current;
+    Ask ask = nullptr;
+    {
+      std::lock_guard<std::mutex> guard(s.mutex);
+      account = over_limit(s, nbytes);
+      if (account < 0) {
+        return count(s, nbytes);
+      }
+      const auto& a = s.accounts[account];
+      limit = a.limit;
+      current = a.current;
+      missing = current + static_cast<int64_t>(nbytes) - limit;
+      if (a.asks && pthread_equal(a.asker, pthread_self())) {
+        ask = s.ask;
+      }
+    }
+    if (ask == nullptr || ask(account, missing, static_cast<int64_t>(nbytes)) == 0) {
+      TORCH_CHECK_WITH(
+          OutOfMemoryError,
+          false,
+          "dense tensors: ",
+          nbytes,
+          " bytes more do not fit beside ",
+          current,
+          " bytes in a reserve of ",
+          limit,
+          " bytes.");
+    }
+  }
+}
+
+void* take(size_t nbytes) {
+  auto& s = state();
+  void* data = nullptr;
+  if (s.open.load(std::memory_order_acquire) == 0) {
+    data = take_small(nbytes, 0);
+  } else {
+    uint64_t epoch = charge(s, nbytes);
+    if (nbytes >= kLarge) {
+      std::lock_guard<std::mutex> guard(s.mutex);
+      data = take_run(s, nbytes, epoch);
+    } else {
+      data = take_small(nbytes, epoch);
+    }
+    if (data == nullptr) {
+      std::lock_guard<std::mutex> guard(s.mutex);
+      uncount(s, nbytes, epoch);
+    }
+  }
+  if (data == nullptr) {
+    no_memory(nbytes);
+  }
+  return data;
+}
+
+void release(void* data) {
+  if (data == nullptr) {
+    return;
+  }
+  c10::profiledCPUMemoryReporter().Delete(data);
+  auto& s = state();
+  if (reinterpret_cast<uintptr_t>(data) % kPage != 0) {
+    void* given = static_cast<char*>(data) - kAlignment;
+    Header header;
+    std::memcpy(&header, given, sizeof header);
+    if (header.epoch != 0) {
+      std::lock_guard<std::mutex> guard(s.mutex);
+      uncount(s, header.nbytes, header.epoch);
+    }
+    ::free(given);
+    return;
+  }
+  std::lock_guard<std::mutex> guard(s.mutex);
+  auto found = s.live.find(reinterpret_cast<uintptr_t>(data));
+  auto block = found->second;
+  s.live.erase(found);
+  uncount(s, block.nbytes, block.epoch);
+  add_free(s, reinterpret_cast<uintptr_t>(data), block.length);
+  trim(s, spare(s));
+}
+
+struct DenseAllocator final : c10::Allocator {
+  c10::DataPtr allocate(size_t nbytes) override {
+    void* data = nbytes == 0 ? nullptr : take(nbytes);
+    c10::profiledCPUMemoryReporter().New(data, nbytes);
+    return {data, data, &release, c10::Device(c10::DeviceType::CPU)};
+  }
+  c10::DeleterFnPtr raw_deleter() const override {
+    return &release;
+  }
+  void copy_data(void* to, const void* from, std::size_t nbytes) const override {
+    default_copy_data(to, from, nbytes);
+  }
+};
+
+// -- forks: the child has the blocks, and no pager -------------------------------------------------
+
+void before_fork() {
+  state().mutex.lock();
+}
+void in_parent() {
+  state().mutex.unlock();
+}
+void in_child() {
+  auto& s = state();
+  for (auto& account : s.accounts) {
+    account.limit = kNoLimit;
+    account.asks = false;
+  }
+  s.ask = nullptr;
+  s.mutex.unlock();
+}
+
+} // namespace
+
+// -- what Python calls (dense_allocator.py) --------------------------------------------------------
+extern "C" {
+
+// 1 if PyTorch's CPU tensors come from here now; 0 if somebody else has replaced the allocator.
+int tp_dense_install() {
+  static DenseAllocator* allocator = new DenseAllocator;
+  if (c10::GetCPUAllocator() == allocator) {
+    return 1;
+  }
+  if (c10::GetCPUAllocator() != c10::GetDefaultCPUAllocator()) {
+    return 0;
+  }
+  static int forks = pthread_atfork(before_fork, in_parent, in_child);
+  c10::SetCPUAllocator(allocator, 100);
+  return forks == 0 && c10::GetCPUAllocator() == allocator;
+}
+
+// A new account, or -1 if there are too many.
+int tp_dense_open() {
+  auto& s = state();
+  std::lock_guard<std::mutex> guard(s.mutex);
+  for (int i = 0; i < kAccounts; ++i) {
+    if (!s.accounts[i].open) {
+      s.accounts[i] = Account();
+      s.accounts[i].open = true;
+      s.accounts[i].since = ++s.epoch;
+      s.used = std::max(s.used, i + 1);
+      s.open.fetch_add(1);
+      return i;
+    }
+  }
+  return -1;
+}
+
+void tp_dense_close(int account) {
+  auto& s = state();
+  std::lock_guard<std::mutex> guard(s.mutex);
+  if (s.accounts[account].open) {
+    s.accounts[account] = Account();
+    s.open.fetch_sub(1);
+    trim(s, spare(s));
+  }
+}
+
+// Count from 0 again, and log from now on, or not.
+void tp_dense_reset(int account, int logging) {
+  auto& s = state();
+  std::lock_guard<std::mutex> guard(s.mutex);
+  auto& a = s.accounts[account];
+  a.since = ++s.epoch;
+  a.current = a.peak = 0;
+  a.logging = logging != 0;
+  std::vector<Event>().swap(a.log);
+}
+
+int64_t tp_dense_current(int account) {
+  auto& s = state();
+  std::lock_guard<std::mutex> guard(s.mutex);
+  return s.accounts[account].current;
+}
+
+int64_t tp_dense_peak(int account) {
+  auto& s = state();
+  std::lock_guard<std::mutex> guard(s.mutex);
+  return s.accounts[account].peak;
+}
+
+// limit: -1 for none. keep: see the note on runs.
+void tp_dense_limit(int account, int64_t limit, int64_t keep) {
+  auto& s = state();
+  std::lock_guard<std::mutex> guard(s.mutex);
+  s.accounts[account].limit = limit;
+  s.accounts[account].keep = keep;
+  trim(s, spare(s));
+}
+
+// Events of the log since the reset, at most `most`; how many there are.
+int64_t tp_dense_events(int account, double* seconds, int64_t* bytes, int64_t most) {
+  auto& s = state();
+  std::lock_guard<std::mutex> guard(s.mutex);
+  const auto& log = s.accounts[account].log;
+  int64_t events = static_cast<int64_t>(log.size());
+  for (int64_t i = 0; i < std::min(events, most); ++i) {
+    seconds[i] = log[i].seconds;
+    bytes[i] = log[i].bytes;
+  }
+  return events;
+}
+
+// live: bytes of counted blocks; free: of runs kept for use; mapped, unmapped: so far.
+void tp_dense_totals(int64_t* live, int64_t* free, int64_t* mapped, int64_t* unmapped) {
+  auto& s = state();
+  std::lock_guard<std::mutex> guard(s.mutex);
+  *live = s.live_bytes;
+  *free = s.free_bytes;
+  *mapped = s.mapped;
+  *unmapped = s.unmapped;
+}
+
+// Addresses and sizes of the largest live blocks of an account that are at least LARGE; how many.
+int tp_dense_largest(int account, uint64_t* addresses, int64_t* sizes, int most) {
+  auto& s = state();
+  std::lock_guard<std::mutex> guard(s.mutex);
+  std::vector<std::pair<int64_t, uint64_t>> blocks;
+  for (const auto& [address, block] : s.live) {
+    if (block.epoch >= s.accounts[account].since) {
+      blocks.emplace_back(-static_cast<int64_t>(block.nbytes), address);
+    }
+  }
+  std::sort(blocks.begin(), blocks.end());
+  int found = std::min<int>(most, static_cast<int>(blocks.size()));
+  for (int i = 0; i < found; ++i) {
+    sizes[i] = -blocks[i].first;
+    addresses[i] = blocks[i].second;
+  }
+  return found;
+}
+
+// Who is asked for room, and from which thread alone (the caller's): others would wait for it.
+void tp_dense_ask(Ask ask) {
+  auto& s = state();
+  std::lock_guard<std::mutex> guard(s.mutex);
+  s.ask = ask;
+}
+
+void tp_dense_asks(int account, int asks) {
+  auto& s = state();
+  std::lock_guard<std::mutex> guard(s.mutex);
+  s.accounts[account].asks = asks != 0;
+  s.accounts[account].asker = pthread_self();
+}
+
+// For measurements: whether new runs ask for transparent huge pages.
+void tp_dense_huge(int huge) {
+  auto& s = state();
+  std::lock_guard<std::mutex> guard(s.mutex);
+  s.huge = huge != 0;
+}
+
+} // extern "C"

@@ -1,0 +1,171 @@
+"""PyTorch's CPU allocator while a pager is open: counts, caps and reuses dense blocks.
+
+The allocator is ``dense_allocator.cpp``; this is how Python reaches it. :func:`load` gives it, or
+``None`` where it cannot be had, and :func:`why_not` says why: then dense memory is measured by
+PyTorch's profiler (``dense_meter.py``) and not capped, as before there was one.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import threading
+import weakref
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from .allocator_build import NotBuiltError, library
+from .dense_meter import Timeline
+
+NO_LIMIT = -1
+_int, _long, _pointer = ctypes.c_int, ctypes.c_int64, ctypes.c_void_p
+_SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
+    "install": (_int, []),
+    "open": (_int, []),
+    "close": (None, [_int]),
+    "reset": (None, [_int, _int]),
+    "current": (_long, [_int]),
+    "peak": (_long, [_int]),
+    "limit": (None, [_int, _long, _long]),
+    "events": (_long, [_int, _pointer, _pointer, _long]),
+    "totals": (None, [_pointer] * 4),
+    "largest": (_int, [_int, _pointer, _pointer, _int]),
+    "asks": (None, [_int, _int]),
+    "ask": (None, [_pointer]),
+    "huge": (None, [_int]),
+}
+
+
+class Totals(NamedTuple):
+    """Bytes. ``live``: of blocks made while an account was open; ``free``: kept mapped to be used
+    again; ``mapped`` and ``unmapped``: asked of the system and given back to it, so far."""
+
+    live: int
+    free: int
+    mapped: int
+    unmapped: int
+
+
+class DenseAllocator:
+    """The library, which every CPU tensor of this process is made by from now on."""
+
+    def __init__(self, path: str) -> None:
+        loaded = ctypes.CDLL(path)
+        self.calls: dict[str, Any] = {}
+        for name, (result, arguments) in _SIGNATURES.items():
+            call = getattr(loaded, f"tp_dense_{name}")
+            call.restype, call.argtypes = result, arguments
+            self.calls[name] = call
+        if not self.calls["install"]():
+            raise NotBuiltError("another library has replaced PyTorch's CPU allocator")
+
+    def totals(self) -> Totals:
+        numbers = (ctypes.c_int64 * 4)()
+        at = ctypes.addressof(numbers)
+        self.calls["totals"](*(at + 8 * i for i in range(4)))
+        return Totals(*numbers)
+
+    def huge_pages(self, on: bool) -> None:
+        """Whether memory mapped from now on asks for transparent huge pages. For measurements."""
+        self.calls["huge"](int(on))
+
+
+class Account:
+    """Counts the blocks that are made after it was last reset, in all threads. Bytes are those that
+    PyTorch asked for. Raises ``NotBuiltError`` if too many accounts are open."""
+
+    def __init__(self, allocator: DenseAllocator) -> None:
+        self._calls = allocator.calls
+        self._number: int = self._calls["open"]()
+        if self._number < 0:
+            raise NotBuiltError("too many pagers are open")
+        self.close = weakref.finalize(self, self._calls["close"], self._number)
+
+    def reset(self, *, log: bool = False) -> None:
+        """Count from zero. ``log``: remember each change too, for :meth:`timeline`."""
+        if self.close.alive:
+            self._calls["reset"](self._number, int(log))
+
+    @property
+    def current(self) -> int:
+        return int(self._calls["current"](self._number)) if self.close.alive else 0
+
+    @property
+    def peak(self) -> int:
+        return int(self._calls["peak"](self._number)) if self.close.alive else 0
+
+    def limit(self, nbytes: int | None, *, keep: int) -> None:
+        """Cap what is counted, or not. What is freed stays mapped for reuse as long as it is, with
+        what is counted, at most ``keep`` bytes."""
+        if self.close.alive:
+            self._calls["limit"](self._number, NO_LIMIT if nbytes is None else nbytes, keep)
+
+    def timeline(self) -> Timeline:
+        """When (``time.perf_counter``), and how many bytes there were from then on."""
+        if not self.close.alive:
+            return np.empty(0), np.empty(0, np.int64)
+        events = self._calls["events"](self._number, None, None, 0)
+        seconds, levels = np.empty(events), np.empty(events, np.int64)
+        self._calls["events"](self._number, seconds.ctypes.data, levels.ctypes.data, events)
+        return seconds, levels
+
+    def largest(self, most: int) -> list[tuple[int, int]]:
+        """Address and bytes of the largest blocks that are counted, of 64 KiB or more."""
+        if not self.close.alive:
+            return []
+        addresses, sizes = np.empty(most, np.uint64), np.empty(most, np.int64)
+        count = self._calls["largest"](self._number, addresses.ctypes.data, sizes.ctypes.data, most)
+        return list(zip(addresses[:count].tolist(), sizes[:count].tolist()))
+
+
+class AllocatorMeter:
+    """As :class:`~.dense_meter.DenseMeter`: exact, of all threads, inside backward and beside any
+    profiler too."""
+
+    def __init__(self, account: Account) -> None:
+        self.account = account
+        self.timeline: Timeline = (np.empty(0), np.empty(0, np.int64))
+
+    def sample(self) -> None:
+        pass  # the allocator keeps its peak
+
+    def start(self) -> None:
+        self.timeline = np.empty(0), np.empty(0, np.int64)
+        self.account.reset(log=True)
+
+    def stop(self) -> int:
+        peak = self.account.peak
+        self.timeline = self.account.timeline()
+        self.account.reset()
+        return peak
+
+
+_loading = threading.Lock()
+_loaded: DenseAllocator | None = None
+_reason = ""
+
+
+def load() -> DenseAllocator | None:
+    """The allocator of this process, built and installed at the first call; ``None`` where that
+    is not possible. Any thread."""
+    global _loaded, _reason
+    with _loading:
+        if _loaded is None and not _reason:
+            try:
+                _loaded = DenseAllocator(os.fspath(library()))
+            except NotBuiltError as error:
+                _reason = str(error)
+            except (OSError, AttributeError) as error:  # built for another machine, or damaged
+                _reason = f"it cannot be loaded: {error}"
+        return _loaded
+
+
+def loaded() -> DenseAllocator | None:
+    """The allocator if this process has it already."""
+    return _loaded
+
+
+def why_not() -> str:
+    """Why :func:`load` gave ``None``; empty if it did not."""
+    return _reason
