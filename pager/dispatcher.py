@@ -33,6 +33,7 @@ _SPECIAL: dict[str, Callable[[Any, OpInfo, Any, dict[str, Any]], Any]] = {
     "resize": run_resize,
     "elementwise_list": run_elementwise_list,
     "composite": run_composite,
+    "noted_composite": run_composite,
     "like": run_like,
     "cast": run_cast,
 }

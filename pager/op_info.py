@@ -51,8 +51,9 @@ _LIKE = {
 
 
 class OpInfo(NamedTuple):
-    """``kind``: "plain", "view", "inplace_view", "resize", "elementwise_list", "composite", "like",
-    "cast". ``writes``: positions of the arguments that the op mutates; ``writes_named``: keyword
+    """``kind``: "plain", "view", "inplace_view", "resize", "elementwise_list", "composite",
+    "noted_composite" (autograd notes its views and writes as those of one op), "like", "cast".
+    ``writes``: positions of the arguments that the op mutates; ``writes_named``: keyword
     names of such."""
 
     kind: str
@@ -92,6 +93,9 @@ def describe(func: Any) -> OpInfo:
         kind = "resize"
     elif torch.Tag.inplace_view in func.tags:
         kind = "inplace_view"
+    elif _is_composite(func):  # before views: of these many copy when they must
+        noted = torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "ADInplaceOrView")
+        kind = "noted_composite" if noted else "composite"
     elif func in _VIEWS or (func.is_view and "copy" not in name):
         kind = "view"
     elif _is_elementwise_list(func):
@@ -100,8 +104,6 @@ def describe(func: Any) -> OpInfo:
         kind = "like"
     elif func is aten._to_copy.default:
         kind = "cast"
-    elif _is_composite(func):
-        kind = "composite"
     else:
         kind = "plain"
     return OpInfo(kind, tuple(writes), tuple(named))

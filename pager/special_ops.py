@@ -12,6 +12,10 @@ from .op_info import OpInfo
 from .page_lists import ListRun, knows_list
 from .paged_tensor import PagedTensor
 
+_COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
+_OF_MODES = torch._C.DispatchKey.Python, torch._C.DispatchKey.PythonTLSSnapshot
+_NOTING = torch._C.DispatchKey.ADInplaceOrView
+
 
 def run_elementwise_list(func: Any, info: OpInfo, args: Any, kwargs: dict[str, Any]) -> Any:
     """``_foreach_*``, ``_fused_*``, AMP's check: element by element, so that only one element's
@@ -60,9 +64,18 @@ def run_elementwise_list(func: Any, info: OpInfo, args: Any, kwargs: dict[str, A
 
 
 def run_composite(func: Any, info: OpInfo, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Reached without autograd (inference mode): decompose, so that views stay views."""
-    out = func.decompose(*args, **kwargs)
-    return run_dense(func, info, args, kwargs) if out is NotImplemented else out
+    """Reached whole without autograd (inference mode): PyTorch's own C++ takes it apart, so that
+    views stay views and copies are copies. (Its decompositions in Python round differently.)
+
+    It runs as if the dispatcher had not come here, with autocast and lazy conjugation, which are
+    off below a tensor subclass."""
+    with torch._C._RestorePythonTLSSnapshot():  # type: ignore[attr-defined]
+        if not torch._C._len_torch_dispatch_stack():  # a mode that is at work is not asked again
+            for key in _OF_MODES:
+                torch._C._dispatch_tls_set_dispatch_key_included(key, False)
+        if info.kind == "noted_composite":  # by the one who called
+            torch._C._dispatch_tls_set_dispatch_key_excluded(_NOTING, True)
+        return func._op_dk(_COMPOSITE, *args, **kwargs)
 
 
 def run_like(func: Any, info: OpInfo, args: Any, kwargs: dict[str, Any]) -> Any:

@@ -18,6 +18,7 @@ _DETACH = torch.ops.aten.detach.default
 _ALIAS = torch.ops.aten.alias.default
 _AS_STRIDED = torch.ops.aten.as_strided.default
 _T = torch.ops.aten.t.default
+_shares_memory = torch._C._is_alias_of  # type: ignore[attr-defined]
 
 
 def run_view(func: Any, info: OpInfo, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -33,9 +34,19 @@ def run_view(func: Any, info: OpInfo, args: Any, kwargs: dict[str, Any]) -> Any:
         return _alias(base)
     if func is _T and base.dim() == 2:  # of every linear's weight
         return _transposed(base)
-    out = func(meta_twin(base), *args[1:], **kwargs)
+    twin = meta_twin(base)
+    out = func(twin, *args[1:], **kwargs)
     if func is _AS_STRIDED:
         check_bounds(out, base._storage)
+    parts = out if type(out) in LISTS else [out]
+    shared = [_shares_memory(part, twin) for part in parts]
+    if not any(shared) and shared:  # a schema says "may alias"; this call copies
+        return run_dense(func, info, args, kwargs)
+    if not all(shared):
+        raise PagerError(
+            f"{func} of a PagedTensor gives views and copies at once; call .to_dense() for a plain "
+            "copy first"
+        )
     if type(out) in LISTS:
         return [like_geometry(base, item) for item in out]
     return like_geometry(base, out)

@@ -1,9 +1,11 @@
 """How hard the pager is pressed while an op runs, and how many samples each run gets."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+
+import torch
 
 import tensorpager as tp
 from tensorpager.pager.chaos import chaos, scattered
@@ -19,12 +21,19 @@ class Lane:
     so that every input is gathered and every result written back in parts.
 
     ``opened``: an iteration in which everything fits: ops are given weights as plain tensors.
+
+    ``inference``: the call runs in ``torch.inference_mode()``, in both worlds.
     """
 
     name: str
     chaos: bool = False
     scattered: bool = False
     opened: bool = False
+    inference: bool = False
+
+    def around(self, call: Callable[..., object]) -> Callable[..., object]:
+        """``call`` as it is made in this lane, in the plain world too."""
+        return torch.inference_mode()(call) if self.inference else call
 
     @contextmanager
     def on(self, pager: tp.Pager) -> Iterator[None]:
@@ -56,6 +65,7 @@ CHAOS = Lane("chaos", chaos=True)
 SCATTERED = Lane("scattered", scattered=True)
 BOTH = Lane("chaos+scattered", chaos=True, scattered=True)
 OPEN = Lane("open", opened=True)
+INFERENCE = Lane("inference", chaos=True, scattered=True, inference=True)
 
 LANES = (PLAIN, CHAOS, SCATTERED, BOTH) if FULL else (PLAIN, BOTH)
 

@@ -8,7 +8,7 @@ import torch
 from torch.testing._internal.common_modules import FunctionInput, ModuleInfo, module_db
 from torch.utils._pytree import tree_map
 
-from .lanes import LANES, OPEN
+from .lanes import FULL, INFERENCE, LANES, OPEN
 from .left_out import LAZY_MODULE
 from .test_backward import backward
 from .trials import SEED, Call, Trials, seed
@@ -33,7 +33,7 @@ def test_module(info: ModuleInfo, training: bool, pager, tally) -> None:
             pager.page_module(_lazy(info))
         return
     trials = Trials(pager, tally, "modules", f"{info.name}.{training=}", "float32")
-    trials.lanes = (*LANES, OPEN)
+    trials.lanes = (*LANES, OPEN, INFERENCE) if FULL or not training else (*LANES, OPEN)
     trials.compare(_samples(info, training), quick=2, full=None)
 
 
@@ -74,8 +74,9 @@ def _call(
             leaves = []
             args, kwargs = tree_map(lambda x: _copy(x, leaves), (inputs.args, inputs.kwargs))
         given = deepcopy((constructor.args, constructor.kwargs))
-        module = info.module_cls(*given[0], **given[1])
-        module = world.page_module(module.to(torch.float32).train(training))
+        with torch.inference_mode(False):  # as a model is made before it is used
+            module = info.module_cls(*given[0], **given[1])
+            module = world.page_module(module.to(torch.float32).train(training))
         result = module(*args, **kwargs)
         backward(result)
         return {

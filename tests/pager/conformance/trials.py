@@ -119,13 +119,14 @@ class Trials:
 
     def compare_one(self, index: int, lane: Lane, inputs: object, call: Call) -> None:
         recipe = Recipe(inputs, straddle=lane.scattered)
+        call = lane.around(call)
         plain = attempt(call, recipe.plain())
         try:
             with lane.on(self.pager):
                 paged = attempt(call, recipe.paged(self.pager))
                 found = outcome_difference(plain, paged, values=not self.left_out)
                 if self.after and plain.error is None and not found:
-                    found = self._after_difference(plain, paged)
+                    found = self._after_difference(plain, paged, lane)
         except Exception as error:
             paged = Outcome(World(), error=error)
             found = f"the comparison raised {_said(paged)}"
@@ -153,9 +154,10 @@ class Trials:
                 f"{self.suite} {self.name} {self.dtype}:\n" + "\n".join(shown)
             ) from self.cause
 
-    def _after_difference(self, plain: Outcome, paged: Outcome) -> str | None:
+    def _after_difference(self, plain: Outcome, paged: Outcome, lane: Lane) -> str | None:
+        after = lane.around(self.after)
         outcomes = [
-            attempt(lambda world, result=outcome.result: self.after(result), outcome.world)
+            attempt(lambda world, result=outcome.result: after(result), outcome.world)
             for outcome in (plain, paged)
         ]
         found = outcome_difference(*outcomes)
