@@ -102,6 +102,9 @@ class DeviceBudget:
         dense bytes together cannot exceed the minimum, whatever the dense peak turns out to be."""
         if not self.metering:
             return
+        if not self.residency.turns.is_home():  # an op of no iteration
+            self.log_frames()
+            return
         frames = max(1, self.residency.largest_need)
         if self.fixed_reserve is None and not self._stuck and frames < self.residency.pool.count:
             try:

@@ -27,6 +27,7 @@ def run_quickly(func: Any, args: Any) -> Any:
     """``run_dense`` for the commonest case: an op that only reads tensors of one pager, all of them
     on the device with their dense views at hand. ``NOT_QUICK``, and nothing done, otherwise."""
     paged: list[PagedTensor] = []
+    views: list[torch.Tensor] = []
     runs: list[PageRun] = []
     plain = []
     pager = None
@@ -49,6 +50,7 @@ def run_quickly(func: Any, args: Any) -> Any:
             if run not in runs:
                 runs.append(run)
             paged.append(value)
+            views.append(view)
             plain.append(view)
         elif kind in LISTS and any(type(item) is PagedTensor for item in value):
             return NOT_QUICK
@@ -58,9 +60,10 @@ def run_quickly(func: Any, args: Any) -> Any:
         return NOT_QUICK
     pager.pin(runs)
     try:
-        for tensor in paged:
+        for tensor, view in zip(paged, views):
             run = tensor._storage.run
-            if tensor._view_generation != run.generation:  # it moved just before it was pinned
+            # It moved just before it was pinned; another thread may have made a view since.
+            if tensor._view is not view or tensor._view_generation != run.generation:
                 if run.base < 0:
                     return NOT_QUICK
                 plain = [direct_view(t) if type(t) is PagedTensor else t for t in args]

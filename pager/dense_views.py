@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -42,13 +42,18 @@ def dense_view(tensor: PagedTensor, address: int) -> torch.Tensor:
     return view
 
 
-def withdraw(tensors: Iterable[PagedTensor], views: Iterable[torch.Tensor]) -> None:
+def withdraw(tensors: Sequence[PagedTensor], views: Iterable[torch.Tensor]) -> None:
     """Take the memory from ``views`` of ``tensors``: after an error the frames of its traceback
     hold them, and a debugger may print them when the arena is gone."""
-    for tensor in tensors:
-        tensor._view = None
-    for view in views:
-        view.set_()  # type: ignore[call-overload]
+    if not tensors:
+        return
+    with tensors[0]._storage.pager.lock:
+        for tensor in tensors:
+            tensor._view = None
+        if any(tensor._storage.run.pins > 1 for tensor in tensors):
+            return  # other threads may be using the same views
+        for view in views:
+            view.set_()  # type: ignore[call-overload]
 
 
 @contextmanager

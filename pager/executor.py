@@ -52,7 +52,7 @@ class Executor:
         self.lock = lock
         self.watch = migration.watch
         self.transfers = transfers
-        self.paused = False
+        self.paused = 0  # by so many, each in :meth:`quiet`
         self.closing = False
         self.error: BaseException | None = None
         self.late = self.faults = 0
@@ -60,7 +60,7 @@ class Executor:
         self._migration = migration
         self._names = names
         self._changed = threading.Condition(lock)  # for the training thread
-        self._waiting = False
+        self._waiting = 0  # so many threads
         lanes = _LANES if residency.backend.host_addressable else 1  # one staging buffer
         self._outs = {tier: Channel(self, tier, is_out=True, lanes=lanes) for tier in TIERS}
         self._ins = {tier: Channel(self, tier, is_out=False, lanes=lanes) for tier in TIERS}
@@ -172,7 +172,7 @@ class Executor:
         the disk does not return."""
         if not any(channel.can_progress() for channel in self.channels):
             return False
-        self._waiting = True
+        self._waiting += 1
         deadline = time.monotonic() + _WATCHDOG_SECONDS
         patience = Patience(self.watch)
         try:
@@ -187,20 +187,21 @@ class Executor:
                         f"no page moved for {_WATCHDOG_SECONDS:g} s: {self.describe()}"
                     )
         finally:
-            self._waiting = False
+            self._waiting -= 1
         return True
 
     @contextmanager
     def quiet(self) -> Iterator[None]:
         """Inside, no planned move is under way and none begins."""
-        self.paused = True
+        self.paused += 1
         try:
             while any(channel.busy for channel in self.channels):
                 self.wait()
             yield
         finally:
-            self.paused = False
-            self.kick()
+            self.paused -= 1
+            if not self.paused:
+                self.kick()
 
     def drain(self) -> None:
         """Wait until everything queued has been done, or cannot be; what is left is forgotten."""
@@ -218,12 +219,12 @@ class Executor:
         self.kick(besides=channel)
         channel.blocked = False
         if self._waiting:
-            self._changed.notify()
+            self._changed.notify_all()
 
     def nothing_to_wait_for(self) -> None:
         """A channel cannot go on; nor may the training thread, if it was the last."""
         if self._waiting:
-            self._changed.notify()
+            self._changed.notify_all()
 
     def let_go(self) -> None:
         """Runs are not in use any more, so they may make way for those that wait for a window."""

@@ -116,14 +116,15 @@ class Follower:
         executor, residency = self.executor, self._pager.residency
         if self._in_state is not guide:
             executor.drain()
-            if residency.pinned_pages():
-                self._leave()
-                return False
-            try:
-                missing = reconcile(residency, self.names, guide)
-            except (TierFull, PagerError):
-                self._leave()
-                return False
+            with executor.quiet():  # other threads may have read ahead since
+                if residency.pinned_pages():
+                    self._leave()
+                    return False
+                try:
+                    missing = reconcile(residency, self.names, guide)
+                except (TierFull, PagerError):
+                    self._leave()
+                    return False
             executor.births = guide.births
             executor.issue(missing, ())
         self.guide, self._expected = guide, guide.keys
@@ -180,7 +181,7 @@ class Follower:
         """An access by itself, until :meth:`stream_ended`: a stream through ``runs`` that fills
         ``frames`` at once. Where a plan is followed it has them free for ``space``, or soon."""
         log = self.log
-        if log is None:
+        if log is None or not self._pager.turns.is_home():
             return None
         keys = [(self._key_of(run, log), written) for run, written in zip(runs, write)]
         self._accessed(log, (self.names.of_stream(keys),))
@@ -233,13 +234,13 @@ class Follower:
 
     def stalled(self, seconds: float, *, own: bool = False) -> None:
         """The access that began last has waited; ``own``: a stream, for pages of its slabs."""
-        if self.log is not None and self.log.keys:
+        if self.log is not None and self.log.keys and self._pager.turns.is_home():
             where = len(self.log.keys) - 1
             for stalls in (self.log.stalls, self.log.own_stalls)[: 1 + own]:
                 stalls[where] = stalls.get(where, 0.0) + seconds
 
     def wrote(self, run: PageRun) -> None:
-        if self.log is not None:
+        if self.log is not None and self._pager.turns.is_home():
             self.log.writes.append((len(self.log.keys) - 1, run.key))
 
     def _died(self, run: PageRun, clock: int) -> None:

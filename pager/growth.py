@@ -48,4 +48,5 @@ def _grow_tier(pager: Pager, tier: str, nbytes: int) -> None:
         )
     else:
         pager.budget.bytes = nbytes
-        pager.budget.place()
+        with pager.quiet():
+            pager.budget.place()

@@ -101,7 +101,7 @@ def linear_in_slabs(inputs: torch.Tensor, weight: PagedTensor, bias: Any = None)
     inputs, dtype, bias = _as_autocast_has_it(inputs, weight, bias)
     if not _go_together(inputs, weight, dtype, bias):
         return NotImplemented
-    if weight._storage.pager.budget.metering:
+    if weight._storage.pager.metering_this():
         _note_whole_need(inputs, weight, bias)
     flat = _plain(inputs).reshape(-1, weight.size(1))
     one_each = bias is None or tuple(bias.shape) == (weight.size(0),)
@@ -313,10 +313,9 @@ def _weight_grad(grad: torch.Tensor, x: torch.Tensor, weight: PagedTensor) -> Pa
                 continue
             for first, stop in slab.blocks():
                 slab.store(first, stop, grad[:, first:stop].t().mm(x))
-    budget = pager.budget
-    if budget.metering:  # whole, it would be dense
+    if pager.metering_this():  # whole, it would be dense
         pages, nbytes = weight._storage.run.count, like.numel() * like.dtype.itemsize
-        budget.whole_needs.note(
+        pager.budget.whole_needs.note(
             pages,
             dense_bytes=_own_dense_bytes(weight),
             more_dense=nbytes,

@@ -80,7 +80,7 @@ def write(pager: Pager, storage: PagedStorage, source: torch.Tensor) -> None:
     except InfeasibleBudget:  # larger than what others have left of the arena
         _write_in_parts(pager, storage, source)
         return
-    if not pager.budget.metering:
+    if pager.turns.is_home() and not pager.budget.metering:
         residency.largest_need = need  # it could do with less, in parts
     try:
         pager.will_write(run)

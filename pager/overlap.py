@@ -142,7 +142,7 @@ class Overlap:
         """Post-accumulate hook: update ``parameter`` and drop its gradient, if that is allowed.
         ``False``, and nothing done, if it is left to ``step()``."""
         place = self._places.get(id(parameter))
-        if place is None or not self.pager._inside or self.pager.fits:
+        if place is None or self.pager.fits or not self.pager.in_iteration():
             return False
         optimizer = place.optimizer()
         early = getattr(optimizer, "_tp_early", None)

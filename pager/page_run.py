@@ -154,7 +154,8 @@ def _has_to_be_whole(pager: Pager, tensors: Iterable[Any]) -> bool:
     pages = sum(run.count for run in runs)
     if fits(pager, pages):
         return True
-    pager.budget.whole_needs.note(pages)
+    if pager.metering_this():
+        pager.budget.whole_needs.note(pages)
     return False
 
 

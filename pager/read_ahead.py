@@ -50,13 +50,15 @@ def reading_ahead(pager: Pager) -> Iterator[ReadAhead]:
         return
     executor = _own_executor(pager)
     ahead = ReadAhead(pager, executor)
-    pager.residency.streams.append(executor)
+    with pager.lock:
+        pager.residency.streams.append(executor)
     try:
         yield ahead
     finally:
-        _end(pager, executor)
-        ahead.forget()
-        pager.residency.streams.remove(executor)
+        with pager.lock:
+            _end(pager, executor)
+            ahead.forget()
+            pager.residency.streams.remove(executor)
 
 
 def _own_executor(pager: Pager) -> Executor:

@@ -34,6 +34,7 @@ from .page_table import BLANK, DIRTY, Int32, PageTable
 from .parts import Parts, held_pages
 from .ranks import about_share, ranks_sharing
 from .space import PageRun, Space, generations
+from .turns import Crowded, Pin, Turns
 
 if TYPE_CHECKING:
     from .executor import Executor
@@ -79,12 +80,14 @@ class Residency:
         backend: Backend,
         frames: int,
         page_size: int,
+        turns: Turns,
     ) -> None:
         self.table = table
         self.space = space
         self.migration = migration
         self.backend = backend
         self.page_size = page_size
+        self.turns = turns
         self.pool = FramePool(frames)
         self.tick = 0
         self.ages: npt.NDArray[np.int64] = np.zeros(1024, np.int64)
@@ -138,6 +141,8 @@ class Residency:
             self.check_need(runs)
             for run in sorted(runs, key=lambda run: -run.count):
                 if run.base < 0 and not self._is_scattered(run):
+                    if run.pins > 1 and self._is_there(run):
+                        continue  # in scattered frames, and another op reads them there
                     try:
                         self._bring(run, runs)
                     except TierFull:
@@ -156,7 +161,10 @@ class Residency:
 
     def _is_scattered(self, run: PageRun) -> bool:
         """In frames already, just not consecutive, and to be left so."""
-        return self.scattered and bool((self._frames_of(run) >= 0).all())
+        return self.scattered and self._is_there(run)
+
+    def _is_there(self, run: PageRun) -> bool:
+        return bool((self._frames_of(run) >= 0).all())
 
     def _frames_of(self, run: PageRun) -> Int32:
         return self.table.frame[run.first : run.first + run.count]
@@ -168,8 +176,13 @@ class Residency:
         return whole + self.parts.count(besides)
 
     def check_need(self, runs: Sequence[PageRun]) -> None:
-        """Room for ``runs`` beside all that is pinned."""
-        need = sum(run.count for run in runs) + self.pinned_pages(runs)
+        """Room for ``runs`` beside all that is pinned. ``Crowded`` if there would be, were it not
+        for the pins of other threads."""
+        whole = sum(run.count for run in runs)
+        together = need = whole + self.pinned_pages(runs)
+        mine = self.turns.mine()
+        if mine is not None:
+            need = whole + _pages_in(mine, runs)
         if need > self.pool.count and not self.make_room(need):
             minimum = self.minimum_bytes(need)
             raise InfeasibleBudget(
@@ -178,17 +191,34 @@ class Residency:
                 f"{minimum} bytes.{about_share('device', self.backend.device.type)}",
                 minimum=minimum * ranks_sharing("device", self.backend.device.type),
             )
-        self.largest_need = max(self.largest_need, need)
+        if together > self.pool.count:
+            raise Crowded(self._refusal_beside(need, together))
+        if self.turns.is_home():
+            self.largest_need = max(self.largest_need, need)
+
+    def _refusal_beside(self, need: int, together: int) -> InfeasibleBudget:
+        minimum = self.minimum_bytes(together)
+        return InfeasibleBudget(
+            f"one operation needs {need} pages of {self.page_size} bytes on the device at once "
+            f"beside {together - need} that other threads have pinned, the arena has "
+            f"{self.pool.count}, and none of these threads gives any back; raise device_budget to "
+            f"at least {minimum} bytes, or end their pins before."
+            f"{about_share('device', self.backend.device.type)}",
+            minimum=minimum * ranks_sharing("device", self.backend.device.type),
+        )
 
     # -- streams (``slabs.py``) ------------------------------------------------------------------
     @contextmanager
     def still(self) -> Iterator[None]:
         """Inside, no stream's own channel moves a page (those of plans: ``Executor.quiet``), and no
         weight is open."""
-        self.let_go()
         with ExitStack() as stack:
-            for stream in self.streams:
-                stack.enter_context(stream.quiet())
+            quiet: list[Executor] = []
+            # Waiting for one gives the lock away: another thread may begin a stream meanwhile.
+            while fresh := [stream for stream in self.streams if stream not in quiet]:
+                quiet.append(fresh[0])
+                stack.enter_context(fresh[0].quiet())
+            self.let_go()
             yield
 
     def spent(self, run: PageRun) -> None:
@@ -588,3 +618,14 @@ class Residency:
             if len(resident):
                 self._give_back(self.table.unplace(resident))
             self.space.forget(run)
+
+
+def _pages_in(pins: Sequence[Pin], besides: Sequence[PageRun]) -> int:
+    """Pages that ``pins`` hold, each counted once, but for runs among ``besides``."""
+    held = {run: pages for run, pages in pins if pages is None and run not in besides}
+    parts: dict[PageRun, list[Int32]] = {}
+    for run, pages in pins:
+        if pages is not None and run not in held and run not in besides:
+            parts.setdefault(run, []).append(pages)
+    single = sum(len(np.unique(np.concatenate(pages))) for pages in parts.values())
+    return sum(run.count for run in held) + single

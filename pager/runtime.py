@@ -9,6 +9,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from threading import get_ident
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
@@ -54,6 +55,7 @@ from .residency import Residency
 from .settling import Settling
 from .space import PagedStorage, PageRun, Space
 from .stats import snapshot
+from .turns import Turns
 from .watch import IterationListener, Watcher
 
 _MAX_REACH = 1 << 45  # bytes of address space; no page of it costs memory before it is used
@@ -120,16 +122,18 @@ class Pager:
         self.io_watch = IoWatch(check_timeout(io_timeout))
         self._open_tiers(given, verify=verify)
         name_pages(self)
+        self.lock = threading.RLock()
+        self.turns = Turns(self.lock, self.space.runs)
         self.residency = Residency(
-            self.table, self.space, self.migration, self.backend, given.frames, self.page_size
-        )
+            self.table, self.space, self.migration, self.backend, given.frames, self.page_size,
+            self.turns,
+        )  # fmt: skip
         budget = given.budget_bytes["device"]
         self.budget = DeviceBudget(
             budget, self.page_size, given.reserve, self.residency, self.backend
         )
         self.saved = SavedTensors(self)
         self.images = Images()
-        self.lock = threading.RLock()
         self.stepping = False
         self.after_op: Callable[[], None] | None = None
         self.watch: Watcher | None = None
@@ -288,6 +292,8 @@ class Pager:
         if self._inside:
             raise PagerError("iteration() is already running; iterations do not nest")
         self._inside = True
+        with self.lock:
+            self.turns.move_home()
         self.metrics.begin()
         self._count_buffers()
         self._settling.begin()
@@ -335,6 +341,11 @@ class Pager:
         self.overlap.end(ok)
         if self.follower is not None and ok:
             self.follower.warn()
+
+    def in_iteration(self) -> bool:
+        """Whether what this thread does now belongs to an iteration: in the thread that began it,
+        and in autograd's own that do its backward passes."""
+        return self._inside and self.turns.is_home()
 
     def note_shapes(self, module: Any, args: Any, kwargs: Any) -> None:
         """Shapes that this model never ran on are metered again: they may need more."""
@@ -535,12 +546,15 @@ class Pager:
         if self.closed_reason is not None:
             self.check_open()
         with self.lock:
+            if get_ident() != self.turns.home:
+                self._pin_beside(runs)
+                return
             if self.watch is not None:
                 self.watch.pinning(runs)
             follower, residency = self.follower, self.residency
             if follower is not None and follower.log is not None:
                 follower.pinning(runs)
-            if not self.budget.metering:
+            if not (self.budget.metering or self.turns.queue):
                 for run in runs:
                     if run.base < 0:
                         break
@@ -549,39 +563,82 @@ class Pager:
                         run.pins += 1
                         residency.touch(run)
                     return
-            start = time.perf_counter()
-            moved = self.migration.bytes_in + self.migration.bytes_out
+            self._bring(runs)
+
+    def _pin_beside(self, runs: Sequence[PageRun]) -> None:
+        """The same in another thread than the one whose iteration runs or ran last. Only what
+        autograd does for the iteration on threads of its own is known to it."""
+        turns, follower = self.turns, self.follower
+        own = turns.is_home()
+        if self.watch is not None and (own or not self._inside):
+            self.watch.pinning(runs)
+        if own and follower is not None and follower.log is not None:
+            follower.pinning(runs)
+        metering = own and self.budget.metering
+        if metering or turns.queue or any(run.base < 0 for run in runs):
+            self._bring(runs)
+            return
+        turns.took([(run, None) for run in runs])
+        for run in runs:
+            run.pins += 1
+            self.residency.touch(run)
+
+    def _bring(self, runs: Sequence[PageRun]) -> None:
+        """Pin ``runs``, which are not all on the device, when this thread's turn comes."""
+        follower, turns = self.follower, self.turns
+        pins = None if get_ident() == turns.home else [(run, None) for run in runs]
+
+        def attempt() -> None:
+            if pins is not None:
+                turns.took(pins)
             try:
                 if follower is None:
-                    residency.pin(runs)
+                    self.residency.pin(runs)
                 else:
                     follower.pin(runs)
-                self.budget.log_frames()
-            finally:
-                seconds = time.perf_counter() - start
-                self.stall_us += seconds * 1e6
-                if follower is not None:
-                    waited = moved != self.migration.bytes_in + self.migration.bytes_out
-                    follower.stalled(seconds if waited else 0.0)
+            except BaseException:
+                if pins is not None:
+                    turns.left(pins)
+                raise
+
+        start = time.perf_counter()
+        moved = self.migration.bytes_in + self.migration.bytes_out
+        try:
+            turns.take(attempt)
+            self.budget.log_frames()
+        finally:
+            seconds = time.perf_counter() - start
+            self.stall_us += seconds * 1e6
+            if follower is not None:
+                waited = moved != self.migration.bytes_in + self.migration.bytes_out
+                follower.stalled(seconds if waited else 0.0)
+
+    def metering_this(self) -> bool:
+        """Whether the iteration is metered that the ops of this thread belong to."""
+        return self.budget.metering and self.turns.is_home()
 
     @contextmanager
     def quiet(self) -> Iterator[None]:
         """Under the lock, with no page moving but by the caller."""
-        with self.lock, self.residency.still():
-            if self.follower is None:
-                yield
-            else:
-                with self.follower.executor.quiet():
-                    yield
+        with self.lock, ExitStack() as stack:
+            if self.follower is not None:
+                stack.enter_context(self.follower.executor.quiet())
+            stack.enter_context(self.residency.still())
+            yield
 
     def unpin(self, runs: Sequence[PageRun]) -> None:
         """End of what :meth:`pin` began."""
         with self.lock:
             for run in runs:
                 run.pins -= 1
+            turns = self.turns
+            if get_ident() != turns.home:
+                turns.left([(run, None) for run in runs])
+            elif turns.queue:
+                turns.unpinned()
             if self.watch is not None:
                 self.watch.unpinned(runs)
-            if self.follower is not None and self.follower.guide is not None:
+            if self.follower is not None and self.follower.guide is not None and turns.is_home():
                 self.follower.unpinned()
             if self.after_op is not None:
                 self.after_op()
@@ -595,7 +652,7 @@ class Pager:
             self.follower.wrote(run)
         if run.settled:
             return
-        if run.kind == "parameter" and self._inside and not self.stepping:
+        if run.kind == "parameter" and not self.stepping and self.in_iteration():
             self.budget.check()
         with self.lock:
             self.residency.written(run)
@@ -616,13 +673,15 @@ class Pager:
         """The bytes of a pinned run in scattered frames as one dense tensor, uint8."""
         self.gathers += 1
         out = torch.empty(run.count * self.page_size, dtype=torch.uint8, device=self.device)
-        frames = self.table.device_frames(run.first, run.count)
+        with self.lock:
+            frames = self.table.device_frames(run.first, run.count)
         gather_pages(self.residency.arena, frames, out, self.page_size)
         return out
 
     def scatter(self, run: PageRun, source: torch.Tensor) -> None:
         """Write ``source`` (as :meth:`gather` gave it) back into the frames."""
-        frames = self.table.device_frames(run.first, run.count)
+        with self.lock:
+            frames = self.table.device_frames(run.first, run.count)
         scatter_pages(source, frames, self.residency.arena, self.page_size)
 
     def part(

@@ -37,7 +37,7 @@ class Settling:
             module.training,
             tuple((t.shape, t.dtype) for t in tensors),
         )
-        if key in self._shapes or not self._pager._inside:
+        if key in self._shapes or not self._pager.in_iteration():
             return
         self._fresh_shapes.add(key)
         if self._pager.budget.settled:
@@ -51,7 +51,8 @@ class Settling:
             pager.opened.close()
             if pager.follower is not None:
                 pager.follower.pause()
-        pager.budget.start()
+            with pager.quiet():
+                pager.budget.start()
 
     def settle(self) -> None:
         """End of a metered iteration: place the border, and keep things dense if all fits."""
@@ -67,7 +68,13 @@ class Settling:
             frames = residency.pool.count
             roomy = pager.fits and 4 * (arena + transient + dense) <= 3 * budget.bytes
             extra = transient if pager.fits else pager.overlap.extra_dense()
-            budget.settle(extra, roomy=roomy)
+            with pager.quiet():
+                budget.settle(extra, roomy=roomy)
+            least = budget.dense_peak if budget.fixed_reserve is None else budget.fixed_reserve
+            if budget.reserve < least:  # pins of other threads were in the way
+                pager.turns.alone()
+                with pager.quiet():
+                    budget.place(extra, roomy=roomy)
             if pager.follower is not None and residency.pool.count != frames:
                 pager.follower.arena_resized()
         pager.saved.dense_allowance = transient if pager.fits else 0

@@ -14,6 +14,7 @@ of what is written become void as they do for other writes.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
@@ -108,32 +109,55 @@ def _pin(
     for pages in wanted:
         if pages.storage.pager is not pager:
             raise PagerError("the pages are of another Pager; use the tensor's own, tensor.pager")
+    held, turns = pager.residency.parts, pager.turns
+
+    def attempt() -> None:
+        if threading.get_ident() != turns.home:
+            turns.took(parts)
+        try:
+            if pager.metering_this() or not held.has(parts):
+                with pager.quiet():
+                    held.pin(parts, streamed=streamed)
+            else:
+                held.hold(parts, streamed=streamed)
+        except BaseException:
+            if threading.get_ident() != turns.home:
+                turns.left(parts)
+            raise
+
     with pager.lock:
-        held = pager.residency.parts
-        if pager.budget.metering or not held.has(parts):
-            with _stalled(pager, own=streamed), pager.quiet():
-                held.pin(parts, streamed=streamed)
+        if turns.queue or pager.metering_this() or not held.has(parts):
+            with _stalled(pager, own=streamed):
+                turns.take(attempt)
         else:
-            held.hold(parts, streamed=streamed)
+            attempt()
         try:
             for pages, one in zip(wanted, parts):
                 if pages.write:
                     _will_write(pager, one)
         except BaseException:
-            held.unpin(parts)
+            _let_go(pager, parts)
             raise
         return [pager.table.frame[one.pages] for one in parts]
 
 
+def _let_go(pager: Pager, parts: Sequence[Part]) -> None:
+    pager.residency.parts.unpin(parts)
+    if threading.get_ident() != pager.turns.home:
+        pager.turns.left(parts)
+    else:
+        pager.turns.unpinned()
+
+
 def _unpin(pager: Pager, parts: Sequence[Part]) -> None:
     with pager.lock:
-        pager.residency.parts.unpin(parts)
+        _let_go(pager, parts)
         if pager.after_op is not None and pager.closed_reason is None:
             pager.after_op()
 
 
 def _will_write(pager: Pager, part: Part) -> None:
-    if part.run.kind == "parameter" and pager._inside and not pager.stepping:
+    if part.run.kind == "parameter" and not pager.stepping and pager.in_iteration():
         pager.budget.check()
     part.run.writes += 1
     pager.residency.parts.written(part)
@@ -197,7 +221,7 @@ def stream(
                     ahead.leave(brought)
                 wanted, upcoming = upcoming, None if upcoming is None else next(todo, None)
         finally:
-            if pager.budget.metering and not noted:
+            if pager.metering_this() and not noted:
                 _note_whole_need(pager, first, began)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -56,11 +57,7 @@ def _alias(base: PagedTensor) -> PagedTensor:
     """What autograd makes of each saved parameter: the same, with the dense view at hand."""
     with torch._C.DisableTorchFunctionSubclass():
         twin = like_geometry(base, base)
-        view = base._view
-        if view is not None and base._view_generation == base._storage.run.generation:
-            with torch.inference_mode(False):  # it is kept, and training will write to it
-                twin._view = view.detach()
-            twin._view_generation = base._view_generation
+        _share_view(base, twin, torch.Tensor.detach)
         return twin
 
 
@@ -78,14 +75,33 @@ def _transposed(base: PagedTensor) -> PagedTensor:
     if base._saved is not None:
         twin._saved = base._saved
     if base._storage.run.base >= 0:
-        view = direct_view(base)
+        _share_view(base, twin, torch.Tensor.t, make=True)
+    return twin
+
+
+def _share_view(
+    base: PagedTensor,
+    twin: PagedTensor,
+    derive: Callable[[torch.Tensor], torch.Tensor],
+    *,
+    make: bool = False,
+) -> None:
+    """``twin`` gets the dense view that ``base`` has, or that is made. Under the lock: nothing is
+    pinned here, and another thread may have the pages moved."""
+    with base._storage.pager.lock:
+        run = base._storage.run
+        if make and run.base >= 0:
+            view: torch.Tensor | None = direct_view(base)
+        else:
+            view = base._view if base._view_generation == run.generation else None
+        if view is None:
+            return
         if torch.is_inference_mode_enabled():  # it is kept, and training will write to it
             with torch.inference_mode(False):
-                twin._view = view.t()
+                twin._view = derive(view)
         else:
-            twin._view = view.t()
-        twin._view_generation = base._view_generation
-    return twin
+            twin._view = derive(view)
+        twin._view_generation = run.generation
 
 
 def run_inplace_view(func: Any, info: OpInfo, args: Any, kwargs: dict[str, Any]) -> Any:
