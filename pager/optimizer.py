@@ -152,6 +152,32 @@ class PagedOptimizer:
             page_state(self._tp_pager, state)
 
 
+def unwrapped(optimizer: Any) -> torch.optim.Optimizer:
+    """The optimizer that steps: what ``optimizer`` wraps, as accelerate's does, or itself.
+
+    Raises ``TypeError`` for what is no optimizer, or never was initialised as one.
+    """
+    inner = optimizer
+    while not hasattr(inner, "_optimizer_step_pre_hooks"):
+        if not isinstance(getattr(inner, "optimizer", None), torch.optim.Optimizer):
+            raise TypeError(
+                f"{type(optimizer).__name__} is no torch.optim.Optimizer that was initialised, nor "
+                "a wrapper with one in its attribute 'optimizer'; pass pager.optimizer() the "
+                "optimizer itself, before it is wrapped"
+            )
+        inner = inner.optimizer
+    return inner  # type: ignore[no-any-return]
+
+
+def refresh_wrapper(wrapper: Any) -> None:
+    """accelerate's wrapper keeps the ``step`` of what it wraps, for its GradScaler; unpickling it
+    looks it up anew."""
+    while not hasattr(wrapper, "_optimizer_step_pre_hooks"):
+        if hasattr(wrapper, "_optimizer_original_step_method"):
+            wrapper.__setstate__(wrapper.__getstate__())
+        wrapper = wrapper.optimizer
+
+
 def page_optimizer(
     pager: Pager, optimizer: torch.optim.Optimizer, chosen: Format | None = None
 ) -> None:
@@ -179,8 +205,10 @@ def page_optimizer(
     paged_kind = type(f"Paged{kind.__name__}", (PagedOptimizer, kind), {})
     paged_kind.step = torch.optim.Optimizer.profile_hook_step(paged_kind.step)  # type: ignore[attr-defined]
     paged_kind.step.hooked = True  # type: ignore[attr-defined]
-    # A scheduler made before has put its wrapper of the plain step on the object.
-    if hasattr(optimizer.__dict__.get("step"), "_wrapped_by_lr_sched"):
+    # A scheduler made before has put its wrapper of the plain step on the object, and accelerate
+    # the plain step itself.
+    own = optimizer.__dict__.get("step")
+    if hasattr(own, "_wrapped_by_lr_sched") or getattr(own, "__func__", None) is kind.step:
         del optimizer.step
     paged_kind.step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
     optimizer.__class__ = paged_kind

@@ -43,6 +43,7 @@ from .follower import Follower
 from .fused_states import Format
 from .host import HostTier
 from .images import Images
+from .meta_buffers import fill_buffers
 from .metrics.publisher import Metrics
 from .migration import Migration
 from .open_weights import OpenWeights, backward_is_over
@@ -209,8 +210,11 @@ class Pager:
 
         Parameters on the meta device become pages with undefined values: build a model that is
         larger than memory under ``torch.device("meta")``, page it, then initialise it. Buffers stay
-        dense. Gradients are kept as pages. Tied parameters stay tied, frozen ones frozen; an
-        optimizer made before is given the paged parameters by :meth:`optimizer`.
+        dense. Those on the meta device are set by the ``reset_parameters()`` of their module or an
+        ``_init_weights(module)`` of the model; a warning names those that are left and are in no
+        checkpoint, and calling their module raises ``PagerError``. Gradients are kept as pages.
+        Tied parameters stay tied, frozen ones frozen; an optimizer made before is given the paged
+        parameters by :meth:`optimizer`.
 
         Raises ``TierFull`` before anything is moved if all tiers together cannot hold them.
         """
@@ -220,16 +224,21 @@ class Pager:
         need = bytes_in_pages(self, dense)
         check_capacity(self, need, f"the parameters of {type(model).__name__}")
         with torch.no_grad():
+            fill_buffers(self, model)
             _module.page_module(self, model)
-        for buffer in model.buffers():
-            if buffer.device.type == self.device.type and type(buffer) is not PagedTensor:
-                memory = buffer.untyped_storage()
-                self.saved.skip[memory._cdata] = StorageWeakRef(memory), memory.nbytes()
-        self._count_buffers()
+        self.note_buffers(model)
         if not any(known() is model for known in self.models):
             self.models.append(weakref.ref(model))
             model.register_forward_pre_hook(_module.ShapeHook(self), with_kwargs=True)
         return model
+
+    def note_buffers(self, module: torch.nn.Module) -> None:
+        """Buffers stay dense: they count beside the pages, and are not copied into these."""
+        for buffer in module.buffers():
+            if buffer.device.type == self.device.type and type(buffer) is not PagedTensor:
+                memory = buffer.untyped_storage()
+                self.saved.skip[memory._cdata] = StorageWeakRef(memory), memory.nbytes()
+        self._count_buffers()
 
     def _count_buffers(self) -> None:
         self.saved.forget()
@@ -270,14 +279,18 @@ class Pager:
         ``"master"``. It is what is updated, and the parameter is rounded from it. States are fp32
         then, unless said otherwise. What is written to a parameter by hand is taken over.
 
+        A wrapper, such as ``Accelerator.prepare`` gives, goes on working; what it wraps is paged.
+
         Raises ``TypeError`` for LBFGS, which needs all parameters at once, and for ``states`` or
         ``master_weights`` with other classes; ``ValueError`` for unknown ``states``.
         """
         self.check_open()
         chosen = Format(states, master_weights)
-        _optimizer.page_optimizer(self, optimizer, chosen)
-        self.optimizers.append(weakref.ref(optimizer))
-        self.overlap.switch(optimizer, overlap)
+        inner = _optimizer.unwrapped(optimizer)
+        _optimizer.page_optimizer(self, inner, chosen)
+        _optimizer.refresh_wrapper(optimizer)
+        self.optimizers.append(weakref.ref(inner))
+        self.overlap.switch(inner, overlap)
         return optimizer
 
     # -- training --------------------------------------------------------------------------------

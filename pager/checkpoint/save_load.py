@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from ..errors import PagerError
+from ..meta_buffers import warn_of_empty
 from ..paged_tensor import PagedTensor
 from .optimizer_states import load_optimizer
 from .safetensors_file import save_safetensors
@@ -209,6 +210,7 @@ def load_module(
     with _between_modules(model, loaded):
         result: Any = model.load_state_dict(as_sharded(model, tensors), strict=strict)
     loaded()
+    warn_of_empty(model, stacklevel=5)
     return list(result.missing_keys), list(result.unexpected_keys)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 
 import tensorpager as tp
 
-from .models import make_pager
+from .models import assert_same, make_pager, mlp, plain
 
 
 @pytest.fixture
@@ -62,3 +63,72 @@ def test_save_pretrained(kind: str, tmp_path: Path, accelerate: Any) -> None:
         for name, parameter in model.named_parameters():
             assert type(parameter) is tp.PagedTensor
             assert torch.equal(parameter, loaded.get_parameter(name)), name
+
+
+@pytest.mark.parametrize("prepared_first", [True, False])
+def test_a_prepared_optimizer(prepared_first: bool, accelerate: Any, tmp_path: Path) -> None:
+    """Accelerate's wrapper steps on pages, with its scheduler, clipping and its GradScaler; its own
+    checkpoint is loaded again."""
+    ends = []
+    for pager in (None, make_pager()):
+        torch.manual_seed(5)
+        model = mlp(64, 1)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+        accelerator = accelerate.Accelerator(cpu=True)
+        if pager is not None and not prepared_first:
+            pager.page_module(model)
+            pager.optimizer(optimizer)
+        model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
+        if pager is not None and prepared_first:
+            pager.page_module(model)
+            assert pager.optimizer(optimizer) is optimizer
+        steps(pager, accelerator, model, optimizer, scheduler, 2)
+        accelerator.save_state(tmp_path / f"{pager is None}")
+        middle = plain([model, optimizer])
+        steps(pager, accelerator, model, optimizer, scheduler, 1)
+        accelerator.load_state(tmp_path / f"{pager is None}")
+        assert_same(plain([model, optimizer])[1], middle[1])
+        steps(pager, accelerator, model, optimizer, scheduler, 1)
+        ends.append(plain([model.state_dict(), optimizer.state_dict()]))
+        accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+        if pager is not None:
+            pager.close()
+    assert_same(*ends)
+    folders = [files_in(tmp_path / name) for name in ("True", "False")]
+    assert folders[0]["model.safetensors"] == folders[1]["model.safetensors"]
+
+
+def steps(
+    pager: tp.Pager | None, accelerator: Any, model: Any, optimizer: Any, scheduler: Any, count: int
+) -> None:
+    for _ in range(count):
+        with pager.iteration() if pager is not None else nullcontext():
+            accelerator.backward(model(torch.ones(4, 128)).square().mean())
+            accelerator.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+
+
+def test_a_prepared_optimizer_with_a_scaler(accelerate: Any) -> None:
+    accelerate.Accelerator(cpu=True)
+    model = mlp()
+    inner = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
+    wrapper = accelerate.optimizer.AcceleratedOptimizer(inner, scaler=torch.amp.GradScaler("cpu"))
+
+    def step() -> None:
+        wrapper.scaler.scale(model(torch.ones(4, 128)).square().mean()).backward()
+        wrapper.step()
+        assert not wrapper.step_was_skipped
+        wrapper.zero_grad()
+
+    step()
+    with make_pager() as pager:
+        pager.page_module(model)
+        pager.optimizer(wrapper)
+        step()
+        pager.optimizer(wrapper)
+        step()
+        assert all(s["step"] == 3 for s in inner.state.values())
+        assert type(inner.state[model[0].weight]["exp_avg"]) is tp.PagedTensor

@@ -1,7 +1,10 @@
-"""Learning rate schedulers on paged optimizers, made before and after paging."""
+"""Learning rate schedulers on paged optimizers, made before and after paging; and wrappers."""
+
+from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.optim import lr_scheduler
 
 import tensorpager as tp
@@ -66,3 +69,28 @@ def test_plateau_scheduler(same) -> None:
         return model, scheduler.state_dict()
 
     same(script)
+
+
+class Wrapper(torch.optim.Optimizer):
+    """As accelerate's: an optimizer in name, which has one."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer | None) -> None:
+        self.optimizer = optimizer
+
+    @property
+    def param_groups(self) -> Any:
+        return self.optimizer.param_groups
+
+
+def test_wrappers_are_opened(tight_pager: tp.Pager) -> None:
+    model = tight_pager.page_module(nn.Linear(40, 40))
+    inner = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    outer = Wrapper(Wrapper(inner))
+    assert tight_pager.optimizer(outer) is outer
+    model(torch.ones(2, 40)).sum().backward()
+    inner.step()
+    assert type(inner.state[model.weight]["momentum_buffer"]) is tp.PagedTensor
+    assert tight_pager.state_dict()["optimizers"][0]["param_groups"][0]["lr"] == 0.1
+    for nothing in (Wrapper(None), object()):
+        with pytest.raises(TypeError, match=r"pass pager\.optimizer\(\) the optimizer itself"):
+            tight_pager.optimizer(nothing)
