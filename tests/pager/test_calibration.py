@@ -178,7 +178,7 @@ class SharedDisk:
     total, write_share = 1e9, 0.25
 
     def __init__(self) -> None:
-        self.reading = threading.Barrier(2, timeout=60)
+        self.reading = threading.Barrier(2, timeout=300)
         self.amounts: dict[str, int] = {}
 
     def both(self, mine: str, nbytes: int) -> float:
@@ -236,7 +236,7 @@ def test_a_failing_disk_leaves_nothing_in_flight_and_no_slot_taken(
             is_first = calls == 1
         try:
             if is_first:
-                assert beside.wait(60)
+                assert beside.wait(300)
                 raise OSError(5, "Input/output error")
             beside.set()
             time.sleep(0.2)

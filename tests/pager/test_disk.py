@@ -93,8 +93,8 @@ def test_many_callers_at_once(tier: DiskTier, small_tasks: None) -> None:
             count = int(rng.integers(1, 9))
             pages = random_pages(count, seed=100 * caller + round_)
             back = aligned_bytes(pages.nbytes)
-            tier.submit_write([(first, pages)]).result(60)
-            tier.submit_read([(first, back)]).result(60)
+            tier.submit_write([(first, pages)]).result(300)
+            tier.submit_read([(first, back)]).result(300)
             np.testing.assert_array_equal(back, pages)
 
     with ThreadPoolExecutor(8) as callers:
@@ -105,7 +105,7 @@ def test_the_future_keeps_the_buffers(tier: DiskTier) -> None:
     futures = [tier.submit_write([(slot, random_pages(1, seed=slot))]) for slot in range(SLOTS)]
     for future in futures:
         assert not future.cancel()
-        future.result(60)
+        future.result(300)
     back = aligned_bytes(SLOTS * PAGE)
     tier.read([(0, back)])
     expected = np.concatenate([random_pages(1, seed=slot) for slot in range(SLOTS)])

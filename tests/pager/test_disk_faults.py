@@ -51,11 +51,11 @@ def test_a_failed_batch_ends_only_when_all_its_tasks_have(
         if offset == 0:
             failed.set()
             raise OSError(errno.EIO, "Input/output error")
-        assert go_on.wait(60)
+        assert go_on.wait(300)
 
     tier.engine = Around(tier.engine, write)
     future = tier.submit_write([(0, random_pages(8))])
-    assert failed.wait(60)
+    assert failed.wait(300)
     time.sleep(0.05)
     assert not future.done()
     go_on.set()

@@ -85,7 +85,7 @@ for round in range(int(sys.argv[3])):
     if child == 0:
         sys.exit(0)  # a full interpreter shutdown, with the executor's exit handler
     children.append(child)
-    future.result(60)
+    future.result(300)
     back = np.zeros_like(pages)
     tier.read([(0, back)])
     assert (back == pages).all()
@@ -99,5 +99,5 @@ def test_forks_while_writing(tmp_path: Path) -> None:
     subprocess.run(
         [sys.executable, "-W", "ignore", "-c", FORKS_WHILE_WRITING, str(tmp_path), ENGINE, rounds],
         check=True,
-        timeout=120,
+        timeout=300,
     )

@@ -25,16 +25,16 @@ def test_reads_do_not_queue_behind_writes(
     go_on = threading.Event()
 
     def held(name: str, offset: int) -> None:
-        assert name == "read" or go_on.wait(60)
+        assert name == "read" or go_on.wait(300)
 
     tier.engine = Around(tier.engine, held)
     writing = tier.submit_write([(4, random_pages(SLOTS - 4, seed=1))])  # more tasks than threads
     try:
-        tier.submit_read([(0, back)]).result(60)
+        tier.submit_read([(0, back)]).result(300)
         assert not writing.done()
     finally:
         go_on.set()
-    writing.result(60)
+    writing.result(300)
     np.testing.assert_array_equal(back, pages)
 
 
@@ -100,7 +100,7 @@ def test_a_limit_does_not_hold_up_a_failure(
     tier.set_rate_limit(PAGE / 3600)  # an hour for a page
     failing(tier, "write", [OSError(errno.EIO, os.strerror(errno.EIO))])
     with pytest.raises(PagerError, match="Input/output error"):
-        tier.submit_write([(0, random_pages(1))]).result(60)
+        tier.submit_write([(0, random_pages(1))]).result(300)
 
 
 def test_a_rate_that_is_none_leaves_nothing_behind(tmp_path: Path) -> None:

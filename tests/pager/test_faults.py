@@ -43,7 +43,8 @@ from .models import (
 from .test_planned import PlannedWorld
 
 DISK_ONLY = {"host_budget": 0, "disk_budget": "32MiB"}
-HUNG_SECONDS = 0.4
+HUNG_SECONDS = 1.0  # before a disk is given up; a busy one must answer sooner
+PATIENT_SECONDS = 300.0
 STEPS = 4
 POLICIES = ["lru", pytest.param("lp", marks=pytest.mark.slow)]
 
@@ -99,7 +100,7 @@ def evict_all(pager: tp.Pager) -> None:
 
 
 def wait_for_answers(pager: tp.Pager) -> None:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 300
     while pager.io_watch.calls:
         assert time.monotonic() < deadline
         time.sleep(0.01)
@@ -278,7 +279,7 @@ def test_a_disk_that_does_not_answer(
 ) -> None:
     """After ``io_timeout`` it is said what is under way; when the disk is back all goes on."""
     _, expected = expected_after(6)
-    with disk_pager(tmp_path, policy, io_timeout=HUNG_SECONDS) as pager:
+    with disk_pager(tmp_path, policy, io_timeout=PATIENT_SECONDS) as pager:
         training = Training(pager)
         training.steps(6)
         engine = break_disk(pager)
@@ -287,17 +288,19 @@ def test_a_disk_that_does_not_answer(
         before = saved(pager)
         assert_same(before, expected)
         engine.hang(verb)
+        pager.io_watch.timeout_seconds = HUNG_SECONDS
         began = time.monotonic()
-        pattern = rf"does not answer: {verb} of .* for .* s \(io_timeout=0\.4 s\).*nothing is lost"
+        pattern = rf"does not answer: {verb} of .* for .* s \(io_timeout=1 s\).*nothing is lost"
         with pytest.raises(HungDisk, match=pattern) as caught:
             training.steps(3)
-        assert time.monotonic() - began < 60
+        assert time.monotonic() - began < PATIENT_SECONDS
         assert re.search(r"page \d+ of \d+ of '.*(weight|bias|exp_avg|gradient)", str(caught.value))
         began = time.monotonic()
         with pytest.raises(HungDisk, match="still does not answer"):
             training.steps(1)
-        assert time.monotonic() - began < 30
+        assert time.monotonic() - began < PATIENT_SECONDS
         engine.heal()
+        pager.io_watch.timeout_seconds = PATIENT_SECONDS
         wait_for_answers(pager)
         check_invariants(pager)
         pager.load_state_dict({"models": before[:1], "optimizers": before[1:]})
@@ -308,11 +311,12 @@ def test_a_disk_that_does_not_answer(
 
 def test_closing_while_the_disk_does_not_answer(one_thread: None, tmp_path: Path) -> None:
     """Memory that the drive may still write to is not given to others."""
-    pager = disk_pager(tmp_path, io_timeout=HUNG_SECONDS)
+    pager = disk_pager(tmp_path, io_timeout=PATIENT_SECONDS)
     tensor = pager.page(torch.randn(4, PAGE_BYTES // 16))
     evict_all(pager)
     engine = break_disk(pager)
     engine.hang("read")
+    pager.io_watch.timeout_seconds = HUNG_SECONDS
     with pytest.raises(HungDisk):
         tensor.to_dense()
     address = pager.backend.address
@@ -348,7 +352,7 @@ ROOT = Path(__file__).parents[2]
 def test_no_thread_holds_the_interpreter(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", EXIT, str(tmp_path)],
-        cwd=ROOT, capture_output=True, text=True, timeout=120, check=False,
+        cwd=ROOT, capture_output=True, text=True, timeout=300, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert "the disk does not answer" in done.stdout

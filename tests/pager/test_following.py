@@ -108,7 +108,7 @@ def waiting_for_a_window() -> Callable[[tp.Pager], tuple[Tensors, list]]:
 
 
 def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 300
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.001)

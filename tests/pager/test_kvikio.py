@@ -57,7 +57,7 @@ def test_the_tests_of_the_disk_tier_on_kvikio(tmp_path: Path) -> None:
         cwd=FOLDER.parents[1],
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=300,
     )
     assert report.returncode == 0, report.stdout[-6000:] + report.stderr[-2000:]
     assert " passed" in report.stdout
@@ -136,7 +136,7 @@ def test_a_child_ends_although_it_has_none_of_kvikios_threads(tmp_path: Path) ->
     child = os.fork()
     if child == 0:
         ctypes.CDLL(None).exit(7)  # with the C library's exit handlers, as at an interpreter's end
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 300
     ended = (0, 0)
     while not ended[0] and time.monotonic() < deadline:
         time.sleep(0.02)

@@ -142,7 +142,7 @@ def test_training_in_another_thread(same) -> None:
             target=lambda: losses.extend(train(world, model, optimizer)), daemon=True
         )
         worker.start()
-        worker.join(120)
+        worker.join(300)
         return losses, model
 
     same(script)
@@ -170,7 +170,7 @@ def test_forward_passes_in_other_threads(same) -> None:
                 for worker in workers:
                     worker.start()
                 for worker in workers:
-                    worker.join(120)
+                    worker.join(300)
                 for i, (_, y) in enumerate(inputs):
                     # One by one: nodes that several threads made have no order of their own, so
                     # in one backward pass gradients would be summed in any order.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -62,9 +63,19 @@ def run(folder: Path, *arguments: Any) -> subprocess.CompletedProcess[str]:
         cwd=folder,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
         check=False,
     )
+
+
+def until_caught(pid: int, number: int) -> None:
+    """Wait until process ``pid`` has a handler for signal ``number``."""
+    while True:
+        status = Path(f"/proc/{pid}/status").read_text()
+        caught = int(re.search(r"SigCgt:\s*(\w+)", status)[1], 16)
+        if caught >> (number - 1) & 1:
+            return
+        time.sleep(0.01)
 
 
 def only_line(text: str) -> str:
@@ -149,9 +160,9 @@ def test_signals_go_to_the_program(tmp_path: Path) -> None:
     try:
         assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"
-        time.sleep(0.2)  # until the handlers are there
+        until_caught(process.pid, signal.SIGTERM)
         process.send_signal(signal.SIGTERM)
-        _, errors = process.communicate(timeout=60)
+        _, errors = process.communicate(timeout=300)
     finally:
         process.kill()
     assert process.returncode == 42

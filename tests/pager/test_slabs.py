@@ -100,7 +100,7 @@ def nothing_is_pinned(pager: tp.Pager) -> bool:
 
 
 def wait_until(true: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 300
     while not true():
         assert time.monotonic() < deadline, "it does not come true"
         time.sleep(0.001)
@@ -366,7 +366,7 @@ class Gate:
 
         def gated(transfer: Transfer) -> None:
             if transfer.to_device == to_device:
-                assert gate.wait(30)
+                assert gate.wait(300)
             run(transfer)
 
         monkeypatch.setattr(Transfer, "run", gated)

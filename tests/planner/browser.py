@@ -11,7 +11,7 @@ import pytest
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 CHROMEDRIVER = shutil.which("chromedriver")
-WAIT_S = 60.0  # much longer than anything takes, for a loaded machine
+WAIT_S = 300.0  # much longer than anything takes, for a loaded machine
 ARGUMENTS = (
     "--headless=new",
     "--no-sandbox",

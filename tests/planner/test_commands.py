@@ -27,7 +27,7 @@ def in_new_process(*arguments: object, **options: Any) -> subprocess.CompletedPr
         "sys.exit(code)"
     )
     command = [sys.executable, "-c", program, *map(str, arguments)]
-    return subprocess.run(command, timeout=60, **{"text": True, **options})
+    return subprocess.run(command, timeout=300, **{"text": True, **options})
 
 
 def test_show_works_without_torch(trace_path: Path) -> None:

@@ -296,9 +296,9 @@ def test_show_is_quick_on_long_traces(tmp_path: Path) -> None:
         names={t: f"layers.{t % 50}.attn.{t}" for t in range(tensors)},
     )
     write_trace(tmp_path / "t.parquet", trace)
-    begin = time.perf_counter()
+    begin = time.process_time()
     assert run("show", tmp_path / "t.parquet", "--by", "module").exit_code == 0
-    assert time.perf_counter() - begin < 60
+    assert time.process_time() - begin < 60
 
 
 @pytest.mark.skipif(not SHARED.exists(), reason="the public traces are not beside the repository")

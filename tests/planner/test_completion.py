@@ -54,7 +54,7 @@ def test_bash_completes(trace_path: Path, environment: dict[str, str]) -> None:
         env=environment,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
     )
     assert result.stderr == ""
     assert [line.split() for line in result.stdout.splitlines()] == list(lines.values())
@@ -73,7 +73,7 @@ def test_what_other_shells_ask(shell: str, environment: dict[str, str]) -> None:
         },
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
     )
     assert result.stderr == ""
     assert "link=8GB:64GB:8" in result.stdout

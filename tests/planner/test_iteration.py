@@ -157,9 +157,9 @@ def test_a_hundred_thousand_events_take_seconds(layers: int) -> None:
     iteration = np.append(iteration, generator.integers(0, 50, 999))
     warm_up = [generator.integers(0, 50, size) for size in (7100, 6900, 7000)]
     stream = np.concatenate([*warm_up, *[iteration] * 12])
-    begin = time.perf_counter()
+    begin = time.process_time()
     found = find_iteration(stream)
-    seconds = time.perf_counter() - begin
+    seconds = time.process_time() - begin
     assert found is not None
     assert found.stop - found.start == 6999
     assert seconds < 10  # 0.4 on one core of a small machine; comparing all pairs takes minutes

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -417,6 +418,16 @@ def test_a_killed_process_is_named() -> None:
             evaluator.run([Task("lru", Hardware(6000, page_size=PAGE))])
 
 
+def processes_of(group: int) -> list[int]:
+    """Process ids of a process group."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # it has ended
+            if os.getpgid(int(folder.name)) == group:
+                found.append(int(folder.name))
+    return found
+
+
 @pytest.mark.slow
 def test_interrupted_it_ends_at_once_and_leaves_nothing(tmp_path: Path) -> None:
     layers, page = 400, 1 << 20
@@ -433,11 +444,13 @@ def test_interrupted_it_ends_at_once_and_leaves_nothing(tmp_path: Path) -> None:
         stderr=subprocess.PIPE,
         text=True,
     )
+    while len(processes_of(process.pid)) < 3:  # until it and its two workers are there
+        time.sleep(0.1)
     time.sleep(4)
     os.killpg(process.pid, signal.SIGINT)
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=300)
     assert (process.returncode, out, err.split()) == (130, "", ["tensorpager:", "interrupted"])
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 300
     while time.monotonic() < deadline:
         try:
             os.killpg(process.pid, 0)

@@ -82,7 +82,7 @@ def test_a_planned_run_waits_for_its_plan(tmp_path: Path) -> None:
     ("arguments", "message"),
     [
         (["--modes=planned,magic"], "'magic'"),
-        (["--share=ten%"], "not a percentage"),
+        pytest.param(["--share=ten%"], "not a percentage", marks=pytest.mark.slow),
         pytest.param(["--disk=lots"], "--disk", marks=pytest.mark.slow),
         pytest.param(["--disk-path=/no/such"], "/no/such", marks=pytest.mark.slow),
         pytest.param(["--json=/no/such/file"], "no folder /no/such", marks=pytest.mark.slow),
@@ -91,7 +91,7 @@ def test_a_planned_run_waits_for_its_plan(tmp_path: Path) -> None:
 )
 def test_wrong_usage_is_code_2(arguments: list[str], message: str) -> None:
     result = subprocess.run(
-        [sys.executable, str(SCRIPT), *arguments], capture_output=True, text=True, timeout=120
+        [sys.executable, str(SCRIPT), *arguments], capture_output=True, text=True, timeout=300
     )
     assert result.returncode == 2
     assert message in " ".join(result.stderr.split())

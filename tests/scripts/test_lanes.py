@@ -58,7 +58,7 @@ def test_a_second_chance_is_for_single_tests(
     runner: Runner, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "test_some.py").write_text(TESTS)
-    lane = Lane("some", ("-n", "1", "test_some.py"), ENVIRONMENT)
+    lane = Lane("some", ("-p", "no:xdist", "test_some.py"), ENVIRONMENT)
     with (tmp_path / "printed").open("wb") as file:
         result = runner.run(lane, file.fileno())
     assert result.status == 1
@@ -83,6 +83,7 @@ def test_a_worker_that_ends_is_a_failure(runner: Runner, tmp_path: Path) -> None
     assert result.failed == ["test_end.py::test_ends"]
 
 
+@pytest.mark.slow
 def test_a_module_that_cannot_be_imported_is_a_failure(runner: Runner, tmp_path: Path) -> None:
     (tmp_path / "test_broken.py").write_text("import no_such_module\n")
     with (tmp_path / "printed").open("wb") as file:

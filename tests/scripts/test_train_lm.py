@@ -154,7 +154,7 @@ def test_lower_precision_trains_the_same_in_pages(dtype: str, tmp_path: Path) ->
         pytest.param("plain", "plain", BUDGETS["100%"], marks=pytest.mark.slow),
         pytest.param("plain", "paged", BUDGETS["50%"], marks=pytest.mark.slow),
         pytest.param("paged", "plain", BUDGETS["25%"], marks=pytest.mark.slow),
-        ("paged", "paged", BUDGETS["25%, no host"]),
+        pytest.param("paged", "paged", BUDGETS["25%, no host"], marks=pytest.mark.slow),
     ],
 )
 def test_resumed_runs_continue_exactly(
@@ -202,6 +202,7 @@ def test_an_impossible_budget_names_the_smallest_one(
     assert_same_training(paged, plain_tiny)
 
 
+@pytest.mark.slow
 def test_full_tiers_are_one_line_and_code_2() -> None:
     result = run(*TINY, "--device-budget=3MiB", "--host-budget=1MiB")
     assert result.returncode == 2

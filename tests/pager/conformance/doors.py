@@ -101,7 +101,7 @@ def in_process(body: str, lane: Lane = PLAIN) -> str:
     return "refused" if answer == "error" else answer
 
 
-PATIENCE_S = 120
+PATIENCE_S = 300
 _PROCESSES = multiprocessing.get_context("forkserver")
 _PROCESSES.set_forkserver_preload(["torch"])
 _IN_PROCESS = f"""

@@ -1,5 +1,6 @@
 """Every optimizer of PyTorch's database: the same parameters and states after five steps."""
 
+import zlib
 from collections.abc import Iterator
 from copy import deepcopy
 
@@ -23,7 +24,8 @@ STEPS = 5
 
 
 def _configs(refused: bool) -> Iterator[pytest.param]:
-    """Every configuration for the CPU, each as a for-loop, with foreach and with fused.
+    """Every configuration for the CPU, each as a for-loop, with foreach and with fused; in quick
+    runs the default ones and a third of the others, the same each time.
 
     Not differentiable: it is made for parameters that are no leaves, which nobody pages.
     """
@@ -36,7 +38,10 @@ def _configs(refused: bool) -> Iterator[pytest.param]:
                 name = f"{info.name}-{config.desc}".replace(" ", "_")
                 seen[name] = seen.get(name, 0) + 1
                 suffix = f"_{seen[name]}" if seen[name] > 1 else ""
-                yield pytest.param(info, config, id=name + suffix)
+                name += suffix
+                quick = refused or "default" in name or zlib.crc32(name.encode()) % 3 == 0
+                marks = () if quick else (pytest.mark.slow,)
+                yield pytest.param(info, config, id=name, marks=marks)
 
 
 @pytest.mark.parametrize(("info", "config"), list(_configs(refused=False)))
