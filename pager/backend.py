@@ -133,6 +133,9 @@ class Backend(Protocol):
     def meter_stop(self) -> int:
         """Peak dense bytes since ``meter_start``, on top of what was alive then."""
 
+    def meter_level(self) -> int | None:
+        """The peak so far, while it is measured; ``None`` where only the end tells."""
+
     def meter_timeline(self) -> Timeline:
         """When dense memory was how large in the last measurement; empty where not known."""
 

@@ -14,8 +14,7 @@ parameter would change the smallest budget that works is known exactly:
 (rounded up, see ``to_name``). If the budget is below it, ``InfeasibleBudget`` is raised there and
 nothing has changed. A metered iteration may use more than the budget to find that out, but never
 more than the minimum that it names. Otherwise the border moves once, at the end of the iteration,
-to what was measured plus a margin. An iteration with input shapes never seen before is metered
-again.
+to what was measured plus a margin. An iteration with larger inputs than before is metered again.
 """
 
 from __future__ import annotations
@@ -98,20 +97,31 @@ class DeviceBudget:
         return True
 
     def _give_way(self) -> None:
-        """While metering, the arena is no larger than the largest need so far: then frames and
-        dense bytes together cannot exceed the minimum, whatever the dense peak turns out to be."""
+        """While metering for the first time, the arena is no larger than the largest need so far:
+        then frames and dense bytes together cannot exceed the minimum, whatever the dense peak
+        turns out to be. Later the dense peak is known for other shapes, and what has room beside
+        twice as much stays."""
         if not self.metering:
             return
         if not self.residency.turns.is_home():  # an op of no iteration
             self.log_frames()
             return
-        frames = max(1, self.residency.largest_need)
+        frames = max(1, self.residency.largest_need, self._frames_to_spare())
         if self.fixed_reserve is None and not self._stuck and frames < self.residency.pool.count:
             try:
                 self.residency.resize(frames)
             except TierFull:  # the tiers below cannot take it, so it stays
                 self._stuck = True
         self.log_frames()
+
+    def _frames_to_spare(self) -> int:
+        """Frames beside twice the dense bytes of shapes that were metered, and of this one so far;
+        0 where one of the two is not known."""
+        level = self.backend.meter_level()
+        if not self._before[0] or level is None:
+            return 0
+        dense = max(self.dense_peak, self.dense_baseline + level)
+        return (self.bytes - 2 * dense) // self.page_size
 
     def log_frames(self) -> None:
         """Note how many frames are in use now, while metering."""

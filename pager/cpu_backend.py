@@ -110,6 +110,9 @@ class CpuBackend:
     def meter_stop(self) -> int:
         return self._meter.stop()
 
+    def meter_level(self) -> int | None:
+        return self._account.peak if self._account is not None else None
+
     def meter_timeline(self) -> Timeline:
         return self._meter.timeline
 

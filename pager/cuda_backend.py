@@ -278,6 +278,9 @@ class CudaBackend:
         # What the allocator holds, not what tensors use: its cap counts that.
         return torch.cuda.max_memory_reserved(self.device)
 
+    def meter_level(self) -> int | None:
+        return None  # of what it keeps cached, not of what this iteration takes
+
     def meter_timeline(self) -> Timeline:
         return np.empty(0), np.empty(0, np.int64)
 

@@ -1,11 +1,13 @@
 """Which iterations are metered, and what is decided when one was.
 
-The first iteration is, and so is every one in which a paged module sees input shapes that it never
-ran on: they may need more dense memory.
+The first iteration is, and so is every one in which a paged module sees input shapes that may need
+more dense memory than those it ran on: no dimension of what it is given now is larger than when it
+was metered, or it is metered again.
 """
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,13 +16,34 @@ if TYPE_CHECKING:
     from .runtime import Pager
 
 
+class Shapes:
+    """Input shapes that were metered. Of each kind of call, what no other one exceeds in every
+    dimension."""
+
+    def __init__(self) -> None:
+        self._largest: dict[Hashable, list[tuple[int, ...]]] = {}
+
+    def cover(self, kind: Hashable, dims: tuple[int, ...]) -> bool:
+        """Whether a call of this kind was added that was as large in every dimension."""
+        return any(_is_within(dims, other) for other in self._largest.get(kind, ()))
+
+    def add(self, kind: Hashable, dims: tuple[int, ...]) -> None:
+        if not self.cover(kind, dims):
+            others = [d for d in self._largest.get(kind, ()) if not _is_within(d, dims)]
+            self._largest[kind] = [*others, dims]
+
+
+def _is_within(dims: tuple[int, ...], other: tuple[int, ...]) -> bool:
+    return all(mine <= theirs for mine, theirs in zip(dims, other, strict=True))
+
+
 class Settling:
     """Of one pager."""
 
     def __init__(self, pager: Pager) -> None:
         self._pager = pager
-        self._shapes: set[Any] = set()  # input shapes that were metered
-        self._fresh_shapes: set[Any] = set()  # those of the iteration that runs
+        self._shapes = Shapes()
+        self._fresh_shapes: set[tuple[Hashable, tuple[int, ...]]] = set()  # of the iteration now
 
     def begin(self) -> None:
         """An iteration begins."""
@@ -31,15 +54,16 @@ class Settling:
     def note_shapes(self, module: Any, args: Any, kwargs: Any) -> None:
         """See ``Pager.note_shapes``."""
         tensors = [v for v in (*args, *kwargs.values()) if isinstance(v, torch.Tensor)]
-        key = (
+        kind = (
             id(module),
             torch.is_grad_enabled(),
             module.training,
-            tuple((t.shape, t.dtype) for t in tensors),
+            tuple((t.dim(), t.dtype) for t in tensors),
         )
-        if key in self._shapes or not self._pager.in_iteration():
+        dims = tuple(size for t in tensors for size in t.shape)
+        if self._shapes.cover(kind, dims) or not self._pager.in_iteration():
             return
-        self._fresh_shapes.add(key)
+        self._fresh_shapes.add((kind, dims))
         if self._pager.budget.settled:
             self._meter()
 
@@ -78,4 +102,5 @@ class Settling:
             if pager.follower is not None and residency.pool.count != frames:
                 pager.follower.arena_resized()
         pager.saved.dense_allowance = transient if pager.fits else 0
-        self._shapes |= self._fresh_shapes
+        for kind, dims in self._fresh_shapes:
+            self._shapes.add(kind, dims)

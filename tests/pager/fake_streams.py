@@ -106,7 +106,10 @@ class FakeCudaBackend(CudaBackend):
         self._out, self._in, self._carry_out, self._carry_in = (Stream(streams) for _ in range(4))  # type: ignore[assignment]
         self._compute = streams.compute  # type: ignore[assignment]
         self.commit = self._cpu.commit  # type: ignore[method-assign]
-        for name in ("limit_dense", "meter_start", "meter_sample", "meter_stop", "meter_timeline"):
+        for name in (
+            *("limit_dense", "meter_start", "meter_sample", "meter_stop", "meter_level"),
+            "meter_timeline",
+        ):
             setattr(self, name, getattr(self._cpu, name))
         self.written: dict[str, set[int]] = {"fault": set(), "planned": set()}
 

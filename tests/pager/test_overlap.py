@@ -239,7 +239,7 @@ def test_a_new_shape_is_metered_and_steps_as_usual(early: Early) -> None:
     def script(world: World) -> object:
         model = world.module(mlp())
         optimizer = world.optimizer(adamw(model.parameters()))
-        sizes = [64, 64, 64, 48, 64]
+        sizes = [64, 64, 64, 80, 64]
         return [step(world, optimizer, lambda n=n: loss_of(model, n)) for n in sizes], model
 
     compare_runs(script, early)

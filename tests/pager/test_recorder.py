@@ -375,14 +375,14 @@ def test_a_step_on_plain_views_is_recorded_op_by_op(one_thread: None) -> None:
         ]
 
 
-def test_iterations_with_shapes_never_seen_are_metered_all_the_same(
+def test_iterations_with_larger_shapes_are_metered_all_the_same(
     one_thread: None, no_allocator: None
 ) -> None:
     with trained() as (pager, model, optimizer):
         recorder = Recorder(pager)
         recorder.start()
         with pager.iteration():
-            loss_of(model, 32).backward()
+            loss_of(model, 96).backward()
             optimizer.step()
             optimizer.zero_grad()
         trace = recorder.finish()

@@ -1,0 +1,101 @@
+"""Batches of varying shape: which of them are metered, and what stays where it is meanwhile."""
+
+import pytest
+import torch
+from torch import nn
+
+import tensorpager as tp
+from tensorpager.pager.settling import Shapes
+
+from .models import World, compare_runs, loss_of, make_pager, mlp
+
+# A budget in which the model is on the device with all that training makes, and pages move.
+BUDGETS = {"roomy": "64MiB", "tight": "2MiB"}
+
+
+class Metered(World):
+    """Notes which iterations were metered, of those that :func:`script` runs."""
+
+    def __init__(self, pager: tp.Pager) -> None:
+        super().__init__(pager)
+        self.metered: list[bool] = []
+
+
+def script(world: World, sizes: list[int]) -> object:
+    model = world.module(mlp())
+    optimizer = world.optimizer(torch.optim.AdamW(model.parameters()))
+    losses = []
+    for size in sizes:
+        with world.iteration():
+            loss = loss_of(model, size)
+            loss.backward()
+            if isinstance(world, Metered):
+                world.metered.append(world.pager.budget.metering)
+            optimizer.step()
+            optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, model
+
+
+def open_pager(budget: str) -> tp.Pager:
+    return tp.Pager(budget, host_budget="32MiB", page_size="64KiB", device="cpu", policy="lru")
+
+
+@pytest.mark.parametrize("budget", BUDGETS)
+def test_only_larger_shapes_are_metered(one_thread: None, budget: str) -> None:
+    sizes = [64, 63, 7, 64, 80, 65, 80, 200, 199]
+    with open_pager(BUDGETS[budget]) as pager:
+        world = Metered(pager)
+        compare_runs(lambda w: script(w, sizes), world, must_move=budget == "tight")
+        found = [size for size, metered in zip(sizes, world.metered) if metered]
+        assert found == [64, 80, 200]
+
+
+def test_what_fits_stays_while_a_new_shape_is_metered(one_thread: None, allocator: object) -> None:
+    with open_pager(BUDGETS["roomy"]) as pager:
+        script(World(pager), [8, 8])
+        frames = pager.stats()["arena_bytes"]
+        before = pager.stats()["bytes_out"], pager.stats()["bytes_in"]
+        model = pager.page_module(nn.Linear(128, 10))
+        smallest = []
+        for size in (16, 32, 64, 128):
+            with pager.iteration():
+                loss_of(model, size).backward()
+                assert pager.budget.metering
+                smallest.append(pager.stats()["arena_bytes"])
+        assert (pager.stats()["bytes_out"], pager.stats()["bytes_in"]) == before
+        assert min(smallest) > frames * 3 // 4
+
+
+def test_other_kinds_of_calls_are_metered(one_thread: None) -> None:
+    with make_pager() as pager:
+        model = pager.page_module(nn.Sequential(nn.Linear(64, 64), nn.Dropout()))
+
+        def metered(x: torch.Tensor, *, grad: bool = True) -> bool:
+            with pager.iteration():
+                with torch.set_grad_enabled(grad):
+                    model(x)
+                return pager.budget.metering
+
+        x = torch.ones(8, 64)
+        assert metered(x)
+        assert not metered(x[:4])
+        assert metered(x[None])
+        assert metered(x, grad=False)
+        model.eval()
+        assert metered(x)
+        assert not metered(x)
+
+
+def test_shapes_are_covered_in_every_dimension() -> None:
+    shapes = Shapes()
+    assert not shapes.cover("a", (2, 100))
+    shapes.add("a", (2, 100))
+    shapes.add("a", (9, 10))
+    assert shapes.cover("a", (2, 100))
+    assert shapes.cover("a", (1, 99))
+    assert shapes.cover("a", (9, 1))
+    assert not shapes.cover("a", (3, 11))
+    assert not shapes.cover("b", (1, 1))
+    shapes.add("a", (9, 100))
+    assert shapes.cover("a", (3, 11))
