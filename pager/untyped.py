@@ -39,6 +39,15 @@ class Range:
             unmap_memory(address, self.span)
 
 
+def _refuse(what: str) -> NoReturn:
+    """``PagerError`` for whatever needs the memory of a storage."""
+    raise PagerError(
+        f"{what}: the storage of a PagedTensor has an address to compare, and no memory; its bytes "
+        "are in pages, which may move or leave the device at any time. Use the tensor itself, "
+        "tensor.to_dense() for a plain copy, or pager.state_dict() for copies of everything"
+    )
+
+
 class PagedUntypedStorage(torch.UntypedStorage):
     """See the note above. To PyTorch it is a storage on the meta device, so that nothing can read
     or write memory that is not there: whatever needs the bytes is refused."""
@@ -54,6 +63,10 @@ class PagedUntypedStorage(torch.UntypedStorage):
         self._device = device
         self.range = Range(nbytes)
         return self
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """Of those who make a storage of the same type, to copy this one into it."""
+        _refuse(cls.__name__)
 
     def data_ptr(self) -> int:
         """The address, at which there is no memory but inside ``pager.saving()``."""
@@ -99,6 +112,9 @@ class PagedUntypedStorage(torch.UntypedStorage):
 class PagedTypedStorage(torch.TypedStorage):
     """The same for ``storage()``."""
 
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        _refuse(cls.__name__)
+
     @classmethod
     def of(cls, untyped: torch.UntypedStorage, dtype: torch.dtype) -> PagedTypedStorage:
         self: PagedTypedStorage = object.__new__(cls)
@@ -116,15 +132,11 @@ class PagedTypedStorage(torch.TypedStorage):
 
 
 def _refusing(name: str) -> Any:
-    def refuse(self: Any, *args: Any, **kwargs: Any) -> NoReturn:
-        raise PagerError(
-            f"{name}: the storage of a PagedTensor has an address to compare, and no memory; its "
-            "bytes are in pages, which may move or leave the device at any time. Use the tensor "
-            "itself, or tensor.to_dense() for a plain copy"
-        )
+    def method(self: Any, *args: Any, **kwargs: Any) -> NoReturn:
+        _refuse(name)
 
-    refuse.__name__ = name
-    return refuse
+    method.__name__ = name
+    return method
 
 
 for _name in (

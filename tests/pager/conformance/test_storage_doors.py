@@ -58,6 +58,7 @@ READS = (
     "torch.save(s, io.BytesIO())",
     "torch.save(s, io.BytesIO(), _use_new_zipfile_serialization=False)",
     "pickle.dumps(s)",
+    "type(s)(8)",
 )
 BELOW = (  # PyTorch's own words, from below Python
     "memoryview(s)",
