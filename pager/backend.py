@@ -124,6 +124,14 @@ class Backend(Protocol):
         """Make ``nbytes`` a hard cap of dense memory where the device can; ``None`` lifts it.
         ``roomy``: there is plenty, so the allocator may keep freed memory for reuse."""
 
+    def limit_guests(self, nbytes: int | None) -> None:
+        """No thread is a guest any more. From now on a guest is refused what brings all dense
+        memory above ``nbytes``, where that is known, with ``torch.OutOfMemoryError``."""
+
+    def add_guest(self) -> None:
+        """The calling thread works beside the iteration: its dense memory is no part of what is
+        measured, where that can be told apart."""
+
     def meter_start(self) -> None:
         """Begin to measure the peak of dense memory (temporaries inside ops included)."""
 

@@ -101,6 +101,14 @@ class CpuBackend:
         # give freed memory back at once.
         map_blocks_from(ROOMY_BYTES if roomy else TIGHT_BYTES)
 
+    def limit_guests(self, nbytes: int | None) -> None:
+        if self._account is not None:
+            self._account.guests(nbytes)
+
+    def add_guest(self) -> None:
+        if self._account is not None:
+            self._account.add_guest()
+
     def meter_start(self) -> None:
         self._meter.start()
 

@@ -268,6 +268,12 @@ class CudaBackend:
         share = 1.0 if nbytes is None else min(1.0, nbytes / total)
         torch.cuda.set_per_process_memory_fraction(share, self.device)
 
+    def limit_guests(self, nbytes: int | None) -> None:
+        pass  # its allocator does not know threads; the cap is one for all of them
+
+    def add_guest(self) -> None:
+        pass
+
     def meter_start(self) -> None:
         torch.cuda.reset_peak_memory_stats(self.device)
 

@@ -13,6 +13,8 @@
 // An account counts the blocks that were made since it was last reset, in all threads. Blocks that
 // are older are not its business when they are freed either. `limit` is a cap: an allocation that
 // would pass it asks `ask`, which may make room elsewhere, and else raises torch.OutOfMemoryError.
+// Blocks made by threads that are `guests` of an account are in `current`, and nowhere in its peak and
+// log; what they make has a limit of its own, which others do not meet.
 // Without an open account everything goes to glibc and nothing is counted.
 //
 // Every block is freed by release(), whenever that is: blocks outlive pagers.
@@ -42,6 +44,7 @@ constexpr size_t kAlignment = 64; // as PyTorch's own allocator has it
 constexpr size_t kLarge = 64 << 10;
 constexpr int kAccounts = 256;
 constexpr int64_t kNoLimit = -1;
+constexpr uint64_t kGuest = uint64_t{1} << 63; // in a block's epoch: a guest has made it
 const size_t kPage = static_cast<size_t>(sysconf(_SC_PAGESIZE));
 
 // In the kAlignment bytes before a small block. Small blocks never begin at a page, runs always do.
@@ -69,6 +72,9 @@ struct Account {
   int64_t peak = 0;
   int64_t limit = kNoLimit;
   int64_t keep = 0;
+  int64_t of_guests = 0; // bytes in `current`
+  int64_t guest_limit = kNoLimit; // of `current`, where a guest wants more
+  std::vector<pthread_t> guests;
   pthread_t asker{}; // the thread that may be asked for room
   bool asks = false;
   std::vector<Event> log;
@@ -107,31 +113,53 @@ double now() {
 // -- accounts; all under the mutex -----------------------------------------------------------------
 
 void note(Account& account) {
-  account.peak = std::max(account.peak, account.current);
+  int64_t bytes = account.current - account.of_guests;
+  account.peak = std::max(account.peak, bytes);
   if (account.logging) {
-    account.log.push_back({now(), account.current});
+    account.log.push_back({now(), bytes});
   }
 }
 
-uint64_t count(State& s, size_t nbytes) {
+bool is_guest_of(const Account& account) {
+  return std::any_of(account.guests.begin(), account.guests.end(), [](pthread_t guest) {
+    return pthread_equal(guest, pthread_self()) != 0;
+  });
+}
+
+bool is_guest(const State& s) {
+  return std::any_of(s.accounts, s.accounts + s.used, is_guest_of);
+}
+
+void change(Account& account, int64_t nbytes, bool guest) {
+  account.current += nbytes;
+  if (guest) {
+    account.of_guests += nbytes;
+  } else {
+    note(account);
+  }
+}
+
+uint64_t count(State& s, size_t nbytes, bool guest) {
   s.live_bytes += static_cast<int64_t>(nbytes);
   for (int i = 0; i < s.used; ++i) {
     auto& account = s.accounts[i];
     if (account.open) {
-      account.current += static_cast<int64_t>(nbytes);
-      note(account);
+      change(account, static_cast<int64_t>(nbytes), guest);
     }
   }
-  return s.epoch;
+  return guest ? s.epoch | kGuest : s.epoch;
+}
+
+bool counts(const Account& account, uint64_t epoch) {
+  return account.open && (epoch & ~kGuest) >= account.since;
 }
 
 void uncount(State& s, size_t nbytes, uint64_t epoch) {
   s.live_bytes -= static_cast<int64_t>(nbytes);
   for (int i = 0; i < s.used; ++i) {
     auto& account = s.accounts[i];
-    if (account.open && epoch >= account.since) {
-      account.current -= static_cast<int64_t>(nbytes);
-      note(account);
+    if (counts(account, epoch)) {
+      change(account, -static_cast<int64_t>(nbytes), (epoch & kGuest) != 0);
     }
   }
 }
@@ -142,6 +170,18 @@ int over_limit(const State& s, size_t nbytes) {
     const auto& account = s.accounts[i];
     if (account.open && account.limit != kNoLimit &&
         account.current + static_cast<int64_t>(nbytes) > account.limit) {
+      return i;
+    }
+  }
+  return -1;
+}
+
+// The first account whose guest is this thread and that has no room for nbytes more, or -1.
+int over_guest_limit(const State& s, size_t nbytes) {
+  for (int i = 0; i < s.used; ++i) {
+    const auto& account = s.accounts[i];
+    if (account.guest_limit != kNoLimit && is_guest_of(account) &&
+        account.current + static_cast<int64_t>(nbytes) > account.guest_limit) {
       return i;
     }
   }
@@ -281,9 +321,24 @@ uint64_t charge(State& s, size_t nbytes) {
     Ask ask = nullptr;
     {
       std::lock_guard<std::mutex> guard(s.mutex);
+      bool guest = is_guest(s);
+      if (guest) {
+        account = over_guest_limit(s, nbytes);
+        TORCH_CHECK_WITH(
+            OutOfMemoryError,
+            account < 0,
+            "dense tensors of a thread beside the training: ",
+            nbytes,
+            " bytes more do not fit beside ",
+            account < 0 ? 0 : s.accounts[account].current,
+            " bytes in the ",
+            account < 0 ? 0 : s.accounts[account].guest_limit,
+            " bytes that the training has for dense tensors. Pass a larger dense_reserve= to "
+            "Pager.");
+      }
       account = over_limit(s, nbytes);
       if (account < 0) {
-        return count(s, nbytes);
+        return count(s, nbytes, guest);
       }
       const auto& a = s.accounts[account];
       limit = a.limit;
@@ -383,7 +438,7 @@ void in_parent() {
 void in_child() {
   auto& s = state();
   for (auto& account : s.accounts) {
-    account.limit = kNoLimit;
+    account.limit = account.guest_limit = kNoLimit;
     account.asks = false;
   }
   s.ask = nullptr;
@@ -442,7 +497,7 @@ void tp_dense_reset(int account, int logging) {
   std::lock_guard<std::mutex> guard(s.mutex);
   auto& a = s.accounts[account];
   a.since = ++s.epoch;
-  a.current = a.peak = 0;
+  a.current = a.peak = a.of_guests = 0;
   a.logging = logging != 0;
   std::vector<Event>().swap(a.log);
 }
@@ -466,6 +521,23 @@ void tp_dense_limit(int account, int64_t limit, int64_t keep) {
   s.accounts[account].limit = limit;
   s.accounts[account].keep = keep;
   trim(s, spare(s));
+}
+
+// No thread is a guest any more; those to come have this limit, -1 for none.
+void tp_dense_guests(int account, int64_t limit) {
+  auto& s = state();
+  std::lock_guard<std::mutex> guard(s.mutex);
+  s.accounts[account].guests.clear();
+  s.accounts[account].guest_limit = limit;
+}
+
+// The calling thread is a guest.
+void tp_dense_guest(int account) {
+  auto& s = state();
+  std::lock_guard<std::mutex> guard(s.mutex);
+  if (!is_guest_of(s.accounts[account])) {
+    s.accounts[account].guests.push_back(pthread_self());
+  }
 }
 
 // Events of the log since the reset, at most `most`; how many there are.
@@ -497,7 +569,7 @@ int tp_dense_largest(int account, uint64_t* addresses, int64_t* sizes, int most)
   std::lock_guard<std::mutex> guard(s.mutex);
   std::vector<std::pair<int64_t, uint64_t>> blocks;
   for (const auto& [address, block] : s.live) {
-    if (block.epoch >= s.accounts[account].since) {
+    if (counts(s.accounts[account], block.epoch)) {
       blocks.emplace_back(-static_cast<int64_t>(block.nbytes), address);
     }
   }

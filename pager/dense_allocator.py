@@ -28,6 +28,8 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "current": (_long, [_int]),
     "peak": (_long, [_int]),
     "limit": (None, [_int, _long, _long]),
+    "guests": (None, [_int, _long]),
+    "guest": (None, [_int]),
     "events": (_long, [_int, _pointer, _pointer, _long]),
     "totals": (None, [_pointer] * 4),
     "largest": (_int, [_int, _pointer, _pointer, _int]),
@@ -100,6 +102,18 @@ class Account:
         what is counted, at most ``keep`` bytes."""
         if self.close.alive:
             self._calls["limit"](self._number, NO_LIMIT if nbytes is None else nbytes, keep)
+
+    def guests(self, limit: int | None) -> None:
+        """No thread is a guest any more. Those that become one from now on are refused (with
+        ``torch.OutOfMemoryError``) what brings all that is counted above ``limit`` bytes."""
+        if self.close.alive:
+            self._calls["guests"](self._number, NO_LIMIT if limit is None else limit)
+
+    def add_guest(self) -> None:
+        """What the calling thread allocates from now on is in :attr:`current`, but neither in
+        :attr:`peak` nor in :meth:`timeline`."""
+        if self.close.alive:
+            self._calls["guest"](self._number)
 
     def timeline(self) -> Timeline:
         """When (``time.perf_counter``), and how many bytes there were from then on."""

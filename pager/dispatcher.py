@@ -46,27 +46,33 @@ def _torch_function(
     if type(func) is _ATTRIBUTE:  # most calls by far: .grad, .requires_grad, .is_leaf
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args)
-    compiling = _is_compiling()  # which would trace the ways of our own
-    if func in TAKE_OPEN and not compiling:
-        result = run_opened(func, args, kwargs)
-        if result is not NotImplemented:
-            return result
-    if func is LINEAR and not compiling and not (kwargs and "out" in kwargs):
-        with torch._C.DisableTorchFunctionSubclass():
-            result = linear(*args, **kwargs) if kwargs else linear(*args)
-        if result is not NotImplemented:
-            return result
-    kwargs = kwargs or {}
-    if func is EMBEDDING and not compiling:
-        result = embedding(*args, **kwargs)
-        if result is not NotImplemented:
-            return result
-    if kwargs.get("out") is not None and paged_in((), {"out": kwargs["out"]}):
-        return run_into_out(func, args, kwargs)
-    if func in BRANCHES_ON_SUBCLASS and not _needs_grad(args, kwargs):
-        with torch._C.DisableTorchFunctionSubclass():
-            return run_dense(func, PLAIN, args, kwargs)
-    return serve_function(func, args, kwargs)
+    try:
+        compiling = _is_compiling()  # which would trace the ways of our own
+        if func in TAKE_OPEN and not compiling:
+            result = run_opened(func, args, kwargs)
+            if result is not NotImplemented:
+                return result
+        if func is LINEAR and not compiling and not (kwargs and "out" in kwargs):
+            with torch._C.DisableTorchFunctionSubclass():
+                result = linear(*args, **kwargs) if kwargs else linear(*args)
+            if result is not NotImplemented:
+                return result
+        kwargs = kwargs or {}
+        if func is EMBEDDING and not compiling:
+            result = embedding(*args, **kwargs)
+            if result is not NotImplemented:
+                return result
+        if kwargs.get("out") is not None and paged_in((), {"out": kwargs["out"]}):
+            return run_into_out(func, args, kwargs)
+        if func in BRANCHES_ON_SUBCLASS and not _needs_grad(args, kwargs):
+            with torch._C.DisableTorchFunctionSubclass():
+                return run_dense(func, PLAIN, args, kwargs)
+        return serve_function(func, args, kwargs)
+    except torch.OutOfMemoryError as error:
+        refusal = _refusal(args, kwargs, error)
+        if refusal is None:
+            raise
+        raise refusal from error
 
 
 def _torch_dispatch(
@@ -88,6 +94,11 @@ def _torch_dispatch(
                 return out
         return run_dense(func, info, args, kwargs or {})
     return _SPECIAL[kind](func, info, args, kwargs or {})
+
+
+def _refusal(args: Any, kwargs: Any, error: torch.OutOfMemoryError) -> Exception | None:
+    paged = paged_in(args, kwargs or {})
+    return paged[0]._storage.pager.refusal_of_guest(error) if paged else None
 
 
 def _needs_grad(args: Any, kwargs: dict[str, Any]) -> bool:

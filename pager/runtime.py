@@ -152,6 +152,7 @@ class Pager:
         self.on_iteration: list[IterationListener] = []
         self._settling = Settling(self)
         self._inside = False
+        self._guests: set[int] = set()  # threads that use pages beside the iteration that runs
         self.metrics = Metrics(self)
         self.closed_reason = None
         guard_data(self.saved)
@@ -310,6 +311,8 @@ class Pager:
         self.metrics.begin()
         self._count_buffers()
         self._settling.begin()
+        with self.lock:
+            self._begin_guests()
         ok = False
         try:
             self._begin()
@@ -330,6 +333,7 @@ class Pager:
             raise
         finally:
             self._inside = False
+            self.backend.limit_guests(None)
             self.opened.end()
             self._end(ok=ok)
         if self.budget.metering:
@@ -362,6 +366,8 @@ class Pager:
 
     def note_shapes(self, module: Any, args: Any, kwargs: Any) -> None:
         """Shapes that this model never ran on are metered again: they may need more."""
+        if not self.turns.is_home():
+            self.note_guest()
         self._settling.note_shapes(module, args, kwargs)
 
     def before_step(self, optimizer: Any) -> None:
@@ -585,6 +591,8 @@ class Pager:
         own = turns.is_home()
         if self.watch is not None and (own or not self._inside):
             self.watch.pinning(runs)
+        if not own:
+            self.note_guest()
         if own and follower is not None and follower.log is not None:
             follower.pinning(runs)
         metering = own and self.budget.metering
@@ -625,6 +633,29 @@ class Pager:
             if follower is not None:
                 waited = moved != self.migration.bytes_in + self.migration.bytes_out
                 follower.stalled(seconds if waited else 0.0)
+
+    def note_guest(self) -> None:
+        """This thread, which is not at home, uses pages: beside an iteration, perhaps."""
+        if self._inside and get_ident() not in self._guests:
+            self._guests.add(get_ident())
+            self.backend.add_guest()
+
+    def refusal_of_guest(self, error: torch.OutOfMemoryError) -> InfeasibleBudget | None:
+        """What to raise for ``error``; ``None`` in the thread whose iteration runs, and outside."""
+        if not self._inside or self.turns.is_home():
+            return None
+        return InfeasibleBudget(
+            f"{error} dense_reserve={self.budget.reserve} of device_budget={self.budget.bytes} is "
+            "what this training has; what other threads need beside it is not measured.",
+            minimum=self.budget.bytes + self.page_size,
+        )
+
+    def _begin_guests(self) -> None:
+        """Whoever works beside the iteration that begins has what its dense memory leaves."""
+        self._guests.clear()
+        budget = self.budget
+        room = max(0, budget.reserve - budget.dense_baseline)
+        self.backend.limit_guests(None if budget.metering else room)
 
     def metering_this(self) -> bool:
         """Whether the iteration is metered that the ops of this thread belong to."""

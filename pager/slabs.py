@@ -114,6 +114,8 @@ def _pin(
     def attempt() -> None:
         if threading.get_ident() != turns.home:
             turns.took(parts)
+            if not turns.is_home():
+                pager.note_guest()
         try:
             if pager.metering_this() or not held.has(parts):
                 with pager.quiet():

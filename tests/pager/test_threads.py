@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 import tensorpager as tp
 from tensorpager.pager.check import check_invariants
+from tensorpager.pager.dense_allocator import DenseAllocator
 from tensorpager.pager.dense_views import direct_view
 
 SIZE = 64 << 10
@@ -124,7 +125,7 @@ def test_threads_beside_each_other(frames: int, policy: str) -> None:
 def test_threads_through_one_streamed_model(policy: str) -> None:
     """Weights of 8 pages stream through 6 frames."""
     with make_pager(6, policy=policy) as pager:
-        _beside_each_other(pager, ops=2, width=256)
+        _beside_each_other(pager, ops=1, width=256)
 
 
 @pytest.mark.slow
@@ -507,3 +508,70 @@ def test_an_iteration_in_another_thread_than_the_pagers() -> None:
         assert equal(theirs.to_dense(), plain[1] * 2)
         assert not pager.turns._listed
         check_invariants(pager)
+
+
+def test_dense_memory_of_other_threads_is_not_measured_and_has_what_the_training_leaves(
+    allocator: DenseAllocator,
+) -> None:
+    """The reserve is the training's peak; half as much more is refused to another thread, at its
+    own cost, and nothing of it is in what the training is said to need."""
+    torch.manual_seed(0)
+    model, other = nn.Linear(128, 128), nn.Linear(128, 128)
+    inputs = torch.randn(1 << 12, 128)
+    found: list[list[BaseException | None]] = []
+
+    def evaluate(rows: int) -> Callable[[], None]:
+        def run() -> None:
+            with torch.no_grad():
+                other(torch.ones(1, 128))
+                other(inputs[:1].expand(rows, 128))
+
+        return run
+
+    def train(pager: tp.Pager, *rows: int) -> int:
+        for _ in range(3):
+            with pager.iteration():
+                out = model(inputs)
+                errors = in_threads(*(evaluate(count) for count in rows))
+                found.append(errors)
+                out.sum().backward()
+                model.zero_grad()
+        return pager.budget.dense_peak
+
+    with make_pager(32, dense_reserve="auto") as pager:
+        pager.page_module(model)
+        pager.page_module(other)
+        alone = train(pager)
+        assert train(pager, 1 << 10) == alone
+        assert all(error is None for errors in found for error in errors)
+        found.clear()
+        train(pager, 1 << 16)
+        for (error,) in found:
+            assert isinstance(error, tp.InfeasibleBudget)
+            assert "dense_reserve=" in str(error)
+        check_invariants(pager)
+
+
+def test_a_metered_iteration_does_not_measure_dense_memory_of_other_threads(
+    allocator: DenseAllocator,
+) -> None:
+    def peak(rows: int) -> int:
+        torch.manual_seed(0)
+        model, other = nn.Linear(128, 128), nn.Linear(128, 128)
+
+        def evaluate() -> None:
+            with torch.no_grad():
+                other(torch.ones(1, 128))
+                other(torch.ones(1, 128).expand(rows, 128))
+
+        with make_pager(32, dense_reserve="auto") as pager:
+            pager.page_module(model)
+            pager.page_module(other)
+            with pager.iteration():
+                loss = model(torch.ones(64, 128)).sum()
+                assert pager.budget.metering
+                assert in_threads(evaluate) == [None]
+                loss.backward()
+            return pager.budget.dense_peak
+
+    assert peak(1 << 12) == peak(1)
