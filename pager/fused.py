@@ -28,6 +28,7 @@ from ..kernels.adam import adam_step
 from ..kernels.as_torch import can_be_cut
 from ..kernels.sgd import sgd_step
 from ..kernels.update import CHUNK, FLOATS, STATE_FLOATS, State
+from . import torch_fused
 from .fits import fits, frames_anyway
 from .fused_states import (
     MASTER,
@@ -81,7 +82,8 @@ def mode(optimizer: Any) -> str:
     arena. "never": classes that the kernels do not know.
     """
     if plain_class(optimizer) not in SUPPORTED:
-        return "never"
+        known = any(_is_torchs(optimizer, group) for group in optimizer.param_groups)
+        return "where needed" if known else "never"
     if optimizer._tp_format.chosen or optimizer._tp_pager.device.type == "cuda":
         return "always"
     return "where needed"
@@ -90,6 +92,8 @@ def mode(optimizer: Any) -> str:
 def why_not(optimizer: Any, group: dict[str, Any], parameter: torch.Tensor) -> str | None:
     """Why PyTorch's own code has to update ``parameter``; its results are the kernels', but for
     rounding."""
+    if _is_torchs(optimizer, group):
+        return torch_fused.why_not(group, parameter) or _other_states(optimizer, group, parameter)
     if plain_class(optimizer) not in SUPPORTED:
         return "its class is not supported"
     chosen: Format = optimizer._tp_format
@@ -120,10 +124,21 @@ def why_not(optimizer: Any, group: dict[str, Any], parameter: torch.Tensor) -> s
         return "PyTorch rounds otherwise where the part of a thread ends"
     if parameter.dtype not in STATE_FLOATS:
         return f"its states are {parameter.dtype}"
+    return _other_states(optimizer, group, parameter)
+
+
+def _other_states(optimizer: Any, group: dict[str, Any], parameter: torch.Tensor) -> str | None:
     for tensor in _known_states(optimizer, group, parameter):
         if tensor.dtype != parameter.dtype or not same_order(tensor, parameter):
             return "its states have another dtype or order in memory"
     return None
+
+
+def _is_torchs(optimizer: Any, group: dict[str, Any]) -> bool:
+    """Whether torch's fused kernel for the CPU is what updates pages."""
+    if optimizer._tp_format.chosen:
+        return False
+    return torch_fused.is_asked(optimizer._tp_pager, plain_class(optimizer), group)
 
 
 @cache
@@ -151,6 +166,8 @@ def _keys(optimizer: Any, group: dict[str, Any]) -> tuple[str, ...]:
     """States that an update reads and writes, named as in torch.optim."""
     if plain_class(optimizer) is torch.optim.SGD:
         return ("momentum_buffer",) if group["momentum"] != 0 else ()
+    if plain_class(optimizer) is torch.optim.Adagrad:
+        return ("sum",)
     return ("exp_avg", "exp_avg_sq", *(("max_exp_avg_sq",) if group["amsgrad"] else ()))
 
 
@@ -204,7 +221,8 @@ def _pages(pager: Pager, shape: torch.Tensor) -> int:
 # -- one update ----------------------------------------------------------------------------------
 @dataclass(eq=False)
 class Update:
-    """One parameter's part of a step. ``fresh``: a momentum buffer that holds nothing yet."""
+    """One parameter's part of a step. ``fresh``: a momentum buffer that holds nothing yet;
+    ``unscales``: the gradient is divided by GradScaler's scale in place, as torch's kernels do."""
 
     group: dict[str, Any]
     parameter: torch.Tensor
@@ -214,6 +232,7 @@ class Update:
     step: torch.Tensor | None
     seed: int | None
     fresh: bool
+    unscales: bool
 
     @property
     def values(self) -> list[Value]:
@@ -222,7 +241,7 @@ class Update:
 
     @property
     def write(self) -> list[bool]:
-        return [False] + [True] * (len(self.values) - 1)
+        return [self.unscales] + [True] * (len(self.values) - 1)
 
     @property
     def kind(self) -> tuple[Any, ...]:
@@ -307,7 +326,8 @@ def _assemble(
         master = new_value(pager, parameter, torch.float32)
         master.copy_(parameter.detach())  # type: ignore[union-attr]
     seed = optimizer._tp_numbers.get(id(parameter), 0) if random and keys else None
-    return Update(group, parameter, grad, states, master, step, seed, fresh)
+    unscales = _is_torchs(optimizer, group) and _scaling(optimizer)[0] is not None
+    return Update(group, parameter, grad, states, master, step, seed, fresh, unscales)
 
 
 def _new_counter(group: dict[str, Any], parameter: torch.Tensor) -> torch.Tensor:
@@ -323,6 +343,9 @@ def _finish(optimizer: Any, update: Update) -> None:
         for key, value in update.states.items():
             optimizer.state[update.parameter].update(entry(key, value))
     optimizer._tp_progress.pop(id(update.parameter), None)
+    grad = update.parameter.grad
+    if update.unscales and grad is not None and grad is not update.grad:
+        grad.copy_(update.grad)
     # Autograd must notice if a graph still wants the old values.
     torch.autograd.graph.increment_version([update.parameter])
     if update.master is not None:
@@ -365,6 +388,9 @@ def _call(
     optimizer: Any, updates: Sequence[Update], operands: Sequence[list[State]], first: int
 ) -> None:
     group, count = updates[0].group, len(updates)
+    if _is_torchs(optimizer, group):
+        _call_torchs(optimizer, updates, operands)
+        return
     columns: list[Any] = [list(column) for column in zip(*operands)]
     grads, params, *rest = columns
     masters = rest.pop() if updates[0].master is not None else None
@@ -402,6 +428,20 @@ def _call(
         amsgrad=group["amsgrad"],
         **common,
     )
+
+
+def _call_torchs(
+    optimizer: Any, updates: Sequence[Update], operands: Sequence[list[State]]
+) -> None:
+    scale, found_inf = _scaling(optimizer)
+    for update, row in zip(updates, operands):
+        torch_fused.update(
+            *(plain_class(optimizer), update.group, row),  # type: ignore[arg-type]
+            step=update.step,
+            fresh=update.fresh,
+            grad_scale=scale,
+            found_inf=found_inf,
+        )
 
 
 def _scaling(optimizer: Any) -> tuple[torch.Tensor | None, torch.Tensor | None]:
@@ -495,7 +535,8 @@ def number_parameters(optimizer: Any) -> None:
 
 def refuse(optimizer: Any) -> None:
     """Raise ``ValueError``, before anything is changed, for a parameter whose states cannot be kept
-    as ``Pager.optimizer`` was asked to."""
+    as ``Pager.optimizer`` was asked to, or that ``fused=True`` cannot update."""
+    torch_fused.refuse(optimizer._tp_pager, plain_class(optimizer), optimizer.param_groups)
     if not optimizer._tp_format.chosen:
         return
     for index, group in enumerate(optimizer.param_groups):
@@ -592,7 +633,7 @@ def step_held(optimizer: Any) -> bool:
     """Updates of all that ``optimizer`` names, whose pages are pinned, and have their states.
     ``False``, and nothing done, if one is not the kernels' to make."""
     named = [(g, p) for g in optimizer.param_groups for p in g["params"] if p.grad is not None]
-    if any(g.get("fused") or why_not(optimizer, g, p) is not None for g, p in named):
+    if any(_calls_fused(optimizer, g) or why_not(optimizer, g, p) is not None for g, p in named):
         return False
     if any(id(p) in optimizer._tp_progress or not _is_ready(optimizer, g, p) for g, p in named):
         return False
@@ -603,6 +644,11 @@ def step_held(optimizer: Any) -> bool:
         write = [written for update in mine for written in update.write]
         _on_held(optimizer, mine, held(optimizer._tp_pager, values, write))
     return True
+
+
+def _calls_fused(optimizer: Any, group: dict[str, Any]) -> bool:
+    """Whether the optimizer calls a fused kernel of torch's that is not called here."""
+    return bool(group.get("fused")) and not _is_torchs(optimizer, group)
 
 
 def _is_ready(optimizer: Any, group: dict[str, Any], parameter: torch.Tensor) -> bool:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from . import fused
+from . import fused, torch_fused
 from .checkpoint.optimizer_states import one_at_a_time
 from .dense_step import step_alone_as_dense, step_as_dense
 from .errors import PagerError
@@ -200,8 +200,9 @@ def page_optimizer(
             "LBFGS needs all parameters and a history of them at once, as one dense vector, so it "
             "cannot run in pages; use another optimizer, or keep this model unpaged"
         )
-    _take_over_replaced(pager, optimizer)
     kind = type(optimizer)
+    torch_fused.refuse(pager, kind, optimizer.param_groups)
+    _take_over_replaced(pager, optimizer)
     paged_kind = type(f"Paged{kind.__name__}", (PagedOptimizer, kind), {})
     paged_kind.step = torch.optim.Optimizer.profile_hook_step(paged_kind.step)  # type: ignore[attr-defined]
     paged_kind.step.hooked = True  # type: ignore[attr-defined]

@@ -257,10 +257,11 @@ class Pager:
 
         It stays the same object and an instance of its class (schedulers and GradScaler work as
         usual). Its states live in pages. On the CPU the result is bit for bit that of
-        ``foreach=False``. On CUDA torch's own AdamW, Adam and SGD are updated by one kernel on
-        pages, whose results differ from PyTorch's by rounding; ``foreach=False`` or ``fused=False``
-        on the optimizer keeps PyTorch's code. Pages of a parameter that is larger than the arena
-        come and go slab by slab.
+        ``foreach=False``, or of ``fused=True`` where that was chosen (but not with ``states`` or
+        ``master_weights``, which have kernels of their own). On CUDA torch's own AdamW, Adam and
+        SGD are updated by one kernel on pages, whose results differ from PyTorch's by rounding;
+        ``foreach=False`` or ``fused=False`` on the optimizer keeps PyTorch's code. Pages of a
+        parameter that is larger than the arena come and go slab by slab.
 
         ``overlap``: update each parameter during the backward pass, as soon as its gradient is
         final, and drop the gradient (``param.grad`` is ``None`` afterwards). For programs in which
@@ -283,7 +284,9 @@ class Pager:
         A wrapper, such as ``Accelerator.prepare`` gives, goes on working; what it wraps is paged.
 
         Raises ``TypeError`` for LBFGS, which needs all parameters at once, and for ``states`` or
-        ``master_weights`` with other classes; ``ValueError`` for unknown ``states``.
+        ``master_weights`` with other classes; ``ValueError`` for unknown ``states``, and where
+        ``fused=True`` cannot be on the CPU: a parameter larger than the budget of a class whose
+        fused kernel is not known in parts, or 16-bit parameters with momentum in SGD.
         """
         self.check_open()
         chosen = Format(states, master_weights)
