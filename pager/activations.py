@@ -13,6 +13,8 @@ another tensor is never mistaken for the one that was saved.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import torch
@@ -21,6 +23,7 @@ from torch.utils.weak import TensorWeakRef
 
 from .paged_tensor import PagedTensor
 from .space import PagedStorage
+from .transforms import PagerHooks
 
 if TYPE_CHECKING:
     from .runtime import Pager
@@ -38,10 +41,11 @@ class _Origin(NamedTuple):
     geometry: tuple[Any, ...]
 
 
-class SavedTensors:
+class SavedTensors(PagerHooks):
     """The pack and unpack hooks of one pager, and what they share."""
 
     def __init__(self, pager: Pager) -> None:
+        super().__init__()
         self._pager = pager
         self._on_cuda = pager.device.type == "cuda"
         self._origins: dict[int, _Origin] = {}
@@ -52,8 +56,13 @@ class SavedTensors:
         # Storages that live on anyway (buffers) and their bytes, by id.
         self.skip: dict[int, tuple[StorageWeakRef, int]] = {}
 
-    def hooks(self) -> Any:
-        return torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack)
+    @contextmanager
+    def hooks(self) -> Iterator[None]:
+        self.put_on()
+        try:
+            yield
+        finally:
+            self.take_off()
 
     def _has_room(self, nbytes: int) -> bool:
         """Whether ``nbytes`` more may stay dense."""

@@ -56,6 +56,7 @@ from .residency import Residency
 from .settling import Settling
 from .space import PagedStorage, PageRun, Space
 from .stats import snapshot
+from .transforms import guard_transforms
 from .turns import Turns
 from .watch import IterationListener, Watcher
 
@@ -156,6 +157,7 @@ class Pager:
         self.metrics = Metrics(self)
         self.closed_reason = None
         guard_data(self.saved)
+        guard_transforms()
         _open_pagers.add(self)
         try:
             recording_from_environment(self)
