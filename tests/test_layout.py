@@ -1,6 +1,7 @@
 """Who may import whom, by reading the sources."""
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
@@ -48,3 +49,13 @@ def test_links_are_relative(folder: str) -> None:
     link = ROOT / "tensorpager" / folder
     assert link.is_symlink()
     assert str(link.readlink()) == f"../{folder}"
+
+
+def test_tests_that_the_readme_names_exist() -> None:
+    """The table of guarantees in tests/README.md."""
+    folder = ROOT / "tests"
+    named = re.findall(r"`([\w/]*test_\w+\.py)(?:::(\w+))?`", (folder / "README.md").read_text())
+    assert len(named) > 50
+    for path, test in named:
+        assert (folder / path).exists(), path
+        assert not test or f"def {test}(" in (folder / path).read_text(), f"{path}::{test}"
