@@ -377,7 +377,7 @@ def a_table_and_a_model(world: World) -> object:
     pager = world.pager
     table = nn.Parameter(dense.clone()) if pager is None else paged_table(pager, dense)
     losses = []
-    for step in range(4):
+    for step in range(8):
         with world.iteration():
             words, labels = lookups(100), torch.randint(10, (20,))
             rows = F.embedding(words, table, padding_idx=1) + F.embedding(words // 2, table)
