@@ -64,12 +64,16 @@ class AccessLog:
         self.keys.append(keys)
         self.times.append(time.perf_counter())
 
+    def stalls_of_plans(self) -> dict[int, float]:
+        """Position → seconds that it waited for what a plan can bring."""
+        own = self.own_stalls
+        return {where: waited - own.get(where, 0.0) for where, waited in self.stalls.items()}
+
     def seconds(self) -> list[float]:
         """Of each access up to the next one, without the time that it waited for what a plan can
         bring: the reads of a stream are a part of it."""
         ends = [*self.times[1:], self.ended]
-        own = self.own_stalls
-        stalls = {where: waited - own.get(where, 0.0) for where, waited in self.stalls.items()}
+        stalls = self.stalls_of_plans()
         return [
             max(0.0, end - start - stalls.get(position, 0.0))
             for position, (start, end) in enumerate(zip(self.times, ends))

@@ -56,7 +56,7 @@ def _plan_in_words(pager: Pager) -> str:
             f"{100 * (kind.measured / kind.guide.predicted_us - 1):+.1f} % of what was predicted."
         )
     if kind.on_demand_us is not None:
-        lines.append(f"Without a plan it took {kind.on_demand_us / 1e3:.1f} ms at best.")
+        lines.append(f"Without a plan it takes {kind.on_demand_us / 1e3:.1f} ms at best.")
     if kind.hardware is not None:
         lines += [_limit(kind.guide, kind.hardware), _more(kind.guide, kind.hardware)]
     return "\n".join(lines)

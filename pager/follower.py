@@ -316,7 +316,7 @@ class Follower:
             self.planned_iterations += 1
             kind.measured_us.append((log.ended - self._began) * 1e6)
         elif self._on_demand:
-            kind.demand_us.append((log.ended - self._began) * 1e6)
+            kind.demand_stall_us.append(sum(log.stalls_of_plans().values()) * 1e6)
         self._plan(kind)
 
     # -- planning --------------------------------------------------------------------------------
@@ -390,21 +390,24 @@ class Follower:
         except PagerError as error:
             kind.refused = f"the planner ended with an error: {error}"
             return
+        kind.measured_us.clear()
+        guide = Guide(recorded, planned.plan, planned.layout, kind.keys)
+        no_better = self._no_better(kind, guide)
+        if no_better is not None:  # the plan that is followed, if there is one, may do better
+            kind.turned_down = no_better if kind.guide is None else None
+            kind.again_at = _AGAIN * kind.seen
+            return
         if kind.guide is not None and kind.guide is self._in_state:
             self._leave()
-        guide = Guide(recorded, planned.plan, planned.layout, kind.keys)
-        kind.turned_down = self._no_better(kind, guide)
-        kind.guide = guide if kind.turned_down is None else None
-        kind.again_at = _AGAIN * kind.seen
-        kind.measured_us.clear()
+        kind.guide, kind.turned_down = guide, None
 
     def _no_better(self, kind: Kind, guide: Guide) -> str | None:
-        """Why ``guide`` should not be followed: iterations on demand took less than it promises."""
+        """Why ``guide`` should not be followed: on demand an iteration takes less."""
         promised, measured = kind.promised_us(guide), kind.on_demand_us
         if not self.only_if_faster or measured is None or promised <= measured:
             return None
         return (
-            f"the plan that was made promises {promised / 1e3:.1f} ms an iteration, and bringing "
+            f"the one that was made promises {promised / 1e3:.1f} ms an iteration, and bringing "
             f"pages in when an op needs them takes {measured / 1e3:.1f} ms"
         )
 
@@ -510,7 +513,7 @@ class Follower:
         nbytes = pager.residency.pool.count * pager.page_size
         for kind in self.kinds.all:
             if kind.hardware is None or kind.hardware.device_bytes != nbytes:
-                kind.demand_us.clear()
+                kind.demand_stall_us.clear()
                 if kind.hardware is None or kind.hardware.device_bytes > nbytes:
                     self._forget(kind)
                 elif kind.process is None:
@@ -523,7 +526,7 @@ class Follower:
         kind.process = kind.guide = kind.refused = kind.turned_down = None
         kind.plans = kind.again_at = 0
         kind.measured_us.clear()
-        kind.demand_us.clear()
+        kind.demand_stall_us.clear()
 
     def stop(self) -> None:
         """Cancel what is being planned and end all threads. Without the lock."""

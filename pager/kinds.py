@@ -47,7 +47,7 @@ class Kind:
         # Of the latest iterations, without stalls: seconds of each access.
         self.samples: deque[list[float]] = deque([log.seconds()], _SAMPLES)
         self.measured_us: deque[float] = deque(maxlen=_SAMPLES)  # of those that followed `guide`
-        self.demand_us: deque[float] = deque(maxlen=_SAMPLES)  # of those that followed none
+        self.demand_stall_us: deque[float] = deque(maxlen=_SAMPLES)  # of those that followed none
 
     def seconds(self) -> list[float]:
         """Of each access, in the fastest iteration. What an access takes once, or now and then (a
@@ -66,8 +66,11 @@ class Kind:
 
     @property
     def on_demand_us(self) -> float | None:
-        """The fastest of the latest iterations that followed no plan."""
-        return min(self.demand_us) if self.demand_us else None
+        """Of an iteration that follows no plan, likewise: the least waiting of the latest ones. On
+        a machine that is busy now and then whole times cannot be compared, waiting can."""
+        if not self.demand_stall_us:
+            return None
+        return sum(self.seconds()) * 1e6 + min(self.demand_stall_us)
 
     @property
     def measured(self) -> float | None:
