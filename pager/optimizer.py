@@ -28,7 +28,8 @@ from .fused_states import (
     loading,
     plain_states,
 )
-from .module import known_parameter
+from .module import is_dtensor, known_parameter
+from .paged_tensor import PagedTensor
 
 if TYPE_CHECKING:
     from .early import EarlyUpdates
@@ -150,6 +151,22 @@ class PagedOptimizer:
         self._tp_versions.clear()
         for state in self.state.values():
             page_state(self._tp_pager, state)
+
+
+def refuse_earlier(pager: Pager, model: torch.nn.Module) -> None:
+    """``PagerError`` if an optimizer was paged with parameters that are about to be replaced: it
+    would go on with the old ones, which get no gradients any more."""
+    dense = (p for p in model.parameters() if not isinstance(p, PagedTensor))
+    replaced = {id(p) for p in dense if not is_dtensor(p)}  # shards stay the objects that they are
+    for known in pager.optimizers:
+        optimizer = known()
+        groups = optimizer.param_groups if optimizer is not None else []
+        if any(id(p) in replaced for group in groups for p in group["params"]):
+            raise PagerError(
+                f"pager.optimizer() was given a {type(optimizer).__mro__[2].__name__} with "
+                f"parameters of this {type(model).__name__}, which page_module would replace; call "
+                "page_module(model) first, then pager.optimizer(optimizer)"
+            )
 
 
 def unwrapped(optimizer: Any) -> torch.optim.Optimizer:

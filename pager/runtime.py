@@ -217,12 +217,13 @@ class Pager:
         ``_init_weights(module)`` of the model; a warning names those that are left and are in no
         checkpoint, and calling their module raises ``PagerError``. Gradients are kept as pages.
         Tied parameters stay tied, frozen ones frozen; an optimizer made before is given the paged
-        parameters by :meth:`optimizer`.
+        parameters by :meth:`optimizer`, which therefore comes after (``PagerError``).
 
         Raises ``TierFull`` before anything is moved if all tiers together cannot hold them.
         """
         self.check_open()
         _module.refuse_lazy(model)
+        _optimizer.refuse_earlier(self, model)
         dense = (p for p in model.parameters() if not isinstance(p, PagedTensor))
         need = bytes_in_pages(self, dense)
         check_capacity(self, need, f"the parameters of {type(model).__name__}")

@@ -94,3 +94,15 @@ def test_wrappers_are_opened(tight_pager: tp.Pager) -> None:
     for nothing in (Wrapper(None), object()):
         with pytest.raises(TypeError, match=r"pass pager\.optimizer\(\) the optimizer itself"):
             tight_pager.optimizer(nothing)
+
+
+def test_an_optimizer_before_its_module(tight_pager: tp.Pager) -> None:
+    """It would step on parameters that nobody uses any more."""
+    model = nn.Linear(40, 40)
+    optimizer = tight_pager.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    with pytest.raises(tp.PagerError, match=r"a SGD with .* Linear, .* page_module\(model\) first"):
+        tight_pager.page_module(model)
+    assert type(model.weight) is nn.Parameter
+    tight_pager.page_module(nn.Linear(40, 40))
+    del optimizer
+    assert type(tight_pager.page_module(model).weight) is tp.PagedTensor
