@@ -94,7 +94,7 @@ def do_together(calls: Sequence[Call]) -> list[torch.Tensor | None]:
             [_input(call.inputs[i]) for call in calls]  # type: ignore[union-attr]
             for i in range(len(first.inputs))
         ]
-        _elementwise(first.op, outs, columns)
+        elementwise_op(first.op, outs, columns)
         return [call.target for call in calls]  # type: ignore[union-attr]
     operands = [_operand(call.tensor) for call in calls]  # type: ignore[union-attr]
     if isinstance(first, Unscale):
@@ -103,10 +103,11 @@ def do_together(calls: Sequence[Call]) -> list[torch.Tensor | None]:
     return list(reduce(operands, first.how, first.p, first.dtype).unbind())
 
 
-def _elementwise(
+def elementwise_op(
     op: str, outs: Sequence[Operand], columns: Sequence[Any], places: Sequence[Place] | None = None
 ) -> None:
-    """``places``: of outs that are parts of tensors."""
+    """outs[i] = op(columns[0][i], ...) on what is on the device: torch's own op on a CPU, else the
+    kernel's. ``places``: of outs that are parts of tensors."""
     if all((out.arena if isinstance(out, Paged) else out).device.type == "cpu" for out in outs):
         elementwise_as_torch(op, outs, columns, places)
     else:
@@ -192,7 +193,7 @@ def run_in_slabs(pager: Pager, func: Any, args: Sequence[Any], kwargs: dict[str,
         for out, *others in _walk(pager, call.tensors, writes=True):
             rest = iter(others)
             columns = [[next(rest) if is_operand(v) else v] for v in inputs]
-            _elementwise(call.op, [out], columns, [Place(first, numel)])
+            elementwise_op(call.op, [out], columns, [Place(first, numel)])
             first += out.numel if isinstance(out, Paged) else out.numel()
         return _as_torch_returns(func, call, call.target)
 

@@ -16,9 +16,11 @@ from typing import Any, TypeGuard
 import numpy as np
 import torch
 
+from ..kernels.cpu_split import Place
 from ..kernels.elementwise import elementwise
 from ..kernels.fill import fill_pages
 from ..kernels.row_sums import RowGroups, add_rows, group_rows
+from .page_run import elementwise_op
 from .page_table import Int32
 from .paged_tensor import PagedTensor
 from .slabs import Pages, fair_share, slabs, stream
@@ -165,7 +167,8 @@ def add_gradients(one: torch.Tensor, other: torch.Tensor, alpha: Any) -> Any:
     total = new_gradient(gradient)
     for slab in slabs(total.pager, [total, one, other], write=[True, False, False]):
         out, left, right = slab.operands
-        elementwise("add", [out], [left], [right], alpha)
+        place = Place(slab.start, total.numel())
+        elementwise_op("add", [out], [[left], [right], [alpha]], [place])
     return total
 
 

@@ -102,6 +102,24 @@ def test_ten_times_the_arena(
         assert is_paged(table.grad)
 
 
+def test_sums_of_gradients_have_torchs_bits() -> None:
+    """A half plus a product is rounded otherwise at the end of what a thread does than before."""
+    torch.set_num_threads(2)
+    dense = torch.randn(ROWS, WIDTH).bfloat16()
+    plain = nn.Parameter(dense.clone())
+    one, two = lookups(), lookups()
+    with tight() as pager:
+        table = paged_table(pager, dense)
+        sums = []
+        for weight in (table, plain):
+            pair = [
+                torch.autograd.grad(F.embedding(i, weight).sum(), weight)[0] for i in (one, two)
+            ]
+            sums.append(torch.add(pair[0], pair[1], alpha=0.3))
+        assert is_paged(sums[0])
+        assert torch.equal(read_table(sums[0]), sums[1])
+
+
 def test_used_twice_in_one_graph() -> None:
     """Autograd adds the two gradients up: in pages again."""
     dense = torch.randn(ROWS, WIDTH)
