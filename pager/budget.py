@@ -20,6 +20,7 @@ to what was measured plus a margin. An iteration with larger inputs than before 
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -71,6 +72,8 @@ class DeviceBudget:
         self._stuck = False  # the metered arena could not be made smaller
         self._frames_log: list[tuple[float, int]] = []  # while metering: when, frames in use
         self._metered_peak = 0
+        self._peak_outside: int | None = None  # in steps outside of iterations
+        self.unpaged: weakref.ref[Any] | None = None  # an optimizer that has stepped without pages
         self.whole_needs = WholeNeeds(page_size)  # of what streams, in a metered iteration
         residency.make_room = self._make_room
         residency.make_way = self._make_way
@@ -142,7 +145,20 @@ class DeviceBudget:
         """Most device bytes in use so far: frames in use and dense bytes beside them."""
         size = self.page_size
         steady = self.residency.peak_frames * size + self.dense_peak if self.settled else 0
-        return max(steady, self._metered_peak)
+        return max(steady, self._metered_peak, self._peak_outside or 0)
+
+    def note_step_outside(self) -> None:
+        """A step is taken outside of iterations. Dense memory is counted from the first one on,
+        where that costs nothing."""
+        if self.metering:
+            return
+        frames = self.residency.peak_frames * self.page_size
+        dense = self.backend.meter_level()
+        if self._peak_outside is None:
+            self._peak_outside = frames
+            self.backend.meter_stop()  # what was there before is none of it
+        elif dense is not None:
+            self._peak_outside = max(self._peak_outside, frames + self.dense_baseline + dense)
 
     # -- the metered iteration -------------------------------------------------------------------
     def start(self) -> None:
@@ -206,6 +222,16 @@ class DeviceBudget:
         if self.fixed_reserve is not None and dense > self.fixed_reserve:
             text += (
                 f"dense_reserve is {format_bytes(self.fixed_reserve)}; raise it or pass 'auto'. "
+            )
+        unpaged = self.unpaged() if self.unpaged is not None else None
+        if (
+            unpaged is not None
+            and any(unpaged.state.values())
+            and not hasattr(unpaged, "_tp_pager")
+        ):
+            text += (
+                "This optimizer is not paged: wrap it with pager.optimizer(...); the states of "
+                f"{type(unpaged).__name__} are dense. "
             )
         return text + (
             f"The smallest device_budget that works for these shapes is {minimum} bytes "

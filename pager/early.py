@@ -19,6 +19,7 @@ import torch
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 from . import fused
+from .advice import is_ours
 from .dense_step import paged_operands, step_on_views
 from .errors import PagerError, TierFull
 from .optimizer import alone, page_state, raw_step
@@ -306,7 +307,8 @@ def unsuitable(optimizer: Any) -> str | None:
         return f"{plain.__name__} is not of torch.optim and may look at several parameters at once"
     if any(group.get("differentiable") for group in optimizer.param_groups):
         return "it is differentiable"
-    if optimizer._optimizer_step_pre_hooks or _global_optimizer_pre_hooks:
+    of_all = [hook for hook in _global_optimizer_pre_hooks.values() if not is_ours(hook)]
+    if optimizer._optimizer_step_pre_hooks or of_all:
         return "a step pre-hook may look at gradients"
     return None
 

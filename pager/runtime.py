@@ -27,6 +27,7 @@ from . import optimizer as _optimizer
 from . import saving as _saving
 from . import slabs as _slabs
 from .activations import SavedTensors
+from .advice import Advice, watch_steps
 from .arguments import Arguments, check_arguments
 from .backend import make_backend
 from .budget import DeviceBudget
@@ -134,6 +135,7 @@ class Pager:
         self.budget = DeviceBudget(
             budget, self.page_size, given.reserve, self.residency, self.backend
         )
+        self.advice = Advice(self.budget)
         self.saved = SavedTensors(self)
         self.images = Images()
         self.stepping = False
@@ -158,6 +160,7 @@ class Pager:
         self.closed_reason = None
         guard_data(self.saved)
         guard_transforms()
+        watch_steps()
         _open_pagers.add(self)
         try:
             recording_from_environment(self)
@@ -379,8 +382,14 @@ class Pager:
     def before_step(self, optimizer: Any) -> None:
         """Checks of an optimizer's step, before anything changes."""
         self.check_open()
+        self.advice.stepping(inside=self._inside)
         self.budget.check(optimizer)
         check_states(self, optimizer)
+
+    def unpaged_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer that is not paged is about to step on parameters that are paged here."""
+        self.advice.stepping(inside=self._inside)
+        self.budget.unpaged = weakref.ref(optimizer)
 
     def page_grad(self, parameter: torch.Tensor) -> None:
         """Post-accumulate hook: the parameter is updated at once, where ``overlap.py`` allows it,
