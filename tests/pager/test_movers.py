@@ -155,7 +155,8 @@ def goes_on_by_faults(pager: tp.Pager, cause: type[Exception], words: str) -> No
     check_invariants(pager)
 
 
-@pytest.mark.parametrize("which", [pytest.param("carry_in", marks=pytest.mark.slow), "carry_out"])
+@pytest.mark.slow  # test_planned.py has a quick one
+@pytest.mark.parametrize("which", ["carry_in", "carry_out"])
 def test_the_devices_copies_fail(one_thread, monkeypatch, which: str) -> None:
     with planned_pager() as pager:
         monkeypatch.setattr(pager.backend, which, breaks)
