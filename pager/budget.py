@@ -30,6 +30,7 @@ from ..planner.sizes import format_bytes
 from .backend import Backend
 from .dense_meter import in_backward
 from .errors import InfeasibleBudget, TierFull
+from .placement import Placement
 from .ranks import about_share, ranks_sharing
 from .residency import Residency
 from .step_need import Room, step_room
@@ -66,7 +67,10 @@ class DeviceBudget:
         self.settled = False
         self.metering = False
         self.checked = False
-        self._before = 0, 0
+        self.changed = False  # a weight that was whole streams from now on
+        self._before: tuple[int, tuple[int, int]] = 0, (0, 0)
+        self._peak_before = 0
+        self.most_whole = 0  # bytes taken by an iteration that found out what has to stream
         self.dense_baseline = 0  # dense tensors that live on: buffers of paged modules
         self.dense_peak = 0
         self._stuck = False  # the metered arena could not be made smaller
@@ -74,6 +78,7 @@ class DeviceBudget:
         self._metered_peak = 0
         self._peak_outside: int | None = None  # in steps outside of iterations
         self.unpaged: weakref.ref[Any] | None = None  # an optimizer that has stepped without pages
+        self.placement = Placement()
         self.whole_needs = WholeNeeds(page_size)  # of what streams, in a metered iteration
         residency.make_room = self._make_room
         residency.make_way = self._make_way
@@ -163,7 +168,9 @@ class DeviceBudget:
     # -- the metered iteration -------------------------------------------------------------------
     def start(self) -> None:
         """Begin to meter; the border may move again."""
-        self._before = self.dense_peak, self.residency.largest_need
+        self._before = self.dense_peak, self.residency.needs
+        self._peak_before = self._metered_peak
+        self.placement.start(self.dense_peak)
         self.metering, self.checked, self._stuck = True, False, False
         self.settled = False
         self.whole_needs.clear()
@@ -177,32 +184,92 @@ class DeviceBudget:
         if not self.metering or self.checked:
             return
         self.checked = True
-        self._note_peak()
-        frames = self.residency.largest_need
-        dense = self.dense_peak
-        # A step taken inside backward cannot be measured there; its dense bytes are not foreseen.
-        measurable = optimizer is not None and not in_backward()
-        room = step_room(optimizer, self._measure) if measurable else None
-        if room is not None:
-            frames = max(frames, room.frames)
-            dense = max(dense, self.dense_baseline + room.dense + 1)
-            self.dense_peak = dense
-            self.residency.largest_need = frames
-        self._refuse_if_too_small(dense, frames, "No parameter was changed.")
+        dense = self._note_peak()
+        self.placement.measure(self.backend.meter_timeline(), self.dense_baseline, dense)
+        rigid = self.residency.rigid_need
+        for choice in self.placement.choices(rigid):
+            self.dense_peak, self.residency.needs = choice.dense, (choice.frames, rigid)
+            # A step taken inside backward cannot be measured there; its dense bytes are not
+            # foreseen.
+            measurable = optimizer is not None and not in_backward()
+            room = step_room(optimizer, self._measure) if measurable else None
+            if room is not None:
+                more = self.dense_baseline + room.dense + 1
+                self.dense_peak = max(self.dense_peak, more)
+                largest = max(choice.frames, room.frames)
+                self.residency.needs = largest, max(rigid, room.frames)
+            if self._is_enough(self.dense_peak, self.residency.largest_need):
+                break
+        streamed = [
+            weight
+            for weight in self.placement.weights.values()
+            if weight not in choice.whole and not weight.run.streamed
+        ]
+        self._refuse_if_too_small(
+            self.dense_peak,
+            self.residency.largest_need,
+            "No parameter was changed.",
+            room=room,
+            rigid=rigid,
+            at_least=bool(streamed),
+        )
+        self.changed = bool(streamed)
+        for weight in streamed:
+            weight.run.streamed = True
         self.backend.meter_start()  # the rest of the iteration
 
-    def _refuse_if_too_small(self, dense: int, frames: int, then: str) -> None:
+    def _is_enough(self, dense: int, frames: int) -> bool:
+        """Whether ``dense`` bytes and ``frames`` frames can be had side by side."""
+        reserve = self.fixed_reserve
+        if reserve is not None and dense > reserve:
+            return False
+        return max(dense, reserve or 0) + frames * self.page_size <= self.bytes
+
+    def _refuse_if_too_small(
+        self,
+        dense: int,
+        frames: int,
+        then: str,
+        *,
+        room: Room | None = None,
+        rigid: int = 0,
+        at_least: bool = False,
+    ) -> None:
         """Raise ``InfeasibleBudget``, its text ending with ``then``, unless ``dense`` bytes and
-        ``frames`` frames can be had side by side."""
+        ``frames`` frames can be had side by side; or ``at_least`` as much as the smallest budget
+        that works, for an optimizer's step that takes ``room`` and other ops that take ``rigid``
+        frames."""
         reserve = self.fixed_reserve or 0
-        enough_reserve = self.fixed_reserve is None or dense <= reserve
-        if max(dense, reserve) + frames * self.page_size <= self.bytes and enough_reserve:
-            return
-        dense, frames = self.whole_needs.least(dense, frames, reserve)
+        if self._is_enough(dense, frames):
+            if not at_least:
+                return
+            dense, frames = self._least(rigid, room)
+            if max(dense, reserve) + frames * self.page_size <= self.bytes:
+                return
+        elif rigid:
+            dense, frames = self._least(rigid, room)
+        else:
+            dense, frames = self.whole_needs.least(dense, frames, reserve)
         minimum = to_name(max(dense, reserve) + frames * self.page_size)
         self._forget()
         of_node = minimum * ranks_sharing("device", self.backend.device.type)
         raise InfeasibleBudget(self._refusal(dense, frames, minimum, then), minimum=of_node)
+
+    def _least(self, rigid: int, room: Room | None) -> tuple[int, int]:
+        """Dense bytes and frames of the smallest budget that works; see ``placement.py``."""
+        reserve, whole = self.fixed_reserve or 0, -1
+        dense = frames = 0
+        while True:
+            under = self.placement.under(max(dense, reserve) + frames * self.page_size)
+            choice = self.placement.choice(under, rigid)
+            dense, frames = max(dense, choice.dense), max(frames, choice.frames)
+            if room is not None:
+                dense = max(dense, self.dense_baseline + room.dense + 1)
+                frames = max(frames, room.frames)
+            dense, frames = self.whole_needs.least(dense, frames, reserve)
+            if whole == len(choice.whole):
+                return dense, frames
+            whole = len(choice.whole)
 
     def has_room(self, room: Room) -> bool:
         """Whether an optimizer's step finds ``room`` beside what was measured so far."""
@@ -262,6 +329,10 @@ class DeviceBudget:
         """
         self.metering, self.settled = False, True
         self.place(dense_extra, roomy=roomy)
+        if self.changed:  # what streams from now on was not metered so
+            self.settled = False
+            self.most_whole = max(self.most_whole, self._metered_peak)
+            self._metered_peak = self._peak_before
 
     def frames_at_least(self) -> int:
         """Frames that the arena has for good, as far as is known now."""
@@ -305,14 +376,17 @@ class DeviceBudget:
     def _forget(self) -> None:
         """What a refused or broken iteration needed does not count for others."""
         self.metering = False
-        self.dense_peak, self.residency.largest_need = self._before
+        self.placement.withdraw()
+        self.dense_peak, self.residency.needs = self._before
 
-    def _note_peak(self) -> None:
+    def _note_peak(self) -> int:
+        """The peak of dense bytes since the meter was started."""
         dense = self.dense_baseline + self.backend.meter_stop()
         self.dense_peak = max(self.dense_peak, dense)
         self._metered_peak = max(self._metered_peak, self._peak_of_both(dense))
         self.whole_needs.measure(self.backend.meter_timeline(), self.dense_baseline, dense)
         self._frames_log.clear()
+        return dense
 
     def _peak_of_both(self, dense: int) -> int:
         """Peak of frames and dense bytes together, from the two logs of the same clock."""

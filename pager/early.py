@@ -279,24 +279,24 @@ def _fits_at_once(optimizer: Any) -> bool:
 
 def _by_kernels(optimizer: Any, group: dict[str, Any], parameter: torch.Tensor) -> bool:
     residency = optimizer._tp_pager.residency
-    need = residency.largest_need
+    needs = residency.needs
     try:
         return fused.step_one(optimizer, group, parameter)
     except TierFull as error:  # what was updated of it is noted, and step() goes on from there
         raise _NoRoom from error
     finally:
-        residency.largest_need = need  # it could do with less, slab by slab
+        residency.needs = needs  # it could do with less, slab by slab
 
 
 def _on_views(optimizer: Any, raw: Callable[..., Any]) -> bool:
     residency = optimizer._tp_pager.residency
-    need = residency.largest_need
+    needs = residency.needs
     try:
         return step_on_views(optimizer, raw)
     except TierFull as error:  # raised while pinning, and nothing was changed
         raise _NoRoom from error
     finally:
-        residency.largest_need = need  # it could do with less, one operation at a time
+        residency.needs = needs  # it could do with less, one operation at a time
 
 
 # -- conditions ----------------------------------------------------------------------------------

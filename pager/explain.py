@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from ..planner.errors import PagerError as PlannerError
 from ..planner.sizes import format_bytes
 from . import ranks
+from .names import streamed_names
 
 if TYPE_CHECKING:
     from ..planner.hardware import Hardware
@@ -27,7 +28,14 @@ GiB = 1 << 30
 def explain(pager: Pager) -> str:
     """See ``Pager.explain``."""
     part = ranks.describe(dict(pager.budget_bytes), pager.device.type)
-    return "\n".join([part, _plan_in_words(pager)] if part else [_plan_in_words(pager)])
+    lines = [part, _plan_in_words(pager)] if part else [_plan_in_words(pager)]
+    streamed = streamed_names(pager)
+    if streamed:
+        lines.append(
+            f"Streamed slab by slab, since they do not fit whole: {', '.join(streamed)}. Their "
+            "products have other last bits than PyTorch's."
+        )
+    return "\n".join(lines)
 
 
 def _plan_in_words(pager: Pager) -> str:

@@ -46,6 +46,6 @@ def fits(pager: Pager, pages: int, *, share: int = 1, dense_bytes: int = 0) -> b
 
 def frames_anyway(pager: Pager) -> int:
     """Frames to be had without asking for more: in a metered iteration those that one op before
-    needed, at most."""
+    needed, at most, other than the product of a weight that could stream."""
     residency = pager.residency
-    return residency.largest_need if pager.budget.metering else residency.pool.count
+    return residency.rigid_need if pager.budget.metering else residency.pool.count

@@ -20,6 +20,7 @@ On a CPU scattered frames are gathered unless the copy is larger than all dense 
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -35,7 +36,7 @@ from .activations import raise_modified
 from .dense_run import NOT_QUICK, PLAIN, run_dense
 from .dense_views import dense_view, direct_view, withdraw
 from .errors import InfeasibleBudget
-from .linear_stream import input_grad, is_streamed, linear_in_slabs, product
+from .linear_stream import input_grad, is_streamed, linear_in_slabs, product, watched
 from .paged_tensor import PagedTensor
 
 if TYPE_CHECKING:
@@ -66,18 +67,24 @@ def linear(input: Any, weight: Any, bias: Any = None) -> Any:
         return NotImplemented
     storage = weight._storage
     pager = storage.pager
-    there = storage.run.base >= 0 and pager.budget.settled
-    if not there and is_streamed(inputs, weight):
+    if storage.run.streamed is not False and is_streamed(inputs, weight):
         return linear_in_slabs(inputs, weight, bias)
     if _is_watched(pager) or not _fits_together(inputs, weight, bias):
         return NotImplemented
+    if pager.metering_this():
+        with watched(weight, inputs, bias):
+            return _whole(inputs, weight, bias)
+    return _whole(inputs, weight, bias)
+
+
+def _whole(inputs: torch.Tensor, weight: PagedTensor, bias: Any) -> torch.Tensor:
     if _grad_is_on() and (
         weight.requires_grad
         or inputs.requires_grad
         or (bias is not None and bias.requires_grad)
     ):  # fmt: skip
-        return _apply(inputs, bias, weight)
-    out = _on_views_at_hand(LINEAR, inputs, weight, bias)
+        return _apply(inputs, bias, weight)  # type: ignore[no-any-return]
+    out: Any = _on_views_at_hand(LINEAR, inputs, weight, bias)
     return _product_otherwise(inputs, weight, bias) if out is NOT_QUICK else out
 
 
@@ -142,6 +149,7 @@ def _product_otherwise(inputs: torch.Tensor, weight: PagedTensor, bias: Any) -> 
             return _forward_on_pages(inputs, weight, bias)
         return run_dense(LINEAR, PLAIN, (inputs, weight, bias), {})  # type: ignore[no-any-return]
     except InfeasibleBudget:  # beside what others have pinned
+        weight._storage.run.streamed = True  # from now on: one way or the other
         x, b = (t.clone() if type(t) is PagedTensor else t for t in (inputs, bias))
         out = product(x.reshape(-1, x.size(-1)), weight, b)
         return out.view(*inputs.shape[:-1], weight.size(0))
@@ -149,6 +157,13 @@ def _product_otherwise(inputs: torch.Tensor, weight: PagedTensor, bias: Any) -> 
 
 def _times(rows: torch.Tensor, weight: PagedTensor) -> torch.Tensor:
     """rows @ weight: the gradient of the inputs."""
+    if weight._storage.pager.metering_this():
+        with watched(weight, rows):
+            return _times_whole(rows, weight)
+    return _times_whole(rows, weight)
+
+
+def _times_whole(rows: torch.Tensor, weight: PagedTensor) -> torch.Tensor:
     try:
         if _grad_is_on():
             return rows.mm(weight)
@@ -160,7 +175,20 @@ def _times(rows: torch.Tensor, weight: PagedTensor) -> torch.Tensor:
             return _backward_on_pages(rows, weight)
         return rows.mm(weight)
     except InfeasibleBudget:
+        weight._storage.run.streamed = True
         return input_grad(rows, weight)
+
+
+def _of_weight(rows: torch.Tensor, inputs: torch.Tensor, metered: Any) -> torch.Tensor:
+    """rows.T @ inputs: the gradient of the weight, which is ``metered`` in a metered iteration."""
+    if metered is None or not metered._storage.pager.metering_this():
+        return rows.t().mm(inputs)
+    with watched(metered, inputs, of_weight=True) as noted:
+        began = time.perf_counter()
+        found = rows.t().mm(inputs)
+        nbytes = found.numel() * found.dtype.itemsize
+        metered._storage.pager.budget.placement.note_gradient(noted, found, nbytes, began)
+        return found
 
 
 def _on_views_at_hand(
@@ -307,6 +335,7 @@ class _Linear(torch.autograd.Function):
         for_inputs, _, for_weight = ctx.needs_input_grad
         kept = None
         ctx.again = None
+        ctx.metered = weight if weight._storage.pager.metering_this() else None
         if for_inputs:
             if weight.is_leaf:
                 ctx.parameter = weight, weight._version
@@ -347,7 +376,7 @@ class _Linear(torch.autograd.Function):
                     of_inputs = of_inputs.view(shape)
         if for_weight:
             flat = inputs.reshape(-1, inputs.size(-1)) if grad.dim() > 2 else inputs
-            of_weight = rows.t().mm(flat)
+            of_weight = _of_weight(rows, flat, ctx.metered)
             if more is not None:
                 of_weight = more + of_weight
         if for_bias:

@@ -34,7 +34,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Generator, Iterator
-from contextlib import AbstractContextManager, closing
+from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,6 +48,7 @@ from ..kernels.paged_matrix import DTYPES, PagedMatrix
 from .fits import fits
 from .page_table import Int32
 from .paged_tensor import PagedTensor
+from .placement import Weight
 from .slabs import fair_share, pages_of, stream
 from .space import PagedStorage
 
@@ -58,23 +59,59 @@ _functorch_level = torch._C._functorch.peek_interpreter_stack
 
 
 def is_streamed(inputs: torch.Tensor, weight: PagedTensor) -> bool:
-    """Whether a linear reads ``weight`` slab by slab: where it cannot be on the device whole.
+    """Whether a linear reads ``weight`` slab by slab, by the verdict on it (``placement.py``).
 
-    That is if its pages do not fit (``fits.py``) beside a dense gradient of it, which training
-    with a whole one needs. (Any other is metered whole, so the arena has room for it, and its
-    results are PyTorch's bits; only where that was never metered, or where others have pinned too
-    much, it streams as well.) Where the inputs and the result, which are dense, take more than the
-    budget by themselves, streaming would not help: the ordinary way then says which budget would.
+    The first linear makes one: it streams if its pages do not fit (``fits.py``) beside a dense
+    gradient of it, which training with a whole one needs. Where the inputs and the result, which
+    are dense, take more than the budget by themselves, streaming would not help: the ordinary way
+    then says which budget would.
     """
     run, pager = weight._storage.run, weight._storage.pager
-    budget = pager.budget
-    if budget.settled:
-        return run.count > pager.residency.pool.count
-    if fits(pager, run.count, dense_bytes=_own_dense_bytes(weight)):
-        return False
+    if run.streamed is not None:
+        return run.streamed
+    whole = fits(pager, run.count, dense_bytes=_own_dense_bytes(weight))
     columns = max(1, weight.size(-1))
     dense = inputs.numel() * (columns + weight.numel() // columns) // columns
-    return dense * inputs.element_size() <= budget.bytes
+    if not whole and dense * inputs.element_size() > pager.budget.bytes:
+        return False
+    pager.budget.placement.judge(run, streamed=not whole)
+    return not whole
+
+
+@contextmanager
+def watched(
+    weight: PagedTensor, inputs: torch.Tensor, bias: Any = None, *, of_weight: bool = False
+) -> Iterator[Weight]:
+    """Inside, a product of a whole weight takes place in a metered iteration (``placement.py``).
+    ``of_weight``: that is its gradient, for which the weight itself is not needed."""
+    pager, matrix = weight._storage.pager, _Matrix.of(weight)
+    starts = range(0, matrix.rows, matrix.block_rows)
+    ends = [min(start + matrix.block_rows, matrix.rows) for start in starts]
+    pages = max((len(matrix.pages(*span)) for span in zip(starts, ends)), default=1)
+    block = matrix.block_rows * matrix.row_bytes
+    more = block + _ALIGNMENT_BYTES if pages > 1 or of_weight else 0
+    if weight.dtype in _HALVES and not of_weight:  # added up in single precision
+        wide = torch.float32.itemsize
+        rows = inputs.numel() // max(1, inputs.size(-1))
+        more += block // weight.dtype.itemsize * wide
+        more += rows * (matrix.columns + matrix.block_rows) * wide
+    others = [t for t in (inputs, bias) if type(t) is PagedTensor]  # which are copied
+    more += sum(t.numel() * t.dtype.itemsize for t in others)
+    noted = _noted(weight, max([pages, *(t._storage.run.count for t in others)]))
+    with pager.budget.placement.product(noted, more):
+        if of_weight:
+            yield noted
+            return
+        with pager.residency.frames_of(noted):
+            yield noted
+
+
+def _noted(weight: PagedTensor, least_frames: int = 1) -> Weight:
+    """What is known of ``weight`` in this metered iteration."""
+    run, budget = weight._storage.run, weight._storage.pager.budget
+    beside = max(_own_dense_bytes(weight), budget.fixed_reserve or 0)
+    limit_bytes = run.count * budget.page_size + beside
+    return budget.placement.weight(run, limit_bytes, least_frames)
 
 
 def _own_dense_bytes(weight: PagedTensor) -> int:
@@ -101,8 +138,10 @@ def linear_in_slabs(inputs: torch.Tensor, weight: PagedTensor, bias: Any = None)
     inputs, dtype, bias = _as_autocast_has_it(inputs, weight, bias)
     if not _go_together(inputs, weight, dtype, bias):
         return NotImplemented
-    if weight._storage.pager.metering_this():
-        _note_whole_need(inputs, weight, bias)
+    if weight._storage.pager.metering_this():  # whole, all operands are on the device at once
+        runs = {t._storage.run for t in (inputs, weight, bias) if type(t) is PagedTensor}
+        noted = _noted(weight)
+        noted.frames = max(noted.frames, sum(run.count for run in runs))
     flat = _plain(inputs).reshape(-1, weight.size(1))
     one_each = bias is None or tuple(bias.shape) == (weight.size(0),)
     out = product(flat, weight, _plain(bias) if one_each else None)
@@ -121,14 +160,6 @@ def product(x: torch.Tensor, weight: PagedTensor, bias: torch.Tensor | None) -> 
 def input_grad(grad: torch.Tensor, weight: PagedTensor) -> torch.Tensor:
     """grad @ weight for plain grad [M, N]; differentiable."""
     return _InputGrad.apply(grad, weight)  # type: ignore[no-any-return,no-untyped-call]
-
-
-def _note_whole_need(inputs: torch.Tensor, weight: PagedTensor, bias: Any) -> None:
-    """Whole, all operands are on the device at once."""
-    run, needs = weight._storage.run, weight._storage.pager.budget.whole_needs
-    runs = {t._storage.run for t in (inputs, weight, bias) if type(t) is PagedTensor}
-    pages = sum(run.count for run in runs)
-    needs.note(pages, limit_pages=run.count, dense_bytes=_own_dense_bytes(weight))
 
 
 # -- what is taken ---------------------------------------------------------------------------------
@@ -313,15 +344,10 @@ def _weight_grad(grad: torch.Tensor, x: torch.Tensor, weight: PagedTensor) -> Pa
                 continue
             for first, stop in slab.blocks():
                 slab.store(first, stop, grad[:, first:stop].t().mm(x))
-    if pager.metering_this():  # whole, it would be dense
-        pages, nbytes = weight._storage.run.count, like.numel() * like.dtype.itemsize
-        pager.budget.whole_needs.note(
-            pages,
-            dense_bytes=_own_dense_bytes(weight),
-            more_dense=nbytes,
-            began=began,
-            ended=time.perf_counter(),
-        )
+    budget = pager.budget
+    if pager.metering_this():
+        nbytes = like.numel() * like.dtype.itemsize
+        budget.placement.note_gradient(_noted(weight), result._storage, nbytes, began)
     return result
 
 

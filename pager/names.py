@@ -62,6 +62,19 @@ def named_runs(pager: Pager) -> Iterator[tuple[PageRun, str]]:
                 yield value._storage.run, label
 
 
+def streamed_names(pager: Pager) -> list[str]:
+    """Weights that go through the device slab by slab, by the verdict of ``placement.py``; those
+    that belong to no model or optimizer by their size."""
+    names: dict[int, str] = {}
+    for run, name in named_runs(pager):
+        if run.streamed and run.id not in names:
+            names[run.id] = name
+    for run in list(pager.space.runs.values()):
+        if run.streamed and run.storages and run.id not in names:
+            names[run.id] = f"tensor of {run.nbytes} bytes"
+    return sorted(names.values())
+
+
 def _optimizers(pager: Pager) -> Iterator[torch.optim.Optimizer]:
     return (optimizer for ref in pager.optimizers if (optimizer := ref()) is not None)
 

@@ -71,8 +71,8 @@ def store_bytes(pager: Pager, source: torch.Tensor, kind: str) -> PagedStorage:
 def write(pager: Pager, storage: PagedStorage, source: torch.Tensor) -> None:
     """The bytes of a new ``storage`` become those of ``source`` (uint8, one-dimensional)."""
     run, residency = storage.run, pager.residency
-    need = residency.largest_need
-    if run.count > frames_anyway(pager):
+    needs = residency.needs
+    if run.count > max(1, frames_anyway(pager)):  # one page may hold other storages
         _write_in_parts(pager, storage, source)
         return
     try:
@@ -81,7 +81,7 @@ def write(pager: Pager, storage: PagedStorage, source: torch.Tensor) -> None:
         _write_in_parts(pager, storage, source)
         return
     if pager.turns.is_home() and not pager.budget.metering:
-        residency.largest_need = need  # it could do with less, in parts
+        residency.needs = needs  # it could do with less, in parts
     try:
         pager.will_write(run)
         if run.base >= 0:
@@ -100,9 +100,12 @@ def _write_in_parts(pager: Pager, storage: PagedStorage, source: torch.Tensor) -
     count = storage.run.count
     spans = [range(at, min(at + step, count)) for at in range(0, count, step)]
     wanted = ([pages_of(storage, span, write=True)] for span in spans)
+    needs = pager.residency.needs
     with closing(stream(pager, wanted, noted=True)) as pinned:
         for span, (frames,) in zip(spans, pinned):
             _put(pager, source[span.start * size : span.stop * size], frames)
+    if not pager.budget.metering:
+        pager.residency.needs = max(needs[0], 1), max(needs[1], 1)  # a page at a time would do
 
 
 def _put(pager: Pager, source: torch.Tensor, frames: Int32) -> None:

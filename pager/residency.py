@@ -38,6 +38,7 @@ from .turns import Crowded, Pin, Turns
 
 if TYPE_CHECKING:
     from .executor import Executor
+    from .placement import Weight
     from .workspace import Workspace
 
 _PINNED = np.iinfo(np.int64).max
@@ -100,6 +101,8 @@ class Residency:
         self.compactions = 0
         self.peak_frames = 0
         self.largest_need = 0  # frames that one op had pinned, at most
+        self.rigid_need = 0  # the same of ops other than products of weights that could stream
+        self.whole: Weight | None = None  # whose product is under way, in a metered iteration
         self._moving_dead: list[PageRun] = []
         self._marks: dict[int, Any] = {}  # frame → when what it held was last used
         self.scattered = False  # debug lane: never hand out consecutive frames
@@ -193,8 +196,31 @@ class Residency:
             )
         if together > self.pool.count:
             raise Crowded(self._refusal_beside(need, together))
-        if self.turns.is_home():
-            self.largest_need = max(self.largest_need, need)
+        if not self.turns.is_home():
+            return
+        self.largest_need = max(self.largest_need, need)
+        if self.whole is None:
+            self.rigid_need = max(self.rigid_need, need)
+        else:
+            self.whole.frames = max(self.whole.frames, need)
+
+    @contextmanager
+    def frames_of(self, weight: Weight) -> Iterator[None]:
+        """A product of ``weight`` takes place inside: its need is kept apart."""
+        before, self.whole = self.whole, weight
+        try:
+            yield
+        finally:
+            self.whole = before
+
+    @property
+    def needs(self) -> tuple[int, int]:
+        """``largest_need`` and ``rigid_need``, to go back to where an op could do with less."""
+        return self.largest_need, self.rigid_need
+
+    @needs.setter
+    def needs(self, needs: tuple[int, int]) -> None:
+        self.largest_need, self.rigid_need = needs
 
     def _refusal_beside(self, need: int, together: int) -> InfeasibleBudget:
         minimum = self.minimum_bytes(together)

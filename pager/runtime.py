@@ -400,9 +400,11 @@ class Pager:
         if self.overlap.update(parameter):
             return
         grad = parameter.grad
-        if grad is None or type(grad) is PagedTensor:
+        if grad is None or grad.requires_grad:  # create_graph=True: its history is wanted
             return
-        if grad.requires_grad:  # create_graph=True: its history is wanted
+        if type(grad) is PagedTensor:
+            if self.metering_this() and type(parameter) is PagedTensor:
+                self.budget.placement.gradient_is_kept(parameter._storage.run)
             return
         if grad.layout is torch.strided and self.closed_reason is None:
             parameter.grad = None

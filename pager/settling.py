@@ -88,6 +88,9 @@ class Settling:
         arena = max(persistent, residency.largest_need * pager.page_size)
         dense = budget.dense_peak + budget.dense_peak // 8 + (1 << 20)
         pager.fits = budget.fixed_reserve is None and arena + transient + dense <= budget.bytes
+        if pager.fits:  # since a budget has grown
+            for run in space.runs.values():
+                run.streamed = False if run.streamed else run.streamed
         with pager.lock:
             frames = residency.pool.count
             roomy = pager.fits and 4 * (arena + transient + dense) <= 3 * budget.bytes

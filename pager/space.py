@@ -36,13 +36,13 @@ class PageRun:
     ``nbytes``: bytes in use, of shared pages all. ``parts``: pages that are pinned by themselves
     (``parts.py``), ``None`` for none. ``overwritten``: its maker writes every byte before anyone
     reads one, so frames need not be erased for it. ``writes``: counts what may have changed
-    its bytes.
+    its bytes. ``streamed``: the verdict of ``placement.py``.
     """
 
     __slots__ = (
         "base", "born", "coming", "count", "first", "generation", "id", "key", "kind",
         "leaving", "moving", "nbytes", "overwritten", "parts", "pins", "settled", "small",
-        "storages", "writes",
+        "storages", "streamed", "writes",
     )  # fmt: skip
 
     def __init__(self, run_id: int, first: int, count: int, kind: str) -> None:
@@ -59,6 +59,7 @@ class PageRun:
         self.settled = False
         self.small: FramePool | None = None
         self.storages = 0
+        self.streamed: bool | None = None
         self.born = 0
         self.key = 0
         self.moving = self.leaving = self.coming = 0

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from . import ranks
 from .host_rows import host_row_bytes
+from .names import streamed_names
 
 if TYPE_CHECKING:
     from .follower import Follower
@@ -15,7 +16,8 @@ if TYPE_CHECKING:
 
 def snapshot(pager: Pager) -> dict[str, Any]:
     """What ``Pager.stats`` gives; keys are listed in ``pager/README.md``."""
-    return {**counters(pager), **plan_figures(pager.follower)}
+    figures = plan_figures(pager.follower)
+    return {**counters(pager), **figures, "streamed": streamed_names(pager)}
 
 
 def counters(pager: Pager) -> dict[str, Any]:
@@ -56,6 +58,7 @@ def counters(pager: Pager) -> dict[str, Any]:
         "gathers": pager.gathers,
         "host_row_bytes": host_row_bytes(pager),
         "compactions": residency.compactions,
+        "whole_peak_bytes": budget.most_whole,
         "fits": pager.fits,
         "ranks": ranks.facts(pager.device.type),
     }

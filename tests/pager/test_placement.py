@@ -1,0 +1,253 @@
+"""Each weight is whole or streams, by one verdict: whole has PyTorch's bits, and what streams has
+the same bits in every mode. The smallest budget that is named works, and every larger one too."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import nn
+
+import tensorpager as tp
+from tensorpager.pager.check import check_invariants
+
+PAGE = 64 << 10
+Make = Callable[[], nn.Module]
+
+
+class Result(NamedTuple):
+    """``values``: after each step the loss and all parameters."""
+
+    values: list[list[torch.Tensor]]
+    streamed: list[str]
+    explained: str
+
+
+class Case(NamedTuple):
+    make: Make
+    inputs: Callable[[], torch.Tensor]
+    optimizer: Callable[[Any], torch.optim.Optimizer]
+    autocast: bool = False
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=1e-2, momentum=0.9)
+
+
+def adamw(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-3)
+
+
+def train(case: Case, budget: int | None, *, steps: int = 3, policy: str = "lru") -> Result:
+    """``budget``: ``None`` for plain PyTorch. Refusals come in the first iteration or never."""
+    torch.manual_seed(0)
+    model = case.make()
+    optimizer = case.optimizer(model.parameters())
+    pager = None
+    if budget is not None:
+        pager = tp.Pager(budget, "64MiB", page_size=PAGE, device="cpu", policy=policy)
+        pager.page_module(model)
+        pager.optimizer(optimizer)
+    values: list[list[torch.Tensor]] = []
+    with nullcontext() if pager is None else pager:
+        for step in range(steps):
+            torch.manual_seed(100 + step)
+            with nullcontext() if pager is None else pager.iteration():
+                with torch.autocast("cpu", torch.bfloat16, enabled=case.autocast):
+                    loss = model(case.inputs()).float().square().mean()
+                try:
+                    loss.backward()
+                    optimizer.step()
+                except tp.InfeasibleBudget:
+                    assert step == 0, "accepted, and refused later"
+                    raise
+                optimizer.zero_grad()
+            if pager is not None:
+                check_invariants(pager)
+                if pager.follower is not None:
+                    pager.plan()
+            parameters = [p.detach().to_dense().clone() for p in model.parameters()]
+            values.append([loss.detach(), *parameters])
+        if pager is None:
+            return Result(values, [], "")
+        return Result(values, pager.stats()["streamed"], pager.explain())
+
+
+def same(one: Result, other: Result) -> bool:
+    return all(
+        torch.equal(a, b)
+        for left, right in zip(one.values, other.values, strict=True)
+        for a, b in zip(left, right, strict=True)
+    )
+
+
+def smallest(case: Case) -> int:
+    """The budget that is named where four pages are not enough."""
+    with pytest.raises(tp.InfeasibleBudget, match="No parameter was changed") as refusal:
+        train(case, 4 * PAGE, steps=1)
+    return refusal.value.minimum
+
+
+def check_promise(case: Case, plain: Result, budget: int) -> list[str]:
+    """What streams under ``budget``."""
+    found = train(case, budget)
+    if not found.streamed:
+        assert same(found, plain)
+    for step, (mine, other) in enumerate(zip(found.values, plain.values, strict=True)):
+        assert torch.allclose(mine[0], other[0], rtol=1e-2 if case.autocast else 1e-4), step
+    return found.streamed
+
+
+MLP = Case(
+    lambda: nn.Sequential(nn.Linear(256, 512), nn.GELU(), nn.Linear(512, 256)),
+    lambda: torch.randn(16, 256),
+    sgd,
+)
+
+
+# -- verdicts --------------------------------------------------------------------------------------
+def test_autocast_has_plain_bits_in_every_step(one_thread: None) -> None:
+    """Of a weight only its half-size cast is ever on the device whole."""
+    case = MLP._replace(autocast=True, optimizer=adamw)
+    plain = train(case, None)
+    found = train(case, 2 << 20)
+    assert not found.streamed
+    assert same(found, plain)
+
+
+@pytest.mark.parametrize("policy", ["lru", pytest.param("lp", marks=pytest.mark.slow)])
+def test_what_streams_is_named_and_has_the_same_bits_in_every_mode(
+    policy: str, one_thread: None
+) -> None:
+    budget = smallest(MLP)
+    results = [train(MLP, budget, steps=4), train(MLP, budget + PAGE, steps=4, policy=policy)]
+    for found in results:
+        assert found.streamed == ["0.weight", "2.weight"]
+        assert "0.weight, 2.weight" in found.explained
+        assert same(found, results[0])
+
+
+@pytest.mark.parametrize(
+    "case", [MLP, pytest.param(MLP._replace(optimizer=adamw), marks=pytest.mark.slow)]
+)
+def test_the_smallest_budget_works_and_every_larger_one(case: Case, one_thread: None) -> None:
+    """Also those just above the sizes of a weight and its gradient, under which the weight might be
+    whole, and those just below what it takes whole."""
+    plain = train(case, None)
+    minimum = smallest(case)
+    with pytest.raises(tp.InfeasibleBudget) as refusal:
+        train(case, minimum - PAGE, steps=1)
+    assert refusal.value.minimum == minimum
+    sizes = 2 * 512 * 256 * 4
+    assert minimum < sizes
+    streamed = [
+        len(check_promise(case, plain, budget))
+        for budget in (minimum, sizes - PAGE, sizes, sizes + PAGE, 3 * sizes)
+    ]
+    assert streamed == sorted(streamed, reverse=True), "the larger the budget, the fewer stream"
+    assert streamed[0] == 2
+    assert streamed[-1] == 0
+
+
+def test_where_whole_was_too_much_the_iteration_that_found_out_is_told_apart() -> None:
+    budget = 2 * 512 * 256 * 4 + PAGE // 2
+    torch.manual_seed(0)
+    model = MLP.make()
+    with tp.Pager(budget, "64MiB", page_size=PAGE, device="cpu", policy="lru") as pager:
+        pager.page_module(model)
+        optimizer = pager.optimizer(sgd(model.parameters()))
+        for _ in range(3):
+            with pager.iteration():
+                model(MLP.inputs()).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        stats = pager.stats()
+    assert stats["streamed"]
+    assert stats["peak_bytes"]["device"] <= budget < stats["whole_peak_bytes"]
+
+
+def _twice(budget: int) -> None:
+    """The weight's gradient lives on, past its backward node, for a second backward pass."""
+    torch.manual_seed(0)
+    model = nn.Linear(512, 256, bias=False)
+    with tp.Pager(budget, "64MiB", page_size=PAGE, policy="lru", device="cpu") as pager:
+        pager.page_module(model)
+        optimizer = pager.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        for _ in range(2):
+            with pager.iteration():
+                loss = model(torch.randn(64, 512)).pow(2).mean()
+                (grad,) = torch.autograd.grad(loss, model.weight, create_graph=True)
+                (loss + grad.pow(2).sum()).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("budget", [256 << 10, 768 << 10])
+def test_a_gradient_that_outlives_its_node_counts(budget: int, one_thread: None) -> None:
+    with pytest.raises(tp.InfeasibleBudget) as refusal:
+        _twice(budget)
+    _twice(refusal.value.minimum)
+
+
+# -- random models ---------------------------------------------------------------------------------
+class Words(nn.Module):
+    def __init__(self, rows: int, width: int) -> None:
+        super().__init__()
+        self.table, self.norm = nn.Embedding(rows, width), nn.LayerNorm(width)
+        self.out = nn.Linear(width, rows)
+
+    def forward(self, indices: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.out(self.norm(self.table(indices)))
+        return out
+
+
+def random_case(rng: random.Random) -> Case:
+    optimizer, autocast = rng.choice((sgd, adamw)), rng.random() < 0.5
+    width, batch = rng.choice((96, 160, 200)), rng.choice((4, 24))
+    if rng.random() < 0.4:
+        rows = rng.choice((300, 700))
+        return Case(
+            lambda: Words(rows, width), lambda: torch.randint(rows, (batch,)), optimizer, autocast
+        )
+    inner, deep = rng.choice((320, 600)), rng.random() < 0.5
+
+    def make() -> nn.Module:
+        middle = [nn.Linear(inner, inner // 2), nn.ReLU()] if deep else []
+        last = nn.Linear(inner // 2 if deep else inner, width)
+        return nn.Sequential(nn.Linear(width, inner), nn.GELU(), nn.LayerNorm(inner), *middle, last)
+
+    return Case(make, lambda: torch.randn(batch, width), optimizer, autocast)
+
+
+def check_random_models(seed: int, budgets: int) -> None:
+    """Between the smallest budget that is named and four times as much."""
+    rng = random.Random(seed)
+    case = random_case(rng)
+    plain = train(case, None)
+    try:
+        train(case, 4 * PAGE, steps=1)
+        minimum = 4 * PAGE
+    except tp.InfeasibleBudget as refusal:
+        minimum = refusal.minimum
+    for budget in (minimum, *(int(minimum * 4 ** rng.random()) for _ in range(budgets - 1))):
+        try:
+            check_promise(case, plain, budget)
+        except tp.InfeasibleBudget as refusal:
+            # What the casts of a whole weight take is known only when it is whole.
+            assert case.autocast, f"{budget} is refused, {minimum} was named"
+            check_promise(case, plain, refusal.minimum)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_random_models(seed: int, one_thread: None) -> None:
+    check_random_models(seed, 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(100, 130))
+def test_many_random_models(seed: int, one_thread: None) -> None:
+    check_random_models(seed, 5)
