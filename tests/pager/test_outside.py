@@ -66,7 +66,7 @@ def test_peak_rss_is_budget_and_a_tenth_above_a_tiny_process(tmp_path: Path) -> 
     device, host = 160 * MIB, 64 * MIB
     paged = train(
         tmp_path,
-        *("--preset", "10m", "--batch", 4, "--seq", 128, "--steps", 2),
+        *("--preset", "10m", "--batch", 4, "--seq", 128, "--steps", 3),
         *("--device-budget", device, "--host-budget", host),
         *("--disk-budget", "1GiB", "--disk-path", tmp_path),
     )
