@@ -132,6 +132,21 @@ class Backend(Protocol):
         """The calling thread works beside the iteration: its dense memory is no part of what is
         measured, where that can be told apart."""
 
+    def cap_dense(self, nbytes: int | None) -> None:
+        """An iteration begins that is not metered: count its dense bytes from now on, and raise
+        ``torch.OutOfMemoryError`` beyond ``nbytes`` where the device can count. ``None``: it is
+        over."""
+
+    def count_anew(self) -> None:
+        """What is alive now was counted; count from 0 on, as a metered iteration does when the
+        optimizer steps."""
+
+    def dense_peak(self) -> int:
+        """Most dense bytes that were counted at once since ``cap_dense``; 0 where not known."""
+
+    def refusal(self) -> str:
+        """What was refused last, in words; empty where not known."""
+
     def meter_start(self) -> None:
         """Begin to measure the peak of dense memory (temporaries inside ops included)."""
 

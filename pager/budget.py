@@ -38,6 +38,7 @@ from .whole_need import WholeNeeds
 
 _MARGIN = 16
 _MARGIN_BYTES = 1 << 20
+_LENIENCE, _LENIENCE_BYTES = 64, 256 << 10
 _GRAIN = 4096  # of minima that are named
 
 
@@ -79,6 +80,7 @@ class DeviceBudget:
         self._peak_outside: int | None = None  # in steps outside of iterations
         self.unpaged: weakref.ref[Any] | None = None  # an optimizer that has stepped without pages
         self.placement = Placement()
+        self._least_frames = 1  # that one op needs where not everything fits, as metered
         self.whole_needs = WholeNeeds(page_size)  # of what streams, in a metered iteration
         residency.make_room = self._make_room
         residency.make_way = self._make_way
@@ -181,6 +183,8 @@ class DeviceBudget:
     def check(self, optimizer: Any = None) -> None:
         """Before the first parameter changes: raise ``InfeasibleBudget`` if the budget is below
         what the forward and backward passes took and ``optimizer``'s step will take."""
+        if not self.metering and optimizer is not None:
+            self.backend.count_anew()
         if not self.metering or self.checked:
             return
         self.checked = True
@@ -305,6 +309,32 @@ class DeviceBudget:
             f"({format_bytes(minimum)}). {then}" + about_share("device", self.backend.device.type)
         )
 
+    # -- the other iterations --------------------------------------------------------------------
+    def begin(self) -> None:
+        """An iteration begins that is not metered. Dense bytes that were not foreseen are refused
+        where they do not fit beside the frames that one op needs; a little more is let pass, what
+        Python's garbage makes come and go."""
+        most = self.bytes - self._least_frames * self.page_size - self.dense_baseline
+        self.backend.cap_dense(most + self.bytes // _LENIENCE + _LENIENCE_BYTES)
+
+    def grown(self) -> int:
+        """The end of what :meth:`begin` began: dense bytes at its peak, if they went beyond the
+        reserve and the border can follow, else 0."""
+        dense = self.dense_baseline + self.backend.dense_peak()
+        self.backend.cap_dense(None)
+        room = self.bytes - self._least_frames * self.page_size
+        follows = self.settled and self.fixed_reserve is None
+        return dense if follows and self.reserve < dense <= room else 0
+
+    def refused(self, error: Exception) -> InfeasibleBudget:
+        """What a dense allocation that was refused is told as."""
+        told = self.backend.refusal() or str(error)
+        return InfeasibleBudget(
+            f"dense memory does not fit beside the arena: {told} Raise device_budget (now "
+            f"{self.bytes} bytes), or make the batch smaller.",
+            minimum=self.bytes + self.page_size,
+        )
+
     def end(self) -> None:
         """End of a metered iteration: all that it took is known now.
 
@@ -314,6 +344,7 @@ class DeviceBudget:
         """
         self.check()
         self._note_peak()
+        self._least_frames = max(1, self.residency.largest_need)
         self._refuse_if_too_small(
             self.dense_peak,
             self.residency.largest_need,
@@ -367,7 +398,8 @@ class DeviceBudget:
         self.backend.limit_dense(self.reserve, roomy=roomy)
 
     def abandon(self) -> None:
-        """The metered iteration raised; the next one is metered instead."""
+        """The iteration raised. If it was metered the next one is instead."""
+        self.backend.cap_dense(None)
         if self.metering:
             self.backend.meter_stop()
             self._forget()

@@ -34,6 +34,8 @@ class CpuBackend:
         self.address = self._region.address
         allocator = load()
         self._account = Account(allocator) if allocator is not None else None
+        self._keep = 0  # bytes that stay mapped for dense tensors
+        self._peak = 0
         self._meter = AllocatorMeter(self._account) if self._account else DenseMeter()
         take_first_root()
 
@@ -95,7 +97,9 @@ class CpuBackend:
 
     def limit_dense(self, nbytes: int | None, *, roomy: bool = False) -> None:
         if self._account is not None:
-            self._account.limit(None, keep=nbytes or 0)
+            if nbytes is not None:
+                self._keep = nbytes
+            self._account.limit(None, keep=self._keep)
             return
         # There is no cap then: the border is set from what the meter saw. What can be done is to
         # give freed memory back at once.
@@ -108,6 +112,26 @@ class CpuBackend:
     def add_guest(self) -> None:
         if self._account is not None:
             self._account.add_guest()
+
+    def cap_dense(self, nbytes: int | None) -> None:
+        if self._account is None:
+            return
+        self._account.limit(nbytes, keep=self._keep)
+        if nbytes is not None:
+            self._peak = 0
+            self._account.reset()
+            self._account.describe_refusals()
+
+    def count_anew(self) -> None:
+        if self._account is not None:
+            self._peak = max(self._peak, self._account.peak)
+            self._account.reset()
+
+    def dense_peak(self) -> int:
+        return max(self._peak, self._account.peak) if self._account is not None else 0
+
+    def refusal(self) -> str:
+        return self._account.refusal if self._account is not None else ""
 
     def meter_start(self) -> None:
         self._meter.start()

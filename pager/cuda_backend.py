@@ -274,6 +274,18 @@ class CudaBackend:
     def add_guest(self) -> None:
         pass
 
+    def cap_dense(self, nbytes: int | None) -> None:
+        pass  # limit_dense is a cap already
+
+    def count_anew(self) -> None:
+        pass
+
+    def dense_peak(self) -> int:
+        return 0
+
+    def refusal(self) -> str:
+        return ""
+
     def meter_start(self) -> None:
         torch.cuda.reset_peak_memory_stats(self.device)
 

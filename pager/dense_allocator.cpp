@@ -169,7 +169,7 @@ int over_limit(const State& s, size_t nbytes) {
   for (int i = 0; i < s.used; ++i) {
     const auto& account = s.accounts[i];
     if (account.open && account.limit != kNoLimit &&
-        account.current + static_cast<int64_t>(nbytes) > account.limit) {
+        account.current - account.of_guests + static_cast<int64_t>(nbytes) > account.limit) {
       return i;
     }
   }
@@ -336,7 +336,7 @@ uint64_t charge(State& s, size_t nbytes) {
             " bytes that the training has for dense tensors. Pass a larger dense_reserve= to "
             "Pager.");
       }
-      account = over_limit(s, nbytes);
+      account = guest ? -1 : over_limit(s, nbytes);
       if (account < 0) {
         return count(s, nbytes, guest);
       }

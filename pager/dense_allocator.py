@@ -17,8 +17,10 @@ import numpy as np
 
 from .allocator_build import NotBuiltError, library
 from .dense_meter import Timeline
+from .dense_refusal import describe
 
 NO_LIMIT = -1
+_Ask = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
 _int, _long, _pointer = ctypes.c_int, ctypes.c_int64, ctypes.c_void_p
 _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "install": (_int, []),
@@ -61,6 +63,8 @@ class DenseAllocator:
             self.calls[name] = call
         if not self.calls["install"]():
             raise NotBuiltError("another library has replaced PyTorch's CPU allocator")
+        self._ask = _Ask(_note_refusal)
+        self.calls["ask"](ctypes.cast(self._ask, ctypes.c_void_p))
 
     def totals(self) -> Totals:
         numbers = (ctypes.c_int64 * 4)()
@@ -83,6 +87,8 @@ class Account:
         if self._number < 0:
             raise NotBuiltError("too many pagers are open")
         self.close = weakref.finalize(self, self._calls["close"], self._number)
+        self.refusal = ""  # the last one: what asked, and what was there
+        _accounts[self._number] = self
 
     def reset(self, *, log: bool = False) -> None:
         """Count from zero. ``log``: remember each change too, for :meth:`timeline`."""
@@ -115,6 +121,12 @@ class Account:
         if self.close.alive:
             self._calls["guest"](self._number)
 
+    def describe_refusals(self) -> None:
+        """Say in ``refusal`` what asked for too much on this thread. (Others may be waited for by
+        who holds the GIL, so Python cannot look there.)"""
+        if self.close.alive:
+            self._calls["asks"](self._number, 1)
+
     def timeline(self) -> Timeline:
         """When (``time.perf_counter``), and how many bytes there were from then on."""
         if not self.close.alive:
@@ -131,6 +143,20 @@ class Account:
         addresses, sizes = np.empty(most, np.uint64), np.empty(most, np.int64)
         count = self._calls["largest"](self._number, addresses.ctypes.data, sizes.ctypes.data, most)
         return list(zip(addresses[:count].tolist(), sizes[:count].tolist()))
+
+
+_accounts: weakref.WeakValueDictionary[int, Account] = weakref.WeakValueDictionary()
+
+
+def _note_refusal(number: int, missing: int, nbytes: int) -> int:
+    """The allocator is about to refuse; called where that happens. 0: it may."""
+    account = _accounts.get(number)
+    if account is not None:
+        try:
+            account.refusal = describe(nbytes, account.largest(3))
+        except Exception as error:  # the refusal counts, not its description
+            account.refusal = f"an op asked for {nbytes} bytes ({error})."
+    return 0
 
 
 class AllocatorMeter:

@@ -331,12 +331,7 @@ class Pager:
             ok = True
         except torch.OutOfMemoryError as error:
             self.budget.abandon()
-            minimum = self.budget.bytes + self.page_size
-            raise InfeasibleBudget(
-                f"dense temporaries do not fit beside the arena: {error} Raise device_budget (now "
-                f"{self.budget.bytes} bytes), or make the batch smaller.",
-                minimum=minimum,
-            ) from error
+            raise self.budget.refused(error) from error
         except BaseException:
             self.budget.abandon()
             raise
@@ -345,8 +340,7 @@ class Pager:
             self.backend.limit_guests(None)
             self.opened.end()
             self._end(ok=ok)
-        if self.budget.metering:
-            self._settling.settle()
+        self._settling.end()
         self.iterations += 1
         self.metrics.end()
 

@@ -50,6 +50,8 @@ class Settling:
         self._fresh_shapes.clear()
         if not self._pager.budget.settled:
             self._meter()
+        else:
+            self._pager.budget.begin()
 
     def note_shapes(self, module: Any, args: Any, kwargs: Any) -> None:
         """See ``Pager.note_shapes``."""
@@ -78,11 +80,28 @@ class Settling:
             with pager.quiet():
                 pager.budget.start()
 
-    def settle(self) -> None:
-        """End of a metered iteration: place the border, and keep things dense if all fits."""
+    def end(self) -> None:
+        """End of an iteration: where it was metered, or took more dense memory than was known,
+        place the border, and keep things dense if all fits."""
+        budget = self._pager.budget
+        if budget.metering:
+            budget.end()
+            self._place()
+            for kind, dims in self._fresh_shapes:
+                self._shapes.add(kind, dims)
+        elif (dense := budget.grown()) and not self._still_fits(dense):
+            budget.dense_peak = max(budget.dense_peak, dense)
+            self._place()
+
+    def _still_fits(self, dense: int) -> bool:
+        """Whether everything fits, beside so many dense bytes too."""
+        pager = self._pager
+        pages = max(pager.space.persistent_pages, pager.residency.largest_need)
+        return pager.fits and pages * pager.page_size + dense <= pager.budget.bytes
+
+    def _place(self) -> None:
         pager, budget, space = self._pager, self._pager.budget, self._pager.space
         residency = pager.residency
-        budget.end()
         transient = space.peak_transient_pages * pager.page_size
         persistent = space.persistent_pages * pager.page_size
         arena = max(persistent, residency.largest_need * pager.page_size)
@@ -105,5 +124,3 @@ class Settling:
             if pager.follower is not None and residency.pool.count != frames:
                 pager.follower.arena_resized()
         pager.saved.dense_allowance = transient if pager.fits else 0
-        for kind, dims in self._fresh_shapes:
-            self._shapes.add(kind, dims)

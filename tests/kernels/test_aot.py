@@ -100,20 +100,13 @@ def _variants(name: str) -> list[Variant]:
     return list(dict.fromkeys(recorded))
 
 
-def _cases() -> list[Any]:
-    """Every variant for every target; in quick runs for sm_90, and for another target in turns."""
+def _all_variants() -> list[Any]:
     if launch.INTERPRETED or not launch.HAVE_TRITON:
         return []
-    others = [target for target in TARGETS if target != "sm_90"]
-    variants = [(name, variant) for name in GATES for variant in _variants(name)]
     return [
-        pytest.param(
-            *(name, variant, target),
-            id=f"{variant}-{target}",
-            marks=() if target in ("sm_90", others[number % len(others)]) else pytest.mark.slow,
-        )
-        for number, (name, variant) in enumerate(variants)
-        for target in TARGETS
+        pytest.param(name, variant, id=str(variant))
+        for name in GATES
+        for variant in _variants(name)
     ]
 
 
@@ -153,7 +146,8 @@ def test_launchers_use_few_variants(name: str) -> None:
     assert len(_variants(name)) == GATES[name].variants
 
 
-@pytest.mark.parametrize(("name", "variant", "target"), _cases())
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize(("name", "variant"), _all_variants())
 def test_code(name: str, variant: Variant, target: str) -> None:
     wide = bool(dict(variant.constants).get("WIDE", True))
     code = compile_variant(variant, TARGETS[target])

@@ -39,8 +39,8 @@ def assert_clean(found: dict[str, Any], runs: int) -> None:
     assert sum(found["phases"].values()) == runs
 
 
-def test_a_kill(tmp_path: Path) -> None:
-    assert_clean(kill(tmp_path, 1), 1)
+def test_two_kills(tmp_path: Path) -> None:
+    assert_clean(kill(tmp_path, 2), 2)
 
 
 @pytest.mark.slow

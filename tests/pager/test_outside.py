@@ -136,6 +136,22 @@ def test_larger_planned_training_stays_inside_every_budget(tmp_path: Path, disk_
     )
 
 
+# Our modules and the pages of PyTorch's code that they are the first to use: of no tier.
+FIXED = 7 * MIB
+
+
+@pytest.mark.slow
+def test_all_that_training_takes_is_the_budgets_and_two_per_cent(
+    tmp_path: Path, allocator: object
+) -> None:
+    """Dense memory too: our allocator keeps no more than the reserve. It needs 282 MiB."""
+    device, host = 141 * MIB, 288 * MIB
+    job = Job("10m", device, host, 0, str(tmp_path), 2 * MIB, steps=8)
+    peaks = watch(job)
+    assert peaks.arena > device // 2
+    assert peaks.private <= 1.02 * (device + host) + FIXED
+
+
 def paging_files(pid: int, folder: Path) -> list[os.stat_result]:
     """Open files of ``pid`` that live under ``folder``."""
     found = []

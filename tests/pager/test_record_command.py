@@ -86,8 +86,8 @@ def only_line(text: str) -> str:
 
 # -- the command ---------------------------------------------------------------------------------
 def test_the_third_iteration_of_an_unchanged_script(tmp_path: Path, script: Path) -> None:
-    ended = run(tmp_path, "--", sys.executable, script.name, 4, 7)
-    assert ended.returncode == 7, ended.stderr
+    ended = run(tmp_path, "--", sys.executable, script.name, 4, 0)
+    assert ended.returncode == 0, ended.stderr
     assert ended.stdout == "done 4\n"
     trace = read_trace(tmp_path / "trace.parquet")
     assert "aten::cummax" in trace.op_names
@@ -97,7 +97,6 @@ def test_the_third_iteration_of_an_unchanged_script(tmp_path: Path, script: Path
     assert sorted(p.name for p in tmp_path.iterdir()) == ["trace.parquet", "train.py"]
 
 
-@pytest.mark.slow
 def test_another_iteration_file_and_exit_code(tmp_path: Path, script: Path) -> None:
     options = ("-o", tmp_path / "x.parquet", "--iteration", 2)
     ended = run(tmp_path, *options, sys.executable, script, 2, 7)

@@ -1,0 +1,126 @@
+"""Dense memory on the CPU that was not foreseen: refused where it cannot be had, or
+given room."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import nn
+
+import tensorpager as tp
+from tensorpager.pager.dense_allocator import DenseAllocator
+
+from .models import plain
+
+MIB = 1 << 20
+BUDGET = 8 * MIB
+
+
+class Head(nn.Module):
+    """Takes as much dense memory as it is told to, on its way forward or back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        squares = [nn.Linear(256, 256) for _ in range(4)]  # 3 MiB with optimizer states
+        self.linear = nn.Sequential(nn.Linear(128, 256), *squares)
+        self.more, self.more_back = 0, 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = self.linear(x)
+        if self.more:
+            out = out + torch.zeros(self.more // 4).sum()
+        if self.more_back:
+            out = out.sum().expand(self.more_back // 4)[:1]  # backward makes zeros of that size
+        return out.sum()
+
+
+@pytest.fixture
+def pager(one_thread: None) -> Iterator[tp.Pager]:
+    with tp.Pager(
+        BUDGET, host_budget="16MiB", page_size="64KiB", device="cpu", policy="lru"
+    ) as made:
+        yield made
+
+
+def make(pager: tp.Pager | None) -> tuple[Head, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = Head()
+    if pager is not None:
+        pager.page_module(model)
+    optimizer = torch.optim.AdamW(model.parameters())
+    return model, optimizer if pager is None else pager.optimizer(optimizer)
+
+
+def step(pager: tp.Pager, model: Head, optimizer: torch.optim.Optimizer) -> float:
+    with pager.iteration():
+        loss = model(torch.ones(64, 128))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return loss.item()
+
+
+def test_what_cannot_be_had_is_refused_with_names(
+    pager: tp.Pager, allocator: DenseAllocator
+) -> None:
+    model, optimizer = make(pager)
+    step(pager, model, optimizer)
+    before = plain(list(model.parameters()))
+    model.more = 12 * MIB
+
+    def refused() -> None:
+        with pager.iteration():
+            held = [torch.ones(200, 1000), torch.ones(300, 1000), torch.ones(100_000)]
+            model(held[0][:64, :128])
+
+    with pytest.raises(tp.InfeasibleBudget) as refusal:
+        refused()
+    text = str(refusal.value)
+    assert "in Head.forward asked for 12.00 MiB (12582912 bytes)" in text
+    assert "torch.zeros(self.more // 4)" in text
+    largest = "[300, 1000], torch.float32), 781.25 KiB ([200, 1000], torch.float32), 390.62 KiB"
+    assert largest in text
+    assert f"Raise device_budget (now {BUDGET} bytes)" in text
+    assert all(torch.equal(a, b) for a, b in zip(before, plain(list(model.parameters()))))
+    assert refusal.value.minimum > BUDGET
+    model.more = 0
+    step(pager, model, optimizer)
+    torch.ones(12 * MIB)  # outside of iterations there is no cap
+
+
+def test_an_op_of_backward_is_named(pager: tp.Pager, allocator: DenseAllocator) -> None:
+    model, optimizer = make(pager)
+    step(pager, model, optimizer)
+    model.more_back = 12 * MIB
+    with pytest.raises(tp.InfeasibleBudget, match="SliceBackward0 asked for 12"):
+        step(pager, model, optimizer)
+    model.more_back = 0
+    step(pager, model, optimizer)
+
+
+def test_what_was_not_foreseen_gets_room(pager: tp.Pager, allocator: DenseAllocator) -> None:
+    more = [0, 0, BUDGET * 5 // 8, BUDGET * 5 // 8, 0]
+    model, optimizer = make(pager)
+    found, arenas = [], []
+    for model.more in more:
+        found.append(step(pager, model, optimizer))
+        arenas.append(pager.stats()["arena_bytes"])
+    assert arenas[0] == arenas[1] > arenas[2] >= arenas[3] == arenas[4]
+    assert arenas[2] + more[2] <= BUDGET
+    assert pager.stats()["dense_peak_bytes"] > 4 * MIB
+    expected = []
+    other, optimizer = make(None)
+    for _ in more:
+        loss = other(torch.ones(64, 128))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        expected.append(loss.item())
+    assert found == expected
+
+
+def test_without_an_allocator_nothing_is_refused(no_allocator: None, pager: tp.Pager) -> None:
+    model, optimizer = make(pager)
+    step(pager, model, optimizer)
+    model.more = 12 * MIB
+    step(pager, model, optimizer)
