@@ -575,3 +575,48 @@ def test_a_metered_iteration_does_not_measure_dense_memory_of_other_threads(
             return pager.budget.dense_peak
 
     assert peak(1 << 12) == peak(1)
+
+
+class _Deeper(torch.autograd.Function):
+    """Its backward pass runs another one, ``depth`` times: autograd does the deep ones on threads
+    of its own."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, depth: int, seen: Callable[[], None]
+    ) -> torch.Tensor:
+        ctx.weight, ctx.depth, ctx.seen = weight, depth, seen
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        ctx.seen()
+        if ctx.depth:
+            with torch.enable_grad():
+                x = torch.ones(1, requires_grad=True)
+                _Deeper.apply(x, ctx.weight, ctx.depth - 1, ctx.seen).backward()  # type: ignore[no-untyped-call]
+        return grad * float(ctx.weight.detach().mean()), None, None, None
+
+
+def test_threads_of_autograds_own_do_the_work_of_the_iteration() -> None:
+    """As on a GPU, where all backward passes run on them."""
+    with make_pager(8, policy="lp") as pager:
+        weight = pager.page(torch.ones(2 * PAGE_FLOATS))
+        seen: list[tuple[bool, bool]] = []
+
+        def look() -> None:
+            seen.append(
+                (threading.current_thread() is threading.main_thread(), pager.in_iteration())
+            )
+
+        for _ in range(2):
+            seen.clear()
+            with pager.iteration():
+                x = torch.ones(1, requires_grad=True)
+                _Deeper.apply(x, weight, 70, look).backward()  # type: ignore[no-untyped-call]
+                assert len(pager.follower.log.keys) >= len(seen)
+            assert x.grad is not None
+            assert x.grad.item() == 1
+            assert all(inside for _, inside in seen)
+            assert not all(main for main, _ in seen)
+        check_invariants(pager)
