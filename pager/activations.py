@@ -13,8 +13,6 @@ another tensor is never mistaken for the one that was saved.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import torch
@@ -55,14 +53,6 @@ class SavedTensors(PagerHooks):
         self._uncounted = 0  # packed since they were counted
         # Storages that live on anyway (buffers) and their bytes, by id.
         self.skip: dict[int, tuple[StorageWeakRef, int]] = {}
-
-    @contextmanager
-    def hooks(self) -> Iterator[None]:
-        self.put_on()
-        try:
-            yield
-        finally:
-            self.take_off()
 
     def _has_room(self, nbytes: int) -> bool:
         """Whether ``nbytes`` more may stay dense."""

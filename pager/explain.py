@@ -28,7 +28,7 @@ GiB = 1 << 30
 def explain(pager: Pager) -> str:
     """See ``Pager.explain``."""
     part = ranks.describe(dict(pager.budget_bytes), pager.device.type)
-    lines = [part, _plan_in_words(pager)] if part else [_plan_in_words(pager)]
+    lines = [line for line in (part, pager.cut_short, _plan_in_words(pager)) if line]
     streamed = streamed_names(pager)
     if streamed:
         lines.append(

@@ -44,6 +44,7 @@ from .follower import Follower
 from .fused_states import Format
 from .host import HostTier
 from .images import Images
+from .iteration import Iteration, Running, drop
 from .meta_buffers import fill_buffers
 from .metrics.publisher import Metrics
 from .migration import Migration
@@ -154,7 +155,9 @@ class Pager:
         self.follower: Follower | None = Follower(self) if policy != "lru" else None
         self.on_iteration: list[IterationListener] = []
         self._settling = Settling(self)
-        self._inside = False
+        self._inside = False  # whether an iteration runs
+        self.running: Running | None = None
+        self.cut_short: str | None = None  # what was dropped with the latest one, if it was
         self._guests: set[int] = set()  # threads that use pages beside the iteration that runs
         self.metrics = Metrics(self)
         self.closed_reason = None
@@ -304,63 +307,21 @@ class Pager:
         return optimizer
 
     # -- training --------------------------------------------------------------------------------
-    @contextmanager
-    def iteration(self) -> Iterator[None]:
+    def iteration(self) -> Iteration:
         """One training iteration: what autograd saves inside goes into pages.
 
+        A context manager; or, where a step begins in one place and ends in another,
+        ``iteration = pager.iteration()`` and then ``iteration.begin()`` and ``iteration.end()``,
+        again and again (``abandon()`` for a step that was cut short).
+
         The first one measures dense memory and may raise ``InfeasibleBudget``, with the smallest
-        budget that works, before any parameter has changed.
+        budget that works, before any parameter has changed. An exception ends it, and the pager is
+        ready for the next one; what was measured and recorded is dropped, and the exception and
+        :meth:`explain` say so. An iteration that is dropped while it runs is ended when the next
+        one begins, with a warning.
         """
         self.check_open()
-        if self._inside:
-            raise PagerError("iteration() is already running; iterations do not nest")
-        self._inside = True
-        with self.lock:
-            self.turns.move_home()
-        self.metrics.begin()
-        self._count_buffers()
-        self._settling.begin()
-        with self.lock:
-            self._begin_guests()
-        ok = False
-        try:
-            self._begin()
-            self.opened.begin()
-            with self.saved.hooks():
-                yield
-            ok = True
-        except torch.OutOfMemoryError as error:
-            self.budget.abandon()
-            raise self.budget.refused(error) from error
-        except BaseException:
-            self.budget.abandon()
-            raise
-        finally:
-            self._inside = False
-            self.backend.limit_guests(None)
-            self.opened.end()
-            self._end(ok=ok)
-        self._settling.end()
-        self.iterations += 1
-        self.metrics.end()
-
-    def _begin(self) -> None:
-        self.overlap.begin()
-        if self.follower is not None and not self.fits:
-            with self.lock:
-                self.follower.begin()
-        for listener in list(self.on_iteration):
-            listener.begin()
-
-    def _end(self, *, ok: bool) -> None:
-        for listener in list(self.on_iteration):
-            listener.end(ok)
-        if self.follower is not None:
-            with self.lock:
-                self.follower.end(ok=ok)
-        self.overlap.end(ok)
-        if self.follower is not None and ok:
-            self.follower.warn()
+        return Iteration(self)
 
     def in_iteration(self) -> bool:
         """Whether what this thread does now belongs to an iteration: in the thread that began it,
@@ -783,6 +744,7 @@ class Pager:
         """Give back every tier. Tensors paged here say so from then on. Idempotent."""
         if self.closed_reason is not None:
             return
+        drop(self)
         self.closed_reason = "was closed"
         self.metrics.close()
         if self.follower is not None:

@@ -38,6 +38,7 @@ class PagerHooks:
 
     def put_on(self) -> None:
         """On this thread; inside a transform they stay off."""
+        self.take_off()  # what was left here when they were taken off on another thread
         self._on = self.pack, self.unpack
         if _autograd._saved_tensors_hooks_is_enabled():
             _push(self._on)
