@@ -77,11 +77,29 @@ def step_room(optimizer: Any, measure: Measure) -> Room | None:
         if others:
             rooms.append(_room_of(optimizer._tp_pager, need, _largest(others)))
     if streamed:
-        dense, _, pages = fused.need_of(optimizer, _largest(streamed), measure)
-        rooms.append(Room(pages, dense))
+        rooms.append(_slab_room(optimizer, streamed, measure))
     if not rooms:
         return None
-    return Room(max(room.frames for room in rooms), max(room.dense for room in rooms))
+    room = Room(max(room.frames for room in rooms), max(room.dense for room in rooms))
+    if not others or optimizer._tp_pager.budget.has_room(room):
+        return room
+    # Each has room by itself, but not beside what another takes: as many as can go slab by slab.
+    for group in optimizer.param_groups:
+        for parameter in _steppable(group):
+            if not any(parameter is p for p in others):
+                continue
+            if fused.why_not(optimizer, group, parameter) is not None:
+                return room
+            streamed.append(parameter)
+    for parameter in others:
+        fused.note_too_much(parameter, True)
+    return _slab_room(optimizer, streamed, measure)
+
+
+def _slab_room(optimizer: Any, parameters: Sequence[torch.Tensor], measure: Measure) -> Room:
+    """What updates by the kernels take, slab by slab."""
+    dense, _, pages = fused.need_of(optimizer, _largest(parameters), measure)
+    return Room(pages, dense)
 
 
 def _divide(
