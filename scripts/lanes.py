@@ -28,6 +28,21 @@ SECOND_CHANCES = 10  # where more fail, something is broken, and the machine is 
 TESTS_FAILED = 1  # pytest's exit status; higher ones say that the run itself went wrong
 ELSEWHERE = "not interpreter and not aot and not gpu"  # the marks of the other lanes
 
+# The tests whose results depend on the instructions that PyTorch uses on this processor; and of
+# those that Triton's interpreter runs.
+NUMERIC = (
+    "tests/kernels/test_adam.py",
+    "tests/kernels/test_as_torch.py",
+    "tests/kernels/test_elementwise.py",
+    "tests/kernels/test_quantize.py",
+    "tests/kernels/test_sgd.py",
+    "tests/pager/test_fused.py",
+    "tests/pager/test_linear.py",
+    "tests/pager/test_page_ops.py",
+    "tests/pager/test_page_steps.py",
+)
+NUMERIC_INTERPRETED = ("tests/kernels/test_quantize.py",)
+
 
 @dataclass(frozen=True)
 class Lane:
@@ -80,8 +95,23 @@ def every_lane(full: bool) -> tuple[Lane, list[Lane]]:
             "interpreter", ("-m", f"interpreter{slow}", "tests/kernels"), {"TRITON_INTERPRET": "1"}
         ),
     ]
+    interpreted = {"TRITON_INTERPRET": "1"}
+    for name in other_capabilities():
+        forced = {"ATEN_CPU_CAPABILITY": name}
+        plain = ("-m", f"{ELSEWHERE} and not slow", *NUMERIC)
+        kernels = ("-m", "interpreter and not slow", *NUMERIC_INTERPRETED)
+        beside.append(Lane(f"numeric-{name}", plain, forced))
+        beside.append(Lane(f"interpreter-{name}", kernels, forced | interpreted))
     spread = ("-n", "2", "--dist", "worksteal")
     return Lane("cpu", (*spread, "-m", f"{ELSEWHERE}{slow}", "tests")), beside
+
+
+def other_capabilities() -> list[str]:
+    """Instruction sets that PyTorch has kernels for and this processor has, but not the best one,
+    with which all other lanes run."""
+    ladder = ["default", "avx2", "avx512"]
+    best = torch.backends.cpu.get_cpu_capability().lower()
+    return ladder[: ladder.index(best)] if best in ladder else []
 
 
 class Runner:
