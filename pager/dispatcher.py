@@ -120,3 +120,4 @@ PagedTensor.__torch_function__ = classmethod(_torch_function)  # type: ignore[me
 PagedTensor.__torch_dispatch__ = classmethod(_torch_dispatch)  # type: ignore[assignment]
 hide_from_dynamo(_torch_dispatch)
 hide_from_dynamo(embedding)
+hide_from_dynamo(linear)
