@@ -131,13 +131,10 @@ def test_what_streams_is_named_and_has_the_same_bits_in_every_mode(
         assert same(found, results[0])
 
 
-@pytest.mark.parametrize(
-    "case", [MLP, pytest.param(MLP._replace(optimizer=adamw), marks=pytest.mark.slow)]
-)
-def test_the_smallest_budget_works_and_every_larger_one(case: Case, one_thread: None) -> None:
+def test_the_smallest_budget_works_and_every_larger_one(one_thread: None) -> None:
     """Also those just above the sizes of a weight and its gradient, under which the weight might be
     whole, and those just below what it takes whole."""
-    plain = train(case, None)
+    case, plain = MLP, train(MLP, None)
     minimum = smallest(case)
     with pytest.raises(tp.InfeasibleBudget) as refusal:
         train(case, minimum - PAGE, steps=1)
