@@ -317,6 +317,13 @@ class DeviceBudget:
         most = self.bytes - self._least_frames * self.page_size - self.dense_baseline
         self.backend.cap_dense(most + self.bytes // _LENIENCE + _LENIENCE_BYTES)
 
+    def count_from_here(self) -> None:
+        """What this iteration has allocated so far is part of ``dense_baseline``."""
+        if not self.metering:
+            self.begin()
+        elif not self.checked:
+            self.backend.meter_start()
+
     def grown(self) -> int:
         """The end of what :meth:`begin` began: dense bytes at its peak, if they went beyond the
         reserve and the border can follow, else 0."""

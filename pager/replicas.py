@@ -2,7 +2,9 @@
 
 DDP reads each gradient, paged or not, into flat *buckets*, reduces these and writes the result back
 into the gradient. Its buckets are dense, as large as all gradients together, and there before the
-first iteration is metered; so they are counted here, as buffers are, in the dense reserve.
+first iteration is metered; so they are counted here, as buffers are, in the dense reserve. Right
+before the second forward pass DDP makes them anew, in the order in which gradients came, and these
+are not to be counted a second time.
 
 DDP knows parameters by the objects that it was given. So a model is paged first and wrapped then;
 ``fully_shard`` is the other way round, because it makes parameters of its own (``shards.py``).
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
 _buckets: weakref.WeakKeyDictionary[torch.nn.Module, torch.UntypedStorage] = (
     weakref.WeakKeyDictionary()
 )
+_rebuilt: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()  # whose new buckets were noticed
 
 
 def refuse_wrapped(module: torch.nn.Module) -> None:
@@ -61,6 +64,9 @@ def note_replicas(pager: Pager) -> None:
         return
     known = _buckets.get(ddp)
     if known is not None and known._cdata in pager.saved.skip:
+        if pager._inside and ddp._has_rebuilt_buckets and ddp not in _rebuilt:
+            _rebuilt.add(ddp)
+            pager.budget.count_from_here()
         return
     _refuse_unsuitable(ddp)
     wanted = [p for p in _reduced(ddp) if p.requires_grad]
