@@ -1,0 +1,1 @@
+"""Random training programs, and whether they keep their promises under a pager."""

@@ -1,0 +1,89 @@
+"""What a pager promises of any training, asked of one random program.
+
+- The smallest budget that it names works.
+- Nothing fails that works without it, and what it counts stays inside the budget.
+- The first turn has plain's bits. So has every later one where nothing streams; where something
+  does, results are close to plain's, and the same bits under another policy.
+"""
+
+from __future__ import annotations
+
+import torch
+
+import tensorpager as tp
+
+from .program import Program
+from .training import PAGE, Seen, train
+
+TINY = 4 * PAGE
+CLOSE = {"float64": 1e-6, "float32": 2e-2, "bfloat16": 0.3}
+
+
+def broken_promise(program: Program) -> str | None:
+    """``None``, or what was promised and not kept."""
+    plain = train(program, None)
+    try:
+        budget, smallest = _choose(program)
+    except Exception as error:
+        return f"the smallest budget: {type(error).__name__}: {error}"
+    try:
+        paged = train(program, budget, program.policy)
+    except tp.InfeasibleBudget as error:
+        said = f"needs {error.minimum}" if error.minimum else str(error)
+        return f"budget {budget} was refused ({said}); {smallest} was named as enough"
+    except Exception as error:
+        return f"budget {budget}: {type(error).__name__}: {error}"
+    if paged.peak_bytes > budget:
+        return f"peak of {paged.peak_bytes} device bytes over the budget of {budget}"
+    difference = _difference(program, plain, paged, exact=not paged.streamed)
+    if difference or not paged.streamed:
+        return difference and f"budget {budget}: {difference}"
+    other = train(program, budget, "lru" if program.policy == "lp" else "lp")
+    difference = _difference(program, paged, other, exact=True)
+    return difference and f"budget {budget}, another policy: {difference}"
+
+
+def _choose(program: Program) -> tuple[int, int]:
+    """The budget to try, and the smallest one that was named (0: any works)."""
+    smallest, budget = 0, TINY
+    while True:
+        try:
+            train(program, budget)
+        except tp.InfeasibleBudget as error:
+            if smallest or not error.minimum:
+                return budget, smallest
+            smallest = budget = error.minimum
+        else:
+            break
+    most = 6 * sum(_nbytes(program, shape) for _, shape in program.weights) + (4 << 20)
+    return budget + int(program.budget * max(0, most - budget)), smallest
+
+
+def _nbytes(program: Program, shape: tuple[int, ...]) -> int:
+    size = torch.Size(shape).numel() * getattr(torch, program.dtype).itemsize
+    return -(-size // PAGE) * PAGE
+
+
+def _difference(program: Program, one: Seen, other: Seen, *, exact: bool) -> str | None:
+    """The first value that differs more than it may, or ``None``."""
+    if [row[:2] for row in one.values] != [row[:2] for row in other.values]:
+        return "other values were seen"
+    for (turn, name, a), (_, _, b) in zip(one.values, other.values):
+        if a.shape != b.shape or a.dtype != b.dtype:
+            return f"turn {turn}, {name}: {a.dtype} {a.shape} became {b.dtype} {b.shape}"
+        same = torch.equal(_bits(a), _bits(b))
+        if same or (turn > 0 and not exact and _close(program, a, b)):
+            continue
+        gap = (a.double() - b.double()).abs().max().item()
+        return f"turn {turn}, {name}: differs by up to {gap:.3g}"
+    return None
+
+
+def _close(program: Program, a: torch.Tensor, b: torch.Tensor) -> bool:
+    scale = a.double().abs().max().item() + 1e-6
+    gap = (a.double() - b.double()).abs().max().item()
+    return gap <= CLOSE[program.dtype] * scale
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().reshape(-1).view(torch.uint8)

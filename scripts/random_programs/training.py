@@ -1,0 +1,162 @@
+"""Trains a program's model, with or without a pager, and writes down all that can be seen."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+import tensorpager as tp
+
+from .model import RandomModel
+from .program import Program, Turn
+
+PAGE = 64 << 10
+
+
+@dataclass
+class Seen:
+    """What a training showed: ``(turn, name, value)`` in the order of the program."""
+
+    values: list[tuple[int, str, Tensor]] = field(default_factory=list)
+    streamed: list[str] = field(default_factory=list)
+    peak_bytes: int = 0
+    turn: int = 0
+
+    def note(self, name: str, value: Tensor) -> None:
+        dense = value.to_dense() if isinstance(value, tp.PagedTensor) else value
+        self.values.append((self.turn, name, dense.detach().clone()))
+
+
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.05, foreach=False),
+    "momentum": lambda p: torch.optim.SGD(p, lr=0.02, momentum=0.9, nesterov=True),
+    "adam": lambda p: torch.optim.Adam(p, lr=1e-3),
+    "adamw": lambda p: torch.optim.AdamW(p, lr=1e-3, amsgrad=True),
+    "adagrad": lambda p: torch.optim.Adagrad(p, lr=1e-2),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=1e-3),
+}
+
+
+def train(program: Program, budget: int | None, policy: str = "lru") -> Seen:
+    """Run the program: in plain PyTorch, or inside ``budget`` bytes."""
+    torch.set_num_threads(program.threads)
+    seen = Seen()
+    if budget is None:
+        _train(program, seen, None)
+        return seen
+    with tp.Pager(
+        device_budget=budget, host_budget="64MiB", page_size=PAGE, device="cpu", policy=policy
+    ) as pager:
+        _train(program, seen, pager)
+        stats = pager.stats()
+        seen.peak_bytes = stats["peak_bytes"]["device"]
+        seen.streamed = list(stats.get("streamed", ()))
+    return seen
+
+
+def _train(program: Program, seen: Seen, pager: tp.Pager | None) -> None:
+    model = RandomModel(program)
+    if pager is not None:
+        pager.page_module(model)
+    weights = [weight for weight in model.parameters() if weight.requires_grad]
+    optimizer = OPTIMIZERS[program.optimizer](weights)
+    if pager is not None:
+        pager.optimizer(optimizer)
+    average: dict[str, Tensor] = {}
+    for seen.turn, turn in enumerate(program.turns):
+        with nullcontext() if pager is None else pager.iteration():
+            _turn(program, turn, model, optimizer, seen)
+            for event in turn.after:
+                _event(event, turn, model, seen, average)
+        for event in turn.between:
+            _event(event, turn, model, seen, average)
+    for name, weight in model.named_parameters():
+        seen.note(f"final {name}", weight)
+    seen.note("final mean", model.mean)
+
+
+def _batch(program: Program, rows: int, number: int) -> Tensor:
+    generator = torch.Generator().manual_seed(1000 * program.seed + number)
+    dtype = getattr(torch, program.dtype)
+    return torch.randn(rows, program.width, generator=generator).to(dtype)
+
+
+def _turn(
+    program: Program,
+    turn: Turn,
+    model: RandomModel,
+    optimizer: torch.optim.Optimizer,
+    seen: Seen,
+) -> None:
+    trained = [weight for weight in model.parameters() if weight.requires_grad]
+    for part in range(turn.parts):
+        x = _batch(program, turn.rows, 10 * seen.turn + part)
+        x.requires_grad_(turn.penalty == "inputs")
+        loss = model(x).float().square().mean()
+        if turn.penalty and loss.requires_grad:
+            of = [x] if turn.penalty == "inputs" else trained
+            slopes = torch.autograd.grad(loss, of, create_graph=True, allow_unused=True)
+            loss = loss + sum(slope.float().square().sum() for slope in slopes if slope is not None)
+        seen.note("loss", loss)
+        if loss.requires_grad:
+            loss.backward()
+    if turn.clip == "norm":
+        seen.note("norm", torch.nn.utils.clip_grad_norm_(trained, 0.5, foreach=False))
+    elif turn.clip == "value":
+        torch.nn.utils.clip_grad_value_(trained, 0.01, foreach=False)
+    for name, weight in model.named_parameters():
+        if weight.grad is not None:
+            seen.note(f"gradient of {name}", weight.grad)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=turn.to_none)
+
+
+def _event(
+    event: str, turn: Turn, model: RandomModel, seen: Seen, average: dict[str, Tensor]
+) -> None:
+    if event == "snapshot":
+        with torch.no_grad():
+            for name, weight in model.named_parameters():
+                seen.note(f"mean of {name}", weight.float().mean())
+    elif event == "average":
+        with torch.no_grad():
+            for name, weight in model.named_parameters():
+                before = average.get(name)
+                average[name] = weight.clone() if before is None else before.lerp(weight, 0.1)
+                seen.note(f"average of {name}", average[name].sum())
+    elif event == "decay":
+        with torch.no_grad():
+            for weight in model.parameters():
+                weight.mul_(0.999)
+    else:
+        _evaluate(event, turn, model, seen)
+
+
+def _evaluate(event: str, turn: Turn, model: RandomModel, seen: Seen) -> None:
+    x = _batch(model.program, turn.rows, 7)
+    model.eval()
+    if event == "thread":
+        box: list[Tensor | BaseException] = []
+        thread = threading.Thread(target=_run_into, args=(model, x, box))
+        thread.start()
+        thread.join()
+        if isinstance(box[0], BaseException):
+            raise box[0]
+        seen.note("thread", box[0])
+    else:
+        with torch.inference_mode() if event == "inference" else torch.no_grad():
+            seen.note(event, model(x))
+    model.train()
+
+
+def _run_into(model: RandomModel, x: Tensor, box: list[Tensor | BaseException]) -> None:
+    try:
+        with torch.no_grad():
+            box.append(model(x))
+    except BaseException as error:
+        box.append(error)
