@@ -1,12 +1,14 @@
 """What a pager promises of any training, asked of one random program.
 
-- The smallest budget that it names works.
+- The smallest budget that it names works, as long as nothing happens that no turn had done.
 - Nothing fails that works without it, and what it counts stays inside the budget.
 - The first turn has plain's bits. So has every later one where nothing streams; where something
   does, results are close to plain's, and the same bits under another policy.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 
@@ -23,16 +25,12 @@ def broken_promise(program: Program) -> str | None:
     """``None``, or what was promised and not kept."""
     plain = train(program, None)
     try:
-        budget, smallest = _choose(program)
+        budget = _choose(program)
+        paged = _train_refused(program, budget)
     except Exception as error:
-        return f"the smallest budget: {type(error).__name__}: {error}"
-    try:
-        paged = train(program, budget, program.policy)
-    except tp.InfeasibleBudget as error:
-        said = f"needs {error.minimum}" if error.minimum else str(error)
-        return f"budget {budget} was refused ({said}); {smallest} was named as enough"
-    except Exception as error:
-        return f"budget {budget}: {type(error).__name__}: {error}"
+        return f"{type(error).__name__}: {error}"
+    if isinstance(paged, Refusal):
+        return f"budget {budget} was refused: {paged.message}"
     if paged.peak_bytes > budget:
         return f"peak of {paged.peak_bytes} device bytes over the budget of {budget}"
     difference = _difference(program, plain, paged, exact=not paged.streamed)
@@ -43,20 +41,38 @@ def broken_promise(program: Program) -> str | None:
     return difference and f"budget {budget}, another policy: {difference}"
 
 
-def _choose(program: Program) -> tuple[int, int]:
-    """The budget to try, and the smallest one that was named (0: any works)."""
-    smallest, budget = 0, TINY
+@dataclass(frozen=True)
+class Refusal:
+    """A budget that is too small in ``turn``. ``new``: for shapes that no earlier turn had."""
+
+    message: str
+    minimum: int | None
+    turn: int
+    new: bool
+
+
+def _train_refused(program: Program, budget: int) -> Seen | Refusal:
+    seen = Seen()
+    try:
+        return train(program, budget, program.policy, seen)
+    except tp.InfeasibleBudget as error:
+        before = {turn.rows for turn in program.turns[: seen.turn]}
+        new = program.turns[seen.turn].rows not in before
+        return Refusal(f"turn {seen.turn}: {error}", error.minimum, seen.turn, new)
+
+
+def _choose(program: Program) -> int:
+    """A budget that the pager said is enough, or one above it. A minimum is for the shapes that
+    were seen, so a later turn with other shapes may name another."""
+    budget, turn = TINY, -1
     while True:
-        try:
-            train(program, budget)
-        except tp.InfeasibleBudget as error:
-            if smallest or not error.minimum:
-                return budget, smallest
-            smallest = budget = error.minimum
-        else:
+        result = _train_refused(program, budget)
+        if not isinstance(result, Refusal) or not result.new or result.turn <= turn:
             break
+        assert result.minimum is not None, result.message
+        budget, turn = result.minimum, result.turn
     most = 6 * sum(_nbytes(program, shape) for _, shape in program.weights) + (4 << 20)
-    return budget + int(program.budget * max(0, most - budget)), smallest
+    return budget + int(program.budget * max(0, most - budget))
 
 
 def _nbytes(program: Program, shape: tuple[int, ...]) -> int:

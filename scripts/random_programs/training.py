@@ -42,10 +42,13 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 }
 
 
-def train(program: Program, budget: int | None, policy: str = "lru") -> Seen:
-    """Run the program: in plain PyTorch, or inside ``budget`` bytes."""
+def train(
+    program: Program, budget: int | None, policy: str = "lru", seen: Seen | None = None
+) -> Seen:
+    """Run the program: in plain PyTorch, or inside ``budget`` bytes. Writes into ``seen`` as it
+    goes, if given."""
     torch.set_num_threads(program.threads)
-    seen = Seen()
+    seen = Seen() if seen is None else seen
     if budget is None:
         _train(program, seen, None)
         return seen
