@@ -43,11 +43,12 @@ def broken_promise(program: Program) -> str | None:
 
 @dataclass(frozen=True)
 class Refusal:
-    """A budget that is too small in ``turn``. ``new``: for shapes that no earlier turn had."""
+    """A budget that is too small. ``when``: the turn, and how far in it (``Seen.part``). ``new``:
+    for what no earlier turn had done."""
 
     message: str
     minimum: int | None
-    turn: int
+    when: tuple[int, int]
     new: bool
 
 
@@ -58,19 +59,21 @@ def _train_refused(program: Program, budget: int) -> Seen | Refusal:
     except tp.InfeasibleBudget as error:
         before = {turn.rows for turn in program.turns[: seen.turn]}
         new = program.turns[seen.turn].rows not in before
-        return Refusal(f"turn {seen.turn}: {error}", error.minimum, seen.turn, new)
+        return Refusal(f"turn {seen.turn}: {error}", error.minimum, (seen.turn, seen.part), new)
 
 
 def _choose(program: Program) -> int:
-    """A budget that the pager said is enough, or one above it. A minimum is for the shapes that
-    were seen, so a later turn with other shapes may name another."""
-    budget, turn = TINY, -1
+    """A budget that the pager said is enough, or one above it. A minimum is for what was seen, so
+    other shapes, or what comes after the step that was refused, may name another."""
+    budget, when = TINY, (-1, 0)
     while True:
         result = _train_refused(program, budget)
-        if not isinstance(result, Refusal) or not result.new or result.turn <= turn:
+        if not isinstance(result, Refusal) or not result.new or result.when <= when:
             break
-        assert result.minimum is not None, result.message
-        budget, turn = result.minimum, result.turn
+        if result.minimum is None:  # a thread beside the training, which has no minimum
+            budget *= 2
+        else:
+            budget, when = result.minimum, result.when
     most = 6 * sum(_nbytes(program, shape) for _, shape in program.weights) + (4 << 20)
     return budget + int(program.budget * max(0, most - budget))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -26,6 +27,7 @@ class Seen:
     streamed: list[str] = field(default_factory=list)
     peak_bytes: int = 0
     turn: int = 0
+    part: int = 0  # of the turn: 0 up to the step, 1 behind it, 2 behind the iteration
 
     def note(self, name: str, value: Tensor) -> None:
         dense = value.to_dense() if isinstance(value, tp.PagedTensor) else value
@@ -72,10 +74,14 @@ def _train(program: Program, seen: Seen, pager: tp.Pager | None) -> None:
         pager.optimizer(optimizer)
     average: dict[str, Tensor] = {}
     for seen.turn, turn in enumerate(program.turns):
+        gc.collect()  # what is garbage at a turn's peak does not depend on what ran before
         with nullcontext() if pager is None else pager.iteration():
+            seen.part = 0
             _turn(program, turn, model, optimizer, seen)
+            seen.part = 1
             for event in turn.after:
                 _event(event, turn, model, seen, average)
+        seen.part = 2
         for event in turn.between:
             _event(event, turn, model, seen, average)
     for name, weight in model.named_parameters():
