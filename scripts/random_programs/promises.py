@@ -29,6 +29,8 @@ def broken_promise(program: Program) -> str | None:
         paged = _train_refused(program, budget)
     except Exception as error:
         return f"{type(error).__name__}: {error}"
+    if isinstance(paged, Refusal) and paged.minimum is None:
+        return None  # a thread beside the training, to which nothing is promised
     if isinstance(paged, Refusal):
         return f"budget {budget} was refused: {paged.message}"
     if paged.peak_bytes > budget:
@@ -68,12 +70,13 @@ def _choose(program: Program) -> int:
     budget, when = TINY, (-1, 0)
     while True:
         result = _train_refused(program, budget)
-        if not isinstance(result, Refusal) or not result.new or result.when <= when:
-            break
-        if result.minimum is None:  # a thread beside the training, which has no minimum
-            budget *= 2
-        else:
+        if isinstance(result, Refusal) and result.minimum is None:
+            budget += budget // 2  # a thread beside the training, for which none is named
+        elif isinstance(result, Refusal) and result.new and result.when > when:
+            assert result.minimum is not None
             budget, when = result.minimum, result.when
+        else:
+            break
     most = 6 * sum(_nbytes(program, shape) for _, shape in program.weights) + (4 << 20)
     return budget + int(program.budget * max(0, most - budget))
 
