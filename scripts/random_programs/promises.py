@@ -29,7 +29,7 @@ def broken_promise(program: Program) -> str | None:
         paged = _train_refused(program, budget)
     except Exception as error:
         return f"{type(error).__name__}: {error}"
-    if isinstance(paged, Refusal) and paged.minimum is None:
+    if isinstance(paged, Refusal) and paged.beside:
         return None  # a thread beside the training, to which nothing is promised
     if isinstance(paged, Refusal):
         return f"budget {budget} was refused: {paged.message}"
@@ -46,12 +46,13 @@ def broken_promise(program: Program) -> str | None:
 @dataclass(frozen=True)
 class Refusal:
     """A budget that is too small. ``when``: the turn, and how far in it (``Seen.part``). ``new``:
-    for what no earlier turn had done."""
+    for what no earlier turn had done; ``beside``: for a thread beside the training."""
 
     message: str
     minimum: int | None
     when: tuple[int, int]
     new: bool
+    beside: bool
 
 
 def _train_refused(program: Program, budget: int) -> Seen | Refusal:
@@ -61,7 +62,9 @@ def _train_refused(program: Program, budget: int) -> Seen | Refusal:
     except tp.InfeasibleBudget as error:
         before = {turn.rows for turn in program.turns[: seen.turn]}
         new = program.turns[seen.turn].rows not in before
-        return Refusal(f"turn {seen.turn}: {error}", error.minimum, (seen.turn, seen.part), new)
+        return Refusal(
+            f"turn {seen.turn}: {error}", error.minimum, (seen.turn, seen.part), new, seen.beside
+        )
 
 
 def _choose(program: Program) -> int:
@@ -70,7 +73,7 @@ def _choose(program: Program) -> int:
     budget, when = TINY, (-1, 0)
     while True:
         result = _train_refused(program, budget)
-        if isinstance(result, Refusal) and result.minimum is None:
+        if isinstance(result, Refusal) and result.beside:
             budget += budget // 2  # a thread beside the training, for which none is named
         elif isinstance(result, Refusal) and result.new and result.when > when:
             assert result.minimum is not None

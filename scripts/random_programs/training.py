@@ -27,6 +27,7 @@ class Seen:
     streamed: list[str] = field(default_factory=list)
     peak_bytes: int = 0
     turn: int = 0
+    beside: bool = False  # a thread beside the training runs, or ended the program by its error
     part: int = 0  # of the turn: 0 up to the step, 1 behind it, 2 behind the iteration
 
     def note(self, name: str, value: Tensor) -> None:
@@ -152,10 +153,12 @@ def _evaluate(event: str, turn: Turn, model: RandomModel, seen: Seen) -> None:
     if event == "thread":
         box: list[Tensor | BaseException] = []
         thread = threading.Thread(target=_run_into, args=(model, x, box))
+        seen.beside = True
         thread.start()
         thread.join()
         if isinstance(box[0], BaseException):
             raise box[0]
+        seen.beside = False
         seen.note("thread", box[0])
     else:
         with torch.inference_mode() if event == "inference" else torch.no_grad():
