@@ -52,16 +52,20 @@ def train(
     goes, if given."""
     torch.set_num_threads(program.threads)
     seen = Seen() if seen is None else seen
-    if budget is None:
-        _train(program, seen, None)
-        return seen
-    with tp.Pager(
-        device_budget=budget, host_budget="64MiB", page_size=PAGE, device="cpu", policy=policy
-    ) as pager:
-        _train(program, seen, pager)
-        stats = pager.stats()
-        seen.peak_bytes = stats["peak_bytes"]["device"]
-        seen.streamed = list(stats.get("streamed", ()))
+    gc.disable()
+    try:
+        if budget is None:
+            _train(program, seen, None)
+            return seen
+        with tp.Pager(
+            device_budget=budget, host_budget="64MiB", page_size=PAGE, device="cpu", policy=policy
+        ) as pager:
+            _train(program, seen, pager)
+            stats = pager.stats()
+            seen.peak_bytes = stats["peak_bytes"]["device"]
+            seen.streamed = list(stats["streamed"])
+    finally:
+        gc.enable()
     return seen
 
 
@@ -75,7 +79,7 @@ def _train(program: Program, seen: Seen, pager: tp.Pager | None) -> None:
         pager.optimizer(optimizer)
     average: dict[str, Tensor] = {}
     for seen.turn, turn in enumerate(program.turns):
-        gc.collect()  # what is garbage at a turn's peak does not depend on what ran before
+        gc.collect(1)  # what is garbage at a turn's peak does not depend on what ran before
         with nullcontext() if pager is None else pager.iteration():
             seen.part = 0
             _turn(program, turn, model, optimizer, seen)
