@@ -51,6 +51,7 @@ from .paged_tensor import PagedTensor
 from .placement import Weight
 from .slabs import fair_share, pages_of, stream
 from .space import PagedStorage
+from .table_gradient import new_gradient
 
 _ALIGNMENT_BYTES = 64  # of memory that torch allocates; see `_Held.block`
 _HALVES = (torch.float16, torch.bfloat16)
@@ -329,10 +330,8 @@ def _input_grad(grad: torch.Tensor, weight: PagedTensor) -> torch.Tensor:
 def _weight_grad(grad: torch.Tensor, x: torch.Tensor, weight: PagedTensor) -> PagedTensor:
     """In new pages. If they find no room in the tiers (``TierFull``), none of them stays."""
     began = time.perf_counter()
-    like = _on_meta(weight, weight.dtype)
     with torch.no_grad():
-        pager = weight._storage.pager
-        result = pager.empty_like_geometry(like, "gradient", overwritten=True)
+        result = new_gradient(weight)
     matrix = _Matrix.of(result)
     direct = matrix.is_read_directly(x)
     if direct:
@@ -344,10 +343,10 @@ def _weight_grad(grad: torch.Tensor, x: torch.Tensor, weight: PagedTensor) -> Pa
                 continue
             for first, stop in slab.blocks():
                 slab.store(first, stop, grad[:, first:stop].t().mm(x))
-    budget = pager.budget
+    pager = result._storage.pager
     if pager.metering_this():
-        nbytes = like.numel() * like.dtype.itemsize
-        budget.placement.note_gradient(_noted(weight), result._storage, nbytes, began)
+        nbytes = result.numel() * result.dtype.itemsize
+        pager.budget.placement.note_gradient(_noted(weight), result._storage, nbytes, began)
     return result
 
 

@@ -32,7 +32,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -63,6 +63,7 @@ class _Gradient:
     nbytes: int
     dense: bool
     began: float
+    made: weakref.ref[Any]
     ended: float = float("inf")
 
 
@@ -134,9 +135,18 @@ class Placement:
     def note_gradient(self, weight: Weight, gradient: Any, nbytes: int, began: float) -> None:
         """``gradient``: a dense tensor, or the storage of pages; made since ``began``."""
         dense = isinstance(gradient, torch.Tensor)
-        entry = _Gradient(weight, nbytes, dense, began)
+        entry = _Gradient(weight, nbytes, dense, began, weakref.ref(gradient))
         self._gradients.append(entry)
         weakref.finalize(gradient, _end, entry).atexit = False
+
+    def note_made_of(self, gradient: Any, parts: Sequence[Any], nbytes: int, began: float) -> None:
+        """``gradient``, the storage of pages, is a sum or a copy of ``parts``, storages too: where
+        the weight is whole it is dense as they are."""
+        entries = [e for e in self._gradients if any(e.made() is part for part in parts)]
+        if entries:
+            # A linear sums up inside of its backward node, with the last part's operands there.
+            began = min(began, max(entry.began for entry in entries))
+            self.note_gradient(entries[0].weight, gradient, nbytes, began)
 
     def gradient_is_kept(self, weight: PageRun) -> None:
         """As the parameter's: what is dense goes into pages now, what is in pages would."""

@@ -190,6 +190,38 @@ def test_a_gradient_that_outlives_its_node_counts(budget: int, one_thread: None)
     _twice(refusal.value.minimum)
 
 
+def _sums_of_gradients(budget: int, width: int, rows: int, dtype: torch.dtype) -> None:
+    """A gradient penalty: a cast of a weight gets several gradients, and autograd adds them up."""
+    torch.manual_seed(0)
+    weight = nn.Parameter(0.05 * torch.randn(width, width).to(dtype))
+    inputs = torch.randn(rows, width).to(dtype).requires_grad_()
+    with tp.Pager(budget, "64MiB", page_size=PAGE, policy="lru", device="cpu") as pager:
+        module = nn.Module()
+        module.weight = weight
+        pager.page_module(module)
+        optimizer = pager.optimizer(torch.optim.SGD([module.weight], lr=0.1))
+        for _ in range(3):
+            with pager.iteration():
+                y = torch.nn.functional.linear(inputs.double(), module.weight.double()).to(dtype)
+                loss = torch.tanh(inputs + y).float().square().mean()
+                (slope,) = torch.autograd.grad(loss, inputs, create_graph=True)
+                (loss + slope.float().square().sum()).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+
+
+@pytest.mark.parametrize(
+    ("width", "rows", "dtype"), [(200, 33, torch.float32), (160, 8, torch.bfloat16)]
+)
+def test_sums_of_gradients_count(
+    width: int, rows: int, dtype: torch.dtype, one_thread: None
+) -> None:
+    """In the named minimum, and where the arena is smaller than while it was found out."""
+    with pytest.raises(tp.InfeasibleBudget) as refusal:
+        _sums_of_gradients(4 * PAGE, width, rows, dtype)
+    _sums_of_gradients(refusal.value.minimum, width, rows, dtype)
+
+
 # -- random models ---------------------------------------------------------------------------------
 class Words(nn.Module):
     def __init__(self, rows: int, width: int) -> None:
