@@ -2,8 +2,8 @@
 
 It is built at first use, which takes some seconds, for the PyTorch that is installed, and kept in
 ``$XDG_CACHE_HOME/tensorpager`` (``~/.cache/tensorpager``), private to the user.
-``TENSORPAGER_ALLOCATOR`` is ``off``, or the absolute path of another folder to keep it in. A build
-that failed is not tried again for a day.
+``TENSORPAGER_ALLOCATOR`` is ``off``, or the absolute path of another folder to keep it in, which
+nobody else may write to. A build that failed is not tried again for a day.
 """
 
 from __future__ import annotations
@@ -40,6 +40,13 @@ def library(*, again: bool = False) -> Path:
 
     Raises :class:`NotBuiltError`.
     """
+    try:
+        return _library(again=again)
+    except OSError as error:  # no room on the disk, no locks on the share
+        raise NotBuiltError(f"it cannot be built or kept: {error}") from error
+
+
+def _library(*, again: bool) -> Path:
     if is_off():
         raise NotBuiltError(f"{SWITCH} is off")
     if sys.platform != "linux":
@@ -140,7 +147,8 @@ def _only_one(folder: Path) -> Iterator[None]:
 
 
 def _folder() -> Path:
-    """Where it is kept: a real folder of this user's, closed to others."""
+    """Where it is kept: a real folder of this user's that nobody else can write to; our own one is
+    closed to others."""
     given = os.environ.get(SWITCH, "")
     if given and not os.path.isabs(given):
         raise NotBuiltError(f"{SWITCH}={given!r} is neither 'off' nor an absolute path")
@@ -148,12 +156,17 @@ def _folder() -> Path:
     if not os.path.isabs(base):
         base = os.path.expanduser("~/.cache")
     folder = Path(given) if given else Path(base, "tensorpager")
+    if not folder.is_absolute():  # no HOME, and no entry in the list of users
+        raise NotBuiltError(f"this user has no home folder; {SWITCH} may name another one")
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         status = folder.lstat()
         if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid():
             raise NotBuiltError(f"{folder} is not a folder of this user")
-        if stat.S_IMODE(status.st_mode) & 0o077:
+        mode = stat.S_IMODE(status.st_mode)
+        if given and mode & 0o022:  # the user's, perhaps shared on purpose: its mode stays
+            raise NotBuiltError(f"others can write to {folder}; chmod go-w, or name another")
+        if not given and mode & 0o077:
             folder.chmod(0o700)
     except OSError as error:
         raise NotBuiltError(f"{folder} cannot be had: {error.strerror}") from error

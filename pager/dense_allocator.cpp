@@ -439,7 +439,7 @@ void in_child() {
   auto& s = state();
   for (auto& account : s.accounts) {
     account.limit = account.guest_limit = kNoLimit;
-    account.asks = false;
+    account.asks = account.logging = false;
   }
   s.ask = nullptr;
   s.mutex.unlock();

@@ -122,8 +122,9 @@ class Account:
             self._calls["guest"](self._number)
 
     def describe_refusals(self) -> None:
-        """Say in ``refusal`` what asked for too much on this thread. (Others may be waited for by
-        who holds the GIL, so Python cannot look there.)"""
+        """Say in ``refusal`` what asks for too much on this thread from now on. (Others may be
+        waited for by who holds the GIL, so Python cannot look there.)"""
+        self.refusal = ""
         if self.close.alive:
             self._calls["asks"](self._number, 1)
 

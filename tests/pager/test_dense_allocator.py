@@ -1,5 +1,6 @@
 """The allocator of dense tensors on the CPU: what it counts, keeps, caps, and how it is built."""
 
+import errno
 import os
 import stat
 import subprocess
@@ -267,6 +268,44 @@ def test_a_library_that_others_can_write_is_not_loaded(compiler: Path) -> None:
     library()
     assert calls(compiler) == 2
     assert built.stat().st_mode & 0o022 == 0
+
+
+def test_a_folder_that_was_given_keeps_its_mode(tmp_path: Path, compiler: Path) -> None:
+    """It may be one that others use too: /tmp, a project's."""
+    program(compiler, 'echo library > "$last"')
+    folder = tmp_path / "cache"
+    folder.mkdir()
+    folder.chmod(0o755)
+    assert library().stat().st_mode & 0o077 == 0
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o755
+    folder.chmod(0o1777)
+    with pytest.raises(NotBuiltError, match="others can write to"):
+        library()
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o1777
+
+
+def test_a_user_without_a_home_gets_no_folder_named_tilde(
+    tmp_path: Path, compiler: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program(compiler, 'echo library > "$last"')
+    monkeypatch.delenv(allocator_build.SWITCH)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)  # as it does then
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(NotBuiltError, match="has no home folder"):
+        library()
+    assert not (tmp_path / "~").exists()
+
+
+def test_a_disk_without_room_is_a_reason(compiler: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program(compiler, 'echo library > "$last"')
+
+    def full(*args: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "replace", full)
+    with pytest.raises(NotBuiltError, match="No space left"):
+        library()
 
 
 WITHOUT = """
