@@ -319,4 +319,6 @@ def test_the_interpreter_ends_inside(end: str) -> None:
         [sys.executable, "-c", PROGRAM + ENDS[end]],
         capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=300,
     )  # fmt: skip
-    assert (done.returncode, done.stderr) == (0, "")
+    # PyTorch has a word of its own where its profiler measures, for want of our allocator.
+    said = [line for line in done.stderr.splitlines() if "Leaked callback handle" not in line]
+    assert (done.returncode, said) == (0, [])
