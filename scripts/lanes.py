@@ -251,6 +251,31 @@ def summarise(results: list[Result], seconds: float) -> bool:
     return not failed
 
 
+def write_record(path: Path, results: list[Result], seconds: float) -> None:
+    """What ``summarise`` says, for ``scripts/results``."""
+    lanes = [
+        {
+            "lane": result.lane.name,
+            "seconds": round(result.seconds),
+            "passed": len(result.named("passed")),
+            "skipped": len(result.named("skipped")),
+            "unsteady": result.unsteady,
+            "failed": result.failed,
+        }
+        for result in results
+    ]
+    record = {
+        "command": ["scripts/test", *sys.argv[1:]],
+        "machine": machine(),
+        "load_average": os.getloadavg(),
+        "seconds": round(seconds),
+        "passed": sum(len(result.named("passed")) for result in results),
+        "failed": sum(len(result.failed) for result in results),
+        "lanes": lanes,
+    }
+    path.write_text(json.dumps(record, indent=2) + "\n")
+
+
 def machine() -> str:
     names = [
         line.partition(":")[2].strip()
@@ -271,7 +296,9 @@ def say(*words: object, sep: str = " ") -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="scripts/test", description="Every check of the project.")
     parser.add_argument("--full", action="store_true", help="also the long tests (marked slow)")
-    full = parser.parse_args().full
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write what came out there")
+    options = parser.parse_args()
+    full = options.full
     if full:
         os.environ["TENSORPAGER_FULL"] = "1"
     cores = len(os.sched_getaffinity(0))
@@ -282,7 +309,10 @@ def main() -> int:
     with runner() as run:
         results = run_everything(run, full)
         second_chance(run, results)
-    return 0 if summarise(results, time.monotonic() - began) else 1
+    seconds = time.monotonic() - began
+    if options.json:
+        write_record(options.json, results, seconds)
+    return 0 if summarise(results, seconds) else 1
 
 
 if __name__ == "__main__":

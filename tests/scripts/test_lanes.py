@@ -1,5 +1,6 @@
 """How scripts/test runs its lanes: what counts as failed, and who gets a second chance."""
 
+import json
 import sys
 from pathlib import Path
 
@@ -72,6 +73,10 @@ def test_a_second_chance_is_for_single_tests(
     assert result.failed == steady
     assert not lanes.summarise([result], 1.0)
     assert closing_line(capsys) == "3 passed, 2 failed, 1 skipped"
+    lanes.write_record(tmp_path / "record.json", [result], 1.0)
+    record = json.loads((tmp_path / "record.json").read_text())
+    assert (record["passed"], record["failed"]) == (3, 2)
+    assert record["lanes"][0]["failed"] == steady
 
 
 def test_a_worker_that_ends_is_a_failure(runner: Runner, tmp_path: Path) -> None:
