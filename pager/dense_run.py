@@ -164,6 +164,8 @@ def _run_dense(func: Any, info: OpInfo, args: Any, kwargs: dict[str, Any]) -> An
         except RuntimeError as error:
             if not writes or "not resizable" not in str(error):
                 raise
+            for tensor in writes:  # PyTorch has given its view the new shape before it refused
+                tensor._view = None
             return _run_resizing(func, args, kwargs, list(writes))
         if operands.buffers:
             operands.scatter_back(written)

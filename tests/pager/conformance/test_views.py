@@ -172,6 +172,17 @@ def test_ops_that_give_their_output_another_shape(pager, write):
     right_or_refused(x, lambda: (write(p), p)[1])
 
 
+def test_a_single_number_grows_into_a_matrix(pager):
+    """Here ``addbmm_`` asks for memory that the tensor's pages do not have, after it has given the
+    tensor its new shape."""
+    torch.manual_seed(0)
+    x, one, other = torch.randn(1), torch.randn(2, 5, 4), torch.randn(2, 4, 3)
+    p = pager.page(x.clone())
+    x.addbmm_(one, other)
+    p.addbmm_(one, other)
+    same(x, p)
+
+
 def test_conjugation_inside_an_op(pager):
     """Kernels conjugate lazily, also on the dense tensors that an op makes inside."""
     torch.manual_seed(0)
