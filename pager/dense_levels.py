@@ -76,7 +76,7 @@ class HeapLevels:
         theirs = backend.meter_start
         self._start = mapped_bytes()
         self._meter.start()
-        profiling = self._meter._profiling
+        profiling = self._meter.profiling
         self.source = "allocator events" if profiling else "C heap"
         self.sample = no_sample if profiling else self._look
         self._until = math.inf if profiling else 0.0

@@ -5,7 +5,10 @@ The peak comes from the allocator events of PyTorch's profiler, because ops allo
 already running the peak is sampled from the C library's own count instead.
 """
 
+from __future__ import annotations
+
 import ctypes
+import threading
 import time
 from typing import Any
 
@@ -50,62 +53,113 @@ def allocated_bytes() -> int:
 
 
 def in_backward() -> bool:
-    """Whether autograd is running: its nodes carry the profiler's state with them, so it must not
-    be switched there."""
+    """Whether autograd is running on this thread. It puts back what the profiler was before when it
+    is done, so the profiler must not be switched there."""
     return torch._C._current_graph_task_id() != -1
 
 
+class _Here(threading.local):
+    """Of one thread: the measurement for which the profiler is on here. PyTorch keeps a profiler
+    with the thread that has switched it on, and only there can it be switched off."""
+
+    measurement: _Measurement | None = None
+
+
+class _Measurement:
+    """``over``: nobody asks for it any more, so its thread may switch the profiler off."""
+
+    def __init__(self) -> None:
+        self.over = False
+        self.started = time.perf_counter()
+
+
+_here = _Here()
+
+
 class DenseMeter:
-    """Dense bytes on the CPU, on top of those alive at ``start``."""
+    """Dense bytes on the CPU, on top of those alive at ``start``, of the thread that calls it. A
+    measurement that another thread stops has no timeline; the profiler stays on until its own
+    thread measures again."""
 
     def __init__(self) -> None:
         self._start = mapped_bytes()
         self._sampled = 0
-        self._profiling = False
-        self._started = 0.0
+        self._measurement: _Measurement | None = None
         # Of the last measurement: times (``time.perf_counter``) and the dense bytes from then on.
         self.timeline: Timeline = (np.empty(0), np.empty(0, np.int64))
+
+    @property
+    def profiling(self) -> bool:
+        """Whether the profiler measures, and not :meth:`sample`."""
+        return self._measurement is not None
 
     def sample(self) -> None:
         """Look at the C heap, for when the profiler is not to be had."""
         self._sampled = max(self._sampled, mapped_bytes() - self._start)
 
     def start(self) -> None:
-        if self._profiling and in_backward():
-            return
+        here = _here.measurement
+        if here is not None:
+            if here is self._measurement and in_backward():
+                return
+            if (here is self._measurement or here.over) and not in_backward():
+                _switch_off()
+        self._let_go()
         self._start = mapped_bytes()
         self._sampled = 0
         self.timeline = np.empty(0), np.empty(0, np.int64)
-        config = torch.autograd.ProfilerConfig(  # type: ignore[attr-defined]
-            torch.autograd.ProfilerState.CPU,  # type: ignore[attr-defined]
-            False,  # shapes
-            True,  # memory
-            False,  # stacks
-            False,  # flops
-            False,  # modules
-            torch._C._profiler._ExperimentalConfig(),
-        )
-        try:
-            torch.autograd._enable_profiler_legacy(config)  # type: ignore[attr-defined]
-            self._started = time.perf_counter()
-            # Memory events only: records of the ops themselves would take some 10 KB an op.
-            torch.autograd._enable_record_function(False)  # type: ignore[attr-defined]
-            self._profiling = True
-        except RuntimeError:  # the user profiles this iteration: sample instead
-            self._profiling = False
+        self._measurement = None if in_backward() else _switch_on()
 
     def stop(self) -> int:
-        if not self._profiling or in_backward():
+        measurement = self._measurement
+        if measurement is None:
             return self._sampled
-        self._profiling = False
-        torch.autograd._enable_record_function(True)  # type: ignore[attr-defined]
+        if measurement is not _here.measurement:
+            self._let_go()
+            return self._sampled
+        if in_backward():
+            return self._sampled
+        self._measurement = None
         times, dense = [], []
-        for thread in torch.autograd._disable_profiler_legacy():  # type: ignore[attr-defined]
+        for thread in _switch_off():
             current = 0
             for event in thread:
                 if str(event.kind()) == "memory_alloc":
                     current += event.cpu_memory_usage()
-                    times.append(self._started + thread[0].cpu_elapsed_us(event) / 1e6)
+                    times.append(measurement.started + thread[0].cpu_elapsed_us(event) / 1e6)
                     dense.append(current)
         self.timeline = np.array(times), np.array(dense, np.int64)
         return max(dense, default=0)
+
+    def _let_go(self) -> None:
+        if self._measurement is not None:
+            self._measurement.over = True
+            self._measurement = None
+
+
+def _switch_on() -> _Measurement | None:
+    """The profiler of this thread; ``None`` where it is on already, the user's perhaps."""
+    config = torch.autograd.ProfilerConfig(  # type: ignore[attr-defined]
+        torch.autograd.ProfilerState.CPU,  # type: ignore[attr-defined]
+        False,  # shapes
+        True,  # memory
+        False,  # stacks
+        False,  # flops
+        False,  # modules
+        torch._C._profiler._ExperimentalConfig(),
+    )
+    try:
+        torch.autograd._enable_profiler_legacy(config)  # type: ignore[attr-defined]
+    except RuntimeError:
+        return None
+    _here.measurement = _Measurement()
+    # Memory events only: records of the ops themselves would take some 10 KB an op.
+    torch.autograd._enable_record_function(False)  # type: ignore[attr-defined]
+    return _here.measurement
+
+
+def _switch_off() -> Any:
+    """The events of this thread's measurement, by threads."""
+    _here.measurement = None
+    torch.autograd._enable_record_function(True)  # type: ignore[attr-defined]
+    return torch.autograd._disable_profiler_legacy()  # type: ignore[attr-defined]

@@ -268,6 +268,14 @@ def test_a_generator_that_is_dropped(pager) -> None:
 
 
 def test_dropped_by_another_thread(pager) -> None:
+    check_dropped_by_another_thread(pager)
+
+
+def test_dropped_by_another_thread_without_our_allocator(no_allocator: None, pager) -> None:
+    check_dropped_by_another_thread(pager)
+
+
+def check_dropped_by_another_thread(pager) -> None:
     """Its hooks stay on that thread; an iteration there, or anywhere, is as ever."""
     hooks: list[Callable[..., object]] = []
     proceed, begun = threading.Barrier(2, timeout=60), threading.Barrier(2, timeout=60)
