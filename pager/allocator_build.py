@@ -26,6 +26,7 @@ import torch
 
 SWITCH = "TENSORPAGER_ALLOCATOR"
 SOURCE = Path(__file__).with_name("dense_allocator.cpp")
+_SOURCES = SOURCE, SOURCE.with_name("dense_accounts.h")
 _RETRY_S = 24 * 3600
 _BUILD_S = 600
 _COMPILERS = ("c++", "g++", "clang++")
@@ -101,7 +102,7 @@ def _key(command: list[str]) -> str:
     text = "\n".join(
         (
             *(torch.__version__, str(torch.version.git_version), platform.machine()),
-            *(*command[1:], SOURCE.read_text()),
+            *(*command[1:], *(source.read_text() for source in _SOURCES)),
         )
     )
     return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -42,6 +42,7 @@ import numpy.typing as npt
 import torch
 
 from .dense_meter import Timeline
+from .dense_refusal import Peak
 
 if TYPE_CHECKING:
     from .disk.registration import Registration
@@ -155,6 +156,9 @@ class Backend(Protocol):
 
     def meter_stop(self) -> int:
         """Peak dense bytes since ``meter_start``, on top of what was alive then."""
+
+    def meter_peak(self) -> Peak | None:
+        """What made the peak of the last measurement; ``None`` where not known."""
 
     def meter_level(self) -> int | None:
         """The peak so far, while it is measured; ``None`` where only the end tells."""

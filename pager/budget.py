@@ -29,6 +29,7 @@ import numpy as np
 from ..planner.sizes import format_bytes
 from .backend import Backend
 from .dense_meter import in_backward
+from .dense_refusal import Peak
 from .errors import InfeasibleBudget, TierFull
 from .placement import Placement
 from .ranks import about_share, ranks_sharing
@@ -69,11 +70,12 @@ class DeviceBudget:
         self.metering = False
         self.checked = False
         self.changed = False  # a weight that was whole streams from now on
-        self._before: tuple[int, tuple[int, int]] = 0, (0, 0)
+        self._before: tuple[int, Peak | str, tuple[int, int]] = 0, "", (0, 0)
         self._peak_before = 0
         self.most_whole = 0  # bytes taken by an iteration that found out what has to stream
         self.dense_baseline = 0  # dense tensors that live on: buffers of paged modules
         self.dense_peak = 0
+        self._at_peak: Peak | str = ""  # what made it, in words, where that is known
         self._stuck = False  # the metered arena could not be made smaller
         self._frames_log: list[tuple[float, int]] = []  # while metering: when, frames in use
         self._metered_peak = 0
@@ -170,7 +172,7 @@ class DeviceBudget:
     # -- the metered iteration -------------------------------------------------------------------
     def start(self) -> None:
         """Begin to meter; the border may move again."""
-        self._before = self.dense_peak, self.residency.needs
+        self._before = self.dense_peak, self._at_peak, self.residency.needs
         self._peak_before = self._metered_peak
         self.placement.start(self.dense_peak)
         self.metering, self.checked, self._stuck = True, False, False
@@ -199,6 +201,11 @@ class DeviceBudget:
             room = step_room(optimizer, self._measure) if measurable else None
             if room is not None:
                 more = self.dense_baseline + room.dense + 1
+                if more > self.dense_peak:
+                    self._at_peak = (
+                        "The peak of dense memory is a step of "
+                        f"{type(optimizer).__name__.removeprefix('Paged')}."
+                    )
                 self.dense_peak = max(self.dense_peak, more)
                 largest = max(choice.frames, room.frames)
                 self.residency.needs = largest, max(rigid, room.frames)
@@ -255,9 +262,10 @@ class DeviceBudget:
         else:
             dense, frames = self.whole_needs.least(dense, frames, reserve)
         minimum = to_name(max(dense, reserve) + frames * self.page_size)
+        text = self._refusal(dense, frames, minimum, then)
         self._forget()
         of_node = minimum * ranks_sharing("device", self.backend.device.type)
-        raise InfeasibleBudget(self._refusal(dense, frames, minimum, then), minimum=of_node)
+        raise InfeasibleBudget(text, minimum=of_node)
 
     def _least(self, rigid: int, room: Room | None) -> tuple[int, int]:
         """Dense bytes and frames of the smallest budget that works; see ``placement.py``."""
@@ -304,6 +312,8 @@ class DeviceBudget:
                 "This optimizer is not paged: wrap it with pager.optimizer(...); the states of "
                 f"{type(unpaged).__name__} are dense. "
             )
+        if self._at_peak:
+            text += f"{self._at_peak} "
         return text + (
             f"The smallest device_budget that works for these shapes is {minimum} bytes "
             f"({format_bytes(minimum)}). {then}" + about_share("device", self.backend.device.type)
@@ -416,12 +426,14 @@ class DeviceBudget:
         """What a refused or broken iteration needed does not count for others."""
         self.metering = False
         self.placement.withdraw()
-        self.dense_peak, self.residency.needs = self._before
+        self.dense_peak, self._at_peak, self.residency.needs = self._before
 
     def _note_peak(self) -> int:
         """The peak of dense bytes since the meter was started."""
         dense = self.dense_baseline + self.backend.meter_stop()
-        self.dense_peak = max(self.dense_peak, dense)
+        if dense > self.dense_peak:
+            self.dense_peak = dense
+            self._at_peak = self.backend.meter_peak() or ""
         self._metered_peak = max(self._metered_peak, self._peak_of_both(dense))
         self.whole_needs.measure(self.backend.meter_timeline(), self.dense_baseline, dense)
         self._frames_log.clear()

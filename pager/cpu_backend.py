@@ -12,6 +12,7 @@ import torch
 from .backend import Bytes, Copy
 from .dense_allocator import Account, AllocatorMeter, load
 from .dense_meter import DenseMeter, Timeline
+from .dense_refusal import Peak
 from .first_root import take_first_root
 from .heap import ROOMY_BYTES, TIGHT_BYTES, map_blocks_from
 from .memory import Region
@@ -36,7 +37,7 @@ class CpuBackend:
         self._account = Account(allocator) if allocator is not None else None
         self._keep = 0  # bytes that stay mapped for dense tensors
         self._peak = 0
-        self._meter = AllocatorMeter(self._account) if self._account else DenseMeter()
+        self._meter = AllocatorMeter(self._account, places=True) if self._account else DenseMeter()
         take_first_root()
 
     def commit(self, nbytes: int) -> None:
@@ -141,6 +142,9 @@ class CpuBackend:
 
     def meter_stop(self) -> int:
         return self._meter.stop()
+
+    def meter_peak(self) -> Peak | None:
+        return self._meter.at_peak if isinstance(self._meter, AllocatorMeter) else None
 
     def meter_level(self) -> int | None:
         return self._account.peak if self._account is not None else None

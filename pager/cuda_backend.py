@@ -17,6 +17,7 @@ import torch
 
 from .backend import Bytes, Copy
 from .dense_meter import Timeline
+from .dense_refusal import Peak
 from .errors import PagerError
 
 if TYPE_CHECKING:
@@ -295,6 +296,9 @@ class CudaBackend:
     def meter_stop(self) -> int:
         # What the allocator holds, not what tensors use: its cap counts that.
         return torch.cuda.max_memory_reserved(self.device)
+
+    def meter_peak(self) -> Peak | None:
+        return None
 
     def meter_level(self) -> int | None:
         return None  # of what it keeps cached, not of what this iteration takes

@@ -8,21 +8,13 @@
 // Freed runs stay mapped and are merged with free neighbours, so the next step finds its memory
 // where the last one left it, and faults in no page. What stays mapped is bounded: live and free
 // bytes together are at most `keep` of an account; beyond that free runs go back to the system.
-//
-// Note: accounts
-// An account counts the blocks that were made since it was last reset, in all threads. Blocks that
-// are older are not its business when they are freed either. `limit` is a cap: an allocation that
-// would pass it asks `ask`, which may make room elsewhere, and else raises torch.OutOfMemoryError.
-// Blocks made by threads that are `guests` of an account are in `current`, and nowhere in its peak and
-// log; what they make has a limit of its own, which others do not meet.
-// Without an open account everything goes to glibc and nothing is counted.
+// What is counted, and for whom, is in dense_accounts.h.
 //
 // Every block is freed by release(), whenever that is: blocks outlive pagers.
 
 #include <pthread.h>
 #include <stdlib.h>
 #include <sys/mman.h>
-#include <time.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -38,58 +30,37 @@
 
 #include <c10/core/CPUAllocator.h>
 
+#include "dense_accounts.h"
+
 namespace {
+
+using dense::Account;
+using dense::kNoLimit;
 
 constexpr size_t kAlignment = 64; // as PyTorch's own allocator has it
 constexpr size_t kLarge = 64 << 10;
-constexpr int kAccounts = 256;
-constexpr int64_t kNoLimit = -1;
-constexpr uint64_t kGuest = uint64_t{1} << 63; // in a block's epoch: a guest has made it
 const size_t kPage = static_cast<size_t>(sysconf(_SC_PAGESIZE));
 
 // In the kAlignment bytes before a small block. Small blocks never begin at a page, runs always do.
 struct Header {
   uint64_t nbytes;
-  uint64_t epoch; // 0: not counted
+  uint64_t birth; // 0: not counted
 };
 
 struct Live {
   size_t length; // whole pages
   size_t nbytes; // as asked for
-  uint64_t epoch;
-};
-
-struct Event {
-  double seconds; // CLOCK_MONOTONIC, which Python calls perf_counter
-  int64_t bytes;
-};
-
-struct Account {
-  bool open = false;
-  bool logging = false;
-  uint64_t since = 0; // counts blocks of this epoch and later ones
-  int64_t current = 0;
-  int64_t peak = 0;
-  int64_t limit = kNoLimit;
-  int64_t keep = 0;
-  int64_t of_guests = 0; // bytes in `current`
-  int64_t guest_limit = kNoLimit; // of `current`, where a guest wants more
-  std::vector<pthread_t> guests;
-  pthread_t asker{}; // the thread that may be asked for room
-  bool asks = false;
-  std::vector<Event> log;
+  uint64_t birth;
 };
 
 using Ask = int (*)(int account, int64_t missing, int64_t nbytes);
+using Tell = void (*)(int account, uint64_t birth, int64_t nbytes);
 
 // Never destroyed: tensors are freed until the very end of the process.
 struct State {
   std::mutex mutex;
-  Account accounts[kAccounts];
-  int used = 0; // accounts from here on were never open
-  std::atomic<int> open{0};
-  uint64_t epoch = 1;
-  int64_t live_bytes = 0; // of all counted blocks
+  dense::Accounts accounts;
+  std::atomic<int> open{0}; // of them
   int64_t free_bytes = 0; // of runs that wait to be used again
   std::unordered_map<uintptr_t, Live> live;
   std::map<uintptr_t, size_t> free; // address → length
@@ -97,107 +68,12 @@ struct State {
   int64_t mapped = 0, unmapped = 0; // bytes so far
   bool huge = false;
   Ask ask = nullptr;
+  Tell tell = nullptr;
 };
 
 State& state() {
   static State* only = new State;
   return *only;
-}
-
-double now() {
-  timespec moment;
-  clock_gettime(CLOCK_MONOTONIC, &moment);
-  return static_cast<double>(moment.tv_sec) + 1e-9 * static_cast<double>(moment.tv_nsec);
-}
-
-// -- accounts; all under the mutex -----------------------------------------------------------------
-
-void note(Account& account) {
-  int64_t bytes = account.current - account.of_guests;
-  account.peak = std::max(account.peak, bytes);
-  if (account.logging) {
-    account.log.push_back({now(), bytes});
-  }
-}
-
-bool is_guest_of(const Account& account) {
-  return std::any_of(account.guests.begin(), account.guests.end(), [](pthread_t guest) {
-    return pthread_equal(guest, pthread_self()) != 0;
-  });
-}
-
-bool is_guest(const State& s) {
-  return std::any_of(s.accounts, s.accounts + s.used, is_guest_of);
-}
-
-void change(Account& account, int64_t nbytes, bool guest) {
-  account.current += nbytes;
-  if (guest) {
-    account.of_guests += nbytes;
-  } else {
-    note(account);
-  }
-}
-
-uint64_t count(State& s, size_t nbytes, bool guest) {
-  s.live_bytes += static_cast<int64_t>(nbytes);
-  for (int i = 0; i < s.used; ++i) {
-    auto& account = s.accounts[i];
-    if (account.open) {
-      change(account, static_cast<int64_t>(nbytes), guest);
-    }
-  }
-  return guest ? s.epoch | kGuest : s.epoch;
-}
-
-bool counts(const Account& account, uint64_t epoch) {
-  return account.open && (epoch & ~kGuest) >= account.since;
-}
-
-void uncount(State& s, size_t nbytes, uint64_t epoch) {
-  s.live_bytes -= static_cast<int64_t>(nbytes);
-  for (int i = 0; i < s.used; ++i) {
-    auto& account = s.accounts[i];
-    if (counts(account, epoch)) {
-      change(account, -static_cast<int64_t>(nbytes), (epoch & kGuest) != 0);
-    }
-  }
-}
-
-// The first account that nbytes more would bring above its limit, or -1.
-int over_limit(const State& s, size_t nbytes) {
-  for (int i = 0; i < s.used; ++i) {
-    const auto& account = s.accounts[i];
-    if (account.open && account.limit != kNoLimit &&
-        account.current - account.of_guests + static_cast<int64_t>(nbytes) > account.limit) {
-      return i;
-    }
-  }
-  return -1;
-}
-
-// The first account whose guest is this thread and that has no room for nbytes more, or -1.
-int over_guest_limit(const State& s, size_t nbytes) {
-  for (int i = 0; i < s.used; ++i) {
-    const auto& account = s.accounts[i];
-    if (account.guest_limit != kNoLimit && is_guest_of(account) &&
-        account.current + static_cast<int64_t>(nbytes) > account.guest_limit) {
-      return i;
-    }
-  }
-  return -1;
-}
-
-// Bytes of free runs that may stay mapped.
-int64_t spare(const State& s) {
-  int64_t bytes = 0;
-  for (int i = 0; i < s.used; ++i) {
-    const auto& account = s.accounts[i];
-    if (account.open) {
-      bytes += std::max<int64_t>(0, account.keep - account.current);
-    }
-  }
-  return bytes;
 }
 
 // -- runs; all under the mutex ---------------------------------------------------------------------
@@ -265,7 +141,7 @@ void* map_pages(State& s, size_t length) {
 }
 
 // nbytes, counted already, in pages of their own; nullptr if the system has none.
-void* take_run(State& s, size_t nbytes, uint64_t epoch) {
+void* take_run(State& s, size_t nbytes, uint64_t birth) {
   size_t length = (nbytes + kPage - 1) / kPage * kPage;
   uintptr_t address = 0;
   auto fit = s.by_length.lower_bound({length, 0});
@@ -277,11 +153,11 @@ void* take_run(State& s, size_t nbytes, uint64_t epoch) {
       add_free(s, start + length, whole - length);
     }
   } else {
-    trim(s, spare(s));
+    trim(s, s.accounts.spare());
     address = reinterpret_cast<uintptr_t>(map_pages(s, length));
   }
   if (address != 0) {
-    s.live.emplace(address, Live{length, nbytes, epoch});
+    s.live.emplace(address, Live{length, nbytes, birth});
   }
   return reinterpret_cast<void*>(address);
 }
@@ -296,7 +172,7 @@ void* take_run(State& s, size_t nbytes, uint64_t epoch) {
       " bytes, and the system has none (Cannot allocate memory).");
 }
 
-void* take_small(size_t nbytes, uint64_t epoch) {
+void* take_small(size_t nbytes, uint64_t birth) {
   void* given = nullptr;
   if (posix_memalign(&given, kAlignment, nbytes + kAlignment) != 0) {
     return nullptr;
@@ -308,45 +184,59 @@ void* take_small(size_t nbytes, uint64_t epoch) {
     }
   }
   char* data = static_cast<char*>(given) + kAlignment;
-  Header header{nbytes, epoch};
+  Header header{nbytes, birth};
   std::memcpy(given, &header, sizeof header);
   return data;
 }
 
-// Room for nbytes in every account, which are charged; the epoch. Raises where there is none.
+// Room for nbytes in every account, which are charged; the birth. Raises where there is none.
 uint64_t charge(State& s, size_t nbytes) {
   for (;;) {
     int account;
     int64_t missing, limit, current;
+    uint64_t birth = 0;
     Ask ask = nullptr;
+    Tell tell = nullptr;
     {
       std::lock_guard<std::mutex> guard(s.mutex);
-      bool guest = is_guest(s);
+      bool guest = s.accounts.has_guest();
       if (guest) {
-        account = over_guest_limit(s, nbytes);
+        account = s.accounts.over_guest_limit(nbytes);
         TORCH_CHECK_WITH(
             OutOfMemoryError,
             account < 0,
             "dense tensors of a thread beside the training: ",
             nbytes,
             " bytes more do not fit beside ",
-            account < 0 ? 0 : s.accounts[account].current,
+            account < 0 ? 0 : s.accounts.items[account].current,
             " bytes in the ",
-            account < 0 ? 0 : s.accounts[account].guest_limit,
+            account < 0 ? 0 : s.accounts.items[account].guest_limit,
             " bytes that the training has for dense tensors. Pass a larger dense_reserve= to "
             "Pager.");
       }
-      account = guest ? -1 : over_limit(s, nbytes);
+      account = guest ? -1 : s.accounts.over_limit(nbytes);
       if (account < 0) {
-        return count(s, nbytes, guest);
+        birth = s.accounts.count(nbytes, guest);
+        account = nbytes >= kLarge ? s.accounts.told() : -1;
+        if (account < 0) {
+          return birth;
+        }
+        tell = s.tell;
+      } else {
+        const auto& a = s.accounts.items[account];
+        limit = a.limit;
+        current = a.current - a.of_guests;
+        missing = current + static_cast<int64_t>(nbytes) - limit;
+        if (a.asks && pthread_equal(a.asker, pthread_self())) {
+          ask = s.ask;
+        }
       }
-      const auto& a = s.accounts[account];
-      limit = a.limit;
-      current = a.current;
-      missing = current + static_cast<int64_t>(nbytes) - limit;
-      if (a.asks && pthread_equal(a.asker, pthread_self())) {
-        ask = s.ask;
+    }
+    if (birth != 0) { // without the mutex: Python may free tensors
+      if (tell != nullptr) {
+        tell(account, birth, static_cast<int64_t>(nbytes));
       }
+      return birth;
     }
     if (ask == nullptr || ask(account, missing, static_cast<int64_t>(nbytes)) == 0) {
       TORCH_CHECK_WITH(
@@ -369,16 +259,16 @@ void* take(size_t nbytes) {
   if (s.open.load(std::memory_order_acquire) == 0) {
     data = take_small(nbytes, 0);
   } else {
-    uint64_t epoch = charge(s, nbytes);
+    uint64_t birth = charge(s, nbytes);
     if (nbytes >= kLarge) {
       std::lock_guard<std::mutex> guard(s.mutex);
-      data = take_run(s, nbytes, epoch);
+      data = take_run(s, nbytes, birth);
     } else {
-      data = take_small(nbytes, epoch);
+      data = take_small(nbytes, birth);
     }
     if (data == nullptr) {
       std::lock_guard<std::mutex> guard(s.mutex);
-      uncount(s, nbytes, epoch);
+      s.accounts.uncount(nbytes, birth);
     }
   }
   if (data == nullptr) {
@@ -397,9 +287,9 @@ void release(void* data) {
     void* given = static_cast<char*>(data) - kAlignment;
     Header header;
     std::memcpy(&header, given, sizeof header);
-    if (header.epoch != 0) {
+    if (header.birth != 0) {
       std::lock_guard<std::mutex> guard(s.mutex);
-      uncount(s, header.nbytes, header.epoch);
+      s.accounts.uncount(header.nbytes, header.birth);
     }
     ::free(given);
     return;
@@ -408,9 +298,9 @@ void release(void* data) {
   auto found = s.live.find(reinterpret_cast<uintptr_t>(data));
   auto block = found->second;
   s.live.erase(found);
-  uncount(s, block.nbytes, block.epoch);
+  s.accounts.uncount(block.nbytes, block.birth);
   add_free(s, reinterpret_cast<uintptr_t>(data), block.length);
-  trim(s, spare(s));
+  trim(s, s.accounts.spare());
 }
 
 struct DenseAllocator final : c10::Allocator {
@@ -437,11 +327,12 @@ void in_parent() {
 }
 void in_child() {
   auto& s = state();
-  for (auto& account : s.accounts) {
+  for (auto& account : s.accounts.items) {
     account.limit = account.guest_limit = kNoLimit;
-    account.asks = account.logging = false;
+    account.asks = account.tells = account.logging = false;
   }
   s.ask = nullptr;
+  s.tell = nullptr;
   s.mutex.unlock();
 }
 
@@ -468,26 +359,20 @@ int tp_dense_install() {
 int tp_dense_open() {
   auto& s = state();
   std::lock_guard<std::mutex> guard(s.mutex);
-  for (int i = 0; i < kAccounts; ++i) {
-    if (!s.accounts[i].open) {
-      s.accounts[i] = Account();
-      s.accounts[i].open = true;
-      s.accounts[i].since = ++s.epoch;
-      s.used = std::max(s.used, i + 1);
-      s.open.fetch_add(1);
-      return i;
-    }
+  int account = s.accounts.open();
+  if (account >= 0) {
+    s.open.fetch_add(1);
   }
-  return -1;
+  return account;
 }
 
 void tp_dense_close(int account) {
   auto& s = state();
   std::lock_guard<std::mutex> guard(s.mutex);
-  if (s.accounts[account].open) {
-    s.accounts[account] = Account();
+  if (s.accounts.items[account].open) {
+    s.accounts.items[account] = Account();
     s.open.fetch_sub(1);
-    trim(s, spare(s));
+    trim(s, s.accounts.spare());
   }
 }
 
@@ -495,48 +380,48 @@ void tp_dense_close(int account) {
 void tp_dense_reset(int account, int logging) {
   auto& s = state();
   std::lock_guard<std::mutex> guard(s.mutex);
-  auto& a = s.accounts[account];
-  a.since = ++s.epoch;
+  auto& a = s.accounts.items[account];
+  a.since = s.accounts.births + 1;
   a.current = a.peak = a.of_guests = 0;
   a.logging = logging != 0;
-  std::vector<Event>().swap(a.log);
+  std::vector<dense::Event>().swap(a.log);
 }
 
 int64_t tp_dense_current(int account) {
   auto& s = state();
   std::lock_guard<std::mutex> guard(s.mutex);
-  return s.accounts[account].current;
+  return s.accounts.items[account].current;
 }
 
 int64_t tp_dense_peak(int account) {
   auto& s = state();
   std::lock_guard<std::mutex> guard(s.mutex);
-  return s.accounts[account].peak;
+  return s.accounts.items[account].peak;
 }
 
 // limit: -1 for none. keep: see the note on runs.
 void tp_dense_limit(int account, int64_t limit, int64_t keep) {
   auto& s = state();
   std::lock_guard<std::mutex> guard(s.mutex);
-  s.accounts[account].limit = limit;
-  s.accounts[account].keep = keep;
-  trim(s, spare(s));
+  s.accounts.items[account].limit = limit;
+  s.accounts.items[account].keep = keep;
+  trim(s, s.accounts.spare());
 }
 
 // No thread is a guest any more; those to come have this limit, -1 for none.
 void tp_dense_guests(int account, int64_t limit) {
   auto& s = state();
   std::lock_guard<std::mutex> guard(s.mutex);
-  s.accounts[account].guests.clear();
-  s.accounts[account].guest_limit = limit;
+  s.accounts.items[account].guests.clear();
+  s.accounts.items[account].guest_limit = limit;
 }
 
 // The calling thread is a guest.
 void tp_dense_guest(int account) {
   auto& s = state();
   std::lock_guard<std::mutex> guard(s.mutex);
-  if (!is_guest_of(s.accounts[account])) {
-    s.accounts[account].guests.push_back(pthread_self());
+  if (!dense::is_guest_of(s.accounts.items[account])) {
+    s.accounts.items[account].guests.push_back(pthread_self());
   }
 }
 
@@ -544,7 +429,7 @@ void tp_dense_guest(int account) {
 int64_t tp_dense_events(int account, double* seconds, int64_t* bytes, int64_t most) {
   auto& s = state();
   std::lock_guard<std::mutex> guard(s.mutex);
-  const auto& log = s.accounts[account].log;
+  const auto& log = s.accounts.items[account].log;
   int64_t events = static_cast<int64_t>(log.size());
   for (int64_t i = 0; i < std::min(events, most); ++i) {
     seconds[i] = log[i].seconds;
@@ -557,7 +442,7 @@ int64_t tp_dense_events(int account, double* seconds, int64_t* bytes, int64_t mo
 void tp_dense_totals(int64_t* live, int64_t* free, int64_t* mapped, int64_t* unmapped) {
   auto& s = state();
   std::lock_guard<std::mutex> guard(s.mutex);
-  *live = s.live_bytes;
+  *live = s.accounts.live_bytes;
   *free = s.free_bytes;
   *mapped = s.mapped;
   *unmapped = s.unmapped;
@@ -569,7 +454,7 @@ int tp_dense_largest(int account, uint64_t* addresses, int64_t* sizes, int most)
   std::lock_guard<std::mutex> guard(s.mutex);
   std::vector<std::pair<int64_t, uint64_t>> blocks;
   for (const auto& [address, block] : s.live) {
-    if (counts(s.accounts[account], block.epoch)) {
+    if (dense::counts(s.accounts.items[account], block.birth)) {
       blocks.emplace_back(-static_cast<int64_t>(block.nbytes), address);
     }
   }
@@ -582,18 +467,44 @@ int tp_dense_largest(int account, uint64_t* addresses, int64_t* sizes, int most)
   return found;
 }
 
-// Who is asked for room, and from which thread alone (the caller's): others would wait for it.
-void tp_dense_ask(Ask ask) {
+// The blocks that were there at the peak of an account's log, the largest first: births, sizes, and
+// addresses of those that still live and are at least LARGE, else 0. How many; `last` is the birth
+// of the one that was made last.
+int tp_dense_at_peak(
+    int account, uint64_t* births, int64_t* sizes, uint64_t* addresses, int most, uint64_t* last) {
+  auto& s = state();
+  std::lock_guard<std::mutex> guard(s.mutex);
+  auto peak = dense::peak_of(s.accounts.items[account].log);
+  *last = peak.last;
+  int found = std::min<int>(most, static_cast<int>(peak.blocks.size()));
+  for (int i = 0; i < found; ++i) {
+    sizes[i] = peak.blocks[i].first;
+    births[i] = peak.blocks[i].second;
+    addresses[i] = 0;
+  }
+  for (const auto& [address, block] : s.live) {
+    auto place = std::find(births, births + found, block.birth);
+    if (place != births + found) {
+      addresses[place - births] = address;
+    }
+  }
+  return found;
+}
+
+// Who is called, and from which thread alone (the caller's): others may hold what it waits for.
+void tp_dense_callbacks(Ask ask, Tell tell) {
   auto& s = state();
   std::lock_guard<std::mutex> guard(s.mutex);
   s.ask = ask;
+  s.tell = tell;
 }
 
-void tp_dense_asks(int account, int asks) {
+void tp_dense_calls(int account, int asks, int tells) {
   auto& s = state();
   std::lock_guard<std::mutex> guard(s.mutex);
-  s.accounts[account].asks = asks != 0;
-  s.accounts[account].asker = pthread_self();
+  s.accounts.items[account].asks = asks != 0;
+  s.accounts.items[account].tells = tells != 0;
+  s.accounts.items[account].asker = pthread_self();
 }
 
 // For measurements: whether new runs ask for transparent huge pages.

@@ -17,10 +17,12 @@ import numpy as np
 
 from .allocator_build import NotBuiltError, library
 from .dense_meter import Timeline
-from .dense_refusal import describe
+from .dense_refusal import Block, Peak, Place, describe, place
 
 NO_LIMIT = -1
 _Ask = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
+_Tell = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_uint64, ctypes.c_int64)
+_LARGEST = 3  # blocks that are told
 _int, _long, _pointer = ctypes.c_int, ctypes.c_int64, ctypes.c_void_p
 _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "install": (_int, []),
@@ -35,8 +37,9 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "events": (_long, [_int, _pointer, _pointer, _long]),
     "totals": (None, [_pointer] * 4),
     "largest": (_int, [_int, _pointer, _pointer, _int]),
-    "asks": (None, [_int, _int]),
-    "ask": (None, [_pointer]),
+    "at_peak": (_int, [_int, _pointer, _pointer, _pointer, _int, _pointer]),
+    "calls": (None, [_int, _int, _int]),
+    "callbacks": (None, [_pointer, _pointer]),
     "huge": (None, [_int]),
 }
 
@@ -63,8 +66,8 @@ class DenseAllocator:
             self.calls[name] = call
         if not self.calls["install"]():
             raise NotBuiltError("another library has replaced PyTorch's CPU allocator")
-        self._ask = _Ask(_note_refusal)
-        self.calls["ask"](ctypes.cast(self._ask, ctypes.c_void_p))
+        self._callbacks = _Ask(_note_refusal), _Tell(_note_place)
+        self.calls["callbacks"](*(ctypes.cast(c, ctypes.c_void_p) for c in self._callbacks))
 
     def totals(self) -> Totals:
         numbers = (ctypes.c_int64 * 4)()
@@ -88,6 +91,7 @@ class Account:
             raise NotBuiltError("too many pagers are open")
         self.close = weakref.finalize(self, self._calls["close"], self._number)
         self.refusal = ""  # the last one: what asked, and what was there
+        self.places: dict[int, Place] = {}  # where blocks were made, by their births
         _accounts[self._number] = self
 
     def reset(self, *, log: bool = False) -> None:
@@ -125,8 +129,18 @@ class Account:
         """Say in ``refusal`` what asks for too much on this thread from now on. (Others may be
         waited for by who holds the GIL, so Python cannot look there.)"""
         self.refusal = ""
+        self._call_back(refusals=True)
+
+    def note_places(self, on: bool) -> None:
+        """From now on, and from empty, note in ``places`` where this thread makes blocks of 64 KiB
+        or more, or no longer."""
+        if on:
+            self.places = {}
+        self._call_back(places=on)
+
+    def _call_back(self, *, refusals: bool = False, places: bool = False) -> None:
         if self.close.alive:
-            self._calls["asks"](self._number, 1)
+            self._calls["calls"](self._number, int(refusals), int(places))
 
     def timeline(self) -> Timeline:
         """When (``time.perf_counter``), and how many bytes there were from then on."""
@@ -145,6 +159,19 @@ class Account:
         count = self._calls["largest"](self._number, addresses.ctypes.data, sizes.ctypes.data, most)
         return list(zip(addresses[:count].tolist(), sizes[:count].tolist()))
 
+    def at_peak(self) -> Peak | None:
+        """What the log and ``places`` say of the peak; ``None`` where nothing was made."""
+        if not self.close.alive:
+            return None
+        births, addresses = np.empty(_LARGEST, np.uint64), np.empty(_LARGEST, np.uint64)
+        sizes, last = np.empty(_LARGEST, np.int64), ctypes.c_uint64()
+        columns = births.ctypes.data, sizes.ctypes.data, addresses.ctypes.data
+        count = self._calls["at_peak"](self._number, *columns, _LARGEST, ctypes.addressof(last))
+        found = zip(births[:count].tolist(), sizes[:count].tolist(), addresses[:count].tolist())
+        blocks = [Block(n, address, self.places.get(birth)) for birth, n, address in found]
+        asked = max((birth for birth in self.places if birth <= last.value), default=0)
+        return Peak(self.peak, self.places.get(asked), blocks) if blocks else None
+
 
 _accounts: weakref.WeakValueDictionary[int, Account] = weakref.WeakValueDictionary()
 
@@ -154,19 +181,29 @@ def _note_refusal(number: int, missing: int, nbytes: int) -> int:
     account = _accounts.get(number)
     if account is not None:
         try:
-            account.refusal = describe(nbytes, account.largest(3))
+            account.refusal = describe(nbytes, account.largest(_LARGEST))
         except Exception as error:  # the refusal counts, not its description
             account.refusal = f"an op asked for {nbytes} bytes ({error})."
     return 0
 
 
+def _note_place(number: int, birth: int, nbytes: int) -> None:
+    """A large block is about to be made; called where that happens."""
+    account = _accounts.get(number)
+    if account is not None:
+        account.places[birth] = place()
+
+
 class AllocatorMeter:
     """As :class:`~.dense_meter.DenseMeter`: exact, of all threads, inside backward and beside any
-    profiler too."""
+    profiler too. ``at_peak``: what made the peak of the last measurement, where ``places`` are to
+    be noted."""
 
-    def __init__(self, account: Account) -> None:
+    def __init__(self, account: Account, *, places: bool = False) -> None:
         self.account = account
         self.timeline: Timeline = (np.empty(0), np.empty(0, np.int64))
+        self.at_peak: Peak | None = None
+        self._places = places
 
     def sample(self) -> None:
         pass  # the allocator keeps its peak
@@ -174,9 +211,14 @@ class AllocatorMeter:
     def start(self) -> None:
         self.timeline = np.empty(0), np.empty(0, np.int64)
         self.account.reset(log=True)
+        if self._places:
+            self.account.note_places(True)
 
     def stop(self) -> int:
         peak = self.account.peak
+        if self._places:
+            self.at_peak = self.account.at_peak()
+            self.account.note_places(False)
         self.timeline = self.account.timeline()
         self.account.reset()
         return peak

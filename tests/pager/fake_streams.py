@@ -108,7 +108,8 @@ class FakeCudaBackend(CudaBackend):
         self.commit = self._cpu.commit  # type: ignore[method-assign]
         for name in (
             *("limit_dense", "cap_dense", "count_anew", "dense_peak", "refusal"),
-            *("meter_start", "meter_sample", "meter_stop", "meter_level", "meter_timeline"),
+            *("meter_start", "meter_sample", "meter_stop", "meter_peak"),
+            *("meter_level", "meter_timeline"),
         ):
             setattr(self, name, getattr(self._cpu, name))
         self.written: dict[str, set[int]] = {"fault": set(), "planned": set()}

@@ -1,5 +1,4 @@
-"""Dense memory on the CPU that was not foreseen: refused where it cannot be had, or
-given room."""
+"""Dense memory that the CPU has no room for is refused by name; what was unforeseen gets room."""
 
 from collections.abc import Iterator
 
@@ -86,6 +85,70 @@ def test_what_cannot_be_had_is_refused_with_names(
     model.more = 0
     step(pager, model, optimizer)
     torch.ones(12 * MIB)  # outside of iterations there is no cap
+
+
+def spread(x: torch.Tensor) -> torch.Tensor:
+    wide = x.repeat(96, 1)
+    return wide + wide
+
+
+class Spread(nn.Module):
+    """With a function between the module and the op."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(128, 256)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return spread(self.linear(x)).sum()
+
+
+def test_the_first_iteration_is_refused_with_names(
+    pager: tp.Pager, allocator: DenseAllocator
+) -> None:
+    model = pager.page_module(Spread())
+    optimizer = pager.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    other = torch.ones(4 * MIB)  # from before: none of it
+    with pytest.raises(tp.InfeasibleBudget, match="No parameter was changed") as refusal:
+        step(pager, model, optimizer)
+    text = str(refusal.value)
+    assert "was at its peak of 12.09 MiB when spread() at 'return wide + wide' in Spread" in text
+    made = "(made by spread() at 'wide = x.repeat(96, 1)' in Spread.forward())"
+    assert f"6.00 MiB {made}" in text
+    assert other.nbytes == 16 * MIB
+
+
+def test_dense_memory_after_the_first_step_is_named(
+    pager: tp.Pager, allocator: DenseAllocator
+) -> None:
+    model, optimizer = make(pager)
+    held = []
+
+    def refused() -> None:
+        with pager.iteration():
+            model(torch.ones(64, 128)).backward()
+            optimizer.step()
+            held.append(torch.ones(7, MIB // 4))
+            held.append(torch.ones(3, MIB // 4))
+
+    with pytest.raises(tp.InfeasibleBudget, match="after the optimizer's step") as refusal:
+        refused()
+    text = str(refusal.value)
+    assert "when refused() at 'held.append(torch.ones(3, MIB // 4))' had what it takes" in text
+    assert "7.00 MiB ([7, 262144], torch.float32), 3.00 MiB ([3, 262144], torch.float32)" in text
+
+
+def test_the_optimizers_step_is_named(pager: tp.Pager, allocator: DenseAllocator) -> None:
+    model = pager.page_module(nn.Linear(512, 1024, bias=False))
+    optimizer = pager.optimizer(torch.optim.Rprop(model.parameters()))
+
+    def refused() -> None:
+        with pager.iteration():
+            model(torch.ones(1, 512)).sum().backward()
+            optimizer.step()
+
+    with pytest.raises(tp.InfeasibleBudget, match="is a step of Rprop"):
+        refused()
 
 
 def test_an_op_of_backward_is_named(pager: tp.Pager, allocator: DenseAllocator) -> None:
