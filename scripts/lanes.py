@@ -26,6 +26,8 @@ import torch
 ROOT = Path(__file__).parents[1]
 SECOND_CHANCES = 10  # where more fail, something is broken, and the machine is not to blame
 TESTS_FAILED = 1  # pytest's exit status; higher ones say that the run itself went wrong
+CANNOT_BE_MADE = 75  # exit status of an interpreter whose environment is not to be had here
+FAKE_GPU = (str(ROOT / "scripts" / "fake_gpu.sh"), "python")
 ELSEWHERE = "not interpreter and not aot and not gpu"  # the marks of the other lanes
 
 # The tests whose results depend on the instructions that PyTorch uses on this processor; and of
@@ -46,12 +48,17 @@ NUMERIC_INTERPRETED = ("tests/kernels/test_quantize.py",)
 
 @dataclass(frozen=True)
 class Lane:
-    """A process. ``arguments``: of pytest, whose tests are counted, or else of python."""
+    """A process. ``arguments``: of pytest, whose tests are counted, or else of python.
+
+    interpreter : the beginning of the command. One that exits with ``CANNOT_BE_MADE`` has said why
+        in its last line, and the lane is skipped.
+    """
 
     name: str
     arguments: tuple[str, ...]
     environment: dict[str, str] = field(default_factory=dict)
     tests: bool = True
+    interpreter: tuple[str, ...] = (sys.executable,)
 
 
 @dataclass
@@ -102,6 +109,8 @@ def every_lane(full: bool) -> tuple[Lane, list[Lane]]:
         kernels = ("-m", "interpreter and not slow", *NUMERIC_INTERPRETED)
         beside.append(Lane(f"numeric-{name}", plain, forced))
         beside.append(Lane(f"interpreter-{name}", kernels, forced | interpreted))
+    if full:
+        beside.append(Lane("fake-gpu", ("-m", "gpu", "tests"), interpreter=FAKE_GPU))
     spread = ("-n", "2", "--dist", "worksteal")
     return Lane("cpu", (*spread, "-m", f"{ELSEWHERE}{slow}", "tests")), beside
 
@@ -128,11 +137,11 @@ class Runner:
     def run(self, lane: Lane, output: int | None = None) -> Result:
         """``output``: a file descriptor; None for ours."""
         report = self.folder / f"{lane.name}.json"
-        command = [sys.executable, *lane.arguments]
+        command = [*lane.interpreter, *lane.arguments]
         if lane.tests:
             script = str(ROOT / "scripts" / "pytest_lane.py")
             quiet = ("-q", "-rfE", "-p", "no:cacheprovider")
-            command = [sys.executable, script, str(report), *quiet, *lane.arguments]
+            command = [*lane.interpreter, script, str(report), *quiet, *lane.arguments]
         began = time.monotonic()
         with self.lock:
             if self.over:
@@ -149,8 +158,13 @@ class Runner:
         status = process.wait()
         with self.lock:
             self.running.discard(process)
+        seconds = time.monotonic() - began
+        if status == CANNOT_BE_MADE and not report.exists():
+            said = self.printed(lane).read_text().splitlines()[-1:] if output is not None else []
+            reason = said[0] if said else "its environment cannot be made"
+            return Result(lane, 0, seconds, {lane.name: "skipped"}, {lane.name: reason})
         found = json.loads(report.read_text()) if report.exists() else {}
-        return Result(lane, status, time.monotonic() - began, **found)
+        return Result(lane, status, seconds, **found)
 
     def run_all(self, lanes: list[Lane], results: list[Result]) -> None:
         """One after another, printing into files."""

@@ -96,6 +96,18 @@ def test_a_module_that_cannot_be_imported_is_a_failure(runner: Runner, tmp_path:
     assert "test_broken.py" in result.failed
 
 
+def test_a_lane_whose_environment_cannot_be_made_is_skipped_with_the_reason(
+    runner: Runner, capsys: pytest.CaptureFixture[str]
+) -> None:
+    says = "echo working >&2; echo 'there is no compiler' >&2; exit 75"
+    lane = Lane("strange", ("tests",), interpreter=("bash", "-c", says))
+    results: list[Result] = []
+    runner.run_all([lane], results)
+    assert results[0].reasons == {"strange": "there is no compiler"}
+    assert lanes.summarise(results, 1.0)
+    assert closing_line(capsys) == "0 passed, 0 failed, 1 skipped"
+
+
 class Never(Runner):
     def run(self, lane: Lane, output: int | None = None) -> Result:
         raise AssertionError("nobody gets a second chance")
