@@ -31,10 +31,10 @@ from .backend import Backend
 from .dense_meter import in_backward
 from .dense_refusal import Peak
 from .errors import InfeasibleBudget, TierFull
-from .placement import Placement
+from .placement import Choice, Placement
 from .ranks import about_share, ranks_sharing
 from .residency import Residency
-from .step_need import Room, step_room
+from .step_need import Room, StepRoom, step_room
 from .whole_need import WholeNeeds
 
 _MARGIN = 16
@@ -84,6 +84,9 @@ class DeviceBudget:
         self.placement = Placement()
         self._least_frames = 1  # that one op needs where not everything fits, as metered
         self.whole_needs = WholeNeeds(page_size)  # of what streams, in a metered iteration
+        self._step: StepRoom | None = None  # of the step in a metered iteration, where it is known
+        # The optimizer whose step that is, until it is done, and frames that other ops need.
+        self._stepping: tuple[Any, int] | None = None
         residency.make_room = self._make_room
         residency.make_way = self._make_way
         residency.before_pinning = self._give_way
@@ -193,41 +196,56 @@ class DeviceBudget:
         dense = self._note_peak()
         self.placement.measure(self.backend.meter_timeline(), self.dense_baseline, dense)
         rigid = self.residency.rigid_need
+        # A step taken inside backward cannot be measured there; its dense bytes are not foreseen.
+        measurable = optimizer is not None and not in_backward()
         for choice in self.placement.choices(rigid):
-            self.dense_peak, self.residency.needs = choice.dense, (choice.frames, rigid)
-            # A step taken inside backward cannot be measured there; its dense bytes are not
-            # foreseen.
-            measurable = optimizer is not None and not in_backward()
-            room = step_room(optimizer, self._measure) if measurable else None
-            if room is not None:
-                more = self.dense_baseline + room.dense + 1
-                if more > self.dense_peak:
-                    self._at_peak = (
-                        "The peak of dense memory is a step of "
-                        f"{type(optimizer).__name__.removeprefix('Paged')}."
-                    )
-                self.dense_peak = max(self.dense_peak, more)
-                largest = max(choice.frames, room.frames)
-                self.residency.needs = largest, max(rigid, room.frames)
+            self._count(choice, rigid, None)
+            self._step = step_room(optimizer, self._measure) if measurable else None
+            room = self._step.room if self._step is not None else None
+            self._count(choice, rigid, room)
+            if self.dense_peak > choice.dense:
+                self._at_peak = (
+                    "The peak of dense memory is a step of "
+                    f"{type(optimizer).__name__.removeprefix('Paged')}."
+                )
             if self._is_enough(self.dense_peak, self.residency.largest_need):
                 break
+        then = "No parameter was changed."
+        if optimizer is not None:
+            then += " What comes after the optimizer's step is not counted yet."
+        self._keep_to(choice, then, room=room, rigid=rigid)
+        if room is not None:
+            self._stepping = optimizer, rigid
+            self.residency.needs = self.residency.largest_need, max(rigid, room.frames)
+        self.backend.meter_start()  # the rest of the iteration
+
+    def stepped(self, optimizer: Any) -> None:
+        """Its step is done. The frames that it took were foreseen, and no other op needs them."""
+        if self._stepping is not None and self._stepping[0] is optimizer and self.metering:
+            self.residency.needs = self.residency.largest_need, self._stepping[1]
+        self._stepping = None
+
+    def _count(self, choice: Choice, rigid: int, room: Room | None) -> None:
+        """What is needed if these weights are whole, other ops take ``rigid`` frames, and an
+        optimizer's step takes ``room``."""
+        dense, frames = choice.dense, choice.frames
+        if room is not None:
+            dense = max(dense, self.dense_baseline + room.dense + 1)
+            frames = max(frames, room.frames)
+        self.dense_peak, self.residency.needs = dense, (frames, rigid)
+
+    def _keep_to(self, choice: Choice, then: str, *, room: Room | None, rigid: int) -> None:
+        """All weights but those of ``choice`` stream from now on; or the budget is refused, with a
+        text that ends with ``then``."""
         streamed = [
             weight
             for weight in self.placement.weights.values()
             if weight not in choice.whole and not weight.run.streamed
         ]
-        self._refuse_if_too_small(
-            self.dense_peak,
-            self.residency.largest_need,
-            "No parameter was changed.",
-            room=room,
-            rigid=rigid,
-            at_least=bool(streamed),
-        )
+        self._refuse_if_too_small(then, room=room, rigid=rigid, at_least=bool(streamed))
         self.changed = bool(streamed)
         for weight in streamed:
             weight.run.streamed = True
-        self.backend.meter_start()  # the rest of the iteration
 
     def _is_enough(self, dense: int, frames: int) -> bool:
         """Whether ``dense`` bytes and ``frames`` frames can be had side by side."""
@@ -237,31 +255,20 @@ class DeviceBudget:
         return max(dense, reserve or 0) + frames * self.page_size <= self.bytes
 
     def _refuse_if_too_small(
-        self,
-        dense: int,
-        frames: int,
-        then: str,
-        *,
-        room: Room | None = None,
-        rigid: int = 0,
-        at_least: bool = False,
+        self, then: str, *, room: Room | None, rigid: int, at_least: bool
     ) -> None:
-        """Raise ``InfeasibleBudget``, its text ending with ``then``, unless ``dense`` bytes and
-        ``frames`` frames can be had side by side; or ``at_least`` as much as the smallest budget
-        that works, for an optimizer's step that takes ``room`` and other ops that take ``rigid``
-        frames."""
+        """Raise ``InfeasibleBudget``, its text ending with ``then``, unless what is needed now can
+        be had side by side; or ``at_least`` as much as the smallest budget that works, for an
+        optimizer's step that takes ``room`` and other ops that take ``rigid`` frames."""
         reserve = self.fixed_reserve or 0
-        if self._is_enough(dense, frames):
-            if not at_least:
-                return
-            dense, frames = self._least(rigid, room)
-            if max(dense, reserve) + frames * self.page_size <= self.bytes:
-                return
-        elif rigid:
-            dense, frames = self._least(rigid, room)
-        else:
-            dense, frames = self.whole_needs.least(dense, frames, reserve)
-        minimum = to_name(max(dense, reserve) + frames * self.page_size)
+        enough = self._is_enough(self.dense_peak, self.residency.largest_need)
+        if enough and not at_least:
+            return
+        dense, frames = self._least(rigid, room)
+        nbytes = max(dense, reserve) + frames * self.page_size
+        if enough and nbytes <= self.bytes:
+            return
+        minimum = to_name(nbytes)
         text = self._refusal(dense, frames, minimum, then)
         self._forget()
         of_node = minimum * ranks_sharing("device", self.backend.device.type)
@@ -362,12 +369,23 @@ class DeviceBudget:
         self.check()
         self._note_peak()
         self._least_frames = max(1, self.residency.largest_need)
-        self._refuse_if_too_small(
-            self.dense_peak,
-            self.residency.largest_need,
+        if self._is_enough(self.dense_peak, self.residency.largest_need):
+            return
+        room = self._step.least if self._step is not None else None
+        rigid = self.residency.rigid_need
+        self.placement.took(self.dense_peak)
+        for choice in self.placement.choices(rigid):
+            self._count(choice, rigid, room)
+            if self._is_enough(self.dense_peak, self.residency.largest_need):
+                break
+        self._keep_to(
+            choice,
             "Most dense memory was in use after the optimizer's step; what the step changed is as "
             "plain PyTorch has it.",
+            room=room,
+            rigid=rigid,
         )
+        self.changed = True  # the next step goes slab by slab, if no weight streams from now on
 
     def settle(self, dense_extra: int, *, roomy: bool) -> None:
         """After :meth:`end`: put the border where it belongs.

@@ -76,6 +76,7 @@ class PagedOptimizer:
             early.measure(self)
         with pager.overlap.step_of(self):
             self._step_all(pager)
+        pager.budget.stepped(self)
         if early is not None:
             early.stepped()
         return loss

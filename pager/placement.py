@@ -160,6 +160,10 @@ class Placement:
         self._timeline = timeline[0], timeline[1] + baseline
         self._dense = dense
 
+    def took(self, dense: int) -> None:
+        """All of the iteration took so many bytes, what came after its step included."""
+        self._before = max(self._before, dense)
+
     def choices(self, rigid: int) -> list[Choice]:
         """From as many whole as there are to none, the largest first to stream, equal ones
         together. ``rigid``: frames that other ops need."""

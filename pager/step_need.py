@@ -36,14 +36,26 @@ class Room(NamedTuple):
     frames: int
     dense: int
 
+    def with_(self, other: Room) -> Room:
+        return Room(max(self.frames, other.frames), max(self.dense, other.dense))
+
+
+class StepRoom(NamedTuple):
+    """``room``: of the step as it will be taken. ``least``: of one in which all goes slab by slab
+    that can."""
+
+    room: Room
+    least: Room
+
 
 class _CountOperands(TorchDispatchMode):
-    """Most distinct tensors out of ``persistent`` that one op takes."""
+    """Most distinct tensors out of ``persistent`` that one op takes, and most bytes of them that
+    one op has for ``out=``: in pages, such a tensor is written by way of a dense one."""
 
     def __init__(self, persistent: set[int]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.persistent = persistent
-        self.most = 0
+        self.most = self.out_bytes = 0
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -51,10 +63,15 @@ class _CountOperands(TorchDispatchMode):
         leaves = tree_leaves((args, kwargs))
         pointers = {t.data_ptr() for t in leaves if isinstance(t, torch.Tensor)}
         self.most = max(self.most, len(pointers & self.persistent))
+        out = tree_leaves((kwargs or {}).get("out"))
+        self.out_bytes = max(
+            self.out_bytes,
+            sum(t.nbytes for t in out if t is not None and t.data_ptr() in self.persistent),
+        )
         return func(*args, **(kwargs or {}))
 
 
-def step_room(optimizer: Any, measure: Measure) -> Room | None:
+def step_room(optimizer: Any, measure: Measure) -> StepRoom | None:
     """What a step of ``optimizer`` takes at least. ``None`` if that cannot be found out.
 
     Parameters whose update by PyTorch's own code would be too much go slab by slab from now on, if
@@ -67,33 +84,33 @@ def step_room(optimizer: Any, measure: Measure) -> Room | None:
             fused.note_too_much(parameter, False)
             few = fused.goes_in_slabs(optimizer, group, parameter)
             (streamed if few else others).append(parameter)
-    rooms = []
-    if others:
-        need = probe_step(optimizer, measure, others)
-        if need is None:
+    if not others:
+        if not streamed:
             return None
-        others, too_much = _divide(optimizer, need, others)
-        streamed += too_much
-        if others:
-            rooms.append(_room_of(optimizer._tp_pager, need, _largest(others)))
-    if streamed:
-        rooms.append(_slab_room(optimizer, streamed, measure))
-    if not rooms:
+        room = _slab_room(optimizer, streamed, measure)
+        return StepRoom(room, room)
+    pager = optimizer._tp_pager
+    need = probe_step(optimizer, measure, others)
+    if need is None:
         return None
-    room = Room(max(room.frames for room in rooms), max(room.dense for room in rooms))
-    if not others or optimizer._tp_pager.budget.has_room(room):
-        return room
-    # Each has room by itself, but not beside what another takes: as many as can go slab by slab.
-    for group in optimizer.param_groups:
-        for parameter in _steppable(group):
-            if not any(parameter is p for p in others):
-                continue
-            if fused.why_not(optimizer, group, parameter) is not None:
-                return room
-            streamed.append(parameter)
-    for parameter in others:
-        fused.note_too_much(parameter, True)
-    return _slab_room(optimizer, streamed, measure)
+    fixed, free = _divide(optimizer, others)
+    least = Room(0, 0)
+    if fixed:
+        least = least.with_(_room_of(pager, need, _largest(fixed)))
+    if streamed or free:
+        least = least.with_(_slab_room(optimizer, streamed + free, measure))
+    room = least
+    for parameter in free:
+        room_of_it = _room_of(pager, need, parameter)
+        too_much = not pager.budget.has_room(room_of_it)
+        fused.note_too_much(parameter, too_much)
+        room = room if too_much else room.with_(room_of_it)
+    if not pager.budget.has_room(room):
+        # Each has room by itself, but not beside what another takes: all go slab by slab.
+        for parameter in free:
+            fused.note_too_much(parameter, True)
+        room = least
+    return StepRoom(room, least)
 
 
 def _slab_room(optimizer: Any, parameters: Sequence[torch.Tensor], measure: Measure) -> Room:
@@ -103,22 +120,18 @@ def _slab_room(optimizer: Any, parameters: Sequence[torch.Tensor], measure: Meas
 
 
 def _divide(
-    optimizer: Any, need: StepNeed, parameters: Sequence[torch.Tensor]
+    optimizer: Any, parameters: Sequence[torch.Tensor]
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Those to be updated by PyTorch's own code, and those for which that takes more than the
-    budget has beside what was measured so far, which the kernels can update slab by slab."""
-    budget = optimizer._tp_pager.budget
-    whole: list[torch.Tensor] = []
-    too_much: list[torch.Tensor] = []
+    """Those that only PyTorch's own code can update, and those that the kernels can, slab by
+    slab."""
+    fixed: list[torch.Tensor] = []
+    free: list[torch.Tensor] = []
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            if not any(parameter is p for p in parameters):
-                continue
-            room = _room_of(optimizer._tp_pager, need, parameter)
-            fits = budget.has_room(room) or fused.why_not(optimizer, group, parameter) is not None
-            (whole if fits else too_much).append(parameter)
-            fused.note_too_much(parameter, not fits)
-    return whole, too_much
+            if any(parameter is p for p in parameters):
+                kernels_can = fused.why_not(optimizer, group, parameter) is None
+                (free if kernels_can else fixed).append(parameter)
+    return fixed, free
 
 
 def _room_of(pager: Any, need: StepNeed, parameter: torch.Tensor) -> Room:
@@ -168,7 +181,7 @@ def probe_step(
             raw(probe)
     except Exception:  # an optimizer of the user's that needs more than this: nothing is known
         return None
-    return StepNeed(state / size, dense / size, counter.most)
+    return StepNeed(state / size, (dense + counter.out_bytes) / size, counter.most)
 
 
 def _steppable(group: dict[str, Any]) -> list[torch.Tensor]:
