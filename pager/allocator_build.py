@@ -1,7 +1,7 @@
 """Builds the allocator of dense tensors (``dense_allocator.cpp``) with the compiler of the machine.
 
-It is built at first use, which takes some seconds, for the PyTorch that is installed, and kept in
-``$XDG_CACHE_HOME/tensorpager`` (``~/.cache/tensorpager``), private to the user.
+A library is built at first use, which takes some seconds, for the PyTorch that is installed, and
+kept in ``$XDG_CACHE_HOME/tensorpager`` (``~/.cache/tensorpager``), private to the user.
 ``TENSORPAGER_ALLOCATOR`` is ``off``, or the absolute path of another folder to keep it in, which
 nobody else may write to. A build that failed is not tried again for a day.
 """
@@ -20,42 +20,59 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 SWITCH = "TENSORPAGER_ALLOCATOR"
-SOURCE = Path(__file__).with_name("dense_allocator.cpp")
-_SOURCES = SOURCE, SOURCE.with_name("dense_accounts.h")
 _RETRY_S = 24 * 3600
 _BUILD_S = 600
 _COMPILERS = ("c++", "g++", "clang++")
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What a library is made of. ``libraries``: of PyTorch, that it is linked with."""
+
+    name: str
+    sources: tuple[Path, ...]
+    headers: tuple[Path, ...] = ()
+    libraries: tuple[str, ...] = ("c10",)
+    optimize: str = "-O2"
+
+
+ALLOCATOR = Recipe(
+    "allocator",
+    (Path(__file__).with_name("dense_allocator.cpp"),),
+    (Path(__file__).with_name("dense_accounts.h"),),
+)
 
 
 class NotBuiltError(Exception):
     """There is no library; the text says why."""
 
 
-def library(*, again: bool = False) -> Path:
+def library(recipe: Recipe = ALLOCATOR, *, again: bool = False) -> Path:
     """The shared library, built if it is not there. ``again``: also if that failed today.
 
     Raises :class:`NotBuiltError`.
     """
     try:
-        return _library(again=again)
+        return _library(recipe, again=again)
     except OSError as error:  # no room on the disk, no locks on the share
         raise NotBuiltError(f"it cannot be built or kept: {error}") from error
 
 
-def _library(*, again: bool) -> Path:
+def _library(recipe: Recipe, *, again: bool) -> Path:
     if is_off():
         raise NotBuiltError(f"{SWITCH} is off")
     if sys.platform != "linux":
         raise NotBuiltError(f"it is made for Linux, and this is {sys.platform}")
     compiler = find_compiler()
-    command = build_command(compiler or "")
+    command = _build_command(recipe, compiler or "")
     folder = _folder()
-    path = folder / f"allocator-{_key(command)}.so"
+    path = folder / f"{recipe.name}-{_key(recipe, command)}.so"
     if _is_ours(path):
         return path
     if compiler is None:
@@ -87,30 +104,28 @@ def find_compiler() -> str | None:
     return next((found for name in names if (found := shutil.which(name)) is not None), None)
 
 
-def build_command(compiler: str) -> list[str]:
+def _build_command(recipe: Recipe, compiler: str) -> list[str]:
     """The command line, but for the file that it makes."""
     root = Path(torch.__file__).parent
     return [
-        *(compiler, "-O2", "-std=c++20", "-fPIC", "-shared"),
+        *(compiler, recipe.optimize, "-std=c++20", "-fPIC", "-shared"),
         f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
-        *(f"-I{root / 'include'}", str(SOURCE), f"-L{root / 'lib'}", "-lc10"),
+        *(f"-I{root / 'include'}", *map(str, recipe.sources), f"-L{root / 'lib'}"),
+        *(f"-l{name}" for name in recipe.libraries),
     ]
 
 
-def _key(command: list[str]) -> str:
+def _key(recipe: Recipe, command: list[str]) -> str:
     """Of all that the library depends on. The compiler's own name is none of it."""
-    text = "\n".join(
-        (
-            *(torch.__version__, str(torch.version.git_version), platform.machine()),
-            *(*command[1:], *(source.read_text() for source in _SOURCES)),
-        )
-    )
+    texts = [path.read_text() for path in (*recipe.sources, *recipe.headers)]
+    versions = (torch.__version__, str(torch.version.git_version), platform.machine())
+    text = "\n".join((*versions, *command[1:], *texts))
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def _build(command: list[str], path: Path) -> None:
     """Put the library at ``path``: whole, or not at all."""
-    with tempfile.TemporaryDirectory(prefix=".allocator-", dir=path.parent) as folder:
+    with tempfile.TemporaryDirectory(prefix=".build-", dir=path.parent) as folder:
         made = Path(folder, path.name)
         try:
             done = subprocess.run(

@@ -28,7 +28,7 @@ SECOND_CHANCES = 10  # where more fail, something is broken, and the machine is 
 TESTS_FAILED = 1  # pytest's exit status; higher ones say that the run itself went wrong
 CANNOT_BE_MADE = 75  # exit status of an interpreter whose environment is not to be had here
 FAKE_GPU = (str(ROOT / "scripts" / "fake_gpu.sh"), "python")
-ELSEWHERE = "not interpreter and not aot and not gpu"  # the marks of the other lanes
+ELSEWHERE = "not interpreter and not aot and not gpu and not simulated"  # the other lanes' marks
 
 # The tests whose results depend on the instructions that PyTorch uses on this processor; and of
 # those that Triton's interpreter runs.
@@ -102,6 +102,7 @@ def every_lane(full: bool) -> tuple[Lane, list[Lane]]:
             "interpreter", ("-m", f"interpreter{slow}", "tests/kernels"), {"TRITON_INTERPRET": "1"}
         ),
     ]
+    beside.append(Lane("simulated", ("-m", f"simulated{slow}", "tests/simdev")))
     interpreted = {"TRITON_INTERPRET": "1"}
     for name in other_capabilities():
         forced = {"ATEN_CPU_CAPABILITY": name}

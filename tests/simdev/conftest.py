@@ -1,0 +1,27 @@
+"""The simulated device, for each test with nothing queued, no races found, and nothing to fail."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from tensorpager.pager.allocator_build import NotBuiltError
+
+from .device import Machine, simulated
+
+
+@pytest.fixture(scope="session")
+def built() -> Machine:
+    try:
+        return simulated()
+    except NotBuiltError as error:
+        pytest.skip(f"the simulated device is not built: {error}")
+
+
+@pytest.fixture
+def machine(built: Machine) -> Iterator[Machine]:
+    built.schedule("lazy")
+    yield built
+    built.fail_copy(-1)
+    built.fail_allocation(-1)
+    built.limit(None)
+    built.schedule("lazy")
