@@ -14,6 +14,7 @@ where its arenas begin, in one line, because addresses have no names.
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import json
 import os
@@ -197,6 +198,17 @@ def _say(**content: Any) -> None:
     print(json.dumps(content), flush=True)
 
 
+def _use_matrix_library(rows: int, width: int) -> None:
+    """MKL keeps buffers for products as large as these (5 MiB for preset 10m), whoever asks for
+    them: every process that trains a model of this size has them, so they are there before."""
+    import torch
+
+    layer = torch.nn.Linear(width, 4 * width)
+    (layer(torch.ones(rows, width, requires_grad=True)) ** 2).sum().backward()
+    del layer
+    ctypes.CDLL(None).malloc_trim(0)
+
+
 def _train(job: Job) -> None:
     """In the child. What is loaded late by the libraries is loaded before it says "ready"."""
     sys.path[:0] = [str(ROOT / "scripts")]
@@ -204,6 +216,7 @@ def _train(job: Job) -> None:
     from lm.data import load_corpus
     from lm.measure import load_libraries
     from lm.memory import PagedMemory
+    from lm.model import PRESETS
     from lm.options import parse_options
     from lm.trainer import Trainer
 
@@ -213,6 +226,7 @@ def _train(job: Job) -> None:
     options = parse_options([f"--preset={job.preset}", "--clip=0", "--no-pager", *job.more])
     corpus = load_corpus(options.data, options.seq)
     load_libraries(options, corpus)
+    _use_matrix_library(options.batch * options.seq, PRESETS[job.preset].shape.width)
     gc.collect()
     _say(ready=True)
     sys.stdin.readline()
