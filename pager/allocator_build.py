@@ -3,7 +3,7 @@
 A library is built at first use, which takes some seconds, for the PyTorch that is installed, and
 kept in ``$XDG_CACHE_HOME/tensorpager`` (``~/.cache/tensorpager``), private to the user.
 ``TENSORPAGER_ALLOCATOR`` is ``off``, or the absolute path of another folder to keep it in, which
-nobody else may write to. A build that failed is not tried again for a day.
+nobody else may write to. A build that failed is not tried again for a day with that compiler.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ import torch
 SWITCH = "TENSORPAGER_ALLOCATOR"
 _RETRY_S = 24 * 3600
 _BUILD_S = 600
+_POLL_S = 0.1
 _COMPILERS = ("c++", "g++", "clang++")
 
 
@@ -77,7 +78,7 @@ def _library(recipe: Recipe, *, again: bool) -> Path:
         return path
     if compiler is None:
         raise NotBuiltError("no C++ compiler was found (c++, g++, clang++, or what CXX names)")
-    failed = path.with_suffix(".failed")
+    failed = path.with_suffix(f".{_version_of(compiler)}.failed")
     with _only_one(folder):
         if _is_ours(path):  # another process has just built it
             return path
@@ -123,6 +124,14 @@ def _key(recipe: Recipe, command: list[str]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
+def _version_of(compiler: str) -> str:
+    """Another one after an upgrade, or if ``CXX`` names another compiler."""
+    path = Path(compiler).resolve()
+    status = path.stat()
+    text = f"{path} {status.st_size} {status.st_mtime_ns}"
+    return hashlib.sha256(text.encode()).hexdigest()[:8]
+
+
 def _build(command: list[str], path: Path) -> None:
     """Put the library at ``path``: whole, or not at all."""
     with tempfile.TemporaryDirectory(prefix=".build-", dir=path.parent) as folder:
@@ -149,17 +158,35 @@ def _build(command: list[str], path: Path) -> None:
 
 @contextmanager
 def _only_one(folder: Path) -> Iterator[None]:
-    """One process at a time builds in ``folder``."""
+    """One process at a time builds in ``folder``; others wait for as long as that may take."""
     flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
     try:
         descriptor = os.open(folder / ".allocator.lock", flags, 0o600)
     except OSError as error:
         raise NotBuiltError(f"{folder} cannot be written: {error.strerror}") from error
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
+        _lock(descriptor, folder)
+        try:
+            yield
+        finally:  # said aloud: a child that was forked meanwhile has the file open too
+            fcntl.flock(descriptor, fcntl.LOCK_UN)
     finally:
         os.close(descriptor)
+
+
+def _lock(descriptor: int, folder: Path) -> None:
+    deadline = time.monotonic() + _BUILD_S
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                raise NotBuiltError(
+                    f"another process has been building it in {folder} for {_BUILD_S} s"
+                ) from None
+            time.sleep(_POLL_S)
+        else:
+            return
 
 
 def _folder() -> Path:

@@ -225,6 +225,7 @@ class AllocatorMeter:
 
 
 _loading = threading.Lock()
+os.register_at_fork(after_in_child=lambda: _unlock_in_child())
 _loaded: DenseAllocator | None = None
 _reason = ""
 
@@ -242,6 +243,12 @@ def load() -> DenseAllocator | None:
             except (OSError, AttributeError) as error:  # built for another machine, or damaged
                 _reason = f"it cannot be loaded: {error}"
         return _loaded
+
+
+def _unlock_in_child() -> None:
+    """The thread that was loading it is not in a forked child, and would hold the lock there."""
+    global _loading
+    _loading = threading.Lock()
 
 
 def loaded() -> DenseAllocator | None:

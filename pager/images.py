@@ -13,17 +13,21 @@ takes no memory that the kernel could not have back at once. Only the first few 
     held by         a ``pager.saving()`` block, a tensor of a ``state_dict()``, a pickled tensor
     held by nobody  nothing is mapped again
 
+An image may die in any thread at any moment, while another thread makes a new one in the same
+place. So whoever drops the last reference only says so, and waits for no lock. Its range is cleared
+under the lock of all images, by whoever has that or gets it at once, unless a new image is there.
+
 The address is that of ``untyped_storage().data_ptr()``, so tensors compare as plain ones do.
 """
 
 from __future__ import annotations
 
 import os
-import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import closing, contextmanager
+from collections import deque
+from collections.abc import Iterable, Iterator
+from contextlib import closing, contextmanager, suppress
 
 import torch
 
@@ -47,22 +51,25 @@ class Image:
         self._range = where
         self._writes = -1  # of the run, when the copy was made
         self._plain: weakref.ref[torch.UntypedStorage] | None = None
+        where.image = weakref.ref(self)
+        weakref.finalize(self, images.let_go, where).atexit = False
 
     def refresh(self, storage: PagedStorage) -> None:
         """Make it what the pages hold now. Raises as reading the tensor does."""
         writes = storage.run.writes
         if writes == self._writes:
             return
-        self._give_back()
+        self._writes = -1
+        self._images.clear(self._range)
         flat = PagedTensor(storage, (storage.nbytes,), (1,), 0, torch.uint8)
         if not self._images.has_room(self._range.span) and self._fill_file(flat):
             self._writes = writes
             return
-        self._images.in_memory[id(self)] = self._range.span
+        self._images.in_memory[self._range.address] = self._range.span
         try:
             self._fill_memory(flat)
         except BaseException:
-            self._give_back()
+            self._images.clear(self._range)
             raise
         self._writes = writes
 
@@ -94,15 +101,6 @@ class Image:
                 os.close(descriptor)
         return False
 
-    def _give_back(self) -> None:
-        self._writes = -1
-        self._images.in_memory.pop(id(self), None)
-        self._range.clear()
-
-    def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
-        if not is_finalizing():
-            self._give_back()
-
 
 def _write(descriptor: int, pieces: Iterable[memoryview]) -> bool:
     offset = 0
@@ -126,12 +124,13 @@ class Saved:
 
 
 class Images:
-    """Of one pager. ``in_memory``: bytes of those that are in no file, by their ids."""
+    """Of one pager. ``in_memory``: bytes of those that are in no file, by their addresses."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
         self._blocks = 0
         self._held: list[weakref.ref[PagedUntypedStorage]] = []  # their images, by the blocks
+        self._gone: deque[Range] = deque()  # whose images have died
         self.in_memory: dict[int, int] = {}
 
     def has_room(self, nbytes: int) -> bool:
@@ -139,14 +138,43 @@ class Images:
         return sum(list(self.in_memory.values())) + nbytes <= IN_MEMORY_BYTES
 
     @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """No other thread makes or clears an image inside."""
+        try:
+            with self._lock:
+                yield
+        finally:
+            self._clear_gone()
+
+    def let_go(self, where: Range) -> None:
+        """The image in ``where`` is gone. Any thread, with any lock held."""
+        self._gone.append(where)
+        self._clear_gone()
+
+    def _clear_gone(self) -> None:
+        while self._gone and self._lock.acquire(blocking=False):
+            try:
+                with suppress(IndexError):
+                    where = self._gone.popleft()
+                    if where.image is not None and where.image() is None:
+                        self.clear(where)
+            finally:
+                self._lock.release()
+
+    def clear(self, where: Range) -> None:
+        """Nothing is there any more. Under the lock."""
+        self.in_memory.pop(where.address, None)
+        where.clear()
+
+    @contextmanager
     def saving(self) -> Iterator[None]:
         """See ``Pager.saving``."""
-        with self._lock:
+        with self._alone():
             self._blocks += 1
         try:
             yield
         finally:
-            with self._lock:
+            with self._alone():
                 self._blocks -= 1
                 if not self._blocks:
                     held, self._held = self._held, []
@@ -165,7 +193,7 @@ class Images:
             refuse("data_ptr()", "read it inside 'with pager.saving():', as libraries that save do")
         untyped = untyped_of(tensor)
         if tensor.device.type == "cpu":
-            with self._lock:
+            with self._alone():
                 image = self._image(tensor._storage, untyped)
                 if saved is not None:
                     saved.image = image
@@ -177,7 +205,7 @@ class Images:
     def plain_twin(self, tensor: PagedTensor) -> torch.Tensor:
         """A plain tensor over the image, to be read; two tensors that share pages share it."""
         tensor._storage.pager.check_open()
-        with self._lock:
+        with self._alone():
             untyped = untyped_of(tensor)
             memory = self._image(tensor._storage, untyped).plain(tensor._storage)
         twin = torch.empty(0, dtype=tensor.dtype)
@@ -189,10 +217,9 @@ class Images:
         return twin
 
     def _image(self, storage: PagedStorage, untyped: PagedUntypedStorage) -> Image:
-        known = untyped.image() if untyped.image is not None else None
+        known = untyped.range.image() if untyped.range.image is not None else None
         image = Image(self, untyped.range) if known is None else known
         image.refresh(storage)
-        untyped.image = weakref.ref(image)
         return image
 
 

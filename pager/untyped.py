@@ -12,13 +12,17 @@ from __future__ import annotations
 import ctypes
 import mmap
 import sys
+import weakref
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
 from .errors import PagerError
 from .memory import map_memory, unmap_memory
+
+if TYPE_CHECKING:
+    from .images import Image
 
 
 class Range:
@@ -28,6 +32,7 @@ class Range:
     def __init__(self, nbytes: int) -> None:
         self.span = max(1, -(-nbytes // mmap.PAGESIZE)) * mmap.PAGESIZE
         self.address = map_memory(self.span)
+        self.image: weakref.ref[Image] | None = None  # what is there now (``images.py``)
 
     def clear(self) -> None:
         """Nothing is there any more."""
@@ -54,8 +59,7 @@ class PagedUntypedStorage(torch.UntypedStorage):
 
     _device: torch.device
     range: Range
-    image: Any = None  # weakref to what is at the address now (``images.py``)
-    held: Any = None  # the same, while a ``saving()`` block wants it there
+    held: Image | None = None  # what is at the address, while a ``saving()`` block wants it there
 
     @classmethod
     def of(cls, nbytes: int, device: torch.device) -> PagedUntypedStorage:

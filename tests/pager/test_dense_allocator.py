@@ -2,11 +2,14 @@
 
 import errno
 import os
+import signal
 import stat
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
+from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 
@@ -127,6 +130,32 @@ def test_a_limit_refuses_and_all_goes_on(account: Account) -> None:
     torch.empty(2 * MIB, dtype=torch.uint8)
 
 
+def test_what_others_have_is_not_in_the_refusal(account: Account) -> None:
+    made: list[torch.Tensor] = []
+
+    def beside() -> None:
+        account.add_guest()
+        made.append(torch.empty(3 * MIB, dtype=torch.uint8))
+
+    thread = threading.Thread(target=beside)
+    thread.start()
+    thread.join()
+    account.limit(2 * MIB, keep=0)
+    one = torch.empty(MIB, dtype=torch.uint8)
+    with pytest.raises(torch.OutOfMemoryError, match=f"do not fit beside {MIB} bytes in"):
+        torch.empty(MIB + 1, dtype=torch.uint8)
+    assert one.nbytes == MIB
+
+
+def test_bare_storages_are_not_counted(account: Account) -> None:
+    """PyTorch takes those from its default allocator, whatever has replaced it."""
+    bare = torch.UntypedStorage(MIB)
+    assert account.current == 0
+    assert bare.nbytes() == MIB
+    bare.resize_(2 * MIB)
+    assert torch.empty(MIB, dtype=torch.uint8).untyped_storage().nbytes() == account.peak
+
+
 def test_the_largest_blocks_are_told(account: Account) -> None:
     sizes = [100_000, 300_000, 200_000, 50]
     blocks = [torch.empty(size, dtype=torch.uint8) for size in sizes]
@@ -242,6 +271,63 @@ def test_a_failed_build_says_why_and_is_not_repeated(compiler: Path) -> None:
     program(compiler, 'echo library > "$last"')
     assert library(again=True).exists()
     assert library().exists()
+
+
+def test_another_compiler_is_tried_at_once(
+    compiler: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program(compiler, "exit 1")
+    for _ in range(2):
+        with pytest.raises(NotBuiltError, match="ended with 1"):
+            library()
+    assert calls(compiler) == 1
+    program(compiler, "exit 2 # an upgrade")
+    with pytest.raises(NotBuiltError, match="ended with 2"):
+        library()
+    (tmp_path / "other").mkdir()
+    program(tmp_path / "other" / "stand-in", 'echo library > "$last"')
+    monkeypatch.setenv("CXX", str(tmp_path / "other" / "stand-in"))
+    assert library().exists()
+
+
+def test_who_waits_for_another_build_does_not_wait_for_ever(
+    compiler: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program(compiler, 'sleep 1; echo library > "$last"')
+    thread = threading.Thread(target=library)
+    thread.start()
+    while not calls(compiler):
+        time.sleep(0.01)
+    monkeypatch.setattr(allocator_build, "_BUILD_S", 0)
+    with pytest.raises(NotBuiltError, match="another process has been building it"):
+        library()
+    thread.join()
+
+
+def test_a_child_forked_meanwhile_does_not_keep_the_lock(compiler: Path) -> None:
+    program(compiler, "exec sleep 0.3")
+
+    def build() -> None:
+        with suppress(NotBuiltError):
+            library()
+
+    thread = threading.Thread(target=build)
+    thread.start()
+    while not calls(compiler):
+        time.sleep(0.01)
+    child = os.fork()
+    if child == 0:
+        time.sleep(60)
+        os._exit(0)
+    try:
+        thread.join()
+        began = time.monotonic()
+        with pytest.raises(NotBuiltError):
+            library(again=True)
+        assert time.monotonic() - began < 30
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
 
 
 def test_what_is_in_the_way_is_named(

@@ -11,6 +11,7 @@ import os
 import pickle
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -171,6 +172,27 @@ def test_addresses_inside_of_saving(pager: tp.Pager) -> None:
     assert not pager.images.in_memory
     if images.IN_MEMORY_BYTES:
         assert pager.images.has_room(images.IN_MEMORY_BYTES)
+
+
+def test_an_image_that_dies_in_another_thread_is_not_cleared_under_anybody(pager: tp.Pager) -> None:
+    plain = torch.randn(300, 200)
+    paged = pager.page(plain)
+    every = pager.images
+    untyped = images.untyped_of(paged)
+    with every._alone():
+        last = [every._image(paged._storage, untyped)]
+        other = threading.Thread(target=last.clear)
+        other.start()
+        other.join()
+        assert mapping_at(untyped.data_ptr()).split()[1] != PROTECTED
+        again = every._image(paged._storage, untyped)  # a new one, in the same place
+    with pager.saving():
+        assert paged.data_ptr() == untyped.data_ptr()
+        assert bytes_of(paged) == plain.numpy().tobytes()
+    del again
+    gc.collect()
+    assert mapping_at(untyped.data_ptr()).split()[1] == PROTECTED
+    assert not every.in_memory
 
 
 def test_images_are_in_files_beyond_a_few_bytes(pager: tp.Pager, tmp_path: Path) -> None:
