@@ -38,9 +38,34 @@ NUMERIC = (
     "tests/kernels/test_elementwise.py",
     "tests/kernels/test_quantize.py",
     "tests/kernels/test_sgd.py",
-    "tests/pager/test_fused.py",
+    *(
+        f"tests/pager/test_fused.py::test_{name}"
+        for name in (
+            "the_same_bits",
+            "four_times_the_arena",
+            "in_an_iteration_that_is_metered",
+            "masters_are_what_plain_torch_updates_in_fp32",
+            "updates_during_backward",
+            "grad_scaler",
+            "other_strides",
+        )
+    ),
     "tests/pager/test_linear.py",
-    "tests/pager/test_page_ops.py",
+    *(
+        f"tests/pager/test_page_ops.py::test_{name}"
+        for name in (
+            "elementwise",
+            "elementwise_with_threads",
+            "an_order_of_memory_that_has_other_bits",
+            "copy_converts",
+            "dtypes_that_promote",
+            "permuted_memory",
+            "reductions",
+            "lists[tight]",
+            "norms_of_a_list",
+            "unscaling",
+        )
+    ),
     "tests/pager/test_page_steps.py",
 )
 NUMERIC_INTERPRETED = ("tests/kernels/test_quantize.py",)

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._dynamo  # the first optimizer loads it; here, so that collecting garbage skips it
 
 import tensorpager as tp
 from tensorpager.pager import cpu_backend, dense_levels, overlap

@@ -107,8 +107,19 @@ IN_PAGES = {
 }
 
 
-@pytest.mark.parametrize("dtype", [FP32, FP64, BF16, FP16], ids=str)
-@pytest.mark.parametrize("where", list(IN_PAGES))
+@pytest.mark.parametrize(
+    ("where", "dtype"),
+    [
+        pytest.param(
+            where,
+            dtype,
+            marks=pytest.mark.slow if where != "paged" and dtype in (FP64, FP16) else (),
+        )
+        for where in IN_PAGES
+        for dtype in (FP32, FP64, BF16, FP16)
+    ],
+    ids=str,
+)
 def test_elementwise(where: str, dtype: torch.dtype) -> None:
     raw = operands(dtype)
     with scattered_pager(poisoned=where == "paged") as pager:

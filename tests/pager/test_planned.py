@@ -18,7 +18,6 @@ from tensorpager.pager.migration import Migration
 
 from .models import World, compare_runs, loss_of, make_pager, mlp, train
 
-STEPS = 50
 FRAMES = 40
 
 
@@ -73,15 +72,16 @@ def test_plain_training(one_thread, tmp_path, tiers: str) -> None:
         assert stats["mode"] == "planned"
 
 
-def everything(world: World, steps: int = STEPS) -> object:
-    """Another batch shape from step 20 to 24, an evaluation each 10 steps, accumulation in the
-    middle, clipping in the second half."""
+def everything(world: World, steps: int) -> object:
+    """In eighths: the fourth has another batch shape, the fifth accumulates, those after it clip;
+    each second one ends with an evaluation."""
     model = world.module(mlp(depth=6))
     optimizer = world.optimizer(torch.optim.AdamW(model.parameters(), lr=1e-3))
     losses = []
     for step in range(steps):
-        size = 32 if 20 <= step < 24 else 64
-        micro_batches = 3 if 26 <= step < 32 else 1
+        eighth = step * 8 // steps
+        size = 32 if eighth == 3 else 64
+        micro_batches = 3 if eighth == 4 else 1
         for _ in range(micro_batches - 1):
             with world.iteration():
                 loss = loss_of(model, size) / micro_batches
@@ -90,12 +90,12 @@ def everything(world: World, steps: int = STEPS) -> object:
         with world.iteration():
             loss = loss_of(model, size) / micro_batches
             loss.backward()
-            if step > steps // 2:
+            if eighth > 4:
                 nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad()
         losses.append(loss.item())
-        if step % 10 == 9:
+        if (step + 1) % (steps // 4) == 0:
             model.eval()
             with world.iteration(), torch.no_grad():
                 losses.append(loss_of(model).item())
@@ -103,17 +103,33 @@ def everything(world: World, steps: int = STEPS) -> object:
     return losses, model, optimizer
 
 
-def test_everything_that_happens_in_training(one_thread, tmp_path) -> None:
+@pytest.mark.parametrize("steps", [24, pytest.param(56, marks=pytest.mark.slow)])
+def test_everything_that_happens_in_training(one_thread, tmp_path, steps: int) -> None:
     with planned_pager(disk_path=tmp_path, **TIERS["both"]) as pager:
-        stats = compare_planned(everything, pager)
+        stats = compare_planned(lambda world: everything(world, steps), pager)
     assert stats["kinds"] > 4
-    assert stats["planned_iterations"] >= STEPS // 3
+    assert stats["planned_iterations"] >= steps // 3
 
 
 def test_under_chaos(one_thread) -> None:
     """Everything leaves after each op: nothing that a plan says holds, and nothing breaks."""
+
+    def script(world: World) -> object:
+        model = world.module(mlp(depth=6))
+        optimizer = world.optimizer(torch.optim.AdamW(model.parameters(), lr=1e-3))
+        losses = train(world, model, optimizer, 7)
+        with world.iteration(), torch.no_grad():
+            losses.append(loss_of(model).item())
+        return losses, train(world, model, optimizer, 2), model, optimizer
+
     with planned_pager() as pager, chaos(pager):
-        compare_runs(lambda world: everything(world, 16), PlannedWorld(pager))
+        compare_planned(script, pager)
+
+
+@pytest.mark.slow
+def test_everything_under_chaos(one_thread) -> None:
+    with planned_pager() as pager, chaos(pager):
+        compare_planned(lambda world: everything(world, 16), pager)
 
 
 @pytest.mark.slow
