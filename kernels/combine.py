@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from .launch import launch, tl, triton, use_triton
+from .launch import launch, tl, triton, upload, use_triton
 
 __all__ = ["combine"]
 
@@ -85,8 +85,7 @@ def combine(partials: torch.Tensor, bounds: npt.NDArray[np.int64], how: str) -> 
     while True:
         starts, ends, bounds = _cut(bounds)
         out = partials.new_empty(len(starts))
-        table = torch.from_numpy(np.concatenate([starts, ends]))
-        table = table.to(partials.device, non_blocking=True)
+        table = upload(torch.from_numpy(np.concatenate([starts, ends])), partials.device)
         launch(
             _combine_kernel,
             len(starts),

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from .elementwise_call import Batch, Input, Kind, Value, batches
-from .launch import INTERPRETED, launch, tl, triton, use_triton
+from .launch import INTERPRETED, launch, tl, triton, upload, use_triton
 from .pieces import Operand, Paged, Pieces, cut, stretches
 
 __all__ = ["elementwise"]
@@ -277,7 +277,7 @@ def _launch(batch: Batch, pieces: Pieces) -> None:
             words = [_word(values[i], batch.compute) for values in batch.values]
             rows.append(np.array(words, np.int64)[group])
     memory = _memory(batch.outs[0])
-    table = torch.from_numpy(np.stack(rows)).to(memory.device, non_blocking=True)
+    table = upload(torch.from_numpy(np.stack(rows)), memory.device)
     tile = LARGE_TILE if pieces.longest >= LARGE_TILE else SMALL_TILE
     tiles = -(-pieces.longest // tile)
     launch(

@@ -62,11 +62,27 @@ class FrameRun(NamedTuple):
 
 def use_triton(arena: torch.Tensor) -> bool:
     """Whether a launcher runs its kernel (on a device, or interpreted) or its reference."""
-    if arena.device.type == "cpu":
-        return INTERPRETED
-    if not arena.is_cuda:
-        raise ValueError(f"arena is on {arena.device}; page kernels run on cpu and cuda tensors")
-    return True
+    return INTERPRETED if arena.device.type == "cpu" else runs_triton(arena.device)
+
+
+def runs_triton(device: torch.device) -> bool:
+    """Whether compiled kernels run on ``device``. Other accelerators run the references."""
+    return device.type == "cuda"
+
+
+def upload(table: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """`table` where kernels on `device` read it.
+
+    From the host the copy is queued on the current stream, from page-locked memory where there is
+    any, so that nobody waits for it. PyTorch keeps that memory until the copy is over.
+    """
+    if table.device == device or table.device.type != "cpu" or not table.numel():
+        return table.to(device, non_blocking=True)
+    try:
+        table = table.pin_memory()
+    except (RuntimeError, NotImplementedError):  # a device without: the copy blocks
+        return table.to(device)
+    return table.to(device, non_blocking=True)
 
 
 def launch(
@@ -75,8 +91,9 @@ def launch(
     """Queue `kernel(arena, *args)` on the current stream of the arena's device."""
     if not HAVE_TRITON:
         raise RuntimeError(f"pages on {arena.device} need Triton; install triton>=3.6")
-    if arena.is_cuda and arena.device.index != torch.cuda.current_device():
-        with torch.cuda.device(arena.device):
+    device = arena.device
+    if device.type != "cpu" and device.index != torch.accelerator.current_device_index():
+        with torch.accelerator.device_index(device.index):
             kernel[(programs,)](arena, *args, **constants)
     else:
         kernel[(programs,)](arena, *args, **constants)

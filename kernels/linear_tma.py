@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from .launch import INTERPRETED, launch, tl, triton, use_triton
+from .launch import INTERPRETED, launch, runs_triton, tl, triton, use_triton
 from .linear_reference import check_forward, linear_forward_reference
 from .linear_tile import (
     Tile,
@@ -161,7 +161,9 @@ def linear_forward_tma(
 def descriptors_fit(x: torch.Tensor, weight: PagedMatrix, rows: tuple[int, int]) -> bool:
     """Whether this device and these operands can go through `linear_forward_tma`."""
     arena = weight.arena
-    return arena.is_cuda and _has_descriptors(arena.device) and shape_fits(x, weight, rows)
+    return (
+        runs_triton(arena.device) and _has_descriptors(arena.device) and shape_fits(x, weight, rows)
+    )
 
 
 def shape_fits(x: torch.Tensor, weight: PagedMatrix, rows: tuple[int, int]) -> bool:

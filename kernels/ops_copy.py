@@ -13,6 +13,7 @@ import torch
 from .checksum import page_checksums
 from .fill import fill_pages
 from .gather import gather_pages
+from .launch import runs_triton
 from .move import move_pages
 from .ops_define import define
 from .scatter import scatter_pages
@@ -77,11 +78,11 @@ def _fetch(
     lengths: torch.Tensor,
 ) -> None:
     """Blocks by offsets in bytes, int64 [n] each on the host; looked at, so nothing goes astray."""
-    if src.device != dst.device and not (dst.is_cuda and src.device.type == "cpu"):
+    if src.device != dst.device and not (runs_triton(dst.device) and src.device.type == "cpu"):
         raise ValueError(
             f"src is on {src.device}, dst on {dst.device}; fetch from dst's device or the host"
         )
-    if dst.is_cuda and src.device.type == "cpu" and not src.is_pinned():
+    if runs_triton(dst.device) and src.device.type == "cpu" and not src.is_pinned():
         raise ValueError(
             f"src is pageable memory, which kernels on {dst.device} cannot read; page-lock it "
             "(src.pin_memory())"

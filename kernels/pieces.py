@@ -26,6 +26,7 @@ import numpy.typing as npt
 import torch
 
 from .launch import ARENA_ALIGNMENT_BYTES as ALIGNMENT_BYTES
+from .launch import upload
 
 __all__ = ["Operand", "Paged", "Pieces", "cut", "stretches"]
 
@@ -76,7 +77,7 @@ class Pieces:
         if device.type == "cpu":
             return self
         tensors = (self.addresses, self.lengths, self.group, self.starts)
-        moved = [tensor.to(device, non_blocking=True) for tensor in tensors]
+        moved = [upload(tensor, device) for tensor in tensors]
         return Pieces(moved[0], moved[1], moved[2], moved[3], self.longest, self.aligned)
 
 

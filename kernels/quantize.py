@@ -49,7 +49,7 @@ from .blockwise import (
     scale_addresses,
     scales_of,
 )
-from .launch import launch, tl, triton, use_triton
+from .launch import launch, tl, triton, upload, use_triton
 from .pieces import Operand, cut, stretches
 from .rounding import load_as, load_raw, store_as, store_raw, tile_elements, tile_rows
 
@@ -288,7 +288,7 @@ def _run(
             pieces.count * tiles,
             on_device.addresses,
             on_device.lengths,
-            scales.to(memory.device, non_blocking=True),
+            upload(scales, memory.device),
             pieces.count,
             tiles,
             DTYPE=dtype_name(dtype),

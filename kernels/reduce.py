@@ -18,7 +18,7 @@ import torch
 
 from .buckets import Bucket, bucketed, check_floats, dtype_name, elements_of, memory_of
 from .combine import NEUTRAL, combine, join
-from .launch import launch, tl, triton, use_triton
+from .launch import launch, tl, triton, upload, use_triton
 from .pieces import Operand, stretches
 from .rounding import load_as
 
@@ -123,7 +123,7 @@ def reduce(
         return values <= 0  # -inf of an empty one
     if how == "mean":
         counts = torch.tensor([elements_of(x) for x in operands], dtype=torch.float64)
-        values = values / counts.to(memory.device, non_blocking=True)
+        values = values / upload(counts, memory.device)
     elif how == "norm":
         values = root(values, p)
     return values.to(dtype or common)
@@ -226,7 +226,7 @@ def _queue(
     launch(
         _reduce_kernel,
         pieces.count * tiles,
-        torch.cat(rows).to(partials.device, non_blocking=True),
+        upload(torch.cat(rows), partials.device),
         partials,
         pieces.count,
         tiles,

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from .launch import launch, tl, triton, use_triton
+from .launch import launch, tl, triton, upload, use_triton
 from .masked import load_floats, store_floats
 from .pieces import Paged
 from .rows import REFERENCE_ELEMENTS, check_table, frame_table, row_blocks
@@ -44,9 +44,7 @@ class RowGroups:
 
     def to(self, device: torch.device) -> RowGroups:
         """The same on `device`; from the host the copies are queued on the current stream."""
-        ids, order, starts = (
-            x.to(device, non_blocking=True) for x in (self.ids, self.order, self.starts)
-        )
+        ids, order, starts = (upload(x, device) for x in (self.ids, self.order, self.starts))
         return RowGroups(ids, order, starts, self.lookups)
 
 

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from .launch import check_arena, check_frames, launch, tl, triton, use_triton
+from .launch import check_arena, check_frames, launch, tl, triton, upload, use_triton
 from .pieces import Paged
 
 __all__ = ["gather_rows", "pages_of_rows"]
@@ -192,7 +192,7 @@ def row_blocks(
     blocks = table.arena.view(table.dtype).view(-1, elements)
     per_row, per_page = row_numel // elements, table.page_bytes // block_bytes
     step = max(1, REFERENCE_ELEMENTS // row_numel)
-    frames = torch.from_numpy(table.frames).to(rows.device).long()
+    frames = upload(torch.from_numpy(table.frames), rows.device).long()
     return [
         (blocks, _place_blocks(table, frames, some, per_row, per_page), part.view(-1, elements))
         for some, part in zip(rows.split(step), dense.split(step), strict=True)
@@ -221,7 +221,7 @@ def _place_blocks(
 def frame_table(table: Paged, frame_of: torch.Tensor | None) -> torch.Tensor:
     """The table's frames on the arena's device, as given or copied up."""
     if frame_of is None:
-        return torch.from_numpy(table.frames).to(table.arena.device, non_blocking=True)
+        return upload(torch.from_numpy(table.frames), table.arena.device)
     check_frames("frame_of", frame_of, table.arena)
     if frame_of.numel() != len(table.frames):
         raise ValueError(

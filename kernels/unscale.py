@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from .buckets import Bucket, bucketed, check_floats, dtype_name, memory_of
-from .launch import launch, tl, triton, use_triton
+from .launch import launch, tl, triton, upload, use_triton
 from .pieces import Operand, stretches
 from .rounding import load_as, store_as
 
@@ -108,7 +108,7 @@ def _queue(bucket: Bucket, found_inf: torch.Tensor, inv_scale: torch.Tensor) -> 
     launch(
         _non_finite_check_and_unscale_kernel,
         pieces.count * tiles,
-        table.to(found_inf.device, non_blocking=True),
+        upload(table, found_inf.device),
         found_inf,
         inv_scale,
         pieces.count,

@@ -23,7 +23,7 @@ from .blockwise import (
     numel_of,
     scale_addresses,
 )
-from .launch import launch, tl, triton
+from .launch import launch, tl, triton, upload
 from .pieces import Operand, cut, stretches
 from .quantize import decode_reference, encode_reference, load_blocks, store_blocks
 from .rounding import (
@@ -136,7 +136,7 @@ def launch_groups(
     on_device = pieces.to(device)
 
     def there(table: torch.Tensor) -> torch.Tensor:
-        return table.to(device, non_blocking=True)
+        return upload(table, device)
 
     launch(
         kernel,
@@ -199,7 +199,7 @@ def table(rows: Sequence[torch.Tensor | float], group: Group, groups: int) -> to
         else torch.full((groups,), x, dtype=torch.float64, device=where)
         for x in rows
     ]
-    return torch.stack(columns).to(device, group.compute, non_blocking=True)
+    return upload(torch.stack(columns).to(group.compute), device)
 
 
 @triton.jit

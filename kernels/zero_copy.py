@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from .launch import launch, tl, triton, use_triton
+from .launch import launch, tl, triton, upload, use_triton
 
 __all__ = [
     "MAX_BLOCK_BYTES",
@@ -59,8 +59,7 @@ class Blocks:
 
     def to(self, device: torch.device) -> Blocks:
         """The same on `device`; from the host the copies are queued on the current stream."""
-        addresses = self.addresses.to(device, non_blocking=True)
-        lengths = self.lengths.to(device, non_blocking=True)
+        addresses, lengths = upload(self.addresses, device), upload(self.lengths, device)
         return Blocks(addresses, lengths, self.aligned, self.longest)
 
 

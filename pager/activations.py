@@ -45,7 +45,7 @@ class SavedTensors(PagerHooks):
     def __init__(self, pager: Pager) -> None:
         super().__init__()
         self._pager = pager
-        self._on_cuda = pager.device.type == "cuda"
+        self._device_type = pager.device.type
         self._origins: dict[int, _Origin] = {}
         self.dense_allowance = 0  # bytes that may stay dense because everything fits
         self._dense_bytes = 0  # of these, at most: what died since they were counted is in it
@@ -98,7 +98,7 @@ class SavedTensors(PagerHooks):
         nbytes = tensor.nbytes if tensor.layout is torch.strided else 0
         if (
             nbytes < THRESHOLD_BYTES
-            or not (tensor.is_cuda if self._on_cuda else tensor.is_cpu)
+            or tensor.device.type != self._device_type
             or (tensor.is_leaf and tensor.requires_grad)
         ):
             return _keep(tensor)

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 
 from ..planner.sizes import parse_bytes
+from .devices.choice import resolve
 from .disk.engine import check_name
 from .errors import InfeasibleBudget
 from .ranks import about_share, own_path, ranks_sharing, share_of
@@ -46,9 +47,7 @@ def check_arguments(
     io_engine: str,
 ) -> Arguments:
     """Raises ``InfeasibleBudget`` or ``ValueError`` for what cannot work; see ``Pager``."""
-    if device is None:
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    device = torch.device(device)
+    device = resolve(device)
     given = {"device": device_budget, "host": host_budget, "disk": disk_budget}
     budget_bytes = {
         tier: share_of(parse_bytes(text, f"{tier}_budget"), tier, device.type)

@@ -27,9 +27,9 @@ from typing import Any
 import numpy as np
 
 from ..planner.sizes import format_bytes
-from .backend import Backend
 from .dense_meter import in_backward
 from .dense_refusal import Peak
+from .devices.device import Device
 from .errors import InfeasibleBudget, TierFull
 from .placement import Choice, Placement
 from .ranks import about_share, ranks_sharing
@@ -58,7 +58,7 @@ class DeviceBudget:
         page_size: int,
         reserve: int | None,
         residency: Residency,
-        backend: Backend,
+        backend: Device,
     ) -> None:
         self.bytes = budget_bytes
         self.page_size = page_size
@@ -95,21 +95,26 @@ class DeviceBudget:
     # -- asked by residency ----------------------------------------------------------------------
     def _make_room(self, frames: int) -> bool:
         """More frames for one op: allowed while the border is not settled."""
-        most = self.backend.arena.numel() // self.page_size
-        if self.settled or frames > most:
+        if self.settled or frames > self._most_frames():
             return False
         self.residency.resize(frames)
         return True
 
     def _make_way(self, frames: int) -> bool:
         """More frames because the tiers below are full: allowed within the budget, likewise."""
-        most = self.bytes // self.page_size
+        most = min(self.bytes // self.page_size, self._most_frames())
         count = self.residency.pool.count
         if self.settled or self.fixed_reserve is not None or count >= most:
             return False
         self._stuck = True
         self.residency.resize(min(most, count + frames))
         return True
+
+    def _most_frames(self) -> int:
+        """That the arena can have now."""
+        backend = self.backend
+        fixed = not backend.can_unmap and self.residency.in_use()
+        return (backend.arena.numel() if fixed else backend.reserved_bytes) // self.page_size
 
     def _give_way(self) -> None:
         """While metering for the first time, the arena is no larger than the largest need so far:
@@ -391,7 +396,7 @@ class DeviceBudget:
         """After :meth:`end`: put the border where it belongs.
 
         ``dense_extra``: bytes beside the measured peak that may stay dense from now on;
-        ``roomy``: see ``Backend.limit_dense``.
+        ``roomy``: see ``Device.limit_dense``.
         """
         self.metering, self.settled = False, True
         self.place(dense_extra, roomy=roomy)
@@ -425,12 +430,19 @@ class DeviceBudget:
             frames = max(self._frames_beside(reserve + margin), self.residency.largest_need)
             frames = min(frames, least)
         try:
-            self.residency.resize(frames)
-        except TierFull:  # the tiers below are full: the margin's frames must hold pages
-            self.residency.resize(least)
-        self.residency.peak_frames = self.residency.pool.count - self.residency.pool.free_count
-        self.reserve = self.bytes - self.residency.pool.count * self.page_size
-        self.backend.limit_dense(self.reserve, roomy=roomy)
+            try:
+                self.residency.resize(frames)
+            except TierFull:  # the tiers below are full: the margin's frames must hold pages
+                self.residency.resize(least)
+            self.residency.fit()
+        finally:  # if there is no memory for the arena, it is what it was before
+            pool = self.residency.pool
+            self.residency.peak_frames = pool.count - pool.free_count
+            self.reserve = self.bytes - pool.count * self.page_size
+            self._limit(roomy=roomy)
+
+    def _limit(self, *, roomy: bool = False) -> None:
+        self.backend.limit_dense(self.reserve, counted=self.dense_baseline, roomy=roomy)
 
     def abandon(self) -> None:
         """The iteration raised. If it was metered the next one is instead."""
@@ -438,7 +450,7 @@ class DeviceBudget:
         if self.metering:
             self.backend.meter_stop()
             self._forget()
-            self.backend.limit_dense(self.reserve)
+            self._limit()
 
     def _forget(self) -> None:
         """What a refused or broken iteration needed does not count for others."""

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from ..kernels.fill import fill_pages
+from ..kernels.launch import upload
 
 if TYPE_CHECKING:
     from .runtime import Pager
@@ -47,5 +48,6 @@ def scramble(pager: Pager) -> None:
             frames = pager.residency.evict_run(run)
             if len(frames):
                 pager.backend.reuse_frames()
-                device_frames = torch.from_numpy(frames).to(pager.device)
-                fill_pages(pager.residency.arena, device_frames, pager.page_size, _NAN_BYTE)
+                on_device = upload(torch.from_numpy(frames), pager.device)
+                fill_pages(pager.residency.arena, on_device, pager.page_size, _NAN_BYTE)
+                pager.residency.note_use(frames)

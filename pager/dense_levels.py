@@ -2,8 +2,8 @@
 
 On the CPU from our own allocator, ops' temporaries included. Where it could not be built, from the
 allocator events of PyTorch's profiler; where one is running already (the pager's own meter, or one
-of the user's) from a look at the C heap as each op begins. On CUDA from the allocator's count,
-likewise.
+of the user's) from a look at the C heap as each op begins. On an accelerator from the allocator's
+count, likewise.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 
 from .dense_allocator import Account, AllocatorMeter, DenseAllocator, loaded
 from .dense_meter import DenseMeter, mapped_bytes
@@ -121,16 +120,14 @@ def _most_while(timeline: Timeline, began: Floats) -> Ints:
     return most
 
 
-class CudaLevels:
-    """On CUDA. Reading the allocator's statistics takes Python some microseconds, so only every
-    few ops do."""
+class DeviceLevels:
+    """On an accelerator. Reading the allocator's statistics takes Python some microseconds, so only
+    every few ops do."""
 
-    source = "CUDA allocator"
+    source = "device allocator"
 
     def __init__(self, pager: Pager) -> None:
-        self._index = pager.device.index
-        if self._index is None:
-            self._index = torch.cuda.current_device()
+        self._allocated = pager.backend.dense_now
         self._every = 1
         self._ops = 0
         self._last = 0
@@ -144,9 +141,6 @@ class CudaLevels:
         self._every = max(1, math.ceil(cost_us / _SAMPLE_US))
         yield
 
-    def _allocated(self) -> int:
-        return int(torch._C._cuda_memoryStats(self._index)["allocated_bytes"]["all"]["current"])
-
     def sample(self) -> int:
         self._ops += 1
         if self._ops % self._every == 0:
@@ -159,11 +153,11 @@ class CudaLevels:
         return np.maximum(samples, np.append(samples[1:], samples[-1:]))
 
 
-Levels = AllocatorLevels | HeapLevels | CudaLevels
+Levels = AllocatorLevels | HeapLevels | DeviceLevels
 
 
 def levels_of(pager: Pager) -> Levels:
-    if pager.device.type == "cuda":
-        return CudaLevels(pager)
+    if not pager.backend.host_addressable:
+        return DeviceLevels(pager)
     allocator = loaded()
     return HeapLevels(pager) if allocator is None else AllocatorLevels(allocator)

@@ -12,9 +12,14 @@ operation costs O(log runs) for each run that it touches. Not thread-safe: the o
 is the only caller.
 """
 
+from collections.abc import Iterator
+
+import numpy as np
+import numpy.typing as npt
 from sortedcontainers import SortedList  # type: ignore[import-untyped]
 
 Run = tuple[int, int]
+Int32 = npt.NDArray[np.int32]
 
 
 class FramePool:
@@ -153,3 +158,19 @@ class FramePool:
         self._starts.remove(start)
         self._by_size.remove((length, start))
         return length
+
+
+def expand(runs: list[tuple[int, int]]) -> Int32:
+    """Numbers covered by half-open ``(start, length)`` runs, in order."""
+    if not runs:
+        return np.empty(0, np.int32)
+    return np.concatenate([np.arange(a, a + n, dtype=np.int32) for a, n in runs])
+
+
+def merge(left: Int32, right: Int32) -> Iterator[tuple[int, int, int]]:
+    """``(left, right, count)`` for stretches in which both sides are consecutive."""
+    if not len(left):
+        return
+    cuts = np.flatnonzero((np.diff(left) != 1) | (np.diff(right) != 1)) + 1
+    for start, stop in zip([0, *cuts.tolist()], [*cuts.tolist(), len(left)]):
+        yield int(left[start]), int(right[start]), stop - start

@@ -26,6 +26,7 @@ import torch
 
 from ..kernels.adam import adam_step
 from ..kernels.as_torch import can_be_cut
+from ..kernels.launch import runs_triton
 from ..kernels.sgd import sgd_step
 from ..kernels.update import CHUNK, FLOATS, STATE_FLOATS, State
 from . import torch_fused
@@ -77,14 +78,14 @@ def plain_class(optimizer: Any) -> type:
 def mode(optimizer: Any) -> str:
     """When the kernels make an optimizer's updates.
 
-    "always": where states or masters were chosen, and on CUDA. "where needed": on the CPU, where
-    PyTorch's own loop is as fast on plain views, for what is in scattered frames or larger than the
-    arena. "never": classes that the kernels do not know.
+    "always": where states or masters were chosen, and where compiled kernels run. "where needed":
+    elsewhere, where PyTorch's own loop is as fast on plain views, for what is in scattered frames
+    or larger than the arena. "never": classes that the kernels do not know.
     """
     if plain_class(optimizer) not in SUPPORTED:
         known = any(_is_torchs(optimizer, group) for group in optimizer.param_groups)
         return "where needed" if known else "never"
-    if optimizer._tp_format.chosen or optimizer._tp_pager.device.type == "cuda":
+    if optimizer._tp_format.chosen or runs_triton(optimizer._tp_pager.device):
         return "always"
     return "where needed"
 
@@ -113,7 +114,7 @@ def why_not(optimizer: Any, group: dict[str, Any], parameter: torch.Tensor) -> s
         return "it is on another device, or has gaps in memory"
     if chosen.chosen:
         return None
-    if pager.device.type == "cuda":
+    if runs_triton(pager.device):
         if group.get("foreach") is False or group.get("fused") is False:
             return "foreach=False or fused=False asks for PyTorch's own code"
     elif parameter.dtype not in (torch.float32, torch.float64) or grad.dtype != parameter.dtype:

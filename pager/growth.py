@@ -32,18 +32,15 @@ def grow(pager: Pager, wanted: dict[str, int | str | None]) -> None:
 
 def _grow_tier(pager: Pager, tier: str, nbytes: int) -> None:
     if tier == "host":
-        pager.backend.host_ready()
-        pager.backend.unregister_host(pager.host.bytes)
         pager.host.grow(nbytes)
-        pager.backend.register_host(pager.host.bytes)
         pager.migration.host_grew()
     elif tier == "disk":
         if pager.disk is None:
             raise PagerError("this Pager has no disk tier; give disk_path when making it")
         pager.disk.grow(nbytes)
-    elif nbytes > pager.backend.arena.numel():
+    elif nbytes > pager.backend.reserved_bytes:
         raise PagerError(
-            f"device_budget can grow to {pager.backend.arena.numel()} bytes at most, the range "
+            f"device_budget can grow to {pager.backend.reserved_bytes} bytes at most, the range "
             "reserved at start; save state_dict() and make a new Pager"
         )
     else:

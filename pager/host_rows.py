@@ -15,9 +15,10 @@ Note: slots that kernels read
 -----------------------------
 The kernel is queued on *compute* under the pager's lock, together with the look at the page table,
 and a valid slot loses its page only under that lock. So whoever fills the slot again took it after
-the kernel was queued, and waits for it: ``copy_out`` by rule 1 of ``backend.py``, ``carry_out`` by
-its mark, which is made after slots were taken (rule 6). The empty ``copy_in`` behind the kernel
-makes *in* wait for it too, so that ``host_ready``, after which host memory may be given back, does.
+the kernel was queued, and waits for it: ``copy_out`` by rule 1 of ``devices/device.py``,
+``carry_out`` by its mark, which is made after slots were taken (rule 6). The empty ``copy_in``
+behind the kernel makes *in* wait for it too, so that ``host_ready``, after which host memory may be
+given back, does.
 A page that is coming keeps its slot and may be read there; one that is leaving has none yet, and is
 read in its frame.
 """
@@ -38,7 +39,6 @@ import torch
 
 from ..kernels.rows import pages_of_rows
 from ..kernels.zero_copy import fetch_blocks, row_blocks_of
-from .backend import Backend
 from .paged_tensor import PagedTensor
 
 if TYPE_CHECKING:
@@ -114,12 +114,12 @@ def read_in_place(table: PagedTensor, rows: Int64, places: Int64, out: torch.Ten
     read = np.zeros(len(rows), np.bool_)
     if not len(chosen.rows):
         return read
-    pager.backend.note_compute()
     step = max(1, _BYTES_AT_ONCE // nbytes)
     for start in range(0, len(chosen.rows), step):
         some = chosen.rows[start : start + step]
         with pager.lock:  # not held throughout: planned moves go on
             pager.check_open()
+            pager.backend.note_compute()
             some = some[chosen.are_readable(some)]
             if len(some):
                 _fetch(table, rows[some], places[some], nbytes, out)
@@ -138,7 +138,7 @@ def may_read_in_place(pager: Pager) -> bool:
         bool(pager.host.used_slots)
         and not pager.budget.metering
         and pager.migration.host_stamps is None
-        and host_address(pager.backend, pager.host.address) is not None
+        and pager.host.device_addresses(np.empty(0, np.int64)) is not None
     )
 
 
@@ -202,29 +202,14 @@ def _fetch(table: PagedTensor, rows: Int64, places: Int64, nbytes: int, out: tor
     pages = pages_of_rows(rows, nbytes, size)
     frames = pager.table.frame[run.first + pages].astype(np.int64)
     slots = pager.table.host[run.first + pages].astype(np.int64)
-    host = host_address(backend, pager.host.address)
-    assert host is not None, "may_read_in_place let it pass"
+    on_host = pager.host.device_addresses(slots)
+    assert on_host is not None, "may_read_in_place let it pass"
     addresses = np.empty(run.count, np.int64)  # only these are looked at
     addresses[pages] = np.where(
         frames >= 0,
         backend.address + frames * size,
-        host + slots * size,
+        on_host,
     )
     blocks = row_blocks_of(rows, nbytes, size, addresses, out.data_ptr(), places)
     fetch_blocks(blocks.to(out.device))
     backend.copy_in(())
-
-
-def host_address(backend: Backend, address: int) -> int | None:
-    """Where kernels see page-locked host memory that the CPU sees at ``address``; ``None`` if they
-    cannot.
-
-    On CUDA memory that was registered with flags 0 is mapped, because all addresses are of one
-    space; on some systems at another address than the CPU's.
-    """
-    if backend.device.type == "cpu":
-        return address
-    from cuda.bindings import driver
-
-    code, mapped = driver.cuMemHostGetDevicePointer(address, 0)
-    return int(mapped) if int(code) == 0 else None

@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch.autograd import forward_ad
 
+from ..kernels.launch import runs_triton
 from ..kernels.linear import linear_forward
 from ..kernels.linear_choice import choose
 from ..kernels.linear_grad import linear_input_grad
@@ -238,7 +239,7 @@ def _may_be_read_directly(weight: PagedTensor) -> bool:
         return False
     room = _room_bytes(weight)
     nbytes = weight.numel() * weight.element_size()
-    return weight.device.type == "cuda" or (room is not None and nbytes > room)
+    return runs_triton(weight.device) or (room is not None and nbytes > room)
 
 
 def _room_bytes(weight: PagedTensor) -> int | None:
@@ -247,9 +248,9 @@ def _room_bytes(weight: PagedTensor) -> int | None:
     pager = weight._storage.pager
     if not pager.budget.settled:
         return None
-    if pager.device.type == "cpu":
+    if pager.backend.host_addressable:
         return pager.budget.reserve
-    return max(0, pager.budget.reserve - torch.cuda.memory_allocated(pager.device))
+    return max(0, pager.budget.reserve - pager.backend.dense_now())
 
 
 def _forward_on_pages(inputs: torch.Tensor, weight: PagedTensor, bias: Any) -> torch.Tensor:

@@ -41,6 +41,7 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
+from ..kernels.launch import runs_triton
 from ..kernels.linear import linear_forward
 from ..kernels.linear_choice import choose
 from ..kernels.linear_grad import linear_input_grad, linear_weight_grad
@@ -320,7 +321,7 @@ def _input_grad(grad: torch.Tensor, weight: PagedTensor) -> torch.Tensor:
                 continue
             for first, stop in slab.blocks():
                 rows, here = slab.block(first, stop), grad[:, first:stop]
-                if wide is not grad.dtype and grad.is_cuda:
+                if wide is not grad.dtype and runs_triton(grad.device):  # CUDA alone has it
                     total += torch.mm(here, rows.to(grad.dtype), out_dtype=wide)
                 else:
                     total.addmm_(here.to(wide), rows.to(grad.dtype).to(wide))

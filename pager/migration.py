@@ -8,33 +8,16 @@ from typing import Any
 import numpy as np
 
 from ..planner.sizes import format_bytes
-from .backend import Backend, Bytes, Copy
+from .devices.device import Bytes, Copy, Device, HostMemory
 from .disk.tier import DiskTier
 from .disk.watch import IoWatch
 from .errors import PagerError, TierFull
-from .frame_pool import FramePool
+from .frame_pool import FramePool, expand, merge
 from .host import HostTier
 from .integrity import Rows, Stamps, page_rows
-from .memory import Region
 from .page_table import DIRTY, Int32, PageTable
 
-_STAGING_PAGES = 8
-
-
-def expand(runs: list[tuple[int, int]]) -> Int32:
-    """Numbers covered by half-open ``(start, length)`` runs, in order."""
-    if not runs:
-        return np.empty(0, np.int32)
-    return np.concatenate([np.arange(a, a + n, dtype=np.int32) for a, n in runs])
-
-
-def merge(left: Int32, right: Int32) -> Iterator[tuple[int, int, int]]:
-    """``(left, right, count)`` for stretches in which both sides are consecutive."""
-    if not len(left):
-        return
-    cuts = np.flatnonzero((np.diff(left) != 1) | (np.diff(right) != 1)) + 1
-    for start, stop in zip([0, *cuts.tolist()], [*cuts.tolist(), len(left)]):
-        yield int(left[start]), int(right[start]), stop - start
+_STAGING_PAGES = 8  # a power of two, so that the memory is in one piece
 
 
 class Migration:
@@ -52,7 +35,7 @@ class Migration:
     def __init__(
         self,
         table: PageTable,
-        backend: Backend,
+        backend: Device,
         host: HostTier,
         disk: DiskTier | None,
         page_size: int,
@@ -77,13 +60,11 @@ class Migration:
         self.moved = dict.fromkeys(("host-out", "disk-out", "host-in", "disk-in"), 0)
         # Page-locked buffers between device and disk: of faults, planned outs and planned ins. None
         # where the disk's engine moves frames itself.
-        self._staging: dict[str, Region] = {}
+        self._staging: dict[str, HostMemory] = {}
         on_frames = backend.host_addressable or (disk is not None and disk.engine.takes_device)
         if disk is not None and not on_frames:
-            nbytes = _STAGING_PAGES * page_size
             for user in ("fault", "out", "in"):
-                self._staging[user] = Region(nbytes, nbytes)
-                backend.register_host(self._staging[user].array())
+                (self._staging[user],) = backend.host_memory(_STAGING_PAGES * page_size)
 
     # -- off the device --------------------------------------------------------------------------
     def evict(self, pages: Int32) -> Int32:
@@ -151,8 +132,7 @@ class Migration:
         slots = expand(runs)
         frames = self.table.frame[pages]
         copies = [
-            Copy(frame * self.page_size, self.host.view(slot, count))
-            for frame, slot, count in merge(frames, slots)
+            Copy(frame * self.page_size, view) for frame, view in self.host.stretches(frames, slots)
         ]
         try:
             self.backend.copy_out(copies)
@@ -213,8 +193,8 @@ class Migration:
             self._read_disk(disk_pages, disk_frames)
         self.backend.copy_in(
             [
-                Copy(frame * self.page_size, self.host.view(slot, count))
-                for frame, slot, count in merge(host_frames, slots)
+                Copy(frame * self.page_size, view)
+                for frame, view in self.host.stretches(host_frames, slots)
             ]
         )
         self.backend.use_frames()
@@ -243,8 +223,8 @@ class Migration:
 
     def _host_rows(self, slots: Int32) -> Rows:
         rows = [
-            page_rows(self.host.view(slot, count).reshape(count, self.page_size))
-            for slot, _, count in merge(slots, slots)
+            page_rows(view.reshape(-1, self.page_size))
+            for _, view in self.host.stretches(slots, slots)
         ]
         return np.concatenate(rows)
 
@@ -269,8 +249,8 @@ class Migration:
     def _disk_batches(
         self, frames: Int32, slots: Int32, user: str
     ) -> Iterator[tuple[list[Copy], list[tuple[int, Any]]]]:
-        """Disk I/O in one batch straight on the frames (rule 8 of ``backend.py``), or piece by
-        piece through ``user``'s staging buffer."""
+        """Disk I/O in one batch straight on the frames (rule 8 of ``devices/device.py``), or piece
+        by piece through ``user``'s staging buffer."""
         size = self.page_size
         if user not in self._staging:
             yield (
@@ -281,7 +261,7 @@ class Migration:
                 ],
             )
             return
-        staging = self._staging[user].array()
+        staging = self._staging[user].bytes
         for start in range(0, len(frames), _STAGING_PAGES):
             part = slice(start, start + _STAGING_PAGES)
             copies, buffers, used = [], [], 0
@@ -316,7 +296,7 @@ class Migration:
 
     def carry_out(self, tier: str, pages: Int32, frames: Int32, slots: Int32, mark: Any) -> None:
         """Copy ``pages``, which are in ``frames``, to ``slots``; done when it returns. ``mark``:
-        see ``Backend.mark``."""
+        see ``Device.mark``."""
         size = self.page_size
         if tier == "disk":
             assert self.disk is not None
@@ -333,8 +313,8 @@ class Migration:
                     raise
             self._note_write(None)
             return
-        stretches = merge(frames, slots)
-        copies = [Copy(frame * size, self.host.view(slot, n)) for frame, slot, n in stretches]
+        stretches = self.host.stretches(frames, slots)
+        copies = [Copy(frame * size, view) for frame, view in stretches]
         self.backend.carry_out(copies, mark)
         if self.host_stamps is not None:
             self._stamp_host(pages, slots)
@@ -363,8 +343,8 @@ class Migration:
                     self.backend.carry_in(batch, mark)
             return
         self._verify_host(pages, slots)
-        stretches = merge(frames, slots)
-        copies = [Copy(frame * size, self.host.view(slot, n)) for frame, slot, n in stretches]
+        stretches = self.host.stretches(frames, slots)
+        copies = [Copy(frame * size, view) for frame, view in stretches]
         self.backend.carry_in(copies, mark)
 
     def carried_in(self, tier: str, pages: Int32, frames: Int32) -> None:
@@ -433,8 +413,8 @@ class Migration:
         )
         self._verify_host(pages[on_host], table.host[pages[on_host]])
         self.backend.host_ready()
-        for slot, place, count in merge(table.host[pages[on_host]], places[on_host]):
-            out[place * size : (place + count) * size] = self.host.view(slot, count)
+        for place, view in self.host.stretches(places[on_host], table.host[pages[on_host]]):
+            out[place * size : place * size + len(view)] = view
         if on_disk.any():
             assert self.disk is not None
             slots = table.disk[pages[on_disk]]
@@ -468,6 +448,5 @@ class Migration:
 
     def close(self) -> None:
         for staging in self._staging.values():
-            self.backend.unregister_host(staging.array())
-            staging.close()
+            staging.give_back()
         self._staging.clear()

@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from ..kernels.launch import upload
 from ..kernels.scatter import scatter_pages
 from .errors import InfeasibleBudget
 from .fits import frames_anyway
-from .migration import merge
+from .frame_pool import merge
 from .page_table import Int32
 from .paged_tensor import PagedTensor
 from .plain_copies import dense_twin
@@ -113,7 +114,7 @@ def _put(pager: Pager, source: torch.Tensor, frames: Int32) -> None:
     comes from the host goes straight into its frames, a stretch of neighbours at a time."""
     size, arena = pager.page_size, pager.residency.arena
     if source.device.type != "cpu":
-        scatter_pages(source, torch.from_numpy(frames.copy()).to(pager.device), arena, size)
+        scatter_pages(source, upload(torch.from_numpy(frames.copy()), pager.device), arena, size)
         return
     for frame, page, count in merge(frames, np.arange(len(frames), dtype=np.int32)):
         piece = source[page * size : (page + count) * size]

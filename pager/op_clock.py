@@ -42,18 +42,20 @@ class WallClock:
 
 
 class DeviceClock:
-    """A GPU: events in the compute stream, read when all is over. What that stream waits for pages
-    lies between a pair of events around each ``use_frames`` and ``reuse_frames`` of the backend."""
+    """An accelerator: events in the compute stream, read when all is over. What that stream waits
+    for pages lies between a pair of events around each ``use_frames`` and ``reuse_frames`` of the
+    backend."""
 
     def __init__(self, pager: Pager) -> None:
         self._pager = pager
-        self._pool: list[torch.cuda.Event] = []
-        self._used: list[torch.cuda.Event] = []
-        self._waits: list[tuple[int, torch.cuda.Event, torch.cuda.Event]] = []
+        self._pool: list[torch.Event] = []
+        self._used: list[torch.Event] = []
+        self._waits: list[tuple[int, torch.Event, torch.Event]] = []
 
-    def now(self) -> torch.cuda.Event:
-        event = self._pool.pop() if self._pool else torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(self._pager.device))
+    def now(self) -> torch.Event:
+        device = self._pager.device
+        event = self._pool.pop() if self._pool else torch.Event(device, enable_timing=True)
+        event.record(torch.accelerator.current_stream(device))
         self._used.append(event)
         return event
 
@@ -79,9 +81,9 @@ class DeviceClock:
 
     def finish(self) -> None:
         """The last ``now`` has been taken: wait until the device gets there."""
-        torch.cuda.synchronize(self._pager.device)
+        torch.accelerator.synchronize(self._pager.device)
 
-    def durations(self, marks: Sequence[torch.cuda.Event], stalls: Floats) -> Floats:
+    def durations(self, marks: Sequence[torch.Event], stalls: Floats) -> Floats:
         """µs from each mark to the next one, [marks − 1], less the waits in between."""
         took: Floats = np.array([a.elapsed_time(b) * 1e3 for a, b in pairwise(marks)])
         for op, before, after in self._waits:
@@ -94,4 +96,4 @@ OpClock = WallClock | DeviceClock
 
 
 def clock_of(pager: Pager) -> OpClock:
-    return DeviceClock(pager) if pager.device.type == "cuda" else WallClock(pager)
+    return WallClock(pager) if pager.backend.host_addressable else DeviceClock(pager)

@@ -31,8 +31,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from .checkpoint.sharded import is_sharded, local_of
-from .dense_allocator import loaded
-from .dense_meter import allocated_bytes
 from .early import EarlyUpdates, unsuitable
 from .paged_tensor import PagedTensor
 from .space import PageRun
@@ -119,7 +117,7 @@ class Overlap:
             del self._places[key]
         self._watch = self.watching
         self._used.clear()
-        self._dense_before = self._allocated()
+        self._dense_before = self.pager.backend.dense_now()
 
     def end(self, ok: bool) -> None:
         """An iteration is over; ``ok``: it did not raise. Then raises ``PagerError`` if parameters
@@ -228,7 +226,7 @@ class Overlap:
     def has_room(self, parameter: torch.Tensor, nbytes: int) -> bool:
         """Whether ``nbytes`` of temporaries fit beside what is dense now."""
         reserve = self.pager.budget.reserve
-        if self.pager.device.type == "cuda":  # the allocator's cap counts
+        if self.pager.backend.caps_dense:
             if self._too_big.get(id(parameter)) == reserve:
                 return False
             try:
@@ -245,11 +243,5 @@ class Overlap:
 
     def _dense(self) -> int:
         """Dense bytes now, as the budget counts them: on top of when the iteration began."""
-        grown = self._allocated() - self._dense_before
+        grown = self.pager.backend.dense_now() - self._dense_before
         return self.pager.budget.dense_baseline + max(0, grown)
-
-    def _allocated(self) -> int:
-        if self.pager.device.type == "cuda":
-            return torch.cuda.memory_allocated(self.pager.device)
-        allocator = loaded()
-        return allocated_bytes() if allocator is None else allocator.totals().live

@@ -22,6 +22,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from ..kernels.launch import upload
 from .frame_pool import FramePool
 
 Int32 = npt.NDArray[np.int32]
@@ -52,8 +53,6 @@ class PageTable:
         self.flags: npt.NDArray[np.uint8] = np.empty(0, np.uint8)
         self.version: npt.NDArray[np.int64] = np.empty(0, np.int64)
         self.frame_page: Int32 = np.full(frames, NONE)
-        self._device_frame = torch.empty(0, dtype=torch.int32, device=device)
-        self._stale = True
 
     # -- virtual pages ---------------------------------------------------------------------------
     def allocate(self, count: int, owner: int) -> int:
@@ -91,7 +90,6 @@ class PageTable:
         version[: len(self.version)] = self.version
         self.version = version
         self.pages.resize(total)
-        self._stale = True
 
     def resize_frames(self, frames: int) -> None:
         """The border of the arena moved; frames behind a lowered border must be empty."""
@@ -111,7 +109,6 @@ class PageTable:
         blank = pages[(self.flags[pages] & BLANK) != 0]
         self.flags[blank] = LIVE | DIRTY
         self.version[blank] += 1
-        self._stale = True
 
     def move(self, pages: Int32, frames: Int32) -> None:
         """Resident ``pages`` are now in ``frames`` (which were empty, or emptied by this move)."""
@@ -119,7 +116,6 @@ class PageTable:
         assert (self.frame_page[frames] < 0).all()
         self.frame[pages] = frames
         self.frame_page[frames] = pages
-        self._stale = True
 
     def unplace(self, pages: Int32) -> Int32:
         """CLEAN → BELOW (or any → freed): take ``pages`` off the device; the frames they had."""
@@ -127,7 +123,6 @@ class PageTable:
         assert (frames >= 0).all()
         self.frame[pages] = NONE
         self.frame_page[frames] = NONE
-        self._stale = True
         return frames
 
     def copied(self, pages: Int32, slots: Int32, tier: str) -> None:
@@ -154,13 +149,7 @@ class PageTable:
     def device_frames(self, first: int, count: int) -> torch.Tensor:
         """Frames of pages ``first … first+count`` as int32 [count] on the device.
 
-        On CUDA the column is uploaded in the current stream's order if it changed since.
+        On an accelerator a copy, made in the current stream's order: whatever becomes of the pages
+        later, what is queued now reads where they are now.
         """
-        if self._stale:
-            host_copy = torch.from_numpy(self.frame)
-            if self._device.type == "cpu":
-                self._device_frame = host_copy
-            else:
-                self._device_frame = host_copy.to(self._device)
-            self._stale = False
-        return self._device_frame[first : first + count]
+        return upload(torch.from_numpy(self.frame[first : first + count]), self._device)

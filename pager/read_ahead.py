@@ -24,8 +24,8 @@ import numpy as np
 from .access_log import Names
 from .channel import Channel, Job
 from .executor import Executor
+from .frame_pool import merge
 from .guide import Action
-from .migration import merge
 from .page_table import BLANK, DIRTY, Int32
 from .parts import Part, held_pages
 from .transfers import PAGEWISE, Transfers
@@ -40,7 +40,6 @@ _BATCH_BYTES = 4 << 20  # moved at once where rates are not known
 @contextmanager
 def reading_ahead(pager: Pager) -> Iterator[ReadAhead]:
     """A :class:`ReadAhead` on the channels of planned moves, or on its own where there are none."""
-    pager.backend.note_compute()
     if pager.follower is not None:
         ahead = ReadAhead(pager, pager.follower.executor)
         try:

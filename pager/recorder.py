@@ -105,7 +105,6 @@ class Recorder:
             pager.residency.collect()
             self._log.before = list(pager.space.runs.values())
         self._log.names = list(named_runs(pager))
-        self._arena_bytes = pager.backend.arena.numel()
         self._modules = ModulePaths(pager)
         with ExitStack() as stack:
             _recorded.add(pager)
@@ -273,7 +272,7 @@ class Recorder:
             return
         here = self._here
         place = tensor.data_ptr() - self._pager.backend.address
-        if not 0 <= place < self._arena_bytes:
+        if not 0 <= place < self._pager.reach_bytes:
             return
         run = here.held_at.get(place)
         if run is None:

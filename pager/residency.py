@@ -25,11 +25,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from ..kernels.launch import upload
 from ..kernels.move import move_pages
-from .backend import Backend
+from .devices.device import Device
 from .errors import InfeasibleBudget, TierFull
-from .frame_pool import FramePool
-from .migration import Migration, expand, merge
+from .frame_pool import FramePool, expand, merge
+from .migration import Migration
 from .page_table import BLANK, DIRTY, Int32, PageTable
 from .parts import Parts, held_pages
 from .ranks import about_share, ranks_sharing
@@ -78,7 +79,7 @@ class Residency:
         table: PageTable,
         space: Space,
         migration: Migration,
-        backend: Backend,
+        backend: Device,
         frames: int,
         page_size: int,
         turns: Turns,
@@ -104,6 +105,7 @@ class Residency:
         self.rigid_need = 0  # the same of ops other than products of weights that could stream
         self.whole: Weight | None = None  # whose product is under way, in a metered iteration
         self._moving_dead: list[PageRun] = []
+        self._asking: set[PageRun] = set()  # runs of the access that begins now
         self._marks: dict[int, Any] = {}  # frame → when what it held was last used
         self.scattered = False  # debug lane: never hand out consecutive frames
         self.make_room: Callable[[int], bool] = lambda frames: False
@@ -140,6 +142,7 @@ class Residency:
         for run in runs:
             run.pins += 1
             self.touch(run)
+        self._asking = set(runs)
         try:
             self.check_need(runs)
             for run in sorted(runs, key=lambda run: -run.count):
@@ -156,6 +159,8 @@ class Residency:
             for run in runs:
                 run.pins -= 1
             raise
+        finally:
+            self._asking = set()
 
     def unpin(self, runs: Iterable[PageRun]) -> None:
         for run in runs:
@@ -506,7 +511,7 @@ class Residency:
         finally:
             for owner in np.unique(self.table.owner[pages]).tolist():
                 self.settle(self.space.runs[owner])
-            self._note_use(sources)
+            self.note_use(sources)
 
     def _slid(self, source: int, target: int, count: int) -> None:
         for start in range(0, count, source - target):  # as it leaves frames to what follows
@@ -538,11 +543,11 @@ class Residency:
             self.backend.reuse_frames()
             move_pages(
                 self.arena,
-                torch.from_numpy(old).to(device),
-                torch.from_numpy(frames.copy()).to(device),
+                upload(torch.from_numpy(old), device),
+                upload(torch.from_numpy(frames.copy()), device),
                 self.page_size,
             )
-        self._note_use(old)
+        self.note_use(old)
         self.table.move(pages, frames)
         old.sort()
         for start, _, length in merge(old, old):
@@ -574,9 +579,41 @@ class Residency:
             if (tail >= 0).any():
                 self.compact(pinned)
             self._evict_frames(np.arange(frames, old, dtype=np.int32))
-        self.table.resize_frames(frames)
-        self.pool.resize(frames)
-        self.backend.commit(frames * self.page_size)
+        if frames < old:
+            self.table.resize_frames(frames)
+            self.pool.resize(frames)
+            self.backend.commit(frames * self.page_size)
+        elif frames > old:  # memory first: if there is none, the frames are those from before
+            nbytes = frames * self.page_size
+            if nbytes > self.backend.arena.numel():
+                self._remake(nbytes)
+            self.backend.commit(nbytes)
+            self.table.resize_frames(frames)
+            self.pool.resize(frames)
+
+    def fit(self) -> None:
+        """Where the border cannot move: an arena of the size that is used now, if no page is pinned
+        (it is tried again when the border is placed the next time)."""
+        nbytes = self.pool.count * self.page_size
+        if not self.backend.can_unmap and nbytes != self.backend.arena.numel():
+            with self.still():
+                if not self.in_use():
+                    self._remake(nbytes)
+
+    def in_use(self) -> bool:
+        """Somebody may have an address in the arena: a page is pinned, but for those of the access
+        that begins now."""
+        asking = self._asking
+        runs = self.space.runs.values()
+        return bool(self.parts.count()) or any(run.pins > (run in asking) for run in runs)
+
+    def _remake(self, nbytes: int) -> None:
+        """Nobody has an address in the arena; addresses that were known are wrong afterwards."""
+        with self.backend.on_compute():
+            self.backend.reuse_frames()
+            self.backend.remake(nbytes)
+        for run in self.space.runs.values():
+            self.settle(run)
 
     # -- for planned moves -----------------------------------------------------------------------
     def place_at(self, run: PageRun, base: int) -> bool:
@@ -602,20 +639,20 @@ class Residency:
         self.peak_frames = max(self.peak_frames, self.pool.count - self.pool.free_count)
 
     def mark_of(self, frames: Int32) -> Any:
-        """See ``Backend``'s rule 6: the latest mark of ``frames``."""
+        """See ``Device``'s rule 6: the latest mark of ``frames``."""
         if not self._marks:
             return None
         marks = [self._marks[frame] for frame in frames.tolist() if frame in self._marks]
         return max(marks, key=lambda mark: mark[0])[1] if marks else None
 
-    def _note_use(self, frames: Int32) -> None:
+    def note_use(self, frames: Int32) -> None:
         """What was in ``frames``, which are given back, is used up to now."""
         mark = self.backend.mark()
         if mark is not None:
             self._marks.update(dict.fromkeys(frames.tolist(), (next(generations), mark)))
 
     def _give_back(self, frames: Int32) -> None:
-        self._note_use(frames)
+        self.note_use(frames)
         frames = np.sort(frames)
         for start, _, length in merge(frames, frames):
             self.pool.free(start, length)

@@ -29,12 +29,12 @@ from . import slabs as _slabs
 from .activations import SavedTensors
 from .advice import Advice, watch_steps
 from .arguments import Arguments, check_arguments
-from .backend import make_backend
 from .budget import DeviceBudget
 from .calibration.disk_threads import threads_for
 from .capacity import bytes_in_pages, check_capacity, check_states
 from .checkpoint import save_load as _checkpoint
 from .dense_views import pinned_view
+from .devices.choice import make_device
 from .disk.tier import DiskTier
 from .disk.watch import IoWatch, WatchedEngine, check_timeout
 from .doors import guard_data
@@ -77,12 +77,14 @@ class Pager:
     Args:
         device_budget: bytes on the device: the arena of page frames and the dense temporaries
             beside it. Byte counts are ints or strings as ``"20GiB"`` (2³⁰) or ``"20GB"`` (10⁹).
-        host_budget: bytes of host memory for evicted pages (page-locked on CUDA); reserved once.
+        host_budget: bytes of host memory for evicted pages (page-locked on a GPU); reserved once.
         disk_budget, disk_path: bytes of one preallocated, unlinked file in folder ``disk_path``.
         page_size: a power of two, 64 KiB to 16 MiB.
         dense_reserve: bytes of ``device_budget`` kept for dense temporaries; ``"auto"`` measures
             them in the first iteration.
-        device: ``"cpu"`` or ``"cuda"``; default: CUDA if there is one.
+        device: ``"cpu"``, ``"cuda"``, ``"cuda:1"``, or any accelerator of PyTorch (``"xpu"``, one
+            that a package adds): ``tensorpager doctor`` says what it has to do without. Default:
+            CUDA if there is one.
         policy: ``"lp"`` (the default) plans what each kind of iteration moves, and when; until a
             plan is there it pages on demand, as ``"lru"`` always does.
         verify: check a checksum on every way in from the host too (disk is always checked).
@@ -151,7 +153,6 @@ class Pager:
         self.overlap = Overlap(self)
         self.opened = OpenWeights(self)
         self.residency.let_go = self.opened.close
-        self.reach_bytes = self.backend.arena.numel()  # of addresses that are the arena's
         self.follower: Follower | None = Follower(self) if policy != "lru" else None
         self.on_iteration: list[IterationListener] = []
         self._settling = Settling(self)
@@ -177,10 +178,18 @@ class Pager:
         """The arena and the tiers below it; all are closed again if one cannot be had."""
         size = given.page_size
         # While the first iteration is metered the arena may have to hold any set of live pages.
-        on_cuda = self.device.type == "cuda"
-        reach = given.budget_bytes["device"] if on_cuda else sum(given.budget_bytes.values())
+        in_ram = self.device.type == "cpu"
+        reach = sum(given.budget_bytes.values()) if in_ram else given.budget_bytes["device"]
         reach = min(reach, _MAX_REACH) // size * size
         with ExitStack() as undo:
+            self.backend = make_device(self.device, reach, given.frames * size)
+            undo.callback(self.backend.close)
+            if given.reserve is None and not self.backend.knows_dense:
+                raise ValueError(
+                    f"dense_reserve='auto', but PyTorch's allocator for {self.device} does not "
+                    "say how much memory is in use; pass dense_reserve= in bytes, a part of "
+                    "device_budget"
+                )
             self.disk: DiskTier | None = None
             if given.disk_path is not None:
                 self.disk = DiskTier(
@@ -189,16 +198,14 @@ class Pager:
                     size,
                     threads=threads_for(given.disk_path),
                     io_engine=given.io_engine,
-                    on_cuda=on_cuda,
+                    on_cuda=self.backend.takes_drives,
                 )
                 undo.callback(self.disk.close)
                 self.disk.engine = WatchedEngine(self.disk.engine, self.io_watch)
-            self.backend = make_backend(self.device, reach, given.frames * size)
-            undo.callback(self.backend.close)
             if self.disk is not None and self.disk.registration is not None:
                 self.backend.register_frames(self.disk.registration)
-            self.host = HostTier(given.budget_bytes["host"], size)
-            self.backend.register_host(self.host.bytes)
+            self.host = HostTier(given.budget_bytes["host"], size, self.backend)
+            undo.callback(self.host.close)
             self.table = PageTable(given.frames, self.device)
             self.space = Space(self.table, size)
             self.migration = Migration(
@@ -517,7 +524,7 @@ class Pager:
         """Enlarge budgets in place, for instance after ``TierFull``; tensors keep their values.
 
         A device budget grows up to the address range reserved at start (on the CPU the sum of all
-        three budgets, on CUDA the first budget). Nothing changes if it fails.
+        three budgets, elsewhere the first budget). Nothing changes if it fails.
         """
         self.check_open()
         wanted = {"device": device_budget, "host": host_budget, "disk": disk_budget}
@@ -537,6 +544,7 @@ class Pager:
         if self.closed_reason is not None:
             self.check_open()
         with self.lock:
+            self.backend.note_compute()
             if get_ident() != self.turns.home:
                 self._pin_beside(runs)
                 return
@@ -677,6 +685,11 @@ class Pager:
         """Address of the first byte of a storage whose run is pinned and consecutive."""
         return self.backend.address + storage.run.base * self.page_size + storage.offset
 
+    @property
+    def reach_bytes(self) -> int:
+        """Of addresses that are the arena's."""
+        return self.backend.arena.numel()
+
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether ``tensor`` (a result of an op) lies in the arena."""
         if tensor.layout is not torch.strided:
@@ -764,7 +777,6 @@ class Pager:
             self.backend.host_ready()
             self.backend.limit_dense(None)
             self.migration.close()
-            self.backend.unregister_host(self.host.bytes)
             if self.disk is not None:
                 self.disk.close()
             self.host.close()

@@ -114,6 +114,9 @@ class Settling:
             frames = residency.pool.count
             roomy = pager.fits and 4 * (arena + transient + dense) <= 3 * budget.bytes
             extra = transient if pager.fits else pager.overlap.extra_dense()
+            if pager.fits and not pager.backend.host_addressable:
+                # Its allocator's fragments are not known before the first iteration with all dense.
+                extra = max(extra, budget.bytes - arena - arena // 16 - dense)
             with pager.quiet():
                 budget.settle(extra, roomy=roomy)
             least = budget.dense_peak if budget.fixed_reserve is None else budget.fixed_reserve

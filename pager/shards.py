@@ -152,33 +152,13 @@ def _page_gradient(pager: Pager) -> Any:
         pager, grad = weak(), parameter.grad
         if pager is None or grad is None or pager.fits or pager.closed_reason is not None:
             return
-        with _on_compute(pager, grad._local_tensor):
-            if pager.overlap.update(parameter):
-                return
-            if type(grad._local_tensor) is torch.Tensor:
-                grad._local_tensor = pager.copy_in(grad._local_tensor, "gradient")
-                pager.overlap.paged(parameter)
+        if pager.overlap.update(parameter):
+            return
+        if type(grad._local_tensor) is torch.Tensor:
+            grad._local_tensor = pager.copy_in(grad._local_tensor, "gradient")
+            pager.overlap.paged(parameter)
 
     return hook
-
-
-@contextmanager
-def _on_compute(pager: Pager, *dense: torch.Tensor) -> Iterator[None]:
-    """FSDP2 gathers and reduces on streams of its own, and frames are used and given back in the
-    order of the compute stream (``backend.py``). So what it does with pages is done there, after
-    what it has queued, and before what it will. ``dense``: memory of its streams that is used."""
-    if pager.device.type != "cuda":
-        yield
-        return
-    theirs = torch.cuda.current_stream(pager.device)
-    with pager.backend.on_compute():
-        compute = torch.cuda.current_stream(pager.device)
-        compute.wait_stream(theirs)
-        for tensor in dense:
-            if type(tensor) is torch.Tensor:
-                tensor.record_stream(compute)
-        yield
-    theirs.wait_stream(compute)
 
 
 class _LeaveGathered:
@@ -211,8 +191,7 @@ class _LeaveGathered:
 def _copy_in(func: Any, info: OpInfo, args: Any, kwargs: dict[str, Any]) -> Any:
     shards, gathered, sizes, count, rank = args
     mine = gathered.narrow(0, count * rank, count)
-    pager = next(shard._storage.pager for shard in shards if type(shard) is PagedTensor)
-    with torch.no_grad(), _on_compute(pager, gathered):
+    with torch.no_grad():
         torch._foreach_copy_(torch.split(mine, sizes), shards)
     return mine, gathered
 

@@ -128,6 +128,7 @@ def _pin(
             raise
 
     with pager.lock:
+        pager.backend.note_compute()
         if turns.queue or pager.metering_this() or not held.has(parts):
             with _stalled(pager, own=streamed):
                 turns.take(attempt)

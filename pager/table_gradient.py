@@ -20,6 +20,7 @@ import torch
 from ..kernels.cpu_split import Place
 from ..kernels.elementwise import elementwise
 from ..kernels.fill import fill_pages
+from ..kernels.launch import upload
 from ..kernels.row_sums import RowGroups, add_rows, group_rows
 from .page_run import elementwise_op
 from .page_table import Int32
@@ -80,7 +81,9 @@ def embedding_gradient(
             run = gradient._storage.run
             stop_page = -(-last_row * row_bytes(table) // page_bytes)
             fresh = pager.table.frame[run.first + zeroed : run.first + stop_page].copy()
-            fill_pages(pager.residency.arena, torch.from_numpy(fresh).to(device), page_bytes, 0)
+            fill_pages(
+                pager.residency.arena, upload(torch.from_numpy(fresh), device), page_bytes, 0
+            )
             zeroed = stop_page
             a, b = np.searchsorted(ids, [first_row, last_row]).tolist()
             if a < b:

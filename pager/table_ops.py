@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from ..kernels.launch import upload
 from ..kernels.rows import gather_rows
 from .paged_tensor import PagedTensor
 from .table_gradient import add_gradients, copy_gradient, is_gradient
@@ -48,14 +49,14 @@ def _add_sparse(table: Any, values: Any, *, alpha: Any = 1) -> Any:
     with closing(row_groups(table, rows, write=True)) as groups:
         for group in groups:
             mine = rows[group.start : group.stop]
-            some = torch.from_numpy(mine).to(table.device)
+            some = upload(torch.from_numpy(mine), table.device)
             dense = torch.empty(len(mine), table.size(1), dtype=table.dtype, device=table.device)
             gather_rows(group.table, some, dense)
             places = np.flatnonzero((host >= mine[0]) & (host <= mine[-1]))
             numbers = torch.from_numpy(np.searchsorted(mine, host[places])[None])
             part = torch.sparse_coo_tensor(
-                numbers.to(table.device),
-                values._values()[torch.from_numpy(places).to(table.device)],
+                upload(numbers, table.device),
+                values._values()[upload(torch.from_numpy(places), table.device)],
                 dense.size(),
                 is_coalesced=values.is_coalesced(),
                 check_invariants=False,

@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from ..kernels.launch import upload
 from ..kernels.pieces import Paged
 from ..kernels.rows import gather_rows, pages_of_rows, row_blocks
 from .fits import fits
@@ -175,7 +176,7 @@ def look_up(table: PagedTensor, indices: torch.Tensor) -> torch.Tensor:
                 gather_rows(group.table, indices, out)
                 break
             places = torch.from_numpy(wanted.places(mine))
-            for some in places.to(out.device).split(max(1, _CHUNK_ELEMENTS // out.shape[1])):
+            for some in upload(places, out.device).split(max(1, _CHUNK_ELEMENTS // out.shape[1])):
                 part = out.new_empty(len(some), out.shape[1])
                 gather_rows(group.table, indices[some], part)
                 out.index_copy_(0, some, part)
@@ -232,7 +233,7 @@ def _repeat_rows(out: torch.Tensor, places: Int64, sources: Int64) -> None:
     step = max(1, _CHUNK_ELEMENTS // 16 // out.shape[1])
     for start in range(0, len(places), step):
         to, source = (
-            torch.from_numpy(some[start : start + step]).to(out.device)
+            upload(torch.from_numpy(some[start : start + step]), out.device)
             for some in (places, sources)
         )
         out.index_copy_(0, to, out.index_select(0, source))

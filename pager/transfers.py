@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .backend import Backend
 from .channel import Channel, Job
-from .migration import Migration, merge
+from .devices.device import Device
+from .frame_pool import merge
+from .migration import Migration
 from .page_table import BLANK, DIRTY, Int32, PageTable
 from .parts import held_pages
 from .residency import Residency
@@ -70,7 +71,7 @@ class Transfers:
         table: PageTable,
         migration: Migration,
         residency: Residency,
-        backend: Backend,
+        backend: Device,
         names: Names,
     ) -> None:
         self._table = table

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from .migration import merge
+from .frame_pool import merge
 from .page_table import Int32
 from .space import PageRun
 

@@ -59,3 +59,21 @@ def test_tests_that_the_readme_names_exist() -> None:
     for path, test in named:
         assert (folder / path).exists(), path
         assert not test or f"def {test}(" in (folder / path).read_text(), f"{path}::{test}"
+
+
+ASKS_FOR_CUDA = re.compile(r"""\.is_cuda\b|["']cuda["']\s*(==|!=)|(==|!=)\s*["']cuda["']""")
+MAY_ASK = {
+    "kernels/launch.py": "def runs_triton",  # whether compiled kernels run there
+    "pager/untyped.py": "def is_cuda",  # PyTorch's own attribute
+}
+
+
+@pytest.mark.parametrize("path", sources("pager") + sources("kernels"), ids=lambda p: p.name)
+def test_only_devices_know_that_one_is_cuda(path: Path) -> None:
+    """Others ask what a device can do."""
+    name = path.relative_to(ROOT).as_posix()
+    if name.startswith("pager/devices/"):
+        return
+    found = len(ASKS_FOR_CUDA.findall(path.read_text()))
+    assert found == (name in MAY_ASK)
+    assert MAY_ASK.get(name, "") in path.read_text()

@@ -36,7 +36,7 @@ def machine_key(device: torch.device, disk: DiskTier | None, page_size: int) -> 
     where = {} if disk is None else _disk_key(disk)
     return {
         **host_key(),
-        "device": _gpu_name(device) if device.type == "cuda" else _cpu_name(),
+        "device": _cpu_name() if device.type == "cpu" else _accelerator_name(device),
         "page_size": page_size,
         "disk_device": where.get("device"),
         "disk_file_system": where.get("file_system"),
@@ -159,10 +159,11 @@ def _file_system(device: str) -> str:
     return ""
 
 
-def _gpu_name(device: torch.device) -> str:
+def _accelerator_name(device: torch.device) -> str:
     import torch
 
-    return torch.cuda.get_device_name(device)
+    name = getattr(torch.get_device_module(device), "get_device_name", None)
+    return device.type if name is None else f"{device.type} {name(device)}"
 
 
 def _cpu_name() -> str:

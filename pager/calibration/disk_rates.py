@@ -8,7 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from ..backend import Bytes
+from ..devices.device import Bytes
 from ..disk.batch import SlotRun
 from ..disk.tier import DiskTier
 from ..disk.watch import IoWatch

@@ -7,7 +7,8 @@ from typing import NamedTuple
 
 import torch
 
-from ..backend import Backend, Bytes
+from ..devices.accelerator import on_stream
+from ..devices.device import Bytes, Device
 from ..errors import PagerError
 from .timing import median_seconds, since
 
@@ -26,13 +27,14 @@ class LinkRates(NamedTuple):
     latency_us: float
 
 
-def measure_link(backend: Backend, source: Bytes, pieces: Sequence[Bytes]) -> LinkRates:
+def measure_link(backend: Device, source: Bytes, pieces: Sequence[Bytes]) -> LinkRates:
     """Rates of copies between device memory and ``pieces`` of host memory, each no longer than
-    ``source``. On a GPU the device side is a copy of ``source`` there, in RAM it is ``source``.
+    ``source``. On an accelerator the device side is a copy of ``source`` there, in RAM it is
+    ``source``.
 
     Raises ``PagerError`` if the device has no room for that copy.
     """
-    timed = _on_gpu(backend.device, source) if backend.device.type == "cuda" else _in_ram(source)
+    timed = _in_ram(source) if backend.host_addressable else _by_streams(backend, source)
     timed(True, pieces)  # memory that was never used costs extra the first time
     nbytes = sum(map(len, pieces))
     small = [pieces[0][:_SMALL_BYTES]]
@@ -58,21 +60,20 @@ def _in_ram(source: Bytes) -> TimedCopies:
     return timed
 
 
-def _on_gpu(device: torch.device, source: Bytes) -> TimedCopies:
+def _by_streams(backend: Device, source: Bytes) -> TimedCopies:
     try:
-        on_device = torch.from_numpy(source).to(device)
+        on_device = torch.from_numpy(source).to(backend.device)
     except torch.OutOfMemoryError as error:
         raise PagerError(
-            f"the link cannot be measured: no {len(source)} bytes are free on {device}; raise "
-            "device_budget, or free GPU memory that other processes hold (nvidia-smi lists them)"
+            f"the link cannot be measured: no {len(source)} bytes are free on {backend.device}; "
+            "raise device_budget, or free device memory that other processes hold"
         ) from error
-    stream = torch.cuda.Stream(device)
-    stream.wait_stream(torch.cuda.current_stream(device))  # `on_device` has to be filled first
+    stream = torch.Stream(backend.device)
+    stream.wait_stream(torch.accelerator.current_stream(backend.device))  # which fills it
 
     def timed(out: bool, pieces: Sequence[Bytes]) -> float:
-        began = torch.cuda.Event(enable_timing=True)
-        ended = torch.cuda.Event(enable_timing=True)
-        with torch.cuda.stream(stream):
+        began, ended = (torch.Event(backend.device, enable_timing=True) for _ in range(2))
+        with on_stream(stream):
             began.record(stream)
             for piece in pieces:
                 there, here = torch.from_numpy(piece), on_device[: len(piece)]
@@ -80,7 +81,6 @@ def _on_gpu(device: torch.device, source: Bytes) -> TimedCopies:
                 target.copy_(origin, non_blocking=True)
             ended.record(stream)
         ended.synchronize()  # so nothing uses the memory on either side any more
-        seconds: float = began.elapsed_time(ended) / 1e3
-        return max(seconds, 1e-9)
+        return max(began.elapsed_time(ended) / 1e3, 1e-9)
 
     return timed

@@ -22,8 +22,8 @@ from dataclasses import asdict, dataclass
 import numpy as np
 
 from ...planner.hardware import Hardware
-from ..backend import Backend, Bytes
 from ..calibration import cache
+from ..devices.device import Bytes, Device
 from ..disk.batch import TASK_BYTES
 from ..disk.tier import DiskTier
 from ..disk.watch import IoWatch
@@ -83,7 +83,7 @@ class Calibration:
 
 def calibrate(
     *,
-    backend: Backend,
+    backend: Device,
     host: HostTier,
     disk: DiskTier | None,
     page_size: int,
@@ -129,7 +129,7 @@ def _from_cache(key: cache.Key, disk: DiskTier | None) -> Calibration | None:
 
 def measure(
     *,
-    backend: Backend,
+    backend: Device,
     host: HostTier,
     disk: DiskTier | None,
     page_size: int,
@@ -163,7 +163,7 @@ def measure(
 
 
 def _measure(
-    backend: Backend,
+    backend: Device,
     host: HostTier,
     disk: DiskTier | None,
     page_size: int,
@@ -180,7 +180,7 @@ def _measure(
     ):
         source, *lanes = np.split(memory, count)
         _fill(source)
-        host_runs = cut(of_host.runs, piece_pages)
+        host_runs = [part for run in cut(of_host.runs, piece_pages) for part in host.cut(*run)]
         pieces = [host.view(*run) for run in host_runs]
         link = measure_link(backend, source, pieces or lanes)
         if disk is None:
@@ -271,13 +271,13 @@ def _borrowed(slots: FramePool, nbytes: int, page_size: int) -> Iterator[_Loan]:
             slots.free(*run)
 
 
-def scratch_room(backend: Backend) -> int:
+def scratch_room(backend: Device) -> int:
     """Bytes of memory that measuring may take beside the budgets; little where these are small."""
-    return min(_SCRATCH_BYTES, backend.arena.numel() // 16)
+    return min(_SCRATCH_BYTES, backend.reserved_bytes // 16)
 
 
 @contextmanager
-def scratch(backend: Backend, nbytes: int) -> Iterator[Bytes]:
+def scratch(backend: Device, nbytes: int) -> Iterator[Bytes]:
     """Memory that can be copied like that of the host tier."""
     memory = _private_bytes(nbytes)
     backend.register_host(memory)

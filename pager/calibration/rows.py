@@ -18,9 +18,8 @@ import numpy.typing as npt
 import torch
 
 from ...kernels.zero_copy import calibrate_crossover, fetch_blocks, row_blocks_of
-from ..backend import Backend, Bytes
 from ..calibration import cache
-from ..host_rows import host_address
+from ..devices.device import Bytes, Device
 from .measure import scratch, scratch_room
 from .timing import median_seconds, since
 
@@ -47,7 +46,7 @@ def row_size(row_bytes: int, page_size: int) -> int:
     return 1 << (most.bit_length() - 1)
 
 
-def calibrate_rows(*, backend: Backend, page_size: int, row_bytes: int) -> Border:
+def calibrate_rows(*, backend: Device, page_size: int, row_bytes: int) -> Border:
     """For rows of ``row_bytes`` (``row_size`` gives it); ``NEVER`` where the device has no room to
     measure.
 
@@ -76,7 +75,7 @@ def _checked(values: dict[str, Any] | None, page_size: int) -> Border | None:
     return Border(most, page_us) if 0 <= most <= page_size // 2 and 0 < page_us < 1e9 else None
 
 
-def measure_rows(backend: Backend, page_size: int, row_bytes: int) -> Border:
+def measure_rows(backend: Device, page_size: int, row_bytes: int) -> Border:
     """As :func:`calibrate_rows`, measured now. Any thread; nothing of the pager is touched."""
     count = min(max(1, scratch_room(backend) // page_size), _MOST_PAGES)
     sizes = [row_bytes]
@@ -94,7 +93,7 @@ def measure_rows(backend: Backend, page_size: int, row_bytes: int) -> Border:
 class _Lookups:
     """Rows of pages in ``memory``, which is like the host tier's, fetched in both ways."""
 
-    def __init__(self, backend: Backend, memory: Bytes, page_size: int, row_bytes: int) -> None:
+    def __init__(self, backend: Device, memory: Bytes, page_size: int, row_bytes: int) -> None:
         self._device = backend.device
         self._memory = memory
         self._page_size, self._row_bytes = page_size, row_bytes
@@ -102,7 +101,7 @@ class _Lookups:
         memory[:] = 1  # pages of their own for all of it
         room = max(page_size, len(memory) // 2)
         self._here = torch.empty(room, dtype=torch.uint8, device=backend.device)
-        base = host_address(backend, memory.ctypes.data)
+        base = backend.seen_at(memory)
         assert base is not None, "nothing can be read in place"
         self._addresses = base + np.arange(len(self._pages), dtype=np.int64) * page_size
         self._rows: dict[tuple[int, int], npt.NDArray[np.int64]] = {}
@@ -140,5 +139,5 @@ class _Lookups:
         return self._rows[each, count]
 
     def _wait(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.current_stream(self._device).synchronize()
+        if self._device.type != "cpu":
+            torch.accelerator.current_stream(self._device).synchronize()

@@ -14,23 +14,24 @@ import numpy as np
 import torch
 
 from ...kernels.checksum import page_checksums
+from ..devices.accelerator import on_stream
 from ..integrity import Rows, word_starts
 
 _lock = threading.Lock()
-_streams: dict[torch.device, torch.cuda.Stream] = {}
+_streams: dict[torch.device, torch.Stream] = {}
 
 
 def device_rows(pages: Any, page_size: int) -> Rows:
     """Rows, uint64 [n, ROW], of ``pages``: n · page_size bytes, a 1-D uint8 tensor or array.
 
-    On CUDA the work is done on a stream of its own, and has been when it returns; the caller has
-    waited for whatever writes the pages. Any thread.
+    On an accelerator the work is done on a stream of its own, and has been when it returns; the
+    caller has waited for whatever writes the pages. Any thread.
     """
     memory = torch.from_numpy(pages) if isinstance(pages, np.ndarray) else pages
     memory = memory.reshape(-1)
-    if not memory.is_cuda:
+    if memory.is_cpu:
         return _rows(memory, page_size)
-    with torch.cuda.stream(_stream(memory.device)):
+    with on_stream(_stream(memory.device)):
         return _rows(memory, page_size)
 
 
@@ -45,9 +46,9 @@ def _rows(memory: torch.Tensor, page_size: int) -> Rows:
     return rows.numpy().view(np.uint64)
 
 
-def _stream(device: torch.device) -> torch.cuda.Stream:
+def _stream(device: torch.device) -> torch.Stream:
     """One for all threads: PyTorch's allocator keeps memory for each stream apart."""
     with _lock:
         if device not in _streams:
-            _streams[device] = torch.cuda.Stream(device)
+            _streams[device] = torch.Stream(device)
         return _streams[device]

@@ -210,8 +210,9 @@ class KvikioEngine:
 
 
 def _unmixed(buffer: Any) -> Iterator[Any]:
-    """Device memory in pieces that do not cross a mapping; host memory as it is."""
-    if not getattr(buffer, "is_cuda", False):
+    """Device memory, which is a tensor, in pieces that do not cross a mapping; host memory, an
+    array, as it is."""
+    if not hasattr(buffer, "data_ptr"):
         yield buffer
         return
     start = 0

@@ -4,10 +4,10 @@ cuFile moves device memory that it does not know through buffers of its own on t
 that was registered with it (``cuFileBufRegister``) directly. Both are right; one is a copy less.
 
 1. *What is registered* is one mapping of device memory after another. The arena is mapped in pieces
-   (cuda_backend.py), and KvikIO tells cuFile the mapping that a pointer lies in, when it registers
-   as when it moves; cuFile knows a buffer by where it begins.
+   (devices/cuda_memory.py), and KvikIO tells cuFile the mapping that a pointer lies in, when it
+   registers as when it moves; cuFile knows a buffer by where it begins.
 2. *When*: a piece is registered after it was mapped and before the first I/O on it. It is given
-   back before it is unmapped, when no I/O uses it any more. The backend does both where it moves
+   back before it is unmapped, when no I/O uses it any more. Its device does both where it moves
    its border, because it owns the memory; a process that is killed leaves both to the driver.
 3. *Limits*: a GPU shows only so much memory to other devices at once (BAR1), and cuFile registers
    only so much (``max_device_pinned_mem_size_kb`` in cufile.json). A call registers all that was

@@ -94,12 +94,10 @@ def _registered(device_budget: int) -> Finding:
 
 def _tried(registration: Registration) -> tuple[str, str] | None:
     """Registers a page of device memory and gives it back; what is wrong, with the remedy."""
-    import torch
-
-    from ..backend import make_backend
+    from ..devices.choice import make_device, resolve
 
     try:
-        backend = make_backend(torch.device("cuda"), _PROBE_BYTES, _PROBE_BYTES)
+        backend = make_device(resolve("cuda"), _PROBE_BYTES, _PROBE_BYTES)
         try:
             backend.register_frames(registration)
         finally:

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import ctypes
 import re
+from typing import TYPE_CHECKING
 
 from ...planner.sizes import format_bytes
 from .finding import Finding, State, installed, text_of
+
+if TYPE_CHECKING:
+    import torch
 
 _LEAST_TRITON = (3, 6)
 _DRIVER = "/proc/driver/nvidia/version"
@@ -62,7 +66,8 @@ def _gpu() -> list[Finding]:
     import torch
 
     if not torch.cuda.is_available():
-        return [_no_gpu(torch.version.cuda)]
+        other = torch.accelerator.current_accelerator(check_available=True)
+        return [_no_gpu(torch.version.cuda)] if other is None else [_kit(other)]
     free, total = torch.cuda.mem_get_info()
     name = torch.cuda.get_device_name()
     room = f"{name}, {format_bytes(free)} of {format_bytes(total)} free"
@@ -75,7 +80,19 @@ def _gpu() -> list[Finding]:
     if installed("cuda-bindings") is None:
         detail = "not installed; the arena on the GPU needs it"
         findings.append(Finding("cuda-bindings", "problem", detail, "pip install cuda-bindings"))
-    return [*findings, *_pcie()]
+    return [*findings, _kit(torch.device("cuda")), *_pcie()]
+
+
+def _kit(device: torch.device) -> Finding:
+    """How the memory of the accelerator is had, and what that leaves out."""
+    from ..devices.choice import kit_of, resolve
+
+    kit = kit_of(device.type)
+    lacks = kit.lacking(resolve(device))
+    if not lacks:
+        return Finding("device memory", "ok", f"{device.type}: the {kit.name} kit")
+    detail = f"{device.type}: the {kit.name} kit, without " + "; without ".join(lacks)
+    return Finding("device memory", "warning", detail, "nothing to do: training works, with less")
 
 
 def _no_gpu(built_for: str | None) -> Finding:

@@ -106,20 +106,15 @@ def _small_tier(folder: Path, watch: IoWatch) -> DiskTier | None:
 def _calibrated(disk: DiskTier | None, watch: IoWatch) -> Calibration:
     """The rates, measured now and put into the cache; ``disk`` is closed. Raises PagerError if that
     cannot be done."""
-    import torch
-
-    from ..backend import make_backend
     from ..calibration.measure import calibrate
+    from ..devices.choice import make_device, resolve
     from ..host import HostTier
 
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     with ExitStack() as stack:
-        backend = make_backend(device, _ARENA_BYTES, _PAGE_BYTES)
+        backend = make_device(resolve(None), _ARENA_BYTES, _PAGE_BYTES)
         stack.callback(backend.close)
-        host = HostTier(_HOST_BYTES, _PAGE_BYTES)
+        host = HostTier(_HOST_BYTES, _PAGE_BYTES, backend)
         stack.callback(host.close)
-        backend.register_host(host.bytes)
-        stack.callback(backend.unregister_host, host.bytes)
         if disk is not None:
             stack.callback(disk.close)  # first of all: it waits for whoever uses the others
         try:

@@ -9,9 +9,10 @@ import torch
 import torch._dynamo  # the first optimizer loads it; here, so that collecting garbage skips it
 
 import tensorpager as tp
-from tensorpager.pager import cpu_backend, dense_levels, overlap
+from tensorpager.pager import dense_levels
 from tensorpager.pager.chaos import chaos
 from tensorpager.pager.dense_allocator import DenseAllocator, load, why_not
+from tensorpager.pager.devices import cpu
 
 from .disk_suite import small_tasks, tier  # noqa: F401  (fixtures of the disk tier's tests)
 from .models import (
@@ -49,8 +50,8 @@ def allocator() -> DenseAllocator:
 @pytest.fixture
 def no_allocator(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a machine where our allocator cannot be built."""
-    monkeypatch.setattr(cpu_backend, "load", lambda: None)
-    for module in (dense_levels, overlap):
+    monkeypatch.setattr(cpu, "load", lambda: None)
+    for module in (dense_levels, cpu):
         monkeypatch.setattr(module, "loaded", lambda: None)
 
 

@@ -1,4 +1,4 @@
-"""CUDA's streams without a GPU: the CUDA backend's own order of work, on plain memory.
+"""Streams without a GPU: the accelerator's own order of work, on plain memory.
 
 What ops do happens at once, as on a CPU. A kernel that was *deferred* runs as late as its stream's
 order allows: when another stream that has to wait for it copies something, or when the CPU waits
@@ -8,23 +8,25 @@ for it. So a copy that should have waited, and does not, comes first, and the ke
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
 from tensorpager.pager import runtime
-from tensorpager.pager.backend import Bytes
-from tensorpager.pager.cpu_backend import CpuBackend
-from tensorpager.pager.cuda_backend import CudaBackend
+from tensorpager.pager.devices.accelerator import Accelerator
+from tensorpager.pager.devices.cpu import Cpu
+from tensorpager.pager.devices.device import HostMemory
 
 from .models import PAGE_BYTES
 
 
 class Stream:
     """``seen``: for each stream, how much of its work comes before what is queued here next."""
+
+    device = None
 
     def __init__(self, streams: Streams) -> None:
         self.seen: dict[Stream, int] = {self: 0}
@@ -67,15 +69,9 @@ class Streams:
         stream: Stream = getattr(self._here, "stream", self.compute)
         return stream
 
-    @contextmanager
-    def on(self, stream: Stream) -> Iterator[None]:
-        """What follows is queued on ``stream``."""
-        before = self.current()
+    def set_current(self, stream: Stream) -> None:
+        """What this thread queues from now on goes to ``stream``."""
         self._here.stream = stream
-        try:
-            yield
-        finally:
-            self._here.stream = before
 
     def defer(self, kernel: Callable[[], None]) -> None:
         """Queue it on *compute*."""
@@ -92,33 +88,61 @@ class Streams:
                 self.pending.pop(0)[1]()
 
 
-class FakeCudaBackend(CudaBackend):
-    """The CUDA backend's copies and marks, on a CPU's memory.
+class FakeKit:
+    """Memory of the CPU, as a kit whose border moves."""
+
+    name, granularity, counted_bytes = "fake", 1, 0
+    can_unmap = knows_dense = True
+    caps_dense = takes_drives = False
+
+    def __init__(self, streams: Streams, cpu: Cpu) -> None:
+        self._streams, self._cpu = streams, cpu
+        self.arena, self.address = cpu.arena, cpu.address
+        self.reserved_bytes = cpu.reserved_bytes
+        self.commit, self.remake, self.seen_at = cpu.commit, cpu.remake, cpu.seen_at
+        self.register_host = self.unregister_host = cpu.register_host
+        self.limit_dense, self.close = cpu.limit_dense, cpu.close
+
+    def host_memory(self, nbytes: int) -> list[HostMemory]:
+        def give_back(of_cpu: HostMemory) -> None:
+            assert not self._streams.pending, "a kernel has yet to read memory that is given back"
+            of_cpu.give_back()
+
+        pieces = self._cpu.host_memory(nbytes)
+        return [HostMemory(piece.bytes, partial(give_back, piece)) for piece in pieces]
+
+    @staticmethod
+    def lacking(device: torch.device) -> list[str]:
+        return []
+
+    def register_frames(self, registration: Any) -> None:
+        raise NotImplementedError
+
+
+class FakeAccelerator(Accelerator):
+    """The accelerator's copies and marks, on a CPU's memory.
 
     ``written``: addresses of the host slots that were copied to, by the way that did it.
     """
 
-    def __init__(self, streams: Streams, reserved_bytes: int, committed_bytes: int) -> None:
-        self._cpu = CpuBackend(reserved_bytes, committed_bytes)
-        self.device, self.arena = self._cpu.device, self._cpu.arena
-        self.address, self.granularity = self._cpu.address, 1
+    def __init__(
+        self,
+        streams: Streams,
+        device: torch.device,
+        reserved_bytes: int,
+        committed_bytes: int,
+        kit: Callable[[Streams, Cpu], Any] = FakeKit,
+    ) -> None:
+        cpu = Cpu(reserved_bytes, committed_bytes)
+        super().__init__(cpu.device, kit(streams, cpu))
         self._streams = streams
-        self._out, self._in, self._carry_out, self._carry_in = (Stream(streams) for _ in range(4))  # type: ignore[assignment]
-        self._compute = streams.compute  # type: ignore[assignment]
-        self.commit = self._cpu.commit  # type: ignore[method-assign]
         for name in (
-            *("limit_dense", "cap_dense", "count_anew", "dense_peak", "refusal"),
+            *("limit_dense", "cap_dense", "count_anew", "dense_now", "dense_peak", "refusal"),
             *("meter_start", "meter_sample", "meter_stop", "meter_peak"),
             *("meter_level", "meter_timeline"),
         ):
-            setattr(self, name, getattr(self._cpu, name))
+            setattr(self, name, getattr(cpu, name))
         self.written: dict[str, set[int]] = {"fault": set(), "planned": set()}
-
-    def register_host(self, memory: Bytes) -> None:
-        pass
-
-    def unregister_host(self, memory: Bytes) -> None:
-        assert not self._streams.pending, "a kernel has yet to read memory that is given back"
 
     def copy_out(self, copies: Any) -> None:
         super().copy_out(self._when_due(copies, "fault"))
@@ -141,18 +165,16 @@ class FakeCudaBackend(CudaBackend):
                 self.written[way].update(range(first, first + nbytes, PAGE_BYTES))
             yield copy
 
-    def close(self) -> None:
-        self._cpu.close()
-
 
 @pytest.fixture
 def streams(monkeypatch: pytest.MonkeyPatch) -> Streams:
-    """Pagers for the CPU are made with a :class:`FakeCudaBackend`."""
+    """Pagers for the CPU are made with a :class:`FakeAccelerator`."""
     streams = Streams()
-    monkeypatch.setattr(torch.cuda, "current_stream", streams.current)
-    monkeypatch.setattr(torch.cuda, "stream", streams.on)
-    monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(
-        runtime, "make_backend", lambda device, *given: FakeCudaBackend(streams, *given)
-    )
+    monkeypatch.setattr(torch.accelerator, "current_stream", streams.current)
+    monkeypatch.setattr(torch.accelerator, "set_stream", streams.set_current)
+    monkeypatch.setattr(torch.accelerator, "synchronize", lambda *_: None)
+    monkeypatch.setattr(torch.accelerator, "empty_cache", lambda: None)
+    monkeypatch.setattr(torch, "Stream", lambda *_: Stream(streams))
+    monkeypatch.setattr(torch, "Event", lambda *_: Event())
+    monkeypatch.setattr(runtime, "make_device", lambda *given: FakeAccelerator(streams, *given))
     return streams

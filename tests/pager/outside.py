@@ -242,7 +242,8 @@ def _train(job: Job) -> None:
         if pager.follower is not None:
             pager.follower.most_plans = job.plans
             pager.follower.only_if_faster = False
-        _say(places={"arena": arena, "host": (pager.host.address, pager.host.capacity_bytes)})
+        host = pager.host.view(0, 1).ctypes.data if job.host else 0
+        _say(places={"arena": arena, "host": (host, pager.host.capacity_bytes)})
         if pager.disk is not None and job.disk_rate:
             pager.disk.set_rate_limit(job.disk_rate * 1e6)
         trainer = Trainer(options, PagedMemory(pager), corpus)

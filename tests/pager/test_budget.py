@@ -358,7 +358,7 @@ def test_verify_catches_damage_in_host_memory() -> None:
     with tp.Pager("1MiB", host_budget="8MiB", page_size=PAGE, device="cpu", verify=True) as pager:
         paged = pager.page(torch.randn(100_000))
         scramble(pager)
-        pager.host.bytes[77] ^= 1
+        pager.host.view(0, 1)[77] ^= 1
         with pytest.raises(tp.CorruptPage, match="slot 0"):
             paged.sum()
         check_invariants(pager)

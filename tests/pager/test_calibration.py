@@ -12,11 +12,12 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from tensorpager.pager.backend import Backend, make_backend
 from tensorpager.pager.calibration import disk_rates as calibration_disk
 from tensorpager.pager.calibration import measure as calibration
 from tensorpager.pager.calibration.disk_rates import DiskRates, Waiter, cut, measure_disk
 from tensorpager.pager.calibration.measure import Calibration, hardware, measure
+from tensorpager.pager.devices.choice import make_device, resolve
+from tensorpager.pager.devices.device import Device
 from tensorpager.pager.disk.tier import DiskTier
 from tensorpager.pager.disk.watch import IoWatch
 from tensorpager.pager.errors import CorruptPage, PagerError
@@ -28,15 +29,15 @@ FULL = Calibration(8e9, 9e9, 2.0, 1e9, 2e9, 1.5e9, 2.5e9, 40.0)
 
 
 @pytest.fixture
-def backend() -> Iterator[Backend]:
-    backend = make_backend(torch.device("cpu"), 64 * MIB, MIB)
+def backend() -> Iterator[Device]:
+    backend = make_device(torch.device("cpu"), 64 * MIB, MIB)
     yield backend
     backend.close()
 
 
 @pytest.fixture
-def host() -> Iterator[HostTier]:
-    host = HostTier(2 * MIB, PAGE)
+def host(backend: Device) -> Iterator[HostTier]:
+    host = HostTier(2 * MIB, PAGE, backend)
     yield host
     host.close()
 
@@ -59,7 +60,7 @@ def assert_possible(rates: Calibration) -> None:
 
 
 def test_every_rate_is_measured_and_every_slot_given_back(
-    backend: Backend, host: HostTier, disk: DiskTier
+    backend: Device, host: HostTier, disk: DiskTier
 ) -> None:
     rates = measure(backend=backend, host=host, disk=disk, page_size=PAGE)
     assert_possible(rates)
@@ -69,7 +70,7 @@ def test_every_rate_is_measured_and_every_slot_given_back(
     assert disk.bytes_read > 0
 
 
-def test_slots_in_use_are_not_touched(backend: Backend, host: HostTier, disk: DiskTier) -> None:
+def test_slots_in_use_are_not_touched(backend: Device, host: HostTier, disk: DiskTier) -> None:
     rng = np.random.default_rng(0)
     taken = [3, 4, 20]
     pages = rng.integers(0, 256, (len(taken), PAGE), dtype=np.uint8)
@@ -88,7 +89,7 @@ def test_slots_in_use_are_not_touched(backend: Backend, host: HostTier, disk: Di
         np.testing.assert_array_equal(host.view(slot, 1), page)
 
 
-def test_without_a_disk(backend: Backend, host: HostTier) -> None:
+def test_without_a_disk(backend: Device, host: HostTier) -> None:
     rates = measure(backend=backend, host=host, disk=None, page_size=PAGE)
     assert not rates.has_disk
     assert rates.d2h_bytes_per_s > 0
@@ -98,16 +99,17 @@ def test_without_a_disk(backend: Backend, host: HostTier) -> None:
 
 @pytest.mark.parametrize(("page_size", "slots"), [(PAGE, 1), (PAGE, 2), (PAGE, 5), (4 * MIB, 3)])
 def test_small_tiers_and_large_pages_without_a_host_tier(
-    backend: Backend, tmp_path: Path, page_size: int, slots: int
+    backend: Device, tmp_path: Path, page_size: int, slots: int
 ) -> None:
-    host, disk = HostTier(0, page_size), DiskTier(tmp_path, slots * page_size, page_size)
+    host = HostTier(0, page_size, backend)
+    disk = DiskTier(tmp_path, slots * page_size, page_size)
     rates = measure(backend=backend, host=host, disk=disk, page_size=page_size)
     assert disk.slots.free_count == slots
     disk.close()
     assert_possible(rates)
 
 
-def test_a_full_disk_tier_is_refused(backend: Backend, host: HostTier, disk: DiskTier) -> None:
+def test_a_full_disk_tier_is_refused(backend: Device, host: HostTier, disk: DiskTier) -> None:
     assert disk.slots.allocate(disk.slots.count) is not None
     with pytest.raises(PagerError, match=r"none of its 128 slots is free; raise disk_budget"):
         measure(backend=backend, host=host, disk=disk, page_size=PAGE)
@@ -135,8 +137,8 @@ def test_scratch_memory_is_small_and_smaller_for_small_budgets(
         return real(nbytes)
 
     monkeypatch.setattr(calibration, "_private_bytes", counted)
-    backend = make_backend(torch.device("cpu"), arena, page_size)
-    host = HostTier(0, page_size)
+    backend = make_device(torch.device("cpu"), arena, page_size)
+    host = HostTier(0, page_size, backend)
     measure(backend=backend, host=host, disk=None, page_size=page_size)
     backend.close()
     assert len(made) == 1
@@ -144,7 +146,7 @@ def test_scratch_memory_is_small_and_smaller_for_small_budgets(
 
 
 def test_a_limited_disk_is_measured_as_what_it_may_do(
-    backend: Backend, host: HostTier, tmp_path: Path
+    backend: Device, host: HostTier, tmp_path: Path
 ) -> None:
     limit = 64e6
     disk = DiskTier(tmp_path, 8 * MIB, PAGE, bytes_per_s=limit)
@@ -156,7 +158,7 @@ def test_a_limited_disk_is_measured_as_what_it_may_do(
 
 
 def test_rates_to_count_on_are_the_lower_ones(
-    backend: Backend, host: HostTier, disk: DiskTier, monkeypatch: pytest.MonkeyPatch
+    backend: Device, host: HostTier, disk: DiskTier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = DiskRates(
         read_alone=3e9, write_alone=1e9, read_beside=2e9, write_beside=4e9, latency_us=7
@@ -221,7 +223,7 @@ def test_runs_are_cut_into_pieces() -> None:
 
 
 def test_a_failing_disk_leaves_nothing_in_flight_and_no_slot_taken(
-    backend: Backend, host: HostTier, disk: DiskTier, monkeypatch: pytest.MonkeyPatch
+    backend: Device, host: HostTier, disk: DiskTier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Others are still being read when the first read fails: they end before anything is freed."""
     running = calls = 0
@@ -254,7 +256,7 @@ def test_a_failing_disk_leaves_nothing_in_flight_and_no_slot_taken(
 
 
 def test_a_disk_that_gives_other_bytes_is_found(
-    backend: Backend, host: HostTier, disk: DiskTier, monkeypatch: pytest.MonkeyPatch
+    backend: Device, host: HostTier, disk: DiskTier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real = os.preadv
 
@@ -349,16 +351,16 @@ def test_rates_that_no_machine_has(change: dict[str, Any]) -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_on_a_gpu(tmp_path: Path) -> None:
     page = 2 * MIB
-    backend = make_backend(torch.device("cuda"), 64 * MIB, 16 * MIB)
-    host, disk = HostTier(32 * MIB, page), DiskTier(tmp_path, 32 * MIB, page)
-    backend.register_host(host.bytes)
+    backend = make_device(resolve("cuda"), 64 * MIB, 16 * MIB)
+    host, disk = HostTier(32 * MIB, page, backend), DiskTier(tmp_path, 32 * MIB, page)
     try:
         rates = measure(backend=backend, host=host, disk=disk, page_size=page)
         assert_possible(rates)
-        without_host = measure(backend=backend, host=HostTier(0, page), disk=None, page_size=page)
+        without_host = measure(
+            backend=backend, host=HostTier(0, page, backend), disk=None, page_size=page
+        )
         assert without_host.d2h_bytes_per_s > 0
     finally:
-        backend.unregister_host(host.bytes)
         host.close()
         disk.close()
         backend.close()

@@ -11,11 +11,12 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from tensorpager.pager.backend import Backend, make_backend
 from tensorpager.pager.calibration import cache as calibration_cache
 from tensorpager.pager.calibration import measure as calibration
 from tensorpager.pager.calibration.measure import Calibration, calibrate
 from tensorpager.pager.cli import main
+from tensorpager.pager.devices.choice import make_device, resolve
+from tensorpager.pager.devices.device import Device
 from tensorpager.pager.disk.tier import DiskTier
 from tensorpager.pager.host import HostTier
 
@@ -29,8 +30,8 @@ class Machine:
     """Tiers, and a stand-in for measuring them that counts how often it is asked."""
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.backend: Backend = make_backend(torch.device("cpu"), MIB, MIB)
-        self.host = HostTier(0, PAGE)
+        self.backend: Device = make_device(torch.device("cpu"), MIB, MIB)
+        self.host = HostTier(0, PAGE, self.backend)
         self.disk = DiskTier(folder, 4 * PAGE, PAGE)
         self.times = 0
         monkeypatch.setattr(calibration, "measure", self.measure)
@@ -318,8 +319,8 @@ def test_doctor_measures_afresh_for_the_pagers_that_follow(
     assert second["measured_at"] > first["measured_at"]
     monkeypatch.setattr(calibration, "measure", None)
     size = 2 * MIB
-    backend = make_backend(torch.device("cuda" if torch.cuda.is_available() else "cpu"), size, size)
-    host, disk = HostTier(size, size), DiskTier(tmp_path, size, size)
+    backend = make_device(resolve(None), size, size)
+    host, disk = HostTier(size, size, backend), DiskTier(tmp_path, size, size)
     known = calibrate(backend=backend, host=host, disk=disk, page_size=size)
     assert asdict(known) == second["values"]
     disk.close()

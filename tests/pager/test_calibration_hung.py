@@ -14,10 +14,10 @@ import torch
 
 import tensorpager as tp
 from tensorpager.pager import planning
-from tensorpager.pager.backend import make_backend
 from tensorpager.pager.calibration import cache, disk_rates
 from tensorpager.pager.calibration.measure import measure
 from tensorpager.pager.check import check_invariants
+from tensorpager.pager.devices.choice import make_device
 from tensorpager.pager.disk.tier import DiskTier
 from tensorpager.pager.disk.watch import IoWatch, WatchedEngine
 from tensorpager.pager.errors import HungDisk
@@ -81,7 +81,8 @@ def test_the_wait_ends_and_what_is_in_use_is_held_back(
 ) -> None:
     """In the first write, in reads alone, or while both ways run."""
     monkeypatch.setattr(disk_rates, "PHASE_S", LONG)  # two pieces at least, however slow
-    backend, host = make_backend(torch.device("cpu"), MIB, MIB), HostTier(2 * MIB, PAGE_BYTES)
+    backend = make_device(torch.device("cpu"), MIB, MIB)
+    host = HostTier(2 * MIB, PAGE_BYTES, backend)
     held: list[tuple[list[Future[None]], dict[str, list[Run]]]] = []
 
     def hold_back(futures: Sequence[Future[None]], runs: dict[str, list[Run]]) -> None:
@@ -111,7 +112,8 @@ def test_the_wait_ends_and_what_is_in_use_is_held_back(
 
 
 def test_a_disk_that_is_slow_but_answers_is_measured(disk: DiskTier) -> None:
-    backend, host = make_backend(torch.device("cpu"), 64 * MIB, MIB), HostTier(0, PAGE_BYTES)
+    backend = make_device(torch.device("cpu"), 64 * MIB, MIB)
+    host = HostTier(0, PAGE_BYTES, backend)
     engine_of(disk).delay_seconds = SECONDS / 20
     watch = disk.engine.watch  # type: ignore[attr-defined]
     watch.timeout_seconds = LONG

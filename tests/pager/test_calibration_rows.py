@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 import torch
 
-from tensorpager.pager.backend import Backend, make_backend
 from tensorpager.pager.calibration import measure as calibration
 from tensorpager.pager.calibration import rows as calibration_rows
 from tensorpager.pager.calibration.rows import NEVER, Border, calibrate_rows, measure_rows, row_size
+from tensorpager.pager.devices.choice import make_device, resolve
+from tensorpager.pager.devices.device import Device
 from tensorpager.pager.host import HostTier
 
 PAGE = 64 << 10
@@ -22,8 +23,8 @@ MIB = 1 << 20
 
 
 @pytest.fixture
-def backend() -> Iterator[Backend]:
-    backend = make_backend(torch.device("cpu"), 8 * MIB, MIB)
+def backend() -> Iterator[Device]:
+    backend = make_device(torch.device("cpu"), 8 * MIB, MIB)
     yield backend
     backend.close()
 
@@ -63,13 +64,13 @@ def test_sizes_of_rows(row_bytes: int, expected: int) -> None:
 
 
 @pytest.mark.parametrize("row_bytes", [512, PAGE // 2])
-def test_it_is_measured(backend: Backend, row_bytes: int) -> None:
+def test_it_is_measured(backend: Device, row_bytes: int) -> None:
     found = measure_rows(backend, PAGE, row_bytes)
     assert found.most_bytes == 0 or row_bytes <= found.most_bytes <= PAGE // 2
     assert found.page_us > 0
 
 
-def test_both_ways_fetch_what_they_should(backend: Backend) -> None:
+def test_both_ways_fetch_what_they_should(backend: Device) -> None:
     with calibration.scratch(backend, 3 * PAGE) as memory:
         lookups = calibration_rows._Lookups(backend, memory, PAGE, 1024)
         memory[:] = np.arange(len(memory)) // 1024 % 251
@@ -83,7 +84,7 @@ def test_both_ways_fetch_what_they_should(backend: Backend) -> None:
 
 
 def test_where_rows_and_a_page_take_as_long(
-    backend: Backend, folder: Path, monkeypatch: pytest.MonkeyPatch
+    backend: Device, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A page: 6.55 µs and 1; a row of 512 bytes: 0.4 µs, 18 of them."""
     Machine(monkeypatch, row_s=0.35e-6, page_s=1e-6)
@@ -94,14 +95,14 @@ def test_where_rows_and_a_page_take_as_long(
 
 @pytest.mark.parametrize(("row_s", "most"), [(0.0, PAGE // 2), (1e-3, 0)])
 def test_never_more_than_half_a_page(
-    backend: Backend, folder: Path, monkeypatch: pytest.MonkeyPatch, row_s: float, most: int
+    backend: Device, folder: Path, monkeypatch: pytest.MonkeyPatch, row_s: float, most: int
 ) -> None:
     Machine(monkeypatch, row_s=row_s, page_s=1e-6)
     assert calibrate_rows(backend=backend, page_size=PAGE, row_bytes=512).most_bytes == most
 
 
 def test_it_is_remembered_for_each_size_of_row(
-    backend: Backend, folder: Path, monkeypatch: pytest.MonkeyPatch
+    backend: Device, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     machine = Machine(monkeypatch, row_s=0.35e-6, page_s=1e-6)
     found = [calibrate_rows(backend=backend, page_size=PAGE, row_bytes=n) for n in (512, 1024)]
@@ -119,7 +120,7 @@ def test_it_is_remembered_for_each_size_of_row(
     + [("other", 1)],
 )
 def test_what_cannot_be_is_not_believed(
-    backend: Backend, folder: Path, monkeypatch: pytest.MonkeyPatch, name: str, value: Any
+    backend: Device, folder: Path, monkeypatch: pytest.MonkeyPatch, name: str, value: Any
 ) -> None:
     machine = Machine(monkeypatch, row_s=0.35e-6, page_s=1e-6)
     found = calibrate_rows(backend=backend, page_size=PAGE, row_bytes=512)
@@ -132,9 +133,7 @@ def test_what_cannot_be_is_not_believed(
     assert machine.calls > calls
 
 
-def test_no_room_to_measure(
-    backend: Backend, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_room_to_measure(backend: Device, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: Any) -> Border:
         raise torch.OutOfMemoryError
 
@@ -147,13 +146,11 @@ def test_no_room_to_measure(
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("page", [PAGE, 2 * MIB])
 def test_on_a_gpu(page: int) -> None:
-    backend = make_backend(torch.device("cuda"), 256 * MIB, 2 * MIB)
-    host = HostTier(2 * page, page)
-    backend.register_host(host.bytes)
+    backend = make_device(resolve("cuda"), 256 * MIB, 2 * MIB)
+    host = HostTier(2 * page, page, backend)
     try:
         found = measure_rows(backend, page, 1024)
         assert found.most_bytes == 0 or 1024 <= found.most_bytes <= page // 2
     finally:
-        backend.unregister_host(host.bytes)
         host.close()
         backend.close()

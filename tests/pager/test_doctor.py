@@ -15,9 +15,9 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from tensorpager.pager import backend
 from tensorpager.pager.calibration.measure import Calibration
 from tensorpager.pager.cli import main
+from tensorpager.pager.devices import choice
 from tensorpager.pager.disk import kvikio as kvikio_engine
 from tensorpager.pager.disk import watch as disk_watch
 from tensorpager.pager.disk.engine import Engine
@@ -400,7 +400,8 @@ def test_whether_the_arena_can_be_registered(monkeypatch: pytest.MonkeyPatch) ->
 
         return SimpleNamespace(register_frames=register, close=close)
 
-    monkeypatch.setattr(backend, "make_backend", make)
+    monkeypatch.setattr(choice, "make_device", make)
+    monkeypatch.setattr(choice, "resolve", torch.device)
     finding = doctor_gds._registered(20 * GIB)
     assert (finding.state, finding.detail) == (
         "ok", "cuFile registers device memory, 32.00 GiB at most"

@@ -1,6 +1,6 @@
 """A host slot that a kernel has yet to read is not filled again, nor given back.
 
-With the CUDA backend's own order of work on fake streams, where a kernel runs as late as it may.
+With the accelerator's own order of work on fake streams, where a kernel runs as late as it may.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import tensorpager as tp
 from tensorpager.pager import host_rows
 from tensorpager.pager.slabs import page_set, pages_of
 
-from .fake_streams import FakeCudaBackend, Streams, streams  # noqa: F401
+from .fake_streams import FakeAccelerator, Streams, streams  # noqa: F401
 from .models import PAGE_BYTES
 from .tables import ROWS, WIDTH, paged_table, tight, write_table
 from .test_embedding import scramble
@@ -34,8 +34,8 @@ def late(streams: Streams, monkeypatch: pytest.MonkeyPatch, one_thread: None) ->
     return streams
 
 
-def backend_of(pager: tp.Pager) -> FakeCudaBackend:
-    assert isinstance(pager.backend, FakeCudaBackend)
+def backend_of(pager: tp.Pager) -> FakeAccelerator:
+    assert isinstance(pager.backend, FakeAccelerator)
     return pager.backend
 
 
@@ -43,7 +43,7 @@ def slots_of(table: tp.PagedTensor) -> set[int]:
     """Addresses of the table's host slots."""
     pager, run = table.pager, table._storage.run
     slots = pager.table.host[run.first : run.first + run.count]
-    return {pager.host.address + slot * PAGE_BYTES for slot in slots.tolist() if slot >= 0}
+    return {pager.host.view(slot, 1).ctypes.data for slot in slots.tolist() if slot >= 0}
 
 
 def by_faults(table: tp.PagedTensor, values: torch.Tensor) -> None:
@@ -97,10 +97,8 @@ def test_that_would_be_noticed(late: Streams, way: str) -> None:
 
 
 @pytest.mark.parametrize("end", ["grow", "close"])
-def test_host_memory_is_not_given_back_under_a_kernel(
-    late: Streams,
-    end: str,
-) -> None:
+def test_host_memory_is_not_given_back_under_a_kernel(late: Streams, end: str) -> None:
+    """Growing gives none back, so nobody waits for the kernel there."""
     dense = torch.randn(ROWS, WIDTH)
     indices = first_rows(range(PAGES - 1))
     with tight() as pager:
@@ -110,6 +108,6 @@ def test_host_memory_is_not_given_back_under_a_kernel(
         assert len(late.pending) == 1
         if end == "grow":
             pager.grow(host_budget="128MiB")
-            assert not late.pending
+            assert len(late.pending) == 1
     assert not late.pending
     assert torch.equal(out, dense[indices])

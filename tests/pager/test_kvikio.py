@@ -321,8 +321,6 @@ def test_buffers_live_until_the_future_is_done() -> None:
 @pytest.mark.parametrize(("start", "sizes"), [(0, [2, 1]), (1 << 20, [1, 2])])
 def test_device_memory_is_cut_where_mappings_end(start: int, sizes: list[int]) -> None:
     class OnDevice(np.ndarray):
-        is_cuda = True
-
         def data_ptr(self) -> int:
             return (7 << 30) + start
 

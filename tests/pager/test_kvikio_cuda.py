@@ -8,7 +8,8 @@ import pytest
 import torch
 
 import tensorpager as tp
-from tensorpager.pager.backend import Backend, make_backend
+from tensorpager.pager.devices.choice import make_device, resolve
+from tensorpager.pager.devices.device import Device
 from tensorpager.pager.disk.kvikio import has_gds, why_not
 from tensorpager.pager.disk.tier import DiskTier
 from tensorpager.pager.errors import CorruptPage
@@ -28,8 +29,8 @@ def kvikio() -> None:
 
 
 @pytest.fixture
-def arena() -> Iterator[Backend]:
-    backend = make_backend(torch.device("cuda"), 32 * MIB, 32 * MIB)
+def arena() -> Iterator[Device]:
+    backend = make_device(resolve("cuda"), 32 * MIB, 32 * MIB)
     yield backend
     backend.close()
 
@@ -37,7 +38,7 @@ def arena() -> Iterator[Backend]:
 @pytest.mark.parametrize("page_size", [256 << 10, 2 * MIB, 8 * MIB])
 @pytest.mark.parametrize("direct", [None, False])
 def test_frames_come_back(
-    arena: Backend, tmp_path: Path, page_size: int, direct: bool | None
+    arena: Device, tmp_path: Path, page_size: int, direct: bool | None
 ) -> None:
     """Also where a transfer crosses from one mapping of device memory into the next."""
     tier = DiskTier(tmp_path, 16 * MIB, page_size, io_engine="kvikio", on_cuda=True, direct=direct)
@@ -54,7 +55,7 @@ def test_frames_come_back(
     tier.close()
 
 
-def test_a_changed_byte_is_found_on_the_device(arena: Backend, tmp_path: Path) -> None:
+def test_a_changed_byte_is_found_on_the_device(arena: Device, tmp_path: Path) -> None:
     tier = DiskTier(tmp_path, 4 * MIB, 2 * MIB, io_engine="kvikio", on_cuda=True, direct=False)
     frames = arena.arena[: 4 * MIB]
     frames.fill_(3)

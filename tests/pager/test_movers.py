@@ -236,7 +236,7 @@ def test_what_was_prepared_in_the_same_pass_is_undone(
     if copy == "moved":
         monkeypatch.setattr(residency_module, "move_pages", breaks)
     else:
-        monkeypatch.setattr("tensorpager.pager.cpu_backend.CpuBackend.slide", breaks)
+        monkeypatch.setattr("tensorpager.pager.devices.cpu.Cpu.slide", breaks)
     count = 4 if copy == "moved" else 2
     pager, tensors = queued("A" * count + "E" + "." * (FRAMES - 1 - count), after, "EA")
     executor = pager.follower.executor

@@ -13,9 +13,8 @@ import torch
 
 import tensorpager as tp
 from tensorpager.pager import runtime
-from tensorpager.pager.cuda_backend import CudaBackend
-from tensorpager.pager.disk import tier as disk
-from tensorpager.pager.disk.engine import make_engine
+from tensorpager.pager.devices.cpu import Cpu
+from tensorpager.pager.devices.cuda_memory import CudaMemory
 from tensorpager.pager.disk.registration import Registration
 from tensorpager.pager.disk.tier import DiskTier
 from tensorpager.pager.errors import PagerError
@@ -23,7 +22,7 @@ from tensorpager.pager.errors import PagerError
 from . import fake_kvikio
 from .disk_suite import PAGE
 from .fake_kvikio import PIECE, Cufile
-from .fake_streams import Event, FakeCudaBackend, Streams, streams  # noqa: F401
+from .fake_streams import Event, FakeAccelerator, FakeKit, Streams, streams  # noqa: F401
 from .models import PAGE_BYTES, make_pager
 
 FRAMES = 2 * PIECE // PAGE_BYTES  # of one arena: two mappings
@@ -134,7 +133,7 @@ def test_cufiles_own_limit_is_asked_for(cufile: Cufile, tmp_path: Path) -> None:
     tier.close()
 
 
-# Under a pager, with the CUDA backend's own border
+# Under a pager, with the CUDA kit's own border
 
 
 class Range:
@@ -164,18 +163,22 @@ class Range:
         self._cpu.close()
 
 
-class MappedBackend(FakeCudaBackend):
-    """The CUDA backend's copies, marks and border."""
+class MappedKit(FakeKit):
+    """The border of CUDA's kit."""
 
-    def __init__(self, streams: Streams, cufile: Cufile, reserved: int, committed: int) -> None:  # noqa: F811
-        super().__init__(streams, reserved, committed)
-        del self.commit  # type: ignore[method-assign]
-        cufile.base, self.granularity = self.address, PIECE
-        self._range = Range(self._cpu, cufile)  # type: ignore[assignment]
+    granularity = PIECE
+    takes_drives = True
+    commit, close = CudaMemory.commit, CudaMemory.close  # type: ignore[assignment]
+    register_frames, _register = CudaMemory.register_frames, CudaMemory._register
+    _registration = None
+
+    def __init__(self, streams: Streams, cpu: Cpu, cufile: Cufile, committed: int) -> None:  # noqa: F811
+        super().__init__(streams, cpu)
+        del self.commit, self.close
+        cufile.base = self.address
+        self._device = cpu.device
+        self._range = Range(cpu, cufile)
         self._range.commit(committed)
-
-    def close(self) -> None:
-        CudaBackend.close(self)
 
 
 @pytest.fixture
@@ -186,16 +189,14 @@ def on_gds(
 ) -> Cufile:
     """Pagers for the CPU seem to be on a GPU, with GPUDirect Storage."""
 
-    def make(name: str, *given: Any, **named: Any) -> Any:
-        return make_engine(name, *given, **{**named, "on_cuda": True})
+    def make(device: torch.device, reserved: int, committed: int) -> FakeAccelerator:
+        def kit(streams: Streams, cpu: Cpu) -> MappedKit:
+            return MappedKit(streams, cpu, cufile, committed)
 
-    monkeypatch.setattr(disk, "make_engine", make)
-    monkeypatch.setattr(
-        runtime, "make_backend", lambda device, *given: MappedBackend(streams, cufile, *given)
-    )
+        return FakeAccelerator(streams, device, reserved, committed, kit)
+
+    monkeypatch.setattr(runtime, "make_device", make)
     monkeypatch.setattr(Event, "synchronize", lambda e: streams.run_before(e), raising=False)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     return cufile
 
 

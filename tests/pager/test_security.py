@@ -29,7 +29,7 @@ from torch import nn
 import tensorpager as tp
 from tensorpager.pager.calibration import cache as calibration_cache
 from tensorpager.pager.cli import COMMANDS, main
-from tensorpager.pager.cpu_backend import CpuBackend
+from tensorpager.pager.devices.cpu import Cpu
 from tensorpager.pager.disk import file as disk_io
 from tensorpager.pager.disk.tier import DiskTier
 from tensorpager.pager.host import HostTier
@@ -144,11 +144,11 @@ def test_a_disk_tier_begins_with_zeros(tmp_path: Path) -> None:
 def test_a_host_tier_and_an_arena_begin_with_zeros() -> None:
     nbytes = 64 * PAGE
     for _ in range(2):
-        host = HostTier(nbytes, PAGE)
-        assert not host.bytes.any()
-        host.bytes[:] = SECRET
+        arena = Cpu(nbytes, nbytes)
+        host = HostTier(nbytes, PAGE, arena)
+        assert not host.view(0, 64).any()
+        host.view(0, 64)[:] = SECRET
         host.close()
-        arena = CpuBackend(nbytes, nbytes)
         assert not arena.arena.any()
         arena.arena.fill_(SECRET)
         arena.commit(PAGE)  # the border moves down and up again: what was behind it is gone

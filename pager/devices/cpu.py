@@ -9,26 +9,34 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .backend import Bytes, Copy
-from .dense_allocator import Account, AllocatorMeter, load
-from .dense_meter import DenseMeter, Timeline
-from .dense_refusal import Peak
-from .first_root import take_first_root
-from .heap import ROOMY_BYTES, TIGHT_BYTES, map_blocks_from
-from .memory import Region
+from ..dense_allocator import Account, AllocatorMeter, load, loaded
+from ..dense_meter import DenseMeter, Timeline, allocated_bytes
+from ..dense_refusal import Peak
+from ..first_root import take_first_root
+from ..heap import ROOMY_BYTES, TIGHT_BYTES, map_blocks_from
+from ..memory import Region
+from .device import Bytes, Copy, HostMemory
 
 if TYPE_CHECKING:
-    from .disk.registration import Registration
+    from ..disk.registration import Registration
 
 
-class CpuBackend:
-    """Implements :class:`~.backend.Backend`; copies are complete when the call returns."""
+def private_memory(nbytes: int) -> HostMemory:
+    """A range of its own, of the size of the budget and no larger."""
+    region = Region(nbytes, nbytes)
+    return HostMemory(region.array(), region.close)
 
-    host_addressable = True
+
+class Cpu:
+    """Implements :class:`~.device.Device`; copies are complete when the call returns."""
+
+    host_addressable = can_unmap = knows_dense = True
+    caps_dense = takes_drives = False
     granularity = 1
 
     def __init__(self, reserved_bytes: int, committed_bytes: int) -> None:
         self.device = torch.device("cpu")
+        self.reserved_bytes = reserved_bytes
         self._region = Region(reserved_bytes, committed_bytes)
         self._bytes = self._region.array()
         self.arena = torch.from_numpy(self._bytes)
@@ -43,17 +51,27 @@ class CpuBackend:
     def commit(self, nbytes: int) -> None:
         self._region.commit(nbytes)
 
+    def remake(self, nbytes: int) -> None:
+        raise NotImplementedError("the border moves")
+
     def register_frames(self, registration: Registration) -> None:
         pass
 
     def frames_view(self, offset: int, nbytes: int) -> Bytes:
         return self._bytes[offset : offset + nbytes]
 
+    def host_memory(self, nbytes: int) -> list[HostMemory]:
+        return [private_memory(nbytes)] if nbytes else []
+
     def register_host(self, memory: Bytes) -> None:
         pass
 
     def unregister_host(self, memory: Bytes) -> None:
         pass
+
+    def seen_at(self, memory: Bytes) -> int:
+        address: int = memory.ctypes.data
+        return address
 
     def copy_out(self, copies: Sequence[Copy]) -> None:
         for offset, host in copies:
@@ -96,7 +114,7 @@ class CpuBackend:
     def host_ready(self) -> None:
         pass
 
-    def limit_dense(self, nbytes: int | None, *, roomy: bool = False) -> None:
+    def limit_dense(self, nbytes: int | None, *, counted: int = 0, roomy: bool = False) -> None:
         if self._account is not None:
             if nbytes is not None:
                 self._keep = nbytes
@@ -127,6 +145,10 @@ class CpuBackend:
         if self._account is not None:
             self._peak = max(self._peak, self._account.peak)
             self._account.reset()
+
+    def dense_now(self) -> int:
+        allocator = loaded()
+        return allocated_bytes() if allocator is None else allocator.totals().live
 
     def dense_peak(self) -> int:
         return max(self._peak, self._account.peak) if self._account is not None else 0

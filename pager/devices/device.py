@@ -1,8 +1,12 @@
-"""What the runtime asks of a device. Two implementations: ``cpu_backend`` and ``cuda_backend``.
+"""What the runtime asks of a device. Two implementations: ``cpu`` and ``accelerator``.
 
 Note: stream order
 ------------------
-Three streams: *compute* (the user's current stream), *out* (device → host), *in* (host → device).
+Streams: *compute* (those that ops run on), *out* (device → host), *in* (host → device). Ops may run
+on several streams, one after the other: a stream that is current where pages are used is noted
+(``note_compute``), and waits then for the stream of the ops before and for *in* and *out*. So uses
+of pages are one order, that of the program, whatever stream they are on; "waits for *compute*"
+below means for every stream that was noted.
 
 1. ``copy_out`` makes *out* wait for everything queued on *compute* so far: the last use of a page
    is complete before its bytes leave.
@@ -28,24 +32,25 @@ Three streams: *compute* (the user's current stream), *out* (device → host), *
    has returned finds the bytes there. Memory that cuFile knows (``register_frames``) is known from
    after it was mapped until before it is unmapped.
 
-On the CPU backend every copy is complete when the call returns, so the waits do nothing.
+On the CPU every copy is complete when the call returns, so the waits do nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from .dense_meter import Timeline
-from .dense_refusal import Peak
+from ..dense_meter import Timeline
+from ..dense_refusal import Peak
 
 if TYPE_CHECKING:
-    from .disk.registration import Registration
+    from ..disk.registration import Registration
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -57,17 +62,48 @@ class Copy(NamedTuple):
     host: Bytes
 
 
-class Backend(Protocol):
-    """Owns the arena, its streams and events, and knows the dense memory beside it."""
+@dataclass
+class HostMemory:
+    """One piece of host memory that copies to and from the device run on at full speed.
+
+    bytes : uint8 [n]; not to be touched after ``give_back()``.
+    """
+
+    bytes: Bytes
+    give_back: Callable[[], None]
+
+
+class Device(Protocol):
+    """Owns the arena, its streams and events, and knows the dense memory beside it.
+
+    What can be done with one is asked by the names below, never by its type.
+    """
 
     device: torch.device
-    arena: torch.Tensor  # uint8 [reserved bytes]; only what is committed may be touched
-    address: int
     granularity: int  # bytes; the border is at a multiple of it
-    host_addressable: bool  # the CPU can read and write frames in place
+    reserved_bytes: int  # that the arena can have at most
+    host_addressable: bool  # the CPU can read and write frames in place, and ops are over at return
+    can_unmap: bool  # the border moves and nothing else does; otherwise see ``remake``
+    caps_dense: bool  # ``limit_dense`` is a cap on what the allocator holds, fragments included
+    knows_dense: bool  # dense memory can be measured
+    takes_drives: bool  # drives can read and write frames, with NVIDIA's cuFile
+
+    @property
+    def arena(self) -> torch.Tensor:
+        """uint8; only what is committed may be touched."""
+
+    @property
+    def address(self) -> int:
+        """Of the arena's first byte."""
 
     def commit(self, nbytes: int) -> None:
-        """Move the border between arena and dense memory."""
+        """Move the border between arena and dense memory. All or nothing: if it raises, what could
+        be touched before can be touched still."""
+
+    def remake(self, nbytes: int) -> None:
+        """Where not ``can_unmap``: an arena of ``nbytes`` in place of this one, the same bytes in
+        it as far as it goes. No view of the old one may be in use; ``arena`` and ``address`` are
+        others afterwards. All or nothing."""
 
     def register_frames(self, registration: Registration) -> None:
         """Keep ``registration`` in step with the memory behind the arena, from now until the arena
@@ -76,11 +112,21 @@ class Backend(Protocol):
     def frames_view(self, offset: int, nbytes: int) -> Any:
         """Arena bytes for disk I/O in place: an array where ``host_addressable``, else a tensor."""
 
+    def host_memory(self, nbytes: int) -> list[HostMemory]:
+        """Host memory of so many bytes all together, page-locked where the device can, in as few
+        pieces as may be. More than one only if ``nbytes`` is no power of two; each is then, the
+        largest first."""
+
     def register_host(self, memory: Bytes) -> None:
-        """Page-lock ``memory`` so that copies run at link speed."""
+        """Page-lock memory that is there, where that is possible, so that copies run at link
+        speed."""
 
     def unregister_host(self, memory: Bytes) -> None:
         """Undo ``register_host``."""
+
+    def seen_at(self, memory: Bytes) -> int | None:
+        """The address at which kernels see the first of these bytes, which are of ``host_memory``
+        or registered; ``None`` if they cannot."""
 
     def copy_out(self, copies: Sequence[Copy]) -> None:
         """Queue arena → host copies (rule 1)."""
@@ -89,7 +135,8 @@ class Backend(Protocol):
         """Queue host → arena copies (rule 2)."""
 
     def note_compute(self) -> None:
-        """The calling thread's current stream is the one that ops run on from now on."""
+        """The calling thread's current stream is the one that ops run on from now on. To be called
+        before pages are used. Any thread."""
 
     def on_compute(self) -> AbstractContextManager[Any]:
         """What the calling thread queues inside goes to the stream of ops."""
@@ -121,9 +168,11 @@ class Backend(Protocol):
     def host_ready(self) -> None:
         """Rule 4: blocks the caller, without the GIL, until queued copies are complete."""
 
-    def limit_dense(self, nbytes: int | None, *, roomy: bool = False) -> None:
-        """Make ``nbytes`` a hard cap of dense memory where the device can; ``None`` lifts it.
-        ``roomy``: there is plenty, so the allocator may keep freed memory for reuse."""
+    def limit_dense(self, nbytes: int | None, *, counted: int = 0, roomy: bool = False) -> None:
+        """Make ``nbytes`` a hard cap of dense memory where the device can; ``None`` lifts it. On
+        top of them is what was alive when the last one was lifted, but for ``counted``: dense bytes
+        of that which are among ``nbytes``. ``roomy``: there is plenty, so the allocator may
+        keep freed memory for reuse."""
 
     def limit_guests(self, nbytes: int | None) -> None:
         """No thread is a guest any more. From now on a guest is refused what brings all dense
@@ -141,6 +190,9 @@ class Backend(Protocol):
     def count_anew(self) -> None:
         """What is alive now was counted; count from 0 on, as a metered iteration does when the
         optimizer steps."""
+
+    def dense_now(self) -> int:
+        """Dense bytes that are alive, of whoever's; to be compared with what it was before."""
 
     def dense_peak(self) -> int:
         """Most dense bytes that were counted at once since ``cap_dense``; 0 where not known."""
@@ -168,16 +220,3 @@ class Backend(Protocol):
 
     def close(self) -> None:
         """Give everything back. Idempotent."""
-
-
-def make_backend(device: torch.device, reserved_bytes: int, committed_bytes: int) -> Backend:
-    """The backend for ``device`` (``cpu`` or ``cuda``)."""
-    if device.type == "cpu":
-        from .cpu_backend import CpuBackend
-
-        return CpuBackend(reserved_bytes, committed_bytes)
-    if device.type == "cuda":
-        from .cuda_backend import CudaBackend
-
-        return CudaBackend(device, reserved_bytes, committed_bytes)
-    raise ValueError(f"device={str(device)!r} has no backend; pass 'cpu' or 'cuda'")

@@ -1,0 +1,1 @@
+"""The arena, and all streams and events, of one device."""

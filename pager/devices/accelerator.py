@@ -1,0 +1,304 @@
+"""The device arena on any accelerator of PyTorch: the one owner of streams and events.
+
+Written on ``torch.accelerator``, ``torch.Stream`` and ``torch.Event`` alone. How the arena's memory
+is had and moved, and how host memory is page-locked, differs from vendor to vendor: a *kit* does
+that (``cuda_memory.py``; ``plain_memory.py`` for all others).
+
+A stream is made current with ``set_stream``, never with ``with stream:``. A ``torch.Stream`` keeps
+what was current before in itself, so two threads inside one stream's block would leave it with each
+other's.
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+import torch
+
+from ..dense_meter import Timeline
+from ..dense_refusal import Peak
+from ..errors import PagerError
+from .device import Bytes, Copy, HostMemory
+
+if TYPE_CHECKING:
+    from ..disk.registration import Registration
+
+
+class Kit(Protocol):
+    """What differs between accelerators. Made of (a device with its index, the bytes that the arena
+    may have at most, those that it has at first). The methods are those of ``Device``, without its
+    streams: when memory is moved, given back or made anew, nothing on the device uses it any more.
+    """
+
+    name: str
+    granularity: int
+    reserved_bytes: int
+    can_unmap: bool
+    caps_dense: bool
+    knows_dense: bool
+    takes_drives: bool
+
+    @staticmethod
+    def lacking(device: torch.device) -> list[str]:
+        """What ``device`` has to do without, in words."""
+
+    @property
+    def arena(self) -> torch.Tensor: ...
+
+    @property
+    def address(self) -> int: ...
+
+    @property
+    def counted_bytes(self) -> int:
+        """Bytes of the arena that PyTorch's allocator counts among its own."""
+
+    def commit(self, nbytes: int) -> None: ...
+    def remake(self, nbytes: int) -> None: ...
+    def register_frames(self, registration: Registration) -> None: ...
+    def host_memory(self, nbytes: int) -> list[HostMemory]: ...
+    def register_host(self, memory: Bytes) -> None: ...
+    def unregister_host(self, memory: Bytes) -> None: ...
+    def seen_at(self, memory: Bytes) -> int | None: ...
+
+    def limit_dense(self, nbytes: int | None) -> None:
+        """A cap on all that PyTorch's allocator holds on the device."""
+
+    def close(self) -> None: ...
+
+
+@contextmanager
+def on_stream(stream: torch.Stream) -> Iterator[None]:
+    """What the calling thread queues inside goes to ``stream``."""
+    before = torch.accelerator.current_stream(stream.device)
+    torch.accelerator.set_stream(stream)
+    try:
+        yield
+    finally:
+        torch.accelerator.set_stream(before)
+
+
+class Accelerator:
+    """Implements :class:`~.device.Device`; the stream order is that module's note."""
+
+    host_addressable = False
+
+    def __init__(self, device: torch.device, kit: Kit) -> None:
+        self.device, self.kit = device, kit
+        self.granularity, self.reserved_bytes = kit.granularity, kit.reserved_bytes
+        self.can_unmap, self.caps_dense = kit.can_unmap, kit.caps_dense
+        self.knows_dense, self.takes_drives = kit.knows_dense, kit.takes_drives
+        self._out, self._in, self._carry_out, self._carry_in = (
+            torch.Stream(device) for _ in range(4)
+        )
+        self._compute = self._here()
+        self._others: list[torch.Stream] = []  # that pages were used on before
+        self._noting = threading.Lock()
+        self._alive = 0  # dense bytes when the last measurement began
+        self._alive_before = 0  # and before the first one of an iteration
+
+    @property
+    def arena(self) -> torch.Tensor:
+        return self.kit.arena
+
+    @property
+    def address(self) -> int:
+        return self.kit.address
+
+    # -- the border ------------------------------------------------------------------------------
+    def commit(self, nbytes: int) -> None:
+        if self.can_unmap:
+            self._settle()
+        self.kit.commit(nbytes)
+
+    def remake(self, nbytes: int) -> None:
+        self._settle()
+        self.kit.remake(nbytes)
+        self._settle()
+
+    def _settle(self) -> None:
+        """Nothing uses memory that is about to be given back, and PyTorch's cache keeps none that
+        is about to be needed."""
+        torch.accelerator.synchronize(self.device)
+        torch.accelerator.empty_cache()
+
+    def register_frames(self, registration: Registration) -> None:
+        self.kit.register_frames(registration)
+
+    def frames_view(self, offset: int, nbytes: int) -> torch.Tensor:
+        return self.arena[offset : offset + nbytes]
+
+    # -- page-locked host memory -----------------------------------------------------------------
+    def host_memory(self, nbytes: int) -> list[HostMemory]:
+        return self.kit.host_memory(nbytes)
+
+    def register_host(self, memory: Bytes) -> None:
+        self.kit.register_host(memory)
+
+    def unregister_host(self, memory: Bytes) -> None:
+        self.kit.unregister_host(memory)
+
+    def seen_at(self, memory: Bytes) -> int | None:
+        return self.kit.seen_at(memory)
+
+    # -- streams ---------------------------------------------------------------------------------
+    def _here(self) -> torch.Stream:
+        return torch.accelerator.current_stream(self.device)
+
+    def note_compute(self) -> None:
+        here = self._here()
+        if here == self._compute:
+            return
+        with self._noting:
+            before, self._compute = self._compute, here
+            others = [stream for stream in self._others if stream != here]
+            self._others = others if before == here else [*others, before]
+            for stream in (*self._others, self._out, self._in):
+                here.wait_stream(stream)
+
+    def _after_compute(self, stream: torch.Stream) -> None:
+        """``stream`` waits for all uses of pages so far. What was queued on another stream after
+        that was noted is waited for too: a thread may be between noting its own and its op."""
+        stream.wait_stream(self._compute)
+        for other in self._others:
+            stream.wait_stream(other)
+
+    def on_compute(self) -> AbstractContextManager[Any]:
+        return on_stream(self._compute)
+
+    # -- copies ----------------------------------------------------------------------------------
+    def _copy(self, stream: torch.Stream, copies: Sequence[Copy], *, to_device: bool) -> None:
+        with on_stream(stream):
+            for offset, host in copies:
+                frames, bytes_ = self.arena[offset : offset + len(host)], torch.from_numpy(host)
+                if to_device:
+                    frames.copy_(bytes_, non_blocking=True)
+                else:
+                    bytes_.copy_(frames, non_blocking=True)
+
+    def copy_out(self, copies: Sequence[Copy]) -> None:
+        self.note_compute()
+        self._after_compute(self._out)
+        self._copy(self._out, copies, to_device=False)
+
+    def copy_in(self, copies: Sequence[Copy]) -> None:
+        self.note_compute()
+        self._in.wait_stream(self._out)
+        self._after_compute(self._in)
+        self._copy(self._in, copies, to_device=True)
+
+    def mark(self) -> torch.Event:
+        self._compute.wait_stream(self._out)  # copies of faults leave frames that look free
+        for other in self._others:
+            self._compute.wait_stream(other)
+        event = torch.Event(self.device)
+        event.record(self._compute)
+        return event
+
+    def wait(self, mark: Any) -> None:
+        if mark is not None:
+            mark.synchronize()
+
+    def carry_out(self, copies: Sequence[Copy], mark: Any) -> None:
+        self._carry(self._carry_out, copies, mark, to_device=False)
+
+    def carry_in(self, copies: Sequence[Copy], mark: Any) -> None:
+        self._carry(self._carry_in, copies, mark, to_device=True)
+
+    def _carry(
+        self, stream: torch.Stream, copies: Sequence[Copy], mark: Any, *, to_device: bool
+    ) -> None:
+        if mark is not None:
+            stream.wait_event(mark)
+        self._copy(stream, copies, to_device=to_device)
+        stream.synchronize()
+
+    def slide(self, moves: Sequence[tuple[int, int, int]]) -> None:
+        for source, target, nbytes in moves:
+            step = min(nbytes, source - target)  # pieces that do not overlap themselves
+            for start in range(0, nbytes, step):
+                length = min(step, nbytes - start)
+                piece = self.arena[source + start : source + start + length]
+                self.arena[target + start : target + start + length].copy_(piece)
+
+    def reuse_frames(self) -> None:
+        self._here().wait_stream(self._out)
+
+    def use_frames(self) -> None:
+        self._here().wait_stream(self._in)
+
+    def host_ready(self) -> None:
+        self._out.synchronize()
+        self._in.synchronize()
+
+    # -- dense memory ----------------------------------------------------------------------------
+    def limit_dense(self, nbytes: int | None, *, counted: int = 0, roomy: bool = False) -> None:
+        if nbytes is None:
+            self._alive_before = self.dense_now()
+        else:
+            nbytes += max(0, self._alive_before - counted)
+        self.kit.limit_dense(nbytes)
+
+    def limit_guests(self, nbytes: int | None) -> None:
+        pass  # its allocator does not know threads; the cap is one for all of them
+
+    def add_guest(self) -> None:
+        pass
+
+    def cap_dense(self, nbytes: int | None) -> None:
+        pass  # limit_dense is a cap already
+
+    def count_anew(self) -> None:
+        pass
+
+    def dense_now(self) -> int:
+        return self._memory("allocated", "current") - self.kit.counted_bytes
+
+    def dense_peak(self) -> int:
+        return 0
+
+    def refusal(self) -> str:
+        return ""
+
+    def _memory(self, what: str, which: str) -> int:
+        if not self.knows_dense:
+            return 0
+        index: int = self.device.index
+        stats = torch._C._accelerator_getDeviceStats(index)
+        return int(stats[f"{what}_bytes"]["all"][which])
+
+    def meter_start(self) -> None:
+        if not self.knows_dense:
+            return
+        torch.accelerator.empty_cache()  # what is cached now is not what an iteration needs
+        torch.accelerator.reset_peak_memory_stats(self.device)
+        self._alive = self.dense_now()
+
+    def meter_sample(self) -> None:
+        pass  # the allocator keeps its peak
+
+    def meter_stop(self) -> int:
+        # What the allocator held, not what tensors took: its cap counts that, fragments included.
+        held = self._memory("reserved", "peak") - self.kit.counted_bytes
+        return max(0, held - self._alive)
+
+    def meter_peak(self) -> Peak | None:
+        return None
+
+    def meter_level(self) -> int | None:
+        return None  # of what it keeps cached, not of what this iteration takes
+
+    def meter_timeline(self) -> Timeline:
+        return np.empty(0), np.empty(0, np.int64)
+
+    def close(self) -> None:
+        torch.accelerator.synchronize(self.device)
+        try:
+            self.kit.close()
+        except PagerError as error:
+            text = f"{error}. The arena's memory is given back when the process ends"
+            warnings.warn(text, RuntimeWarning, stacklevel=2)

@@ -1,0 +1,220 @@
+"""Memory of an NVIDIA GPU, as CUDA alone has it: virtual memory, page-locked ranges, a cap.
+
+The address range of the whole budget is reserved once; physical memory is mapped to its front in
+pieces of the driver's granularity (2 MiB), so that moving the border gives memory back to
+PyTorch's allocator, or takes it, without copying anything.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..errors import PagerError
+from .cpu import private_memory
+from .device import Bytes, HostMemory
+
+if TYPE_CHECKING:
+    from ..disk.registration import Registration
+
+
+def _driver() -> Any:
+    try:
+        from cuda.bindings import driver
+    except ImportError as error:
+        raise PagerError(
+            "the arena on a GPU needs NVIDIA's cuda-bindings; pip install cuda-bindings"
+        ) from error
+    return driver
+
+
+def _checked(result: Any, what: str) -> Any:
+    code, *values = result
+    if int(code) != 0:
+        raise PagerError(
+            f"{what} failed with {code.name}; lower device_budget, or free GPU memory that other "
+            "processes hold (nvidia-smi lists them)"
+        )
+    return values[0] if len(values) == 1 else values
+
+
+class _MappedRange:
+    """Reserved device addresses of which the first pieces have memory behind them."""
+
+    def __init__(self, device: torch.device, reserved_bytes: int) -> None:
+        self._cuda = _driver()
+        self._device_index = device.index
+        property_ = self._cuda.CUmemAllocationProp()
+        property_.type = self._cuda.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+        property_.location.type = self._cuda.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+        property_.location.id = self._device_index
+        if self._takes_rdma():
+            property_.allocFlags.gpuDirectRDMACapable = 1  # GPUDirect Storage: drives write to it
+        self._property = property_
+        minimum = self._cuda.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
+        self.granularity = int(
+            _checked(
+                self._cuda.cuMemGetAllocationGranularity(property_, minimum), "asking granularity"
+            )
+        )
+        self.reserved_bytes = -(-reserved_bytes // self.granularity) * self.granularity
+        self._base = _checked(
+            self._cuda.cuMemAddressReserve(self.reserved_bytes, 0, 0, 0), "reserving addresses"
+        )
+        self.address = int(self._base)
+        self._pieces: list[Any] = []
+
+    @property
+    def committed_bytes(self) -> int:
+        return len(self._pieces) * self.granularity
+
+    def _takes_rdma(self) -> bool:
+        ask = self._cuda.CUdevice_attribute
+        attribute = ask.CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED
+        code, value = self._cuda.cuDeviceGetAttribute(attribute, self._device_index)
+        return int(code) == 0 and bool(value)
+
+    def commit(self, nbytes: int) -> None:
+        """Map or unmap pieces until exactly ⌈nbytes / granularity⌉ are there. All or nothing."""
+        wanted = -(-nbytes // self.granularity)
+        before = len(self._pieces)
+        try:
+            while len(self._pieces) < wanted:
+                self._map_one()
+        except PagerError:
+            self._unmap_to(before)
+            raise
+        self._unmap_to(wanted)
+
+    def _map_one(self) -> None:
+        size = self.granularity
+        where = self.address + len(self._pieces) * size
+        piece = _checked(
+            self._cuda.cuMemCreate(size, self._property, 0), f"allocating {size} device bytes"
+        )
+        try:
+            _checked(self._cuda.cuMemMap(where, size, 0, piece, 0), "mapping device memory")
+        except PagerError:
+            self._cuda.cuMemRelease(piece)
+            raise
+        self._pieces.append(piece)
+        access = self._cuda.CUmemAccessDesc()
+        access.location = self._property.location
+        access.flags = self._cuda.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+        _checked(self._cuda.cuMemSetAccess(where, size, [access], 1), "opening device memory")
+
+    def _unmap_to(self, count: int) -> None:
+        while len(self._pieces) > count:
+            where = self.address + (len(self._pieces) - 1) * self.granularity
+            _checked(self._cuda.cuMemUnmap(where, self.granularity), "unmapping device memory")
+            piece = self._pieces.pop()
+            _checked(self._cuda.cuMemRelease(piece), "releasing device memory")
+
+    def close(self) -> None:
+        if self._base is not None:
+            self._unmap_to(0)
+            _checked(self._cuda.cuMemAddressFree(self._base, self.reserved_bytes), "freeing range")
+            self._base = None
+
+
+class CudaMemory:
+    """Implements :class:`~.accelerator.Kit`."""
+
+    name = "CUDA"
+    can_unmap = caps_dense = knows_dense = takes_drives = True
+    counted_bytes = 0  # the arena is none of PyTorch's allocator's memory
+    _registration: Registration | None = None
+
+    def __init__(self, device: torch.device, reserved_bytes: int, committed_bytes: int) -> None:
+        self._device = device
+        torch.empty(1, device=device)  # makes the primary context current
+        self._range = _MappedRange(device, reserved_bytes)
+        try:
+            self._range.commit(committed_bytes)
+        except BaseException:
+            self._range.close()
+            raise
+        self.granularity, self.address = self._range.granularity, self._range.address
+        self.reserved_bytes = self._range.reserved_bytes
+        storage = torch._C._construct_storage_from_data_pointer(
+            self.address, device, self.reserved_bytes
+        )
+        empty = torch.empty(0, dtype=torch.uint8, device=device)
+        self.arena = empty.set_(storage, 0, (self.reserved_bytes,), (1,))
+
+    @staticmethod
+    def lacking(device: torch.device) -> list[str]:
+        return []
+
+    # -- the border ------------------------------------------------------------------------------
+    def commit(self, nbytes: int) -> None:
+        if self._registration is not None:
+            self._registration.keep(nbytes)
+        try:
+            self._range.commit(nbytes)
+        finally:
+            self._register()
+
+    def remake(self, nbytes: int) -> None:
+        raise NotImplementedError("the border moves")
+
+    def register_frames(self, registration: Registration) -> None:
+        self._registration = registration
+        self._register()
+
+    def _register(self) -> None:
+        if self._registration is not None:
+            mapped = self._range
+            self._registration.cover(self.arena, mapped.committed_bytes, mapped.granularity)
+
+    # -- page-locked host memory -----------------------------------------------------------------
+    def host_memory(self, nbytes: int) -> list[HostMemory]:
+        """One range: PyTorch's own page-locked allocator rounds sizes up to powers of two."""
+        if not nbytes:
+            return []
+        memory = private_memory(nbytes)
+        try:
+            self.register_host(memory.bytes)
+        except BaseException:
+            memory.give_back()
+            raise
+
+        def give_back(plain: HostMemory = memory) -> None:
+            self.unregister_host(plain.bytes)
+            plain.give_back()
+
+        return [HostMemory(memory.bytes, give_back)]
+
+    def register_host(self, memory: Bytes) -> None:
+        if memory.nbytes:
+            code = torch.cuda.cudart().cudaHostRegister(memory.ctypes.data, memory.nbytes, 0)
+            if int(code) != 0:
+                raise PagerError(
+                    f"page-locking {memory.nbytes} bytes of host memory failed ({code}); lower "
+                    "host_budget, or raise the limit (ulimit -l)"
+                )
+
+    def unregister_host(self, memory: Bytes) -> None:
+        if memory.nbytes:
+            torch.cuda.cudart().cudaHostUnregister(memory.ctypes.data)
+
+    def seen_at(self, memory: Bytes) -> int | None:
+        """Memory that was registered with flags 0 is mapped, because all addresses are of one
+        space; on some systems at another address than the CPU's."""
+        code, mapped = _driver().cuMemHostGetDevicePointer(memory.ctypes.data, 0)
+        return int(mapped) if int(code) == 0 else None
+
+    # -- dense memory ----------------------------------------------------------------------------
+    def limit_dense(self, nbytes: int | None) -> None:
+        total = torch.cuda.get_device_properties(self._device).total_memory
+        share = 1.0 if nbytes is None else min(1.0, nbytes / total)
+        torch.cuda.set_per_process_memory_fraction(share, self._device)
+
+    def close(self) -> None:
+        """Raises ``PagerError`` with everything still mapped if a drive may still write there
+        (rule 4 of ``disk/registration.py``)."""
+        if self._registration is not None:
+            self._registration.keep(0)
+        self.arena = torch.empty(0, dtype=torch.uint8, device=self._device)
+        self._range.close()

@@ -1,0 +1,146 @@
+"""Memory of any accelerator that PyTorch knows, with nothing but what PyTorch offers for all.
+
+There is no address range to map memory into, so the arena is one tensor. Its border stays where it
+is until the end of the first iteration, when its size is known: then it is made anew in that size.
+Host memory is page-locked by PyTorch, whose allocators may round sizes up to powers of two, so it
+comes in pieces of such sizes, which together are what was asked for.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from ..errors import PagerError
+from .device import Bytes, HostMemory
+
+if TYPE_CHECKING:
+    from ..disk.registration import Registration
+
+_STATISTICS = ("allocated_bytes.all.peak", "reserved_bytes.all.peak")
+
+
+class PlainMemory:
+    """Implements :class:`~.accelerator.Kit`."""
+
+    name = "plain"
+    granularity = 1
+    can_unmap = caps_dense = takes_drives = False
+
+    def __init__(self, device: torch.device, reserved_bytes: int, committed_bytes: int) -> None:
+        self._device = device
+        self.reserved_bytes = reserved_bytes
+        self.arena = self._allocate(committed_bytes)
+        self.knows_dense = has_statistics(device)
+
+    @staticmethod
+    def lacking(device: torch.device) -> list[str]:
+        found = [
+            "virtual memory (the arena is one allocation, made anew after the first iteration)",
+            "a cap on dense memory (the budget is measured, not enforced)",
+        ]
+        if not has_statistics(device):
+            found.append("memory statistics (dense_reserve= has to be given)")
+        if not can_page_lock():
+            found.append("page-locked host memory (copies block)")
+        return found
+
+    @property
+    def address(self) -> int:
+        return self.arena.data_ptr()
+
+    @property
+    def counted_bytes(self) -> int:
+        return self.arena.numel()
+
+    def _allocate(self, nbytes: int) -> torch.Tensor:
+        try:
+            return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+        except RuntimeError as error:  # torch.OutOfMemoryError is one
+            raise PagerError(
+                f"no {nbytes} bytes are free on {self._device} for the arena ({error}); lower "
+                "device_budget, or free device memory that other processes hold"
+            ) from error
+
+    # -- the border ------------------------------------------------------------------------------
+    def commit(self, nbytes: int) -> None:
+        assert nbytes <= self.arena.numel(), "an arena of this kit is made anew to grow"
+
+    def remake(self, nbytes: int) -> None:
+        """Where the device has no room for both arenas at once, the bytes pass through host
+        memory."""
+        old, keep = self.arena, min(nbytes, self.arena.numel())
+        try:
+            arena = self._allocate(nbytes)
+        except PagerError:
+            aside = old[:keep].cpu()
+            size = old.numel()
+            self.arena = old = torch.empty(0, dtype=torch.uint8, device=self._device)
+            torch.accelerator.empty_cache()
+            try:
+                self.arena = self._allocate(nbytes)
+            except PagerError:
+                self.arena = self._allocate(size)
+                self.arena[:keep].copy_(aside)
+                raise
+            self.arena[:keep].copy_(aside)
+            return
+        arena[:keep].copy_(old[:keep])
+        self.arena = arena
+
+    def register_frames(self, registration: Registration) -> None:
+        raise NotImplementedError("takes_drives says that this cannot be")
+
+    # -- page-locked host memory -----------------------------------------------------------------
+    def host_memory(self, nbytes: int) -> list[HostMemory]:
+        pieces = []
+        while nbytes:
+            size = 1 << (nbytes.bit_length() - 1)
+            pieces.append(_page_locked(size))
+            nbytes -= size
+        return pieces
+
+    def register_host(self, memory: Bytes) -> None:
+        pass  # PyTorch page-locks only what it allocates
+
+    def unregister_host(self, memory: Bytes) -> None:
+        pass
+
+    def seen_at(self, memory: Bytes) -> None:
+        return None
+
+    # -- dense memory ----------------------------------------------------------------------------
+    def limit_dense(self, nbytes: int | None) -> None:
+        pass
+
+    def close(self) -> None:
+        self.arena = torch.empty(0, dtype=torch.uint8, device=self._device)
+
+
+def _page_locked(nbytes: int) -> HostMemory:
+    try:
+        memory = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+    except (RuntimeError, NotImplementedError):  # this device cannot: its copies are slower
+        memory = torch.empty(nbytes, dtype=torch.uint8)
+    array: Bytes = memory.numpy()  # keeps the tensor alive
+    return HostMemory(array, lambda: None)
+
+
+def has_statistics(device: torch.device) -> bool:
+    """Whether PyTorch's allocator for ``device`` says how much is in use, and was at the peak."""
+    try:
+        torch.empty(1, device=device)
+        known: dict[str, Any] = torch.accelerator.memory_stats(device)
+        torch.accelerator.reset_peak_memory_stats(device)
+    except (RuntimeError, NotImplementedError):
+        return False
+    return all(name in known for name in _STATISTICS)
+
+
+def can_page_lock() -> bool:
+    try:
+        return bool(torch.from_numpy(np.empty(1, np.uint8)).pin_memory().is_pinned())
+    except (RuntimeError, NotImplementedError):
+        return False
