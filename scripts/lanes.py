@@ -68,6 +68,9 @@ NUMERIC = (
     ),
     "tests/pager/test_page_steps.py",
 )
+AHEAD_OF_TIME = sorted(
+    f"tests/kernels/{p.name}" for p in (ROOT / "tests/kernels").glob("test_aot*")
+)
 NUMERIC_INTERPRETED = ("tests/kernels/test_quantize.py",)
 
 
@@ -122,7 +125,7 @@ def every_lane(full: bool) -> tuple[Lane, list[Lane]]:
         Lane("ruff-check", ("-m", "ruff", "check"), tests=False),
         Lane("ruff-format", ("-m", "ruff", "format", "--check"), tests=False),
         Lane("mypy", ("-m", "mypy"), tests=False),
-        Lane("aot", ("-m", f"aot{slow}", "tests/kernels")),
+        Lane("aot", ("-m", f"aot{slow}", *AHEAD_OF_TIME)),
         Lane(
             "interpreter", ("-m", f"interpreter{slow}", "tests/kernels"), {"TRITON_INTERPRET": "1"}
         ),

@@ -22,6 +22,7 @@ from tensorpager.kernels import launch
 pytestmark = pytest.mark.aot
 PAGE_SIZES = [4 * KIB << shift for shift in range(13)]
 assert PAGE_SIZES[-1] == 16 * MIB
+QUICK = ("sm_90", "gfx942")  # targets
 
 
 @dataclass(frozen=True)
@@ -146,7 +147,10 @@ def test_launchers_use_few_variants(name: str) -> None:
     assert len(_variants(name)) == GATES[name].variants
 
 
-@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize(
+    "target",
+    [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in TARGETS],
+)
 @pytest.mark.parametrize(("name", "variant"), _all_variants())
 def test_code(name: str, variant: Variant, target: str) -> None:
     wide = bool(dict(variant.constants).get("WIDE", True))
@@ -154,7 +158,7 @@ def test_code(name: str, variant: Variant, target: str) -> None:
     _check(code, GATES[name], wide, TARGETS[target].threads_per_warp)
 
 
-@pytest.mark.parametrize("target", ["sm_90", "gfx942"])
+@pytest.mark.parametrize("target", QUICK)
 @pytest.mark.parametrize("name", GATES)
 def test_gate_notices_missing_alignment(name: str, target: str) -> None:
     code = compile_variant(_variants(name)[0].without_alignment(), TARGETS[target])
