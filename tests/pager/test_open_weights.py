@@ -180,7 +180,8 @@ def test_second_derivatives_of_several_uses(pager: tp.Pager) -> None:
     with pager.iteration():
         gradients(paged, inputs)
     with pager.iteration():
-        assert pager.fits and not pager.opened.native
+        assert pager.fits
+        assert not pager.opened.native
         assert_same(gradients(paged, inputs), expected)
 
 
