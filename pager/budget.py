@@ -15,6 +15,8 @@ parameter would change the smallest budget that works is known exactly:
 nothing has changed. A metered iteration may use more than the budget to find that out, but never
 more than the minimum that it names. Otherwise the border moves once, at the end of the iteration,
 to what was measured plus a margin. An iteration with larger inputs than before is metered again.
+In those that are not, dense memory that goes beyond the reserve moves the border in the middle of
+an op, where the device can ask.
 """
 
 from __future__ import annotations
@@ -82,6 +84,9 @@ class DeviceBudget:
         self._peak_outside: int | None = None  # in steps outside of iterations
         self.unpaged: weakref.ref[Any] | None = None  # an optimizer that has stepped without pages
         self.placement = Placement()
+        self.make_dense_room: Callable[[int], bool] = lambda missing: False
+        self.gave = False  # frames to dense memory, since the border was placed
+        self._cap = 0  # of its dense memory
         self._least_frames = 1  # that one op needs where not everything fits, as metered
         self.whole_needs = WholeNeeds(page_size)  # of what streams, in a metered iteration
         self._step: StepRoom | None = None  # of the step in a metered iteration, where it is known
@@ -339,11 +344,10 @@ class DeviceBudget:
 
     # -- the other iterations --------------------------------------------------------------------
     def begin(self) -> None:
-        """An iteration begins that is not metered. Dense bytes that were not foreseen are refused
-        where they do not fit beside the frames that one op needs; a little more is let pass, what
-        Python's garbage makes come and go."""
-        most = self.bytes - self._least_frames * self.page_size - self.dense_baseline
-        self.backend.cap_dense(most + self.bytes // _LENIENCE + _LENIENCE_BYTES)
+        """An iteration begins that is not metered: dense memory has the reserve. What goes beyond
+        it asks ``make_dense_room``, in the middle of an op."""
+        self._cap = self.reserve - self.dense_baseline
+        self.backend.cap_dense(self._cap, self.make_dense_room)
 
     def count_from_here(self) -> None:
         """What this iteration has allocated so far is part of ``dense_baseline``."""
@@ -352,6 +356,52 @@ class DeviceBudget:
         elif not self.checked:
             self.backend.meter_start()
 
+    def can_give(self, missing: int) -> bool:
+        """Whether dense memory may have so many bytes more than its cap: beside the frames that one
+        op needs and what is pinned now, or a little above that, as Python's garbage makes it come
+        and go."""
+        frames = 0 if self.fixed_reserve is not None else self.residency.pool.count
+        stay = max(self._least_frames, self.residency.pinned_pages())
+        room = max(0, frames - stay) * self.page_size
+        return self._beyond(missing) <= room + self.bytes // _LENIENCE + _LENIENCE_BYTES
+
+    def _beyond(self, missing: int) -> int:
+        """Bytes beyond the reserve, where ``missing`` are wanted beyond the cap."""
+        return self._cap + missing - (self.reserve - self.dense_baseline)
+
+    def give(self, missing: int) -> bool:
+        """Move the border for ``missing`` bytes and a margin, with no page moving but by the
+        caller. There may be room, but what is pinned in the way of the border: then the op has its
+        bytes all the same. ``False`` if it cannot have them, or the tiers below have no room for
+        what should leave; the border is where it was then."""
+        if not self.can_give(missing):
+            return False
+        self.backend.raise_cap(None)  # moving pages takes some
+        frames = self.residency.pool.count
+        if self.fixed_reserve is None:
+            more = self._beyond(missing) + max(self.dense_peak // _MARGIN, _MARGIN_BYTES)
+            least = min(frames, self._least_frames)
+            try:
+                self.residency.resize(max(least, frames - -(-more // self.page_size)))
+            except TierFull:
+                self.backend.raise_cap(self._cap)
+                return False
+        self.gave = self.gave or self.residency.pool.count < frames
+        self.reserve = self.bytes - self.residency.pool.count * self.page_size
+        self.backend.limit_dense(self.reserve)
+        self.let_pass(missing)
+        return True
+
+    def let_pass(self, missing: int) -> None:
+        """Raise the cap to the reserve, or by so many bytes if that is not enough."""
+        beyond = self._beyond(missing)
+        self._cap = self.reserve - self.dense_baseline + max(0, beyond)
+        self.backend.raise_cap(self._cap)
+        if beyond > 0:
+            frames = self.residency.pool.count - self.residency.pool.free_count
+            both = frames * self.page_size + self.reserve + beyond
+            self._metered_peak = max(self._metered_peak, both)
+
     def grown(self) -> int:
         """The end of what :meth:`begin` began: dense bytes at its peak, if they went beyond the
         reserve and the border can follow, else 0."""
@@ -359,7 +409,7 @@ class DeviceBudget:
         self.backend.cap_dense(None)
         room = self.bytes - self._least_frames * self.page_size
         follows = self.settled and self.fixed_reserve is None
-        return dense if follows and self.reserve < dense <= room else 0
+        return dense if follows and (self.gave or self.reserve < dense) and dense <= room else 0
 
     def refused(self, error: Exception) -> InfeasibleBudget:
         """What a dense allocation that was refused is told as."""
@@ -428,6 +478,7 @@ class DeviceBudget:
 
     def place(self, dense_extra: int = 0, *, roomy: bool = False) -> None:
         """Move the border to the measured dense peak plus a margin."""
+        self.gave = False
         reserve = self.fixed_reserve
         if reserve is None:
             reserve = self.dense_peak + dense_extra

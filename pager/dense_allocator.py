@@ -11,6 +11,7 @@ import ctypes
 import os
 import threading
 import weakref
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -91,6 +92,7 @@ class Account:
             raise NotBuiltError("too many pagers are open")
         self.close = weakref.finalize(self, self._calls["close"], self._number)
         self.refusal = ""  # the last one: what asked, and what was there
+        self._make_room: Callable[[int], bool] = lambda missing: False
         self.places: dict[int, Place] = {}  # where blocks were made, by their births
         _accounts[self._number] = self
 
@@ -125,10 +127,12 @@ class Account:
         if self.close.alive:
             self._calls["guest"](self._number)
 
-    def describe_refusals(self) -> None:
-        """Say in ``refusal`` what asks for too much on this thread from now on. (Others may be
-        waited for by who holds the GIL, so Python cannot look there.)"""
+    def ask(self, make_room: Callable[[int], bool]) -> None:
+        """From now on, what asks for too much on this thread asks ``make_room`` for the bytes that
+        are missing, which raises the limit or returns ``False``; ``refusal`` says who asked then.
+        (Others may be waited for by who holds the GIL, so Python cannot look there.)"""
         self.refusal = ""
+        self._make_room = make_room
         self._call_back(refusals=True)
 
     def note_places(self, on: bool) -> None:
@@ -177,10 +181,13 @@ _accounts: weakref.WeakValueDictionary[int, Account] = weakref.WeakValueDictiona
 
 
 def _note_refusal(number: int, missing: int, nbytes: int) -> int:
-    """The allocator is about to refuse; called where that happens. 0: it may."""
+    """The allocator is about to refuse; called where that happens. 0: it may; else it looks
+    again."""
     account = _accounts.get(number)
     if account is not None:
         try:
+            if account._make_room(missing):
+                return 1
             account.refusal = describe(nbytes, account.largest(_LARGEST))
         except Exception as error:  # the refusal counts, not its description
             account.refusal = f"an op asked for {nbytes} bytes ({error})."

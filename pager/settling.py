@@ -7,7 +7,8 @@ was metered, or it is metered again.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -44,14 +45,18 @@ class Settling:
         self._pager = pager
         self._shapes = Shapes()
         self._fresh_shapes: set[tuple[Hashable, tuple[int, ...]]] = set()  # of the iteration now
+        pager.budget.make_dense_room = self._make_dense_room
 
     def begin(self) -> None:
         """An iteration begins."""
         self._fresh_shapes.clear()
-        if not self._pager.budget.settled:
+        budget = self._pager.budget
+        if not budget.settled:
             self._meter()
-        else:
-            self._pager.budget.begin()
+            return
+        if budget.gave:  # to an iteration that was cut short
+            self._place()
+        budget.begin()
 
     def note_shapes(self, module: Any, args: Any, kwargs: Any) -> None:
         """See ``Pager.note_shapes``."""
@@ -70,6 +75,13 @@ class Settling:
             self._meter()
 
     def _meter(self) -> None:
+        with self._about_to_resize():
+            self._pager.budget.start()
+
+    @contextmanager
+    def _about_to_resize(self) -> Iterator[None]:
+        """Inside, in the middle of an iteration, the arena may get smaller: nothing counts on
+        what it holds any more."""
         pager = self._pager
         pager.saved.dense_allowance = 0
         pager.fits = False
@@ -78,7 +90,27 @@ class Settling:
             if pager.follower is not None:
                 pager.follower.pause()
             with pager.quiet():
-                pager.budget.start()
+                yield
+
+    def _make_dense_room(self, missing: int) -> bool:
+        """On the training thread, in the middle of an op that asks for dense memory which was not
+        foreseen: the arena gives frames away, so that both together stay inside the budget.
+        ``False`` where that cannot be."""
+        pager, budget = self._pager, self._pager.budget
+        if pager.lock._is_owned():  # type: ignore[attr-defined]
+            if budget.can_give(missing):  # when the pages are there that are being moved now
+                budget.let_pass(missing)
+                return True
+            return False
+        before = pager.fits, pager.saved.dense_allowance
+        with self._about_to_resize():
+            given = budget.give(missing)
+        if not given or self._most_pages() <= pager.residency.pool.count:
+            pager.fits, pager.saved.dense_allowance = before
+        if budget.gave and pager.follower is not None:
+            with pager.lock:
+                pager.follower.arena_resized()
+        return given
 
     def end(self) -> None:
         """End of an iteration: where it was metered, or took more dense memory than was known,
@@ -89,15 +121,22 @@ class Settling:
             self._place()
             for kind, dims in self._fresh_shapes:
                 self._shapes.add(kind, dims)
-        elif (dense := budget.grown()) and not self._still_fits(dense):
+            return
+        dense = budget.grown()
+        if (dense or budget.gave) and not self._still_fits(dense):
             budget.dense_peak = max(budget.dense_peak, dense)
             self._place()
+        budget.gave = False  # where all still fits the border may stay where it is
 
     def _still_fits(self, dense: int) -> bool:
         """Whether everything fits, beside so many dense bytes too."""
         pager = self._pager
-        pages = max(pager.space.persistent_pages, pager.residency.largest_need)
-        return pager.fits and pages * pager.page_size + dense <= pager.budget.bytes
+        nbytes = self._most_pages() * pager.page_size + dense
+        return pager.fits and nbytes <= pager.budget.bytes
+
+    def _most_pages(self) -> int:
+        """That the arena has to hold at once where everything fits."""
+        return max(self._pager.space.persistent_pages, self._pager.residency.largest_need)
 
     def _place(self) -> None:
         pager, budget, space = self._pager, self._pager.budget, self._pager.space

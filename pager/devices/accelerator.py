@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -249,8 +249,11 @@ class Accelerator:
     def add_guest(self) -> None:
         pass
 
-    def cap_dense(self, nbytes: int | None) -> None:
+    def cap_dense(self, nbytes: int | None, make_room: Callable[[int], bool] | None = None) -> None:
         pass  # limit_dense is a cap already
+
+    def raise_cap(self, nbytes: int | None) -> None:
+        pass
 
     def count_anew(self) -> None:
         pass

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -132,14 +132,18 @@ class Cpu:
         if self._account is not None:
             self._account.add_guest()
 
-    def cap_dense(self, nbytes: int | None) -> None:
+    def cap_dense(self, nbytes: int | None, make_room: Callable[[int], bool] | None = None) -> None:
         if self._account is None:
             return
-        self._account.limit(nbytes, keep=self._keep)
-        if nbytes is not None:
+        if make_room is not None:
             self._peak = 0
             self._account.reset()
-            self._account.describe_refusals()
+            self._account.ask(make_room)
+        self.raise_cap(nbytes)
+
+    def raise_cap(self, nbytes: int | None) -> None:
+        if self._account is not None:
+            self._account.limit(nbytes, keep=self._keep)
 
     def count_anew(self) -> None:
         if self._account is not None:

@@ -182,10 +182,14 @@ class Device(Protocol):
         """The calling thread works beside the iteration: its dense memory is no part of what is
         measured, where that can be told apart."""
 
-    def cap_dense(self, nbytes: int | None) -> None:
-        """An iteration begins that is not metered: count its dense bytes from now on, and raise
-        ``torch.OutOfMemoryError`` beyond ``nbytes`` where the device can count. ``None``: it is
-        over."""
+    def cap_dense(self, nbytes: int | None, make_room: Callable[[int], bool] | None = None) -> None:
+        """An iteration begins that is not metered: count its dense bytes from now on, where the
+        device can count. What would go beyond ``nbytes`` asks ``make_room``, in the middle of an op
+        of this thread, for the bytes that are missing; ``torch.OutOfMemoryError`` if that returns
+        ``False``. ``None``: it is over."""
+
+    def raise_cap(self, nbytes: int | None) -> None:
+        """Another cap from now on, ``None`` for none, of what has been counted so far too."""
 
     def count_anew(self) -> None:
         """What is alive now was counted; count from 0 on, as a metered iteration does when the

@@ -1,12 +1,14 @@
 """Dense memory that the CPU has no room for is refused by name; what was unforeseen gets room."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 
 import pytest
 import torch
 from torch import nn
 
 import tensorpager as tp
+from tensorpager.pager.check import check_invariants
 from tensorpager.pager.dense_allocator import DenseAllocator
 
 from .models import plain
@@ -23,11 +25,14 @@ class Head(nn.Module):
         squares = [nn.Linear(256, 256) for _ in range(4)]  # 3 MiB with optimizer states
         self.linear = nn.Sequential(nn.Linear(128, 256), *squares)
         self.more, self.more_back = 0, 0
+        self.look: Callable[[], object] = lambda: None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         out = self.linear(x)
         if self.more:
-            out = out + torch.zeros(self.more // 4).sum()
+            more = torch.zeros(self.more // 4)
+            self.look()
+            out = out + more.sum()
         if self.more_back:
             out = out.sum().expand(self.more_back // 4)[:1]  # backward makes zeros of that size
         return out.sum()
@@ -180,6 +185,121 @@ def test_what_was_not_foreseen_gets_room(pager: tp.Pager, allocator: DenseAlloca
         optimizer.zero_grad()
         expected.append(loss.item())
     assert found == expected
+
+
+def taken(pager: tp.Pager) -> int:
+    """Frames that are committed, and dense bytes, now."""
+    account = pager.backend._account
+    return pager.residency.pool.count * pager.page_size + account.current
+
+
+def test_the_arena_gives_frames_while_the_op_runs(
+    pager: tp.Pager, allocator: DenseAllocator
+) -> None:
+    model, optimizer = make(pager)
+    step(pager, model, optimizer)
+    seen: list[int] = []
+    model.look = lambda: seen.append(taken(pager))
+    for model.more in (BUDGET // 2, BUDGET * 5 // 8):
+        step(pager, model, optimizer)
+        assert model.more < seen[-1] <= BUDGET
+    assert pager.stats()["peak_bytes"]["device"] <= BUDGET
+    model.more, model.more_back = 0, BUDGET * 3 // 4
+    step(pager, model, optimizer)
+    assert pager.stats()["peak_bytes"]["device"] <= BUDGET
+
+
+def test_an_iteration_that_fails_after_it_was_given_frames(
+    pager: tp.Pager, allocator: DenseAllocator
+) -> None:
+    model, optimizer = make(pager)
+    step(pager, model, optimizer)
+    before = plain(list(model.parameters()))
+    model.more, model.more_back = BUDGET // 2, 2 * BUDGET
+    with pytest.raises(tp.InfeasibleBudget, match="asked for 16"):
+        step(pager, model, optimizer)
+    optimizer.zero_grad()
+    assert all(torch.equal(a, b) for a, b in zip(before, plain(list(model.parameters()))))
+    model.more = model.more_back = 0
+    step(pager, model, optimizer)
+    check_invariants(pager)
+
+
+def test_what_is_pinned_stays(pager: tp.Pager, allocator: DenseAllocator) -> None:
+    model, optimizer = make(pager)
+    step(pager, model, optimizer)
+    values = plain(list(model.parameters()))
+
+    def beside_pins(nbytes: int) -> int:
+        with pager.iteration(), ExitStack() as stack:
+            for parameter in model.parameters():
+                stack.enter_context(parameter.pin())
+            more = torch.zeros(nbytes // 4)
+            assert more.nbytes == nbytes
+            return taken(pager)
+
+    assert beside_pins(BUDGET // 2) <= BUDGET
+    with pytest.raises(tp.InfeasibleBudget, match=r"asked for 7\.50 MiB"):
+        beside_pins(BUDGET * 15 // 16)
+    assert all(torch.equal(a, b) for a, b in zip(values, plain(list(model.parameters()))))
+    check_invariants(pager)
+    step(pager, model, optimizer)
+
+
+def test_a_pin_in_the_way_of_the_border_is_no_refusal(
+    pager: tp.Pager, allocator: DenseAllocator
+) -> None:
+    """There are bytes enough, and frames cannot be given away from below it: what that took
+    is told."""
+    model, optimizer = make(pager)
+    step(pager, model, optimizer)
+    below, high = pager.page(torch.ones(600, 1000)), pager.page(torch.ones(100_000))
+    del below
+    with pager.iteration(), high.pin():
+        torch.zeros(BUDGET * 5 // 8 // 4)
+    assert pager.stats()["peak_bytes"]["device"] > BUDGET
+    check_invariants(pager)
+    model.more = BUDGET * 5 // 8
+    model.look = lambda: seen.append(taken(pager))
+    seen: list[int] = []
+    step(pager, model, optimizer)
+    assert model.more < seen[0] <= BUDGET
+
+
+def test_little_by_little_no_more_is_had(pager: tp.Pager, allocator: DenseAllocator) -> None:
+    """A little above what there is, is let pass, and not again and again."""
+    model, optimizer = make(pager)
+    step(pager, model, optimizer)
+    held: list[torch.Tensor] = []
+
+    def hoard() -> None:
+        with pager.iteration():
+            while len(held) < 200:
+                held.append(torch.zeros(MIB // 64))
+
+    with pytest.raises(tp.InfeasibleBudget, match="asked for 64"):
+        hoard()
+    assert sum(more.nbytes for more in held) <= BUDGET + BUDGET // 64 + (256 << 10)
+
+
+def test_dense_memory_is_refused_where_no_tier_takes_the_pages(
+    one_thread: None, allocator: DenseAllocator
+) -> None:
+    with tp.Pager(
+        BUDGET, host_budget="1MiB", page_size="64KiB", device="cpu", policy="lru"
+    ) as pager:
+        model, optimizer = make(pager)
+        step(pager, model, optimizer)
+        before = plain(list(model.parameters()))
+        full = pager.page(torch.ones(512, 1024))
+        model.more = BUDGET * 5 // 8
+        with pytest.raises(tp.InfeasibleBudget, match=r"asked for 5\.00 MiB"):
+            step(pager, model, optimizer)
+        assert all(torch.equal(a, b) for a, b in zip(before, plain(list(model.parameters()))))
+        assert bool((full == 1).all())
+        check_invariants(pager)
+        model.more = 0
+        step(pager, model, optimizer)
 
 
 def test_without_an_allocator_nothing_is_refused(no_allocator: None, pager: tp.Pager) -> None:
