@@ -75,11 +75,14 @@ class Kit(Protocol):
 def on_stream(stream: torch.Stream) -> Iterator[None]:
     """What the calling thread queues inside goes to ``stream``."""
     before = torch.accelerator.current_stream(stream.device)
-    torch.accelerator.set_stream(stream)
+    device = torch.accelerator.current_device_index()
+    torch.accelerator.set_stream(stream)  # and its device
     try:
         yield
     finally:
         torch.accelerator.set_stream(before)
+        if device != stream.device_index:
+            torch.accelerator.set_device_index(device)
 
 
 class Accelerator:
@@ -284,10 +287,10 @@ class Accelerator:
     def meter_sample(self) -> None:
         pass  # the allocator keeps its peak
 
-    def meter_stop(self) -> int:
+    def meter_stop(self, *, of_tensors: bool = False) -> int:
         # What the allocator held, not what tensors took: its cap counts that, fragments included.
-        held = self._memory("reserved", "peak") - self.kit.counted_bytes
-        return max(0, held - self._alive)
+        held = self._memory("allocated" if of_tensors else "reserved", "peak")
+        return max(0, held - self.kit.counted_bytes - self._alive)
 
     def meter_peak(self) -> Peak | None:
         return None

@@ -166,7 +166,7 @@ class Cpu:
     def meter_sample(self) -> None:
         self._meter.sample()
 
-    def meter_stop(self) -> int:
+    def meter_stop(self, *, of_tensors: bool = False) -> int:
         return self._meter.stop()
 
     def meter_peak(self) -> Peak | None:

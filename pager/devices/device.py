@@ -210,8 +210,9 @@ class Device(Protocol):
     def meter_sample(self) -> None:
         """Look now, where a peak can only be found by looking often."""
 
-    def meter_stop(self) -> int:
-        """Peak dense bytes since ``meter_start``, on top of what was alive then."""
+    def meter_stop(self, *, of_tensors: bool = False) -> int:
+        """Peak dense bytes since ``meter_start``, on top of what was alive then. ``of_tensors``:
+        without what an allocator holds beyond them, which is at least 2 MiB on CUDA."""
 
     def meter_peak(self) -> Peak | None:
         """What made the peak of the last measurement; ``None`` where not known."""

@@ -55,10 +55,16 @@ Place place_of(const void *pointer, size_t bytes, const char *who) {
   return {covers(page_locked, address, bytes) ? Place::page_locked : Place::pageable, -1};
 }
 
-// The settings' copies that cost nothing; small ones hold values that the host reads.
-static bool moves_bytes(size_t bytes) {
-  static const bool free_of_charge = getenv("FAKECUDA_FREE_COPIES") != nullptr;
-  return !free_of_charge || bytes <= 64 << 10;
+// FAKECUDA_FREE_COPIES: large copies cost nothing; small ones hold values that the host reads.
+// FAKECUDA_ZEROS: nothing is ever written to device memory, so the host reads zeros everywhere, and
+// two trainings agree. Page-locked memory is zero from the start; large copies into it are not made,
+// so that it takes no memory.
+static bool moves_bytes(size_t bytes, const Place &target) {
+  static const bool free_of_charge = getenv("FAKECUDA_FREE_COPIES"), zeros = getenv("FAKECUDA_ZEROS");
+  const bool large = bytes > 64 << 10;
+  if (zeros)
+    return target.kind == Place::pageable || (target.kind == Place::page_locked && !large);
+  return !(free_of_charge && large);
 }
 
 static void *map_anywhere(size_t bytes, int access) {
@@ -76,7 +82,7 @@ static cudaError_t copy(void *to, const void *from, size_t bytes, cudaStream_t s
   if (target.kind == Place::pageable || source.kind == Place::pageable)
     counts.pageable_copies++;
   queue(stream, [=] {
-    if (moves_bytes(bytes))
+    if (moves_bytes(bytes, target))
       memmove(to, from, bytes);
   });
   return cudaSuccess;
@@ -88,10 +94,10 @@ static cudaError_t set(void *to, int value, size_t element, size_t number, cudaS
   const size_t bytes = element * number;
   if (!bytes)
     return cudaSuccess;
-  place_of(to, bytes, "a memset");
+  const Place target = place_of(to, bytes, "a memset");
   counts.memsets++;
   queue(stream, [=] {
-    if (moves_bytes(bytes))
+    if (moves_bytes(bytes, target))
       for (size_t i = 0; i < bytes; i += element)
         memcpy(static_cast<char *>(to) + i, &value, element);
   });
@@ -221,7 +227,7 @@ cudaError_t cudaMemcpy2DAsync(void *to, size_t to_pitch, const void *from, size_
   counts.copied_bytes += long(width * height);
   counts.pageable_copies += target.kind == Place::pageable || source.kind == Place::pageable;
   queue(stream, [=] {
-    if (moves_bytes(width * height))
+    if (moves_bytes(width * height, target))
       for (size_t row = 0; row < height; row++)
         memmove(static_cast<char *>(to) + row * to_pitch, static_cast<const char *>(from) + row * from_pitch, width);
   });

@@ -1,0 +1,101 @@
+"""The runtime on CUDA: that it runs, what it allocates, and what it asks of CUDA per step."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import tensorpager as tp
+
+Counted = Callable[[Callable[[], object]], dict[str, int]]
+MIB = 1 << 20
+ROOT = Path(__file__).parents[2]
+
+pytestmark = pytest.mark.gpu(values=False)
+
+
+def used(index: int) -> int:
+    torch.cuda.synchronize(index)
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info(index)
+    return total - free
+
+
+def stepper(pager: tp.Pager | None, device: str = "cuda") -> Callable[[], object]:
+    """A function that trains one step: 8 weights of 4 MiB, as many gradients, two states each."""
+    model = nn.Sequential(*[nn.Linear(1024, 1024, bias=False) for _ in range(8)]).to(device)
+    if pager is not None:
+        pager.page_module(model)
+    optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters())
+    if pager is not None:
+        optimizer = pager.optimizer(optimizer)
+    x = torch.zeros(64, 1024, device=device)
+
+    def step() -> None:
+        with nullcontext() if pager is None else pager.iteration():
+            model(x).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    return step
+
+
+def test_the_first_program_for_a_gpu_runs_to_its_end() -> None:
+    command = [sys.executable, str(ROOT / "scripts" / "gpu_smoke.py")]
+    environment = {**os.environ, "FAKECUDA_ZEROS": "1"}
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert ended.stdout.count("ok, ") == 5
+
+
+@pytest.mark.parametrize("device", ["cuda", "cuda:0", "cuda:1"])
+def test_memory_is_that_of_the_named_device_and_given_back(device: str) -> None:
+    index = torch.device(device).index or 0
+    stepper(None, device)()  # what libraries keep
+    before = [used(0), used(1)]
+    budget = 256 * MIB
+    with tp.Pager(budget, host_budget="256MiB", device=device, policy="lru") as pager:
+        step = stepper(pager, device)
+        for _ in range(3):
+            step()
+        taken = [used(number) - was for number, was in enumerate(before)]
+        assert taken[1 - index] == 0
+        assert 0 < taken[index] <= budget
+        assert pager.stats()["peak_bytes"]["device"] <= budget
+        assert torch.cuda.current_device() == 0
+        del step
+    assert [used(0), used(1)] == before
+
+
+def test_where_all_fits_a_step_waits_for_nothing(counted: Counted) -> None:
+    plain = stepper(None)
+    for _ in range(3):
+        plain()
+    expected = counted(plain)
+    with tp.Pager("1GiB", device="cuda") as pager:
+        paged = stepper(pager)
+        for _ in range(4):
+            paged()
+        assert pager.stats()["fits"]
+        found = counted(paged)
+    for what in ("pageable_copies", "synchronizations", "mallocs", "maps"):
+        assert found[what] == expected[what] == 0, (what, found, expected)
+    assert found["launches"] <= expected["launches"] + 2, (found, expected)
+
+
+def test_a_step_that_pages_makes_no_pageable_copy(counted: Counted) -> None:
+    with tp.Pager("96MiB", host_budget="256MiB", device="cuda", policy="lru") as pager:
+        step = stepper(pager)
+        for _ in range(4):
+            step()
+        found = counted(step)
+        assert pager.stats()["faults"] > 0
+    assert found["pageable_copies"] == 0, found
+    assert found["copied_bytes"] > 64 * MIB
+    assert found["mallocs"] == found["maps"] == 0, found
