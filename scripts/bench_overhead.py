@@ -1,20 +1,21 @@
 #!/usr/bin/env python3
-"""What the pager costs when everything fits: paged steps against plain ones, in one process.
+"""What the pager costs where everything fits: paged steps against plain ones.
 
-Two models with the same weights train on the same batches. Their steps alternate (plain, paged,
-paged, plain, …), so what else the machine does hits both alike, and step number n of one is divided
-by step number n of the other. Where the system happens to put a process's memory moves all its
-ratios by some per cent, so several processes do this one after the other. Exits 1 if the 95 % upper
-bound of the median ratio of all is above 1.03 or the losses differ.
+Two processes train the same model on the same batches, one with a pager. Their steps alternate
+(plain, paged, paged, plain, …): one process waits while the other works, so what else the machine
+does hits both alike, and neither's memory or threads are in the other's way. Step number n of one
+is divided by step number n of the other. Where the system happens to put a process's memory moves
+all its ratios by some per cent, so several pairs of processes do this one after the other. Exits 1
+if the 95 % upper bound of the median ratio of all is above 1.03 or the losses differ.
 """
 
 import os
 import sys
 import time
-from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
 from multiprocessing import get_context
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # the profiler's, about o
 import click
 import numpy as np
 from lm.data import load_corpus
-from lm.memory import PagedMemory, PlainMemory
+from lm.memory import Memory, PagedMemory, PlainMemory
 from lm.model import PRESETS
 from lm.options import Options, UsageError, parse_options, resolve_budget
 from lm.report import run_facts, write_json
@@ -47,16 +48,6 @@ def timed_step(trainer: Trainer) -> tuple[float, float]:
     return time.perf_counter() - started, loss
 
 
-def alternate(plain: Trainer, paged: Trainer, steps: int) -> np.ndarray:
-    """Times and losses of ``steps`` steps of both: float64 (steps, 2 runs, seconds and loss)."""
-    results = np.empty((steps, 2, 2))
-    for step in range(steps):
-        order = (0, 1) if step % 2 == 0 else (1, 0)
-        for run in order:
-            results[step, run] = timed_step((plain, paged)[run])
-    return results
-
-
 def upper_bound_of_median(ratios: np.ndarray) -> float:
     """The 95th percentile of the medians of bootstrap resamples. ``ratios``: (processes, steps);
     a resample draws processes, and in each of them steps."""
@@ -69,45 +60,97 @@ def upper_bound_of_median(ratios: np.ndarray) -> float:
     return float(np.quantile(medians, 0.95))
 
 
+def train(connection: Connection, options: Options, budget: int | None) -> None:
+    """In a process of its own: warm up, then one step for each message, and a last word after
+    ``None``. ``budget``: device bytes of the pager; None trains without one."""
+    corpus = load_corpus(options.data, options.seq)
+    with ExitStack() as stack:
+        pager = None
+        memory: Memory = PlainMemory(options.device)
+        if budget is not None:
+            pager = stack.enter_context(tp.Pager(budget, device=options.device))
+            memory = PagedMemory(pager)
+        trainer = Trainer(replace(options, pager=pager is not None), memory, corpus)
+        losses = [trainer.step() for _ in range(WARMUP_STEPS)]
+        connection.send((losses, memory.report().peak_bytes["device"]))
+        before = pager.stats() if pager is not None else {}
+        while connection.recv() is not None:
+            connection.send(timed_step(trainer))
+        stats = pager.stats() if pager is not None else {}
+        moved = sum(stats[key] - before[key] for key in ("bytes_out", "bytes_in") if stats)
+        connection.send({"sha256": trainer.parameters_sha256(), "stats": stats, "moved": moved})
+
+
+class Training:
+    """``train`` in a process; ends with the ``with`` block, or with this process."""
+
+    def __init__(self, options: Options, budget: int | None) -> None:
+        context = get_context("spawn")
+        self._connection, theirs = context.Pipe()
+        self._process = context.Process(target=train, args=(theirs, options, budget), daemon=True)
+        self._process.start()
+        theirs.close()
+        self.first_losses, self.peak_bytes = self._answer()
+
+    def _answer(self) -> Any:
+        try:
+            return self._connection.recv()
+        except EOFError:
+            self._process.join()
+            code = self._process.exitcode
+            raise UsageError(f"a training ended with {code}; its error is above") from None
+
+    def step(self) -> tuple[float, float]:
+        """Seconds and loss."""
+        self._connection.send("step")
+        seconds, loss = self._answer()
+        return seconds, loss
+
+    def end(self) -> dict[str, Any]:
+        self._connection.send(None)
+        last: dict[str, Any] = self._answer()
+        return last
+
+    def __enter__(self) -> "Training":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.terminate()
+        self._process.join()
+
+
 def measure(options: Options, budget: int | None) -> dict[str, Any]:
     """Run both. ``budget``: device bytes of the pager, by default twice what the plain run needs.
 
     Raises ``UsageError`` if the budget did not hold everything.
     """
-    corpus = load_corpus(options.data, options.seq)
-    plain_memory = PlainMemory(options.device)
-    plain = Trainer(options, plain_memory, corpus)
-    first_losses = [plain.step() for _ in range(WARMUP_STEPS)]
-    needed = plain_memory.report().peak_bytes["device"]
-    with ExitStack() as stack:
-        pager = stack.enter_context(tp.Pager(budget or 2 * needed, device=options.device))
-        paged = Trainer(replace(options, pager=True), PagedMemory(pager), corpus)
-        same = [paged.step() for _ in range(WARMUP_STEPS)] == first_losses
-        before = pager.stats()
-        results = alternate(plain, paged, options.steps)
-        stats = pager.stats()
-        moved = sum(stats[key] - before[key] for key in ("bytes_out", "bytes_in"))
+    with Training(options, None) as plain:
+        with Training(options, budget or 2 * plain.peak_bytes) as paged:
+            results = np.empty((options.steps, 2, 2))  # step, which of the two, seconds and loss
+            for step in range(options.steps):
+                for which in (0, 1) if step % 2 == 0 else (1, 0):
+                    results[step, which] = (plain, paged)[which].step()
+            last, last_paged = plain.end(), paged.end()
+        stats, moved = last_paged["stats"], last_paged["moved"]
         if moved:
             raise UsageError(
                 f"--budget {format_bytes(stats['budget_bytes']['device'])} does not hold "
                 f"everything ({format_bytes(moved)} moved); give at least "
                 f"{format_bytes(1.1 * stats['needed_bytes'])}"
             )
-        same = same and bool(np.array_equal(results[:, 0, 1], results[:, 1, 1]))
-        same = same and plain.parameters_sha256() == paged.parameters_sha256()
-    seconds = results[:, :, 0]
+        same = plain.first_losses == paged.first_losses
+    same = same and bool(np.array_equal(results[:, 0, 1], results[:, 1, 1]))
     return {
-        "plain_seconds": seconds[:, 0].tolist(),
-        "paged_seconds": seconds[:, 1].tolist(),
-        "losses_and_parameters_identical": same,
+        "plain_seconds": results[:, 0, 0].tolist(),
+        "paged_seconds": results[:, 1, 0].tolist(),
+        "losses_and_parameters_identical": same and last["sha256"] == last_paged["sha256"],
         "pager": stats,
     }
 
 
-def measure_in_processes(options: Options, budget: int | None, processes: int) -> dict[str, Any]:
-    """``measure`` in fresh processes, one after the other, and what they say together."""
-    with ProcessPoolExecutor(1, get_context("spawn"), max_tasks_per_child=1) as pool:
-        runs = [pool.submit(measure, options, budget).result() for _ in range(processes)]
+def measure_pairs(options: Options, budget: int | None, processes: int) -> dict[str, Any]:
+    """``measure`` so many times, and what they say together."""
+    runs = [measure(options, budget) for _ in range(processes)]
     ratios = np.array([run["paged_seconds"] for run in runs])
     ratios /= np.array([run["plain_seconds"] for run in runs])
     return {
@@ -134,9 +177,11 @@ def measure_in_processes(options: Options, budget: int | None, processes: int) -
     type=click.IntRange(1),
     default=20,
     show_default=True,
-    help="Pairs timed in each process.",
+    help="Timed in each process.",
 )
-@click.option("--processes", type=click.IntRange(1), default=5, show_default=True)
+@click.option(
+    "--processes", type=click.IntRange(1), default=5, show_default=True, help="Pairs of them."
+)
 @click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True)
 @click.option("--budget", help="Device budget; by default twice what the plain run needs.")
 @click.option("--json", "json_path", type=click.Path(path_type=Path), help="Write results here.")
@@ -155,7 +200,7 @@ def main(
     try:
         options = parse_options([*flags, "--no-pager"])
         budget_bytes = None if budget is None else resolve_budget(budget, "--budget", None)
-        record = measure_in_processes(options, budget_bytes, processes)
+        record = measure_pairs(options, budget_bytes, processes)
     except (UsageError, tp.InfeasibleBudget, tp.TierFull) as error:
         raise click.UsageError(str(error)) from error
     if json_path is not None:
@@ -163,7 +208,7 @@ def main(
     low, high = record["quartiles"]
     same = record["losses_and_parameters_identical"]
     fits = record["upper_bound_95"] <= ALLOWED_RATIO
-    pairs = f"{processes} processes, {steps} pairs of steps in each"
+    pairs = f"{processes} pairs of processes, {steps} steps in each"
     print(f"{preset}, batch {batch}, seq {seq}: {pairs}, paged / plain")
     print(f"median plain step       {record['median_plain_seconds']:.4f} s")
     print(f"median ratio            {record['median_ratio']:.4f} (quartiles {low:.4f}, {high:.4f})")

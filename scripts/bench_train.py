@@ -45,6 +45,8 @@ from lm.options import DTYPES, UsageError, parse_options, resolve_budget
 from lm.report import run_facts, write_json
 from lm.summary import exit_code, summarise, verdicts
 
+MOST_SHARES = 2.5  # of its share of the time that is left, one child takes no more
+
 CPU_MODES = ("plain", "planned", "overlap", "demand", "save_on_cpu", "fsdp2")
 MODES = (*CPU_MODES, "torchao", "bitsandbytes")
 
@@ -102,21 +104,29 @@ class Bench:
         plain = Case("plain")
         # As long as the longest of the others: losses are compared up to the last step.
         spec = Spec(plain, self.flags, MOST_WARM_UP_STEPS, self.steps, needed=True)
-        self.reference.update(self._child("plain, measuring the need", spec))
+        self.reference.update(
+            self._child("plain, measuring the need", spec, self.rounds * len(self.cases))
+        )
         if "error" in self.reference:
             raise click.ClickException(f"the plain run failed: {self.reference['error']}")
         for turn in range(self.rounds):
             first = turn % len(self.cases)
-            for case in [*self.cases[first:], *self.cases[:first]]:
+            for number, case in enumerate([*self.cases[first:], *self.cases[:first]], 1):
+                left = (self.rounds - turn) * len(self.cases) - number
                 records = self.records.setdefault(case.name, [])
                 if not any("error" in record for record in records):
                     name = f"round {turn + 1} of {self.rounds}: {case.name}"
-                    records.append({"round": turn, **self._child(name, self.spec(case))})
+                    records.append({"round": turn, **self._child(name, self.spec(case), left)})
                     after_each()
 
-    def _child(self, name: str, spec: Spec) -> dict[str, Any]:
+    def _child(self, name: str, spec: Spec, left: int = 0) -> dict[str, Any]:
+        """``left``: how many more children there will be. One that is slow leaves them time."""
         print(name, end="  ", flush=True)
-        record = run_child(spec, self.deadline)
+        deadline = self.deadline
+        if deadline is not None:
+            seconds = deadline - time.monotonic()
+            deadline -= seconds * max(0.0, 1 - MOST_SHARES / (1 + left))
+        record = run_child(spec, deadline)
         print(record.get("error") or f"{statistics.median(record['step_seconds']):.4f} s a step")
         return record
 

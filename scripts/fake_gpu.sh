@@ -3,7 +3,8 @@
 # (tests/fakecuda), which has memory, copies, streams and events, and whose kernels do nothing. It
 # shows whether the code for GPUs runs, and what the CPU does for it; numbers mean nothing.
 #
-#   scripts/fake_gpu.sh              the library's tests, scripts/gpu_check.py with all GPU tests
+#   scripts/fake_gpu.sh              the library's tests, scripts/gpu_check.py with all GPU tests,
+#                                    scripts/bench_host_path.py
 #   scripts/fake_gpu.sh COMMAND...   the command, with that PyTorch and that library
 #
 # The first start installs some 5 GB into a folder below $TENSORPAGER_FAKE_GPU, by default
@@ -73,6 +74,8 @@ unset PYTHONHOME
 status=0
 results=$(mktemp -d "${TMPDIR:-/tmp}/fake_gpu.XXXXXX")
 python -m pytest -q -p no:cacheprovider tests/fakecuda || status=1
-python scripts/gpu_check.py --json "$results/gpu_check.json" || status=1
+# Only zeros in device memory: what compares two trainings goes on to its end.
+FAKECUDA_ZEROS=1 python scripts/gpu_check.py --json "$results/gpu_check.json" || status=1
+python scripts/bench_host_path.py --json "$results/host_path.json" || status=1
 printf 'fake_gpu: %s; results in %s\n' "$([ $status -eq 0 ] && echo ok || echo FAILED)" "$results"
 exit $status

@@ -3,14 +3,16 @@
 
     gpu_check.py --json FILE
 
-All gpu-marked tests, each file in a process of its own; every page kernel against its floor and
-against torch (bench_kernels.py); a model of a billion parameters under several memory systems side
-by side, at 75, 50 and 35 % of its need (bench_train.py); a paged training compared with a plain
-one; what the pager costs where everything fits; and what one paged op costs.
+First the smallest things that can work (gpu_smoke.py); if they do not, their error is shown whole
+and nothing else runs. Then all gpu-marked tests, each file in a process of its own; a model of a
+billion parameters under several memory systems side by side, in bf16 with 16,384 tokens per step,
+at half of its need, with the link's rates measured beside (bench_train.py); every page kernel
+against its floor and against torch (bench_kernels.py); a paged training compared with a plain one;
+what the pager costs where everything fits; and what one paged op costs.
 
 Each part has a share of the time, and what a part leaves over goes to those after it. A part that
 fails or runs out of time does not stop the others. The JSON file has what every part said and
-measured, and is written after each.
+measured, and all that the first failures printed; it is whole after each part.
 
 Without a GPU it says so, and runs what it can: the kernels in Triton's interpreter, their CPU
 references, and a count of the kernels' ahead-of-time tests.
@@ -39,7 +41,9 @@ from lm.processes import TIMED_OUT, Record, ending_all, run_command
 
 PYTHON = sys.executable
 TEST_FOLDERS = ("tests/kernels", "tests/pager", "tests/scripts")
-BENCH_MODES = "planned,save_on_cpu,torchao,fsdp2,bitsandbytes"
+BENCH_MODES = "planned,demand,save_on_cpu,torchao,fsdp2,bitsandbytes"
+WHOLE_OUTPUTS = 3  # of failures, kept in full
+MOST_CHARACTERS = 200_000  # of each
 LEAST_SECONDS = 10.0  # nothing is started with less
 ENDING_SECONDS = 10.0  # that a benchmark takes from its last measurement to its end
 
@@ -48,13 +52,30 @@ Runner = Callable[[Sequence[str], float, Mapping[str, str]], Record]
 """As `run_command`: (command, most seconds, more environment) → exit_code, seconds, output."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Context:
-    """What parts run in. `runner` runs a command; `now` is a clock in seconds."""
+    """What parts run in. `runner` runs a command; `now` is a clock in seconds. `whole_outputs`: of
+    how many more failures all that was printed is kept."""
 
     folder: Path
     runner: Runner = run_command
     now: Now = time.monotonic
+    whole_outputs: int = WHOLE_OUTPUTS
+
+    def ended(self, command: Sequence[str], ended: Record, seconds: float) -> Record:
+        """What is kept of a command that ended."""
+        output = ended["output"]
+        record = {
+            "command": " ".join(command),
+            "exit_code": ended["exit_code"],
+            "seconds": ended["seconds"],
+            "limit_seconds": round(seconds, 1),
+            "tail": output.splitlines()[-40:],
+        }
+        if ended["exit_code"] and self.whole_outputs > 0:
+            self.whole_outputs -= 1
+            record["output"] = output[-MOST_CHARACTERS:]
+        return record
 
 
 @dataclass(frozen=True)
@@ -64,19 +85,21 @@ class Program:
     share : of the time, in seconds of the usual nine minutes.
     arguments : of `python`; the name of the file to write follows ``--json``.
     stops_itself : whether it knows ``--minutes``.
+    required : whether nothing else is worth running where it fails.
     """
 
     name: str
     share: float
     arguments: tuple[str, ...]
     stops_itself: bool = False
+    required: bool = False
 
     def run(self, context: Context, seconds: float) -> Record:
         target = context.folder / f"{self.name}.json"
         command = [PYTHON, *self.arguments, "--json", str(target)]
         if self.stops_itself:
             command += ["--minutes", f"{max(1.0, seconds - ENDING_SECONDS) / 60:.2f}"]
-        record = _ended(command, context.runner(command, seconds, {}), seconds)
+        record = context.ended(command, context.runner(command, seconds, {}), seconds)
         if target.exists():
             try:
                 record["record"] = json.loads(target.read_text())
@@ -112,7 +135,7 @@ class Suite:
             for line in found["output"].splitlines()
             if "::" in line and not line.startswith(("ERROR", "FAILED"))
         )
-        record = _ended(collect, found, seconds)
+        record = context.ended(collect, found, seconds)
         record |= {"collected": sum(files.values()), "files": []}
         if found["exit_code"] == 0:
             record["tail"] = record["tail"][-1:]
@@ -126,7 +149,7 @@ class Suite:
                 return {"file": file, "exit_code": None, "not_run": "no time was left"}
             command = [*begin, file]
             ended = context.runner(command, left, self.environment)
-            one = {"file": file, **counted(ended["output"]), **_ended(command, ended, left)}
+            one = {"file": file, **counted(ended["output"]), **context.ended(command, ended, left)}
             if one["exit_code"] == 0:
                 del one["tail"]
             print(f"  {file}: {_how(one)}", flush=True)
@@ -144,17 +167,6 @@ class Suite:
 
 
 Part = Program | Suite
-
-
-def _ended(command: Sequence[str], ended: Record, seconds: float) -> Record:
-    """What is kept of a command that ended."""
-    return {
-        "command": " ".join(command),
-        "exit_code": ended["exit_code"],
-        "seconds": ended["seconds"],
-        "limit_seconds": round(seconds, 1),
-        "tail": ended["output"].splitlines()[-40:],
-    }
 
 
 def counted(output: str) -> dict[str, int]:
@@ -176,8 +188,8 @@ def gpu_parts(cpus: int) -> tuple[Part, ...]:
     threads = {"OMP_NUM_THREADS": str(max(1, cpus // workers))}
     marker = "gpu and not slow"
     side_by_side = ("scripts/bench_train.py", "--device", "cuda", "--preset", "1b")
-    side_by_side += ("--share", "75%", "--share", "50%", "--share", "35%", "--clip", "0")
-    side_by_side += ("--steps", "5", "--rounds", "1", "--modes", BENCH_MODES)
+    side_by_side += ("--dtype", "bf16", "--batch", "8", "--seq", "2048", "--share", "50%")
+    side_by_side += ("--clip", "0", "--steps", "5", "--rounds", "1", "--modes", BENCH_MODES)
     training = ("scripts/train_lm.py", "--device", "cuda", "--preset", "350m", "--steps", "8")
     training += ("--batch", "8", "--seq", "512", "--compare")
     training += ("--device-budget", "50%", "--host-budget", "100%")
@@ -185,12 +197,13 @@ def gpu_parts(cpus: int) -> tuple[Part, ...]:
     overhead += ("--processes", "1")
     one_op = ("scripts/bench_linear.py", "--rounds", "10", "--calls", "300")
     return (
-        Suite("kernel_tests", 120, marker, (kernels,), workers, environment=threads),
+        Program("smoke", 30, ("scripts/gpu_smoke.py",), required=True),
         Suite("other_tests", 55, marker, tuple(others)),
-        Program("kernels", 100, ("scripts/bench_kernels.py", "--quick"), stops_itself=True),
-        Program("side_by_side", 150, side_by_side, stops_itself=True),
-        Program("training", 60, training),
-        Program("overhead", 40, overhead),
+        Suite("kernel_tests", 100, marker, (kernels,), workers, environment=threads),
+        Program("side_by_side", 160, side_by_side, stops_itself=True),
+        Program("kernels", 90, ("scripts/bench_kernels.py", "--quick"), stops_itself=True),
+        Program("training", 55, training),
+        Program("overhead", 35, overhead),
         Program("one_op", 15, one_op),
     )
 
@@ -217,7 +230,8 @@ def allotment(parts: Sequence[Part], number: int, left: float) -> float:
 def check(
     parts: Sequence[Part], context: Context, minutes: float, save: Callable[[Record], None]
 ) -> Record:
-    """Run all parts, in order, within `minutes`; `save` gets the record by part after each."""
+    """Run all parts, in order, within `minutes`, or up to a required one that fails; `save` gets
+    the record by part after each."""
     deadline = context.now() + 60 * minutes
     record: Record = {}
     for number, part in enumerate(parts):
@@ -232,6 +246,10 @@ def check(
                 record[part.name] = {"exit_code": 1, "error": f"{type(error).__name__}: {error}"}
         print(f"{part.name}: {_how(record[part.name])}", flush=True)
         save(record)
+        if isinstance(part, Program) and part.required and record[part.name]["exit_code"] != 0:
+            print(record[part.name].get("output", ""), end="")
+            print(f"{part.name} failed, so the other parts are not run", flush=True)
+            break
     return record
 
 
@@ -288,7 +306,9 @@ def main(minutes: float, only: tuple[str, ...], json_path: Path | None) -> None:
     def save(record: Record) -> None:
         if json_path is not None:
             whole = {"facts": about, "minutes": minutes, "parts": record}
-            json_path.write_text(json.dumps(whole, indent=1) + "\n")
+            beside = json_path.with_name(f"{json_path.name}.new")
+            beside.write_text(json.dumps(whole, indent=1) + "\n")
+            beside.replace(json_path)  # whole at every moment
 
     with ending_all(), tempfile.TemporaryDirectory(prefix="gpu_check-") as folder:
         record = check(chosen, Context(Path(folder)), minutes, save)

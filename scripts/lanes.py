@@ -139,7 +139,9 @@ def every_lane(full: bool) -> tuple[Lane, list[Lane]]:
         beside.append(Lane(f"numeric-{name}", plain, forced))
         beside.append(Lane(f"interpreter-{name}", kernels, forced | interpreted))
     if full:
-        beside.append(Lane("fake-gpu", ("-m", "gpu", "tests"), interpreter=FAKE_GPU))
+        beside.append(Lane("fake-cuda", ("tests/fakecuda",), interpreter=FAKE_GPU))
+        gpu = ("-m", "gpu and not slow", "--ignore=tests/fakecuda", "tests")
+        beside.append(Lane("fake-gpu", gpu, {"FAKECUDA_ZEROS": "1"}, interpreter=FAKE_GPU))
     spread = ("-n", "2", "--dist", "worksteal")
     return Lane("cpu", (*spread, "-m", f"{ELSEWHERE}{slow}", "tests")), beside
 

@@ -32,6 +32,8 @@ WARM_UP_STEPS = 3
 MOST_WARM_UP_STEPS = 16  # of planned modes
 SETTLED_ITERATIONS = 3  # that followed the plan in use
 PR_SET_PDEATHSIG = 1
+_LINK_BYTES = 1 << 26
+_LINK_COPIES = 8
 
 
 @dataclass(frozen=True)
@@ -157,6 +159,7 @@ def measure(spec: Spec) -> dict[str, Any]:
             clock.append(time.perf_counter())
         peaks = outside.peaks(pager.stats()["arena_bytes"] if pager is not None else 0)
         return {
+            "link_bytes_per_s": link_rates() if options.device == "cuda" else None,
             "step_seconds": [end - begin for begin, end in pairwise(clock)],
             "warm_up_steps": warm_up_steps,
             "losses": losses,
@@ -164,6 +167,29 @@ def measure(spec: Spec) -> dict[str, Any]:
             "peak_bytes": peaks,
             "pager": watch.record(spec.case.mode, spec.steps) if watch is not None else None,
         }
+
+
+def link_rates() -> dict[str, float]:
+    """Bytes per second that page-locked copies reach now, each way alone and both at once (then of
+    each way): measured beside the steps, since machines share links. Nothing of the pager's is
+    used."""
+    torch.cuda.synchronize()
+    host = [torch.empty(_LINK_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+    device = [torch.empty(_LINK_BYTES, dtype=torch.uint8, device="cuda") for _ in range(2)]
+    streams = [torch.cuda.Stream() for _ in range(2)]
+
+    def rate(ways: tuple[int, ...]) -> float:
+        began = time.perf_counter()
+        for _ in range(_LINK_COPIES):
+            for way in ways:  # 0 is to the device
+                target, source = (device, host) if way == 0 else (host, device)
+                with torch.cuda.stream(streams[way]):
+                    target[way].copy_(source[way], non_blocking=True)
+        torch.cuda.synchronize()
+        return _LINK_COPIES * _LINK_BYTES / (time.perf_counter() - began)
+
+    rate((0, 1))  # the first use of memory costs extra
+    return {"to_device": rate((0,)), "from_device": rate((1,)), "both": rate((0, 1))}
 
 
 def load_libraries(options: Options, corpus: Corpus) -> None:

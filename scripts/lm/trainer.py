@@ -27,7 +27,10 @@ def make_deterministic(seed: int) -> None:
     """Same seed, same machine, same thread count: the same bits."""
     torch.manual_seed(seed)
     take_first_root()
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    # Not "warn only": flash attention's backward is deterministic where errors are asked for. The
+    # memory-efficient one has no deterministic backward; PyTorch takes its own products instead.
+    torch.use_deterministic_algorithms(True)
+    torch.backends.cuda.enable_mem_efficient_sdp(False)
     # Filling fresh memory with NaN is a debugging aid, and would be a write to every page.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 

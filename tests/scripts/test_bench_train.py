@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from bench_train import Bench, make_cases, run_child
+from bench_train import MOST_SHARES, Bench, make_cases, run_child
 from lm.bench_tables import show
 from lm.measure import MOST_WARM_UP_STEPS, Case, Spec
 from lm.options import UsageError
@@ -248,3 +248,20 @@ def test_cases_take_turns_and_failures_are_not_repeated(monkeypatch: pytest.Monk
     assert ran == ["plain", *names, "torchao", *reversed(names), *names]
     assert [len(one.records[case.name]) for case in cases] == [3, 3, 1]
     assert one.spec(DEMAND).budgets == {"device": 500, "host": 0, "disk": 2000}
+
+
+def test_one_slow_case_leaves_the_others_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    allowed: list[float] = []
+
+    def fake(_spec: Spec, deadline: float | None) -> dict[str, Any]:
+        assert deadline is not None
+        allowed.append(deadline - time.monotonic())
+        return {"step_seconds": [1.0], "losses": LOSSES, "needed_bytes": 1000}
+
+    monkeypatch.setattr("bench_train.run_child", fake)
+    cases = [PLAIN, DEMAND, PEER, replace(PEER, mode="fsdp2")]
+    sizes = {"host": "0", "disk": "200%"}
+    end = time.monotonic() + 1000
+    Bench([], 1, 1, cases, sizes, "/tmp", "64KiB", end, reference={}, records={}).run(lambda: None)
+    shares = [min(1.0, MOST_SHARES / children) for children in (5, 4, 3, 2, 1)]
+    assert allowed == pytest.approx([1000 * share for share in shares], rel=0.05)

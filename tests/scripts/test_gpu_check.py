@@ -61,8 +61,8 @@ class World:
         return Context(folder, self.run, lambda: self.now)
 
 
-def program(name: str, share: float, *, stops_itself: bool = False) -> Program:
-    return Program(name, share, (f"{name}.py",), stops_itself)
+def program(name: str, share: float, **more: bool) -> Program:
+    return Program(name, share, (f"{name}.py",), **more)
 
 
 def test_shares_pass_on_what_is_left_over() -> None:
@@ -93,6 +93,30 @@ def test_a_failure_does_not_stop_the_others(tmp_path: Path) -> None:
     assert record["b"]["exit_code"] == 0
     assert record["b"]["record"] == {"figure": 3}
     assert record["b"]["limit_seconds"] == 59
+
+
+def test_a_required_part_that_fails_is_the_last_and_says_all(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = "\n".join(f"line {n}" for n in range(100))
+    world = World({"a.py": (1, 1, said)})
+    parts = [program("a", 1, required=True), program("b", 1)]
+    record = check(parts, world.context(tmp_path), 1, lambda _r: None)
+    assert list(record) == ["a"]
+    assert record["a"]["output"] == said
+    assert said in capsys.readouterr().out
+    world.answers.clear()
+    assert list(check(parts, world.context(tmp_path), 1, lambda _r: None)) == ["a", "b"]
+
+
+def test_all_that_the_first_failures_said_is_kept(tmp_path: Path) -> None:
+    world = World({".py": (1, 1, "\n".join(f"line {n}" for n in range(100)))})
+    parts = [program(name, 1) for name in "abcdef"]
+    record = check(parts, world.context(tmp_path), 1, lambda _r: None)
+    kept = [name for name, one in record.items() if "output" in one]
+    assert kept == list("abcdef")[: gpu_check.WHOLE_OUTPUTS]
+    assert record["a"]["output"].startswith("line 0\n")
+    assert all(len(one["tail"]) == 40 for one in record.values())
 
 
 def test_an_error_of_ours_does_not_stop_the_others(tmp_path: Path) -> None:
