@@ -15,6 +15,8 @@ from typing import Literal
 
 import torch
 
+from .launch import runs_triton
+
 __all__ = ["RULES", "Path", "Product", "Rates", "Rule", "choose", "rule"]
 
 Path = Literal["view", "direct", "gather"]
@@ -101,8 +103,8 @@ RULES = (
     ),
     Rule(
         "gather",
-        lambda product: product.device_type == "cpu",
-        "on a CPU there is no kernel, and one large product is faster than many small ones",
+        lambda product: not runs_triton(torch.device(product.device_type)),
+        "on this device there is no kernel, and one large product is faster than many small ones",
     ),
     Rule(
         "gather",

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from .runtime import Pager
 
 THRESHOLD_BYTES = 32 << 10  # smaller tensors cost more in bookkeeping than they free
+_grad_is_on = torch.is_grad_enabled
 _SPARSE_VIEW = 4  # a view that uses less than 1/4 of its storage is stored by itself
 
 
@@ -117,6 +118,8 @@ class SavedTensors(PagerHooks):
         return self._store(tensor, memory, nbytes)
 
     def unpack(self, packed: Any) -> torch.Tensor:
+        if _grad_is_on():
+            self._pager.opened.differentiated_twice = True
         if type(packed) is PagedTensor:
             return packed
         if len(packed) == 3:

@@ -36,7 +36,7 @@ from .errors import InfeasibleBudget, TierFull
 from .placement import Choice, Placement
 from .ranks import about_share, ranks_sharing
 from .residency import Residency
-from .step_need import Room, StepRoom, step_room
+from .step_need import Room, StepFrames, StepRoom, step_room
 from .whole_need import WholeNeeds
 
 _MARGIN = 16
@@ -90,8 +90,8 @@ class DeviceBudget:
         self._least_frames = 1  # that one op needs where not everything fits, as metered
         self.whole_needs = WholeNeeds(page_size)  # of what streams, in a metered iteration
         self._step: StepRoom | None = None  # of the step in a metered iteration, where it is known
-        # The optimizer whose step that is, until it is done, and frames that other ops need.
-        self._stepping: tuple[Any, int] | None = None
+        self._own: StepFrames | None = None  # of the optimizer whose step that is
+        self._steps: weakref.WeakKeyDictionary[Any, StepFrames] = weakref.WeakKeyDictionary()
         residency.make_room = self._make_room
         residency.make_way = self._make_way
         residency.before_pinning = self._give_way
@@ -188,7 +188,10 @@ class DeviceBudget:
         self._before = self.dense_peak, self._at_peak, self.residency.needs
         self._peak_before = self._metered_peak
         self.placement.start(self.dense_peak)
+        of_ops = self.residency.rigid_need  # a step takes more again when its way is chosen
+        self.residency.needs = self.placement.choices(of_ops)[0].frames, of_ops
         self.metering, self.checked, self._stuck = True, False, False
+        self._step = self._own = None
         self.settled = False
         self.whole_needs.clear()
         self.backend.limit_dense(None)
@@ -205,14 +208,16 @@ class DeviceBudget:
         self.checked = True
         dense = self._note_peak()
         self.placement.measure(self.backend.meter_timeline(), self.dense_baseline, dense)
-        rigid = self.residency.rigid_need
         # A step taken inside backward cannot be measured there; its dense bytes are not foreseen.
         measurable = optimizer is not None and not in_backward()
+        own = self._own = self.step_of(optimizer) if measurable else None
+        rigid, room = self._rigid(), None
         for choice in self.placement.choices(rigid):
-            self._count(choice, rigid, None)
-            self._step = step_room(optimizer, self._measure) if measurable else None
-            room = self._step.room if self._step is not None else None
-            self._count(choice, rigid, room)
+            self._count(choice, None)
+            if own is not None:
+                self._step = step_room(optimizer, self._measure)
+                room = self._step.room if self._step is not None else Room(own.frames, 0)
+            self._count(choice, room)
             if self.dense_peak > choice.dense:
                 self._at_peak = (
                     "The peak of dense memory is a step of "
@@ -224,25 +229,26 @@ class DeviceBudget:
         if optimizer is not None:
             then += " What comes after the optimizer's step is not counted yet."
         self._keep_to(choice, then, room=room, rigid=rigid)
-        if room is not None:
-            self._stepping = optimizer, rigid
-            self.residency.needs = self.residency.largest_need, max(rigid, room.frames)
+        if own is not None and room is not None:
+            own.frames = room.frames
         self.backend.meter_start()  # the rest of the iteration
 
-    def stepped(self, optimizer: Any) -> None:
-        """Its step is done. The frames that it took were foreseen, and no other op needs them."""
-        if self._stepping is not None and self._stepping[0] is optimizer and self.metering:
-            self.residency.needs = self.residency.largest_need, self._stepping[1]
-        self._stepping = None
+    def step_of(self, optimizer: Any) -> StepFrames:
+        """What its steps take, for as long as they go the same way."""
+        return self._steps.setdefault(optimizer, StepFrames())
 
-    def _count(self, choice: Choice, rigid: int, room: Room | None) -> None:
-        """What is needed if these weights are whole, other ops take ``rigid`` frames, and an
-        optimizer's step takes ``room``."""
+    def _rigid(self) -> int:
+        """Frames that ops need, and steps but the one of this iteration."""
+        others = (step.frames for step in self._steps.values() if step is not self._own)
+        return max([self.residency.rigid_need, *others])
+
+    def _count(self, choice: Choice, room: Room | None) -> None:
+        """What is needed if these weights are whole, and an optimizer's step takes ``room``."""
         dense, frames = choice.dense, choice.frames
         if room is not None:
             dense = max(dense, self.dense_baseline + room.dense + 1)
             frames = max(frames, room.frames)
-        self.dense_peak, self.residency.needs = dense, (frames, rigid)
+        self.dense_peak, self.residency.needs = dense, (frames, self.residency.rigid_need)
 
     def _keep_to(self, choice: Choice, then: str, *, room: Room | None, rigid: int) -> None:
         """All weights but those of ``choice`` stream from now on; or the budget is refused, with a
@@ -427,10 +433,12 @@ class DeviceBudget:
         if self._is_enough(self.dense_peak, self.residency.largest_need):
             return
         room = self._step.least if self._step is not None else None
-        rigid = self.residency.rigid_need
+        if room is None and self._own is not None:
+            room = Room(self._own.frames, 0)
+        rigid = self._rigid()
         self.placement.took(self.dense_peak)
         for choice in self.placement.choices(rigid):
-            self._count(choice, rigid, room)
+            self._count(choice, room)
             if self._is_enough(self.dense_peak, self.residency.largest_need):
                 break
         self._keep_to(

@@ -8,6 +8,7 @@ of its own, and crash at the next read).
 from __future__ import annotations
 
 import weakref
+from types import FunctionType
 from typing import Any, NoReturn
 
 import torch
@@ -113,13 +114,36 @@ class Doors:
 
 
 def serve_function(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """``__torch_function__``: composite functions that would read an operand's memory directly."""
+    """``__torch_function__``: composite functions that would read an operand's memory directly, and
+    those that run code which has to come here again."""
+    if func in _RUN_GRAPHS:
+        return _RUN_GRAPHS[func](*args, **kwargs)
     if func is torch.tensor_split or func is torch.Tensor.tensor_split:
         args, kwargs = _plain_indices(args, kwargs)
     elif getattr(func, "__name__", "") in ("from_dlpack", "to_dlpack", "_to_dlpack"):
         refuse("DLPack export")
     with torch._C.DisableTorchFunctionSubclass():
         return func(*args, **kwargs)
+
+
+def _without_overrides(func: Any) -> Any:
+    """A copy of a Python function of PyTorch's that does not ask its arguments for an override."""
+
+    def none(_: Any) -> bool:
+        return False
+
+    names = {**func.__globals__, "has_torch_function": none, "has_torch_function_unary": none}
+    copy = FunctionType(func.__code__, names, func.__name__, func.__defaults__, func.__closure__)
+    copy.__kwdefaults__ = func.__kwdefaults__
+    return copy
+
+
+# A graph runs hooks, recomputes what was checkpointed and calls functions of the user's. There
+# overrides must be on, as in the forward pass: without them a linear has other nodes, for example.
+_RUN_GRAPHS = {
+    func: _without_overrides(func)
+    for func in (torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward)
+}
 
 
 def _plain_indices(args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:

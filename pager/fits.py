@@ -46,6 +46,9 @@ def fits(pager: Pager, pages: int, *, share: int = 1, dense_bytes: int = 0) -> b
 
 def frames_anyway(pager: Pager) -> int:
     """Frames to be had without asking for more: in a metered iteration those that one op before
-    needed, at most, other than the product of a weight that could stream."""
+    needed, at most, other than the product of a weight that could stream, or those that were
+    foreseen for a step."""
     residency = pager.residency
-    return residency.rigid_need if pager.budget.metering else residency.pool.count
+    if not pager.budget.metering:
+        return residency.pool.count
+    return max(residency.rigid_need, residency.step.frames if residency.step is not None else 0)

@@ -52,6 +52,8 @@ _any_autocast = torch._C._is_any_autocast_enabled
 _functorch_level = torch._C._functorch.peek_interpreter_stack
 _is_tracing = torch._C._is_tracing
 _grad_is_on = torch.is_grad_enabled
+# A number in the order of nodes that no other node has: making any takes the next one.
+_take_sequence_nr = torch._C._functions.UndefinedGrad
 
 
 def linear(input: Any, weight: Any, bias: Any = None) -> Any:
@@ -84,7 +86,8 @@ def _whole(inputs: torch.Tensor, weight: PagedTensor, bias: Any) -> torch.Tensor
         or inputs.requires_grad
         or (bias is not None and bias.requires_grad)
     ):  # fmt: skip
-        return _apply(inputs, bias, weight)  # type: ignore[no-any-return]
+        rows = inputs if inputs.dim() == 2 else inputs.view(-1, inputs.size(-1))
+        return _apply(rows, bias, weight, (inputs,))  # type: ignore[no-any-return]
     out: Any = _on_views_at_hand(LINEAR, inputs, weight, bias)
     return _product_otherwise(inputs, weight, bias) if out is NOT_QUICK else out
 
@@ -331,11 +334,17 @@ class _Linear(torch.autograd.Function):
 
     # Arguments as PyTorch's addmm has them, but for its first two: a bias' gradient is then ready
     # before the weight's, and DistributedDataParallel fills its buckets in that order.
+    # ``given``: the inputs before they were viewed as rows. (As in PyTorch, first and second
+    # derivatives of the inputs meet at that view.)
     @staticmethod
-    def forward(ctx: Any, inputs: torch.Tensor, bias: Any, weight: PagedTensor) -> torch.Tensor:
-        for_inputs, _, for_weight = ctx.needs_input_grad
+    def forward(
+        ctx: Any, rows: torch.Tensor, bias: Any, weight: PagedTensor, given: tuple[torch.Tensor]
+    ) -> torch.Tensor:
+        _take_sequence_nr()  # for `_Late`
+        for_inputs, _, for_weight, _ = ctx.needs_input_grad
         kept = None
         ctx.again = None
+        ctx.is_addmm = bias is not None
         ctx.metered = weight if weight._storage.pager.metering_this() else None
         if for_inputs:
             if weight.is_leaf:
@@ -343,46 +352,49 @@ class _Linear(torch.autograd.Function):
             else:
                 kept = weight
         if for_weight:
-            ctx.save_for_backward(inputs, kept)
+            ctx.save_for_backward(rows, kept)
         else:
             ctx.save_for_backward(None, kept)
-            ctx.geometry = _geometry(inputs)
+            ctx.is_column_major = _is_column_major(rows)
+        (inputs,) = given
         out = _on_views_at_hand(LINEAR, inputs, weight, bias)
         return _product_otherwise(inputs, weight, bias) if out is NOT_QUICK else out
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         inputs, weight = ctx.saved_tensors
-        for_inputs, for_bias, for_weight = ctx.needs_input_grad
+        for_inputs, for_bias, for_weight, _ = ctx.needs_input_grad
         rows = grad.reshape(-1, grad.size(-1)) if grad.dim() > 2 else grad
         of_inputs = of_weight = of_bias = more = None
         if ctx.again is not None:
             more = ctx.again.taken(torch._C._current_graph_task_id())
-        # In PyTorch's order: second derivatives are summed in the order of these nodes.
+        twice = _grad_is_on()
+        # In PyTorch's order, as second derivatives are summed in the order of these products: its
+        # mm begins with the weight, its addmm with the inputs. Otherwise the weight may leave
+        # before there is a gradient of its size.
+        if twice and for_weight and not ctx.is_addmm:
+            of_weight = _of_weight(rows, inputs, ctx.metered)
         if for_inputs:
             if weight is None:
                 weight, version = ctx.parameter
                 if weight._version != version:
                     raise_modified(weight, version)
-            if _grad_is_on() and for_weight:
+            if twice and for_weight:
                 if ctx.again is None:
                     ctx.again = _Again()
                 weight = ctx.again.of(weight, ctx)
-            shape, is_column_major = ctx.geometry if inputs is None else _geometry(inputs)
-            if is_column_major:
+            if ctx.is_column_major if inputs is None else _is_column_major(inputs):
                 of_inputs = weight.t().mm(rows.t()).t()
             else:
                 of_inputs = _times(rows, weight)
-                if grad.dim() > 2:
-                    of_inputs = of_inputs.view(shape)
         if for_weight:
-            flat = inputs.reshape(-1, inputs.size(-1)) if grad.dim() > 2 else inputs
-            of_weight = _of_weight(rows, flat, ctx.metered)
+            if of_weight is None:
+                of_weight = _of_weight(rows, inputs, ctx.metered)
             if more is not None:
                 of_weight = more + of_weight
         if for_bias:
             of_bias = rows.sum(0)
-        return of_inputs, of_bias, of_weight
+        return of_inputs, of_bias, of_weight, None
 
 
 class _Again:
@@ -442,7 +454,5 @@ class _Late(torch.autograd.Function):
 _apply: Any = super(torch.autograd.Function, _Linear).apply
 
 
-def _geometry(inputs: torch.Tensor) -> tuple[torch.Size, bool]:
-    """Shape; whether it is a matrix whose columns are consecutive."""
-    shape = inputs.shape
-    return shape, len(shape) == 2 and inputs.stride() == (1, shape[0])
+def _is_column_major(matrix: torch.Tensor) -> bool:
+    return matrix.stride() == (1, matrix.size(0))

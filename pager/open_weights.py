@@ -19,6 +19,10 @@ operand, and what autograd saves of it becomes the parameter again (``activation
 happen at any time. What still uses the memory then (an op of another thread, a graph that saved it
 past our hooks) is known by the storage's use count, and until it is gone the pages stay pinned.
 
+Where a graph is differentiated twice, this is left alone from the next iteration on: second
+derivatives would meet the first ones of their op at its ``AliasBackward``, and PyTorch adds all of
+a weight's up at its ``AccumulateGrad``, in another order.
+
 An iteration that began with everything fitting keeps to PyTorch's nodes to its end, open or not:
 activation checkpointing must see the same nodes again in the backward pass.
 """
@@ -122,11 +126,12 @@ class _Known(NamedTuple):
 
 
 class OpenWeights:
-    """Of one pager. ``native``: this iteration keeps to PyTorch's nodes."""
+    """Of one pager. ``native``: this iteration keeps to PyTorch's nodes. ``differentiated_twice``:
+    a backward pass made a graph of itself."""
 
     def __init__(self, pager: Pager) -> None:
         self._pager = pager
-        self.native = False
+        self.native = self.differentiated_twice = False
         self._open: list[OpenWeight] = []
         self._known: dict[int, _Known] = {}  # opened in iterations before, by id
         self._lingering: list[tuple[_Memory, PageRun]] = []  # closed, still in use
@@ -134,7 +139,7 @@ class OpenWeights:
     def begin(self) -> None:
         """An iteration begins."""
         pager = self._pager
-        self.native = pager.fits and pager.after_op is None
+        self.native = pager.fits and pager.after_op is None and not self.differentiated_twice
         with pager.lock, _no_overrides():
             self.close()
             if not self.native:

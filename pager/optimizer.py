@@ -76,7 +76,6 @@ class PagedOptimizer:
             early.measure(self)
         with pager.overlap.step_of(self):
             self._step_all(pager)
-        pager.budget.stepped(self)
         if early is not None:
             early.stepped()
         return loss
@@ -85,6 +84,7 @@ class PagedOptimizer:
         raw = raw_step(type(self))
         try:
             pager.stepping = True
+            pager.residency.step = pager.budget.step_of(self)
             if fused.mode(self) == "always":
                 self._step_by_kernels(raw)
             elif not self._tp_done and not self._tp_progress and step_as_dense(self, raw):
@@ -99,6 +99,7 @@ class PagedOptimizer:
                 self._tp_stepped = True
         finally:
             pager.stepping = False
+            pager.residency.step = None
         self._tp_done.clear()
 
     def _step_by_kernels(self, raw: Callable[..., Any]) -> None:

@@ -40,6 +40,7 @@ from .turns import Crowded, Pin, Turns
 if TYPE_CHECKING:
     from .executor import Executor
     from .placement import Weight
+    from .step_need import StepFrames
     from .workspace import Workspace
 
 _PINNED = np.iinfo(np.int64).max
@@ -102,7 +103,9 @@ class Residency:
         self.compactions = 0
         self.peak_frames = 0
         self.largest_need = 0  # frames that one op had pinned, at most
-        self.rigid_need = 0  # the same of ops other than products of weights that could stream
+        # The same of ops other than products of weights that could stream, and not of steps.
+        self.rigid_need = 0
+        self.step: StepFrames | None = None  # of an optimizer whose step is under way
         self.whole: Weight | None = None  # whose product is under way, in a metered iteration
         self._moving_dead: list[PageRun] = []
         self._asking: set[PageRun] = set()  # runs of the access that begins now
@@ -204,7 +207,9 @@ class Residency:
         if not self.turns.is_home():
             return
         self.largest_need = max(self.largest_need, need)
-        if self.whole is None:
+        if self.step is not None:
+            self.step.frames = max(self.step.frames, need)
+        elif self.whole is None:
             self.rigid_need = max(self.rigid_need, need)
         else:
             self.whole.frames = max(self.whole.frames, need)

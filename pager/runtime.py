@@ -44,6 +44,7 @@ from .follower import Follower
 from .fused_states import Format
 from .host import HostTier
 from .images import Images
+from .interrupts import guard_interrupts
 from .iteration import Iteration, Running, drop
 from .meta_buffers import fill_buffers
 from .metrics.publisher import Metrics
@@ -164,6 +165,7 @@ class Pager:
         self.closed_reason = None
         guard_data(self.saved)
         guard_transforms()
+        guard_interrupts()
         watch_steps()
         _open_pagers.add(self)
         try:

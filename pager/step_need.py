@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -28,6 +29,14 @@ class StepNeed(NamedTuple):
     state: float
     dense: float
     operands: int
+
+
+@dataclass(eq=False)
+class StepFrames:
+    """Frames that one op in a step of one optimizer takes, at most, the way that its steps go now.
+    (With little room they go slab by slab, and take fewer.)"""
+
+    frames: int = 0
 
 
 class Room(NamedTuple):
@@ -94,17 +103,19 @@ def step_room(optimizer: Any, measure: Measure) -> StepRoom | None:
     if need is None:
         return None
     fixed, free = _divide(optimizer, others)
-    least = Room(0, 0)
-    if fixed:
-        least = least.with_(_room_of(pager, need, _largest(fixed)))
+    room = least = _room_of(pager, need, _largest(fixed)) if fixed else Room(0, 0)
     if streamed or free:
         least = least.with_(_slab_room(optimizer, streamed + free, measure))
-    room = least
     for parameter in free:
         room_of_it = _room_of(pager, need, parameter)
         too_much = not pager.budget.has_room(room_of_it)
         fused.note_too_much(parameter, too_much)
-        room = room if too_much else room.with_(room_of_it)
+        if too_much:
+            streamed.append(parameter)
+        else:
+            room = room.with_(room_of_it)
+    if streamed:
+        room = room.with_(_slab_room(optimizer, streamed, measure))
     if not pager.budget.has_room(room):
         # Each has room by itself, but not beside what another takes: all go slab by slab.
         for parameter in free:

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import tensorpager as tp
@@ -155,6 +156,30 @@ def test_checkpoint(same, use_reentrant: bool) -> None:
         model = world.module(Checkpointed())
         optimizer = world.optimizer(torch.optim.AdamW(model.parameters()))
         return train(world, model, optimizer), model
+
+    same(script)
+
+
+@pytest.mark.parametrize("how", ["grad", "backward"])
+def test_checkpoint_in_a_backward_pass_for_weights(same, how: str) -> None:
+    """PyTorch asks a paged weight before it differentiates by it; what then runs again (the linear,
+    with the nodes of the first time) is as in any other backward pass."""
+
+    def script(world: World) -> object:
+        weight = world.module(nn.Linear(256, 256, bias=False)).weight
+        x = torch.randn(64, 256, requires_grad=True)
+
+        def twice(x: torch.Tensor) -> torch.Tensor:
+            return F.linear(F.linear(x, weight).tanh(), weight)
+
+        with world.iteration():
+            loss = checkpoint(twice, x.sin(), use_reentrant=False).square().mean()
+            if how == "grad":
+                (slope,) = torch.autograd.grad(loss, [weight], create_graph=True)
+                (loss + slope.square().sum()).backward()
+            else:
+                torch.autograd.backward(loss, inputs=[weight])
+        return loss, weight.grad, x.grad
 
     same(script)
 

@@ -147,6 +147,37 @@ def test_larger_shapes_later_are_refused_before_anything_changes() -> None:
         check_invariants(pager)
 
 
+def test_the_named_minimum_for_larger_shapes_later_works() -> None:
+    """Under it the step goes slab by slab from then on: what it took before, when there was more
+    room, is neither named nor used."""
+
+    def refusal(budget: int, batches: list[int]) -> int | None:
+        torch.manual_seed(0)
+        model = nn.Linear(96, 96, bias=False, dtype=torch.float64)
+        with tp.Pager(budget, "64MiB", page_size=PAGE, policy="lru", device="cpu") as pager:
+            pager.page_module(model)
+            optimizer = pager.optimizer(torch.optim.SGD(model.parameters(), 0.1, momentum=0.9))
+            for batch in batches:
+                x = torch.randn(batch, 96, dtype=torch.float64)
+                try:
+                    with pager.iteration():
+                        model(x).tanh().sin().exp().square().mean().backward()
+                        optimizer.step()
+                        optimizer.zero_grad()
+                except tp.InfeasibleBudget as error:
+                    return error.minimum
+            assert pager.stats()["peak_bytes"]["device"] <= budget
+        return None
+
+    small = refusal(2 * PAGE, [1])
+    assert small is not None
+    assert refusal(small, [1, 1]) is None
+    large = refusal(small, [1, 1, 100])
+    assert large is not None
+    assert large - small < 100 * 96 * 8 * 8
+    assert refusal(large, [1, 1, 100, 1]) is None
+
+
 def _train_with_copies(budget: int | None) -> list[list[torch.Tensor]]:
     """Parameters after each step. Inside the iteration they are copied after the step, twice, as
     for an average: dense memory that the check before the step cannot know of."""

@@ -117,6 +117,39 @@ def test_second_derivatives_are_added_in_the_order_of_pytorch(
         assert torch.equal(found, expected)
 
 
+def _penalized_by_all(pager, shape, with_bias, frozen_bias):
+    """The gradients of a loss and of the squares of all its gradients; everything has three uses
+    or more."""
+    generator = torch.Generator().manual_seed(3)
+    weight, bias, scale = (torch.randn(s, generator=generator) / 4 for s in ((40, 40), 40, 40))
+    inputs = torch.randn(*shape, 40, generator=generator).requires_grad_()
+    if pager is not None:
+        weight, bias, scale = (pager.page(t) for t in (weight, bias, scale))
+    leaves = [inputs, weight.requires_grad_(), scale.requires_grad_()]
+    if not frozen_bias:
+        bias.requires_grad_()
+    if with_bias and not frozen_bias:
+        leaves.append(bias)
+    hidden = inputs * scale
+    out = F.linear(hidden, weight, bias if with_bias else None)
+    out = out.tanh() * hidden + F.layer_norm(hidden, (40,), scale)
+    out = F.linear(out.sin(), weight, bias if with_bias else None) + hidden + inputs * weight[0]
+    loss = out.cos().mean()
+    slopes = torch.autograd.grad(loss, leaves, create_graph=True)
+    (loss + sum(slope.square().sum() for slope in slopes)).backward()
+    return [leaf.grad.detach().to_dense() for leaf in leaves]
+
+
+@pytest.mark.parametrize("shape", [(16,), (4, 8)], ids=str)
+@pytest.mark.parametrize("bias", ["none", "trained", "frozen"])
+def test_second_derivatives_of_inputs_weight_and_bias(pager, shape, bias):
+    given = shape, bias != "none", bias == "frozen"
+    for found, expected in zip(
+        _penalized_by_all(pager, *given), _penalized_by_all(None, *given), strict=True
+    ):
+        assert torch.equal(found, expected)
+
+
 def test_a_graph_of_second_derivatives_goes_with_its_result(pager):
     weight = pager.page(torch.randn(6, 7)).requires_grad_()
     inputs = torch.randn(5, 7, requires_grad=True)

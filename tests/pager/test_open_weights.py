@@ -163,6 +163,28 @@ def test_gradients_of_several_uses_are_added_in_the_order_of_pytorch(
 
 
 # -- pages that have to move ---------------------------------------------------------------------
+def test_second_derivatives_of_several_uses(pager: tp.Pager) -> None:
+    """Once a graph was differentiated twice, no weight is opened: see the module."""
+
+    def gradients(scale: torch.Tensor, x: torch.Tensor) -> list[torch.Tensor]:
+        scale.grad = x.grad = None
+        y = F.layer_norm((x * scale).sin() * scale, (40,), scale).tanh()
+        slopes = torch.autograd.grad(y.square().mean(), [x, scale], create_graph=True)
+        (y.mean() + sum(slope.square().sum() for slope in slopes)).backward()
+        return [scale.grad.to_dense(), x.grad]
+
+    generator = torch.Generator().manual_seed(2)
+    scale, inputs = torch.randn(40, generator=generator), torch.randn(16, 40, generator=generator)
+    expected = gradients(scale.clone().requires_grad_(), inputs.requires_grad_())
+    paged = pager.page(scale).requires_grad_()
+    with pager.iteration():
+        gradients(paged, inputs)
+    with pager.iteration():
+        assert pager.fits
+        assert not pager.opened.native
+        assert_same(gradients(paged, inputs), expected)
+
+
 def test_weights_evicted_between_forward_and_backward(pager: tp.Pager) -> None:
     def body(model: nn.Module) -> torch.Tensor:
         loss = model(_inputs()).square().sum()

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 import pytest
+import torch
 
 from tensorpager.pager.allocator_build import NotBuiltError
 
@@ -25,3 +26,12 @@ def machine(built: Machine) -> Iterator[Machine]:
     built.fail_allocation(-1)
     built.limit(None)
     built.schedule("lazy")
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Sums have the same order in the plain run and in threads of the device."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)

@@ -1,0 +1,57 @@
+"""Trainings on the simulated device: the bits of the plain run on it, no race, nothing left."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from .device import Machine
+from .references import queue_references
+from .trainings import CASES, Outcome, expected_of, nothing_is_left, run
+
+pytestmark = pytest.mark.simulated
+SLOW = pytest.mark.slow
+SCHEDULES = [
+    ("lazy", 0),
+    ("random", 1),
+    *(pytest.param(*rest, marks=SLOW) for rest in (("random", 2), ("random", 3), ("threads", 0))),
+]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _kernels(built: Machine) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        queue_references(built, patch)
+        yield
+
+
+@pytest.fixture(scope="module")
+def expected() -> dict[str, Outcome]:
+    return {}
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(("schedule", "seed"), SCHEDULES)
+def test_same_bits_no_race_nothing_left(
+    machine: Machine,
+    name: str,
+    schedule: str,
+    seed: int,
+    expected: dict[str, Outcome],
+    tmp_path: Path,
+) -> None:
+    case = CASES[name]
+    if name not in expected:
+        expected[name] = expected_of(case, machine, tmp_path)
+    machine.schedule(schedule, seed)
+    with nothing_is_left(machine):
+        outcome = run(case, machine, tmp_path)
+        assert not machine.races()
+    assert outcome.same(expected[name])
+    if case.must_move:
+        assert outcome.stats["faults"] > 0
+        assert outcome.stats["bytes_out"] > 0
+    if "disk_budget" in case.tiers:
+        assert outcome.stats["disk_bytes_written"] > 0
+    if name == "activations":
+        assert outcome.stats["activation pages"] > 0
