@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from .activations import SavedTensors
 from .dense_run import NOT_QUICK, PLAIN, paged_in, run_dense, run_quickly
 from .doors import serve_function
 from .embedding import EMBEDDING, embedding
@@ -109,7 +110,8 @@ def _needs_grad(args: Any, kwargs: dict[str, Any]) -> bool:
 
 
 def hide_from_dynamo(function: Any) -> None:
-    """``torch.compile`` must not trace the dispatcher, nor anything that it calls."""
+    """``torch.compile`` must not trace this, nor anything that it calls: what PyTorch calls below
+    autograd, or when it saves a tensor."""
     frames = torch._C._dynamo.eval_frame
     skip = frames._FrameAction.SKIP
     strategy = frames._FrameExecStrategy(skip, skip)
@@ -118,6 +120,5 @@ def hide_from_dynamo(function: Any) -> None:
 
 PagedTensor.__torch_function__ = classmethod(_torch_function)  # type: ignore[method-assign, assignment]
 PagedTensor.__torch_dispatch__ = classmethod(_torch_dispatch)  # type: ignore[assignment]
-hide_from_dynamo(_torch_dispatch)
-hide_from_dynamo(embedding)
-hide_from_dynamo(linear)
+for _entry in (_torch_dispatch, embedding, linear, SavedTensors.pack, SavedTensors.unpack):
+    hide_from_dynamo(_entry)
