@@ -19,6 +19,7 @@ import torch
 from ..planner.sizes import format_bytes
 
 _OWN = __name__.rpartition(".")[0]
+_CALLS = torch._ops.__name__  # through which an op is called by its name
 
 
 class Place(NamedTuple):
@@ -81,7 +82,7 @@ def place() -> Place:
     frame: FrameType | None = sys._getframe(2)
     while frame is not None:
         if not frame.f_globals.get("__name__", "").startswith(_OWN):
-            if code is None and not name:
+            if code is None and not name and frame.f_globals.get("__name__") != _CALLS:
                 code, line = frame.f_code, frame.f_lineno
             if frame.f_code.co_name == "forward" and frame.f_code.co_varnames[:1] == ("self",):
                 return Place(name, code, line, frame.f_code)
@@ -111,6 +112,8 @@ def _op() -> str:
             func = frame.f_locals.get("func")  # an op on pages
             if isinstance(func, torch._ops.OpOverload):
                 return str(func)
+        elif frame.f_globals.get("__name__") == _CALLS:
+            return str(frame.f_locals.get("self", "an op"))
         else:
             code = frame.f_code
             line = linecache.getline(code.co_filename, frame.f_lineno).strip()

@@ -108,7 +108,8 @@ class Doors:
         if (tuple(value.size()), value.dtype) != shape:
             raise PagerError(
                 f".data of a PagedTensor of shape {shape[0]}, {shape[1]} cannot become shape "
-                f"{tuple(value.size())}, {value.dtype}; page a new tensor with pager.page()"
+                f"{tuple(value.size())}, {value.dtype}; convert a model (half(), …) before "
+                "page_module, or page a new tensor with pager.page()"
             )
         self.data.copy_(value.detach())
 

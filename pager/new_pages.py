@@ -25,6 +25,11 @@ if TYPE_CHECKING:
 
 def page_copy(pager: Pager, tensor: torch.Tensor) -> PagedTensor:
     """See ``Pager.page``."""
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(
+            f"cannot page an object of {type(tensor).__name__}; pass page() a tensor, or a module "
+            "to page_module()"
+        )
     if type(tensor) is PagedTensor and tensor._storage.pager is pager:
         return tensor
     if tensor.layout is not torch.strided or tensor.is_quantized:

@@ -84,6 +84,7 @@ def test_a_refusal_says_that_the_optimizer_is_not_paged() -> None:
             refused.value
         )
         assert "AdamW" in str(refused.value)
+        assert "self._op(" not in str(refused.value)  # how PyTorch calls an op
 
 
 def test_optimizers_without_states_are_not_blamed() -> None:

@@ -156,6 +156,17 @@ def test_the_optimizers_step_is_named(pager: tp.Pager, allocator: DenseAllocator
         refused()
 
 
+def test_an_op_that_is_called_by_its_name_is_named(
+    pager: tp.Pager, allocator: DenseAllocator
+) -> None:
+    step(pager, *make(pager))
+    with (
+        pytest.raises(tp.InfeasibleBudget, match=r"aten\.zeros\.default asked for"),
+        pager.iteration(),
+    ):
+        torch.ops.aten.zeros.default([3 * MIB])
+
+
 def test_an_op_of_backward_is_named(pager: tp.Pager, allocator: DenseAllocator) -> None:
     model, optimizer = make(pager)
     step(pager, model, optimizer)

@@ -10,6 +10,8 @@ import pytest
 import torch
 from torch import nn
 
+import tensorpager as tp
+
 from .doors import Twins, must_be_clear, right_or_refused, same, twins
 from .lanes import CHAOS, PLAIN
 
@@ -299,6 +301,16 @@ class TestData:
             return p.detach()
 
         right_or_refused(x.detach() * 2, assign)
+
+
+def test_a_model_that_is_converted_in_pages_says_what_to_do(pager):
+    model = pager.page_module(nn.Linear(3, 3))
+    before = model.weight.detach().to_dense()
+    with pytest.raises(tp.PagerError, match="before page_module"):
+        model.half()
+    same(before, model.weight.detach())
+    with pytest.raises(TypeError, match=r"an object of list; .* page_module"):
+        pager.page([model])
 
 
 def test_mixed_lists(pager):
