@@ -2,12 +2,13 @@
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from .. import programs
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "kill_test.py"
 
@@ -18,14 +19,8 @@ if sys.platform != "linux":
 def kill(tmp_path: Path, runs: int, *, seed: int = 0) -> dict[str, Any]:
     report = tmp_path / "found.json"
     environment = {k: v for k, v in os.environ.items() if k != "LOCAL_WORLD_SIZE"}
-    command = [sys.executable, str(SCRIPT), f"--runs={runs}", f"--seed={seed}"]
-    result = subprocess.run(
-        [*command, f"--folder={tmp_path}", f"--json={report}"],
-        capture_output=True,
-        text=True,
-        env=environment,
-        timeout=300 + 30 * runs,
-    )
+    arguments = (f"--runs={runs}", f"--seed={seed}", f"--folder={tmp_path}", f"--json={report}")
+    result = programs.run(str(SCRIPT), *arguments, env=environment, timeout=600 + 30 * runs)
     found: dict[str, Any] = json.loads(report.read_text()) if report.exists() else {}
     assert result.returncode == 0, (found.get("problems"), result.stderr[-3000:])
     assert list(tmp_path.iterdir()) == [report]

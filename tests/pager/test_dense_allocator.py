@@ -4,8 +4,6 @@ import errno
 import os
 import signal
 import stat
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -21,6 +19,8 @@ import tensorpager as tp
 from tensorpager.pager import allocator_build
 from tensorpager.pager.allocator_build import NotBuiltError, library
 from tensorpager.pager.dense_allocator import Account, AllocatorMeter, DenseAllocator
+
+from .. import programs
 
 MIB = 1 << 20
 
@@ -210,9 +210,7 @@ print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), int(x[-1]))
 
 
 def test_a_forked_child_has_the_blocks_and_no_cap(allocator: DenseAllocator) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", FORKED], capture_output=True, text=True, timeout=300
-    )
+    done = programs.run("-c", FORKED)
     assert done.stdout.split() == ["0", "7"], done.stderr
 
 
@@ -408,11 +406,5 @@ def test_a_damaged_library_is_no_crash(tmp_path: Path) -> None:
         "CXX": str(tmp_path / "stand-in"),
         allocator_build.SWITCH: str(tmp_path / "cache"),
     }
-    done = subprocess.run(
-        [sys.executable, "-c", WITHOUT],
-        capture_output=True,
-        text=True,
-        env=environment,
-        timeout=300,
-    )
+    done = programs.run("-c", WITHOUT, env=environment)
     assert done.stdout.split() == ["True"], done.stderr

@@ -12,27 +12,30 @@ import tensorpager as tp
 from tensorpager.pager import ranks
 from tensorpager.planner.sizes import parse_bytes
 
+from .. import programs
+
 WORKER = Path(__file__).with_name("distributed_worker.py")
 MiB = 1 << 20
 PARAMETER_BYTES = 4 * (128 * 256 + 256 + 3 * (256 * 256 + 256) + 256 * 10 + 10)
 
 
-def finish(command: list[str], folder: Path, ranks: int) -> list[dict[str, Any]]:
+def found_by(folder: Path, ranks: int) -> list[dict[str, Any]]:
     """What each rank found."""
-    result = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert result.returncode == 0, result.stderr[-3000:]
     return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(ranks)]
 
 
 def fork(folder: Path, ranks: int, *arguments: str) -> list[dict[str, Any]]:
-    command = [sys.executable, str(WORKER), str(folder), *arguments, f"--ranks={ranks}"]
-    return finish(command, folder, ranks)
+    result = programs.run(str(WORKER), str(folder), *arguments, f"--ranks={ranks}")
+    assert result.returncode == 0, result.stderr[-3000:]
+    return found_by(folder, ranks)
 
 
 def torchrun(folder: Path, ranks: int, *arguments: str) -> list[dict[str, Any]]:
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command = [*launcher, f"--nproc-per-node={ranks}", str(WORKER), str(folder), *arguments]
-    return finish(command, folder, ranks)
+    result = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stderr[-3000:]
+    return found_by(folder, ranks)
 
 
 def assert_same_and_within(found: dict[str, Any], kind: str, policy: str) -> None:

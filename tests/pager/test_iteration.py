@@ -1,7 +1,5 @@
 """``pager.iteration()``: its begin and its end, and what is left when it has none."""
 
-import subprocess
-import sys
 import threading
 import warnings
 from collections.abc import Callable
@@ -12,6 +10,7 @@ import torch
 import tensorpager as tp
 from tensorpager.pager.check import check_invariants
 
+from .. import programs
 from .models import World, assert_same, loss_of, make_pager, mlp, plain, train
 
 
@@ -323,10 +322,7 @@ QUICK = "a context manager, late"
 )
 def test_the_interpreter_ends_inside(end: str) -> None:
     """Without a word."""
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM + ENDS[end]],
-        capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=300,
-    )  # fmt: skip
+    done = programs.run("-c", PROGRAM + ENDS[end])
     # PyTorch has a word of its own where its profiler measures, for want of our allocator.
     said = [line for line in done.stderr.splitlines() if "Leaked callback handle" not in line]
     assert (done.returncode, said) == (0, [])

@@ -10,42 +10,27 @@ from pathlib import Path
 
 import pytest
 
+from .. import programs
 from .outside import Job, watch
 
 ROOT = Path(__file__).parents[2]
-TRAIN = [sys.executable, str(ROOT / "scripts" / "train_lm.py"), "--device", "cpu"]
+SCRIPT = ROOT / "scripts" / "train_lm.py"
 MIB = 1 << 20
 
 
-def run(*arguments: object, prefix: tuple[str, ...] = (), timeout: float = 600) -> dict:
-    """Run a script, return what ``--json`` wrote and the child's peak RSS as the kernel saw it."""
-    result = subprocess.run(
-        [*prefix, *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-        env={**os.environ, "OMP_NUM_THREADS": "2"},
-    )
-    return {"code": result.returncode, "out": result.stdout, "err": result.stderr}
-
-
-def train(folder: Path, *options: object, prefix: tuple[str, ...] = ()) -> dict:
+def train(folder: Path, *options: object, data_limit: int | None = None) -> dict:
+    """What ``--json`` wrote, and the peak RSS as the kernel saw it."""
     report = folder / "report.json"
-    rss = folder / "rss"
-    wrapper = (
-        sys.executable,
-        "-c",
-        "import os,resource,subprocess,sys;"
-        "code=subprocess.call(sys.argv[2:]);"
-        "open(sys.argv[1],'w').write(str(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss));"
-        "sys.exit(code)",
-        str(rss),
-    )
-    done = run(*wrapper, *prefix, *TRAIN, "--json", report, *options)
-    if report.exists():
-        done |= json.loads(report.read_text())
-    done["rss_bytes"] = int(rss.read_text()) * 1024
-    return done
+    report.unlink(missing_ok=True)
+    arguments = [str(SCRIPT), "--device", "cpu", "--json", str(report), *map(str, options)]
+    if data_limit is not None:
+        limited = "import os, resource, sys;"
+        limited += "resource.setrlimit(resource.RLIMIT_DATA, (int(sys.argv[1]),) * 2);"
+        limited += "os.execv(sys.executable, [sys.executable, *sys.argv[2:]])"
+        arguments = ["-c", limited, str(data_limit), *arguments]
+    done = programs.run(*arguments, env={**os.environ, "OMP_NUM_THREADS": "2"})
+    found = json.loads(report.read_text()) if report.exists() else {}
+    return {"code": done.returncode, "err": done.stderr, "rss_bytes": done.max_rss, **found}
 
 
 def test_peak_rss_is_budget_and_a_tenth_above_a_tiny_training(tmp_path: Path) -> None:
@@ -69,9 +54,9 @@ def test_peak_rss_is_budget_and_a_tenth_above_a_tiny_training(tmp_path: Path) ->
 @pytest.mark.slow
 def test_under_a_data_limit_plain_dies_and_paged_trains(tmp_path: Path) -> None:
     """``prlimit --data``: 125m at batch 1, seq 128 needs some 1.4 GB of data segment."""
-    limit = ("prlimit", f"--data={1100 * MIB}")
+    limit = 1100 * MIB
     work = ("--preset", "125m", "--batch", 1, "--seq", 128, "--steps", 2)
-    plain = train(tmp_path, *work, "--no-pager", prefix=limit)
+    plain = train(tmp_path, *work, "--no-pager", data_limit=limit)
     assert plain["code"] != 0
     assert "memory" in plain["err"].lower()
     paged = train(
@@ -79,7 +64,7 @@ def test_under_a_data_limit_plain_dies_and_paged_trains(tmp_path: Path) -> None:
         *work,
         *("--device-budget", "400MiB", "--host-budget", "100MiB"),
         *("--disk-budget", "3GiB", "--disk-path", tmp_path),
-        prefix=limit,
+        data_limit=limit,
     )
     assert paged["code"] == 0, paged["err"]
     free = train(tmp_path, *work, "--no-pager")
@@ -158,34 +143,37 @@ def test_kill_in_mid_step_leaves_nothing(tmp_path: Path) -> None:
     disk = 256 * MIB
     process = subprocess.Popen(
         [
-            *TRAIN,
-            *("--preset", "10m", "--batch", "4", "--seq", "128", "--steps", "1000"),
-            *("--device-budget", "160MiB", "--host-budget", "8MiB"),
+            *(sys.executable, str(SCRIPT), "--device", "cpu"),
+            *("--preset", "tiny", "--steps", "80", "--page-size", "64KiB"),
+            *("--device-budget", "4MiB", "--host-budget", "512KiB"),
             *("--disk-budget", str(disk), "--disk-path", str(tmp_path)),
         ],
-        stdout=subprocess.DEVNULL,
+        env={**os.environ, "PYTHONUNBUFFERED": "1"},
+        stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         start_new_session=True,
+        text=True,
     )
+    assert process.stdout is not None
     try:
-        deadline = time.monotonic() + 300
-        files: list[os.stat_result] = []
-        while not any(file.st_size == disk for file in files):
-            files = paging_files(process.pid, tmp_path)
-            assert process.poll() is None, "the run ended by itself"
-            assert time.monotonic() < deadline, "no paging file of that size was opened"
-            time.sleep(0.1)
+        steps = (line for line in process.stdout if " step 4/" in line)
+        assert next(steps, ""), "the run ended by itself"
+        files = paging_files(process.pid, tmp_path)
         assert len(files) == 1
         assert files[0].st_nlink == 0, "the paging file has a name"
         assert files[0].st_mode & 0o777 == 0o600
         assert files[0].st_size == disk, "the paging file is not exactly its budget"
         assert files[0].st_blocks * 512 >= disk, "the paging file is not preallocated"
-        time.sleep(3)  # somewhere in a step
     finally:
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
+        process.stdout.close()
     assert list(tmp_path.iterdir()) == []
-    assert set(os.listdir("/dev/shm")) - before == set()
+    # Whatever other tests have there beside this one goes away in a minute.
+    deadline = time.monotonic() + 60
+    while left := set(os.listdir("/dev/shm")) - before:
+        assert time.monotonic() < deadline, left
+        time.sleep(0.1)
 
 
 USE_IN_CHILD = """
@@ -204,7 +192,7 @@ print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), paged.sum().item())
 
 
 def test_a_forked_child_is_told_and_the_parent_goes_on() -> None:
-    assert run(sys.executable, "-c", USE_IN_CHILD)["out"].split() == ["7", "100000.0"]
+    assert programs.run("-c", USE_IN_CHILD).stdout.split() == ["7", "100000.0"]
 
 
 GIVE_BACK = """
@@ -225,7 +213,7 @@ print(full - before, shrunk - before, rss() - before)
 
 
 def test_the_border_and_close_give_memory_back() -> None:
-    full, shrunk, closed = map(int, run(sys.executable, "-c", GIVE_BACK)["out"].split())
+    full, shrunk, closed = map(int, programs.run("-c", GIVE_BACK).stdout.split())
     assert full >= 200 * MIB
     assert shrunk <= 30 * MIB
     assert closed <= shrunk

@@ -1,7 +1,5 @@
 """Layers of many kinds, hooks on them, and several models at once, trained plain and paged."""
 
-import subprocess
-import sys
 from functools import partial
 
 import pytest
@@ -12,6 +10,7 @@ from torch.nn.utils import parametrizations
 
 import tensorpager as tp
 
+from .. import programs
 from .models import World, batch, loss_of, make_pager, mlp, plain, train
 
 
@@ -270,10 +269,7 @@ for _ in range(4):
 def test_step_in_the_backward_pass_of_the_metered_iteration() -> None:
     """In a process of its own: the profiler that meters must not be switched inside of an op of the
     backward pass, which breaks it, and the next one to use it hangs or aborts."""
-    done = subprocess.run(
-        [sys.executable, "-c", _METERED_STEP_IN_BACKWARD],
-        capture_output=True, text=True, timeout=300, check=False,
-    )  # fmt: skip
+    done = programs.run("-c", _METERED_STEP_IN_BACKWARD)
     assert done.returncode == 0, done.stderr[-2000:]
     assert "callback" not in done.stderr
 

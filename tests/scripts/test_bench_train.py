@@ -16,6 +16,8 @@ from lm.options import UsageError
 from lm.peers import UnavailableError, make_peer
 from lm.summary import exit_code, summarise, verdicts
 
+from .. import programs
+
 SCRIPT = Path(__file__).parents[2] / "scripts" / "bench_train.py"
 TINY = ("--preset=tiny", "--batch=2", "--seq=32", "--page-size=64KiB", "--rounds=1")
 
@@ -90,9 +92,7 @@ def test_a_planned_run_waits_for_its_plan(tmp_path: Path) -> None:
     ],
 )
 def test_wrong_usage_is_code_2(arguments: list[str], message: str) -> None:
-    result = subprocess.run(
-        [sys.executable, str(SCRIPT), *arguments], capture_output=True, text=True, timeout=300
-    )
+    result = programs.run(str(SCRIPT), *arguments)
     assert result.returncode == 2
     assert message in " ".join(result.stderr.split())
 

@@ -2,7 +2,6 @@
 
 import json
 import re
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,6 +11,8 @@ import pytest
 import torch
 from lm.options import UsageError, paged_arguments, parse_options, plain_arguments
 from lm.scalars import Scalars
+
+from .. import programs
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "train_lm.py"
 TINY = ("--preset=tiny", "--steps=8", "--page-size=64KiB")
@@ -27,10 +28,8 @@ BUDGETS = {
 }
 
 
-def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, str(SCRIPT), *arguments], capture_output=True, text=True, timeout=600
-    )
+def run(*arguments: str) -> programs.Ended:
+    return programs.run(str(SCRIPT), *arguments)
 
 
 def train(path: Path, *arguments: str) -> dict[str, Any]:
