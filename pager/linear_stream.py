@@ -54,7 +54,6 @@ from .slabs import fair_share, pages_of, stream
 from .space import PagedStorage
 from .table_gradient import new_gradient
 
-_ALIGNMENT_BYTES = 64  # of memory that torch allocates; see `_Held.block`
 _HALVES = (torch.float16, torch.bfloat16)
 _PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter, PagedTensor)
 _functorch_level = torch._C._functorch.peek_interpreter_stack
@@ -91,7 +90,7 @@ def watched(
     ends = [min(start + matrix.block_rows, matrix.rows) for start in starts]
     pages = max((len(matrix.pages(*span)) for span in zip(starts, ends)), default=1)
     block = matrix.block_rows * matrix.row_bytes
-    more = block + _ALIGNMENT_BYTES if pages > 1 or of_weight else 0
+    more = block + pager.backend.alignment if pages > 1 or of_weight else 0
     if weight.dtype in _HALVES and not of_weight:  # added up in single precision
         wide = torch.float32.itemsize
         rows = inputs.numel() // max(1, inputs.size(-1))
@@ -457,7 +456,7 @@ class _Held:
         flat = pieces[0]
         if len(pieces) > 1:
             matrix.storage.pager.gathers += 1
-            ahead = matrix.byte(first) % _ALIGNMENT_BYTES
+            ahead = matrix.byte(first) % matrix.storage.pager.backend.alignment
             nbytes = (stop - first) * matrix.row_bytes
             flat = torch.empty(ahead + nbytes, dtype=torch.uint8, device=flat.device)[ahead:]
             torch.cat(pieces, out=flat)

@@ -209,7 +209,7 @@ class Pager:
             self.host = HostTier(given.budget_bytes["host"], size, self.backend)
             undo.callback(self.host.close)
             self.table = PageTable(given.frames, self.device)
-            self.space = Space(self.table, size)
+            self.space = Space(self.table, size, self.backend.alignment)
             self.migration = Migration(
                 self.table, self.backend, self.host, self.disk, size,
                 verify=verify, watch=self.io_watch,

@@ -3,7 +3,8 @@
 A *run* is the unit of placement: consecutive virtual pages that are used together. A *storage* is
 what several PagedTensors (a tensor and its views) share: a byte range of one run. A storage of
 more than half a page has a run of its own; smaller ones share a page with others of their kind,
-aligned to 64 bytes (other alignments change the last bits of some BLAS routines).
+aligned as PyTorch's allocator aligns on that device (other alignments change the last bits of some
+BLAS routines, and which kernel is taken).
 """
 
 from __future__ import annotations
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
     from .runtime import Pager
     from .untyped import PagedUntypedStorage
 
-ALIGNMENT_BYTES = 64
 generations = itertools.count()  # never the same for two placements, of one run or of two
 TRANSIENT_KINDS = ("activation", "gradient")  # the others live on from iteration to iteration
 
@@ -89,9 +89,10 @@ class PagedStorage:
 class Space:
     """Allocates storages in runs of virtual pages. Holds no memory of any tier itself."""
 
-    def __init__(self, table: PageTable, page_size: int) -> None:
+    def __init__(self, table: PageTable, page_size: int, alignment: int) -> None:
         self.table = table
         self.page_size = page_size
+        self.alignment = alignment  # bytes, of storages that share a page
         self.runs: dict[int, PageRun] = {}
         self.dead: deque[tuple[PageRun, int, int, int]] = deque()
         self.clock = 0  # accesses of the iteration so far, for those who want to know of deaths
@@ -127,20 +128,20 @@ class Space:
         return PagedStorage(pager, run, offset, nbytes)
 
     def _small(self, nbytes: int, kind: str) -> tuple[PageRun, int]:
-        units = -(-nbytes // ALIGNMENT_BYTES)
+        units = -(-nbytes // self.alignment)
         group = self._open.setdefault(kind, {})
         for run in group.values():
             assert run.small is not None
             unit = run.small.allocate_run(units)
             if unit is not None:
-                return run, unit * ALIGNMENT_BYTES
+                return run, unit * self.alignment
         run = self._new_run(1, kind)
         run.nbytes = self.page_size
-        run.small = FramePool(self.page_size // ALIGNMENT_BYTES)
+        run.small = FramePool(self.page_size // self.alignment)
         group[run.id] = run
         unit = run.small.allocate_run(units)
         assert unit is not None
-        return run, unit * ALIGNMENT_BYTES
+        return run, unit * self.alignment
 
     def _new_run(self, count: int, kind: str) -> PageRun:
         run_id = self._free_ids.pop() if self._free_ids else len(self.runs)
@@ -161,7 +162,7 @@ class Space:
             run, offset, nbytes, clock = self.dead.popleft()
             run.storages -= 1
             if run.small is not None and run.storages:
-                run.small.free(offset // ALIGNMENT_BYTES, -(-nbytes // ALIGNMENT_BYTES))
+                run.small.free(offset // self.alignment, -(-nbytes // self.alignment))
             if run.storages == 0:
                 self.on_death(run, clock)
                 yield run

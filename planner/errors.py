@@ -1,11 +1,18 @@
 """What can go wrong in planning, by name. The runtime's errors build on these."""
 
-from functools import partial
 from typing import Any
 
 
 class PagerError(Exception):
     """Base of all tensorpager errors."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Whatever the constructor asks for, an error comes whole out of another process."""
+        return _again, (type(self), self.args), self.__dict__
+
+
+def _again(kind: type[PagerError], args: tuple[Any, ...]) -> PagerError:
+    return kind.__new__(kind, *args)
 
 
 class InfeasibleBudget(PagerError):  # noqa: N818 (public name, fixed by the design)
@@ -17,10 +24,6 @@ class InfeasibleBudget(PagerError):  # noqa: N818 (public name, fixed by the des
     def __init__(self, message: str, *, minimum: int) -> None:
         super().__init__(message)
         self.minimum = minimum
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """As other errors, so that it comes whole out of another process."""
-        return partial(type(self), minimum=self.minimum), self.args, self.__dict__
 
 
 class TraceError(PagerError):

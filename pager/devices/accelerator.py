@@ -89,6 +89,7 @@ class Accelerator:
     """Implements :class:`~.device.Device`; the stream order is that module's note."""
 
     host_addressable = False
+    alignment = 512
 
     def __init__(self, device: torch.device, kit: Kit) -> None:
         self.device, self.kit = device, kit
@@ -288,9 +289,10 @@ class Accelerator:
         pass  # the allocator keeps its peak
 
     def meter_stop(self, *, of_tensors: bool = False) -> int:
-        # What the allocator held, not what tensors took: its cap counts that, fragments included.
-        held = self._memory("allocated" if of_tensors else "reserved", "peak")
-        return max(0, held - self.kit.counted_bytes - self._alive)
+        # A cap counts what the allocator holds, the rest of its segments included. Where there is
+        # none it may keep any number of them, and what tensors take is all that can be said.
+        counted = "reserved" if self.caps_dense and not of_tensors else "allocated"
+        return max(0, self._memory(counted, "peak") - self.kit.counted_bytes - self._alive)
 
     def meter_peak(self) -> Peak | None:
         return None

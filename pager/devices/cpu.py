@@ -32,7 +32,7 @@ class Cpu:
 
     host_addressable = can_unmap = knows_dense = True
     caps_dense = takes_drives = False
-    granularity = 1
+    granularity, alignment = 1, 64
 
     def __init__(self, reserved_bytes: int, committed_bytes: int) -> None:
         self.device = torch.device("cpu")

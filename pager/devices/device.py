@@ -81,6 +81,7 @@ class Device(Protocol):
 
     device: torch.device
     granularity: int  # bytes; the border is at a multiple of it
+    alignment: int  # bytes, of the memory that PyTorch's allocator gives tensors there
     reserved_bytes: int  # that the arena can have at most
     host_addressable: bool  # the CPU can read and write frames in place, and ops are over at return
     can_unmap: bool  # the border moves and nothing else does; otherwise see ``remake``

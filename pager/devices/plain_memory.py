@@ -39,7 +39,7 @@ class PlainMemory:
     def lacking(device: torch.device) -> list[str]:
         found = [
             "virtual memory (the arena is one allocation, made anew after the first iteration)",
-            "a cap on dense memory (the budget is measured, not enforced)",
+            "a cap on dense memory (tensors are measured, and PyTorch's allocator may keep more)",
         ]
         if not has_statistics(device):
             found.append("memory statistics (dense_reserve= has to be given)")

@@ -9,6 +9,7 @@ from torch.nn import functional as F
 
 import tensorpager as tp
 from tensorpager.pager.check import check_invariants
+from tensorpager.pager.errors import PagerError
 
 PAGE = 64 << 10
 
@@ -462,3 +463,41 @@ def test_a_budget_is_refused_once(kind: str, options: dict[str, int]) -> None:
         train_case(budget, kind, **options)
     losses = train_case(refusal.value.minimum, kind, **options)
     assert losses == pytest.approx(train_case(64 << 20, kind), rel=1e-4)
+
+
+def settle(pager: tp.Pager) -> None:
+    pager.budget.settle(0, roomy=False)
+
+
+@pytest.mark.parametrize("when", ["metered", "settled"])
+def test_an_arena_that_cannot_grow_is_what_it_was(
+    when: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There is no memory for more frames: those that are there work, and so does the next try."""
+
+    def refuse(nbytes: int) -> None:
+        if nbytes > pager.residency.pool.count * PAGE:
+            raise PagerError("no memory for the arena")
+        commit(nbytes)
+
+    with tp.Pager("4MiB", host_budget="8MiB", page_size=PAGE, device="cpu") as pager:
+        dense = torch.randn(500_000)
+        paged = pager.page(dense)
+        pager.budget.start()
+        pager.residency.resize(2)
+        commit = pager.backend.commit
+        monkeypatch.setattr(pager.backend, "commit", refuse)
+        grow = {"metered": lambda: paged.pin().__enter__(), "settled": lambda: settle(pager)}[when]
+        with pytest.raises(PagerError, match="no memory for the arena"):
+            grow()
+        frames = pager.residency.pool.count
+        assert frames == len(pager.table.frame_page) <= 2
+        if when == "settled":
+            assert pager.budget.reserve == pager.budget.bytes - frames * PAGE
+        check_invariants(pager)
+        assert torch.equal(pager.page(dense[:1000]).to_dense(), dense[:1000])
+        monkeypatch.setattr(pager.backend, "commit", commit)
+        settle(pager)
+        assert pager.residency.pool.count > 2
+        assert torch.equal(paged.to_dense(), dense)
+        check_invariants(pager)

@@ -1,0 +1,223 @@
+"""An accelerator without a kit of its own, as the runtime uses it."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import tensorpager as tp
+from tensorpager.pager.check import check_invariants
+from tensorpager.pager.devices import plain_memory
+from tensorpager.pager.devices.accelerator import Accelerator
+from tensorpager.pager.devices.choice import make_device, resolve
+from tensorpager.pager.devices.device import Copy
+from tensorpager.pager.doctor.gpu import gpu_findings
+from tensorpager.pager.errors import PagerError
+
+from .device import NAME, SCHEDULES, Machine
+
+pytestmark = [pytest.mark.simulated, pytest.mark.usefixtures("machine")]
+PAGE = 64 << 10
+MIB = 1 << 20
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        batch, length, width = x.shape
+        q, k, v = (
+            self.qkv(self.norm(x)).view(batch, length, 3, 4, width // 4).permute(2, 0, 3, 1, 4)
+        )
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(mixed.transpose(1, 2).reshape(batch, length, width))
+        return x + self.down(F.gelu(self.up(x)))
+
+
+def transformer() -> nn.Module:
+    torch.manual_seed(0)
+    blocks = [Block(96) for _ in range(2)]
+    return nn.Sequential(nn.Embedding(128, 96), *blocks, nn.Linear(96, 128)).to(NAME)
+
+
+def train(
+    pager: tp.Pager | None, *, aside: bool = False, steps: int = 3
+) -> tuple[list[float], list[torch.Tensor]]:
+    """``aside``: forward and backward on a stream of the user's own, in every other step only the
+    former."""
+    net = transformer()
+    if pager is not None:
+        pager.page_module(net)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
+    if pager is not None:
+        pager.optimizer(optimizer)
+    side = torch.Stream(NAME)
+    chance = torch.Generator().manual_seed(1)
+    losses = []
+    for step in range(steps):
+        x, y = torch.randint(0, 128, (2, 2, 32), generator=chance).to(NAME)
+        with nullcontext() if pager is None else pager.iteration():
+            with on(side) if aside else nullcontext():
+                loss = F.cross_entropy(net(x).flatten(0, 1), y.flatten())
+                if step % 2:
+                    loss.backward()
+            if not step % 2:
+                loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        losses.append(loss.item())
+        if pager is not None:
+            check_invariants(pager)
+    paged = pager is not None
+    return losses, [(p.to_dense() if paged else p).detach().cpu() for p in net.parameters()]  # type: ignore[attr-defined]
+
+
+@contextmanager
+def on(stream: torch.Stream) -> Iterator[None]:
+    main = torch.accelerator.current_stream()
+    stream.wait_stream(main)
+    torch.accelerator.set_stream(stream)
+    try:
+        yield
+    finally:
+        torch.accelerator.set_stream(main)
+        main.wait_stream(stream)
+
+
+@pytest.fixture(scope="module")
+def plain() -> tuple[list[float], list[torch.Tensor]]:
+    return train(None)
+
+
+LANES = ("aside", "host", "disk", "reserve", "fits")
+QUICK = (("aside", "lazy"), ("fits", "lazy"))
+
+
+@pytest.mark.parametrize(
+    ("lane", "schedule"),
+    [
+        pytest.param(*both, marks=() if both in QUICK else pytest.mark.slow)
+        for both in itertools.product(LANES, SCHEDULES)
+    ],
+)
+def test_training_has_the_bits_of_the_same_device(
+    lane: str,
+    schedule: str,
+    machine: Machine,
+    plain: tuple[list[float], list[torch.Tensor]],
+    tmp_path: Path,
+) -> None:
+    options: dict[str, object] = {"host_budget": 13 * MIB + 7}  # in pieces of several sizes
+    if lane == "disk":
+        options = {"host_budget": MIB, "disk_budget": "32MiB", "disk_path": tmp_path}
+    elif lane == "reserve":
+        options["dense_reserve"] = "2MiB"
+    machine.schedule(schedule, 1)
+    machine.check(True)
+    machine.races()
+    budget = 256 * MIB if lane == "fits" else 4 * MIB
+    with tp.Pager(budget, page_size=PAGE, device=NAME, **options) as pager:  # type: ignore[arg-type]
+        losses, parameters = train(pager, aside=lane == "aside")
+        arena, settled = pager.backend.arena.numel(), pager.budget.settled
+        frames = pager.residency.pool.count
+        assert pager.device == torch.device(NAME, 0)
+        assert pager.stats()["faults"] > 0
+    assert (settled, arena) == (True, frames * PAGE)  # made anew in its final size
+    assert losses == plain[0]
+    assert all(torch.equal(a, b) for a, b in zip(parameters, plain[1], strict=True))
+    assert machine.races() == []
+
+
+# -- the kit ---------------------------------------------------------------------------------------
+@pytest.fixture
+def device() -> Iterator[Accelerator]:
+    device = make_device(resolve(NAME), 8 * PAGE, 4 * PAGE)
+    assert isinstance(device, Accelerator)
+    yield device
+    device.close()
+
+
+def test_host_memory_is_page_locked_and_no_more_than_was_asked_for(
+    device: Accelerator, machine: Machine
+) -> None:
+    before = machine.page_locked_bytes()
+    pieces = device.host_memory(13 * PAGE)
+    assert [len(piece.bytes) // PAGE for piece in pieces] == [8, 4, 1]
+    assert machine.page_locked_bytes() - before == 13 * PAGE
+    for piece in pieces:
+        assert torch.from_numpy(piece.bytes).is_pinned()
+
+
+@pytest.mark.parametrize("room", [True, False])
+def test_an_arena_that_is_made_anew_keeps_its_bytes(
+    device: Accelerator, machine: Machine, room: bool
+) -> None:
+    (piece,) = device.host_memory(4 * PAGE)
+    piece.bytes[:] = torch.arange(4 * PAGE).to(torch.uint8).numpy()
+    device.copy_in([Copy(0, piece.bytes)])
+    device.use_frames()
+    if not room:  # for both at once
+        machine.limit(torch.accelerator.memory_reserved() + 2 * PAGE)
+    device.remake(6 * PAGE)
+    assert device.arena.numel() == 6 * PAGE
+    assert device.arena[: 4 * PAGE].cpu().numpy().tobytes() == piece.bytes.tobytes()
+    machine.limit(torch.accelerator.memory_reserved())
+    with pytest.raises(PagerError, match=r"bytes are free on queued:0 for the arena"):
+        device.remake(1 << 30)
+    assert device.arena.numel() == 6 * PAGE
+    assert device.arena[: 4 * PAGE].cpu().numpy().tobytes() == piece.bytes.tobytes()
+
+
+def test_an_allocator_that_does_not_count_needs_a_reserve(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(plain_memory, "has_statistics", lambda device: False)
+    with pytest.raises(ValueError, match=r"does not say how much memory is in use; pass dense_res"):
+        tp.Pager("4MiB", device=NAME, page_size=PAGE)
+    with tp.Pager("4MiB", device=NAME, page_size=PAGE, dense_reserve="1MiB") as pager:
+        x = torch.randn(1000, device=NAME)
+        assert torch.equal(pager.page(x).to_dense(), x)
+
+
+def test_doctor_says_what_the_kit_has_to_do_without() -> None:
+    (found,) = (finding for finding in gpu_findings() if finding.what == "device memory")
+    assert found.state == "warning"
+    assert found.detail.startswith("queued: the plain kit, without virtual memory")
+
+
+@pytest.mark.parametrize("name", [f"{NAME}:3", "cuda", "xpu:1"])
+def test_a_device_that_is_not_there_is_refused(name: str) -> None:
+    with pytest.raises(PagerError, match="but PyTorch sees"):
+        tp.Pager("4MiB", device=name)
+
+
+# -- dense memory ----------------------------------------------------------------------------------
+def test_the_meter_counts_what_comes_on_top(device: Accelerator) -> None:
+    """Not what was alive, nor what the cache still held, nor the arena."""
+    alive = torch.empty(4 * MIB, dtype=torch.uint8, device=NAME)
+    for _ in range(2):
+        cached = torch.empty(64 * MIB, dtype=torch.uint8, device=NAME)
+        del cached
+        device.meter_start()
+        temporary = torch.empty(8 * MIB, dtype=torch.uint8, device=NAME)
+        del temporary
+        assert 8 * MIB <= device.meter_stop() < 12 * MIB
+    assert alive.numel() == 4 * MIB
+
+
+def test_small_tensors_are_aligned_as_by_the_allocators_of_gpus() -> None:
+    with tp.Pager("4MiB", device=NAME, page_size=PAGE, host_budget="4MiB") as pager:
+        tensors = [pager.page(torch.randn(n, device=NAME)) for n in (1, 100, 3, 200)]
+        assert {t._storage.run.id for t in tensors} == {tensors[0]._storage.run.id}
+        assert all(t._storage.offset % 512 == 0 for t in tensors)
