@@ -363,7 +363,11 @@ class DeviceBudget:
         frames = 0 if self.fixed_reserve is not None else self.residency.pool.count
         stay = max(self._least_frames, self.residency.pinned_pages())
         room = max(0, frames - stay) * self.page_size
-        return self._beyond(missing) <= room + self.bytes // _LENIENCE + _LENIENCE_BYTES
+        return self._beyond(missing) <= room + self._lenience
+
+    @property
+    def _lenience(self) -> int:
+        return self.bytes // _LENIENCE + _LENIENCE_BYTES
 
     def _beyond(self, missing: int) -> int:
         """Bytes beyond the reserve, where ``missing`` are wanted beyond the cap."""
@@ -397,7 +401,7 @@ class DeviceBudget:
         beyond = self._beyond(missing)
         self._cap = self.reserve - self.dense_baseline + max(0, beyond)
         self.backend.raise_cap(self._cap)
-        if beyond > 0:
+        if beyond > self._lenience:
             frames = self.residency.pool.count - self.residency.pool.free_count
             both = frames * self.page_size + self.reserve + beyond
             self._metered_peak = max(self._metered_peak, both)
