@@ -170,10 +170,7 @@ def probe_step(
         state = sum(shape.numel() * shape.element_size() for shape in shapes)
         nbytes = max(1, nbytes)
         return StepNeed(state / max(1, largest.nbytes), dense / nbytes, operands)
-    shape = [min(n, _PROBE_DIM) for n in largest.shape]
-    while len(shape) and _numel(shape) < _PROBE_DIM**2 and _numel(shape) < largest.numel():
-        axis = max(range(len(shape)), key=lambda i: largest.shape[i] / shape[i])
-        shape[axis] = min(largest.shape[axis], shape[axis] * 2)
+    shape = _shape_of_twin(largest.shape)
     twin = torch.zeros(shape, dtype=largest.dtype, device=largest.device, requires_grad=True)
     twin.grad = torch.ones_like(twin)
     probe = copy.copy(optimizer)
@@ -193,6 +190,20 @@ def probe_step(
     except Exception:  # an optimizer of the user's that needs more than this: nothing is known
         return None
     return StepNeed(state / size, (dense + counter.out_bytes) / size, counter.most)
+
+
+def _shape_of_twin(shape: Sequence[int]) -> list[int]:
+    """Of no more than ``_PROBE_DIM``² elements, where it goes; its last dimensions, of which some
+    optimizers make rows and columns, are the largest."""
+    found: list[int] = []
+    room = _PROBE_DIM**2
+    for n in reversed(shape):
+        found.insert(0, min(n, _PROBE_DIM, room))
+        room //= max(1, found[0])
+    while found and _numel(found) < _PROBE_DIM**2 and _numel(found) < _numel(shape):
+        axis = max(range(len(found)), key=lambda i: shape[i] / max(1, found[i]))
+        found[axis] = min(shape[axis], found[axis] * 2)
+    return found
 
 
 def _steppable(group: dict[str, Any]) -> list[torch.Tensor]:
@@ -241,7 +252,7 @@ def peak_of_results(action: Callable[[], None]) -> int:
     return results.peak
 
 
-def _numel(shape: list[int]) -> int:
+def _numel(shape: Sequence[int]) -> int:
     count = 1
     for n in shape:
         count *= n

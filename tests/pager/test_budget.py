@@ -234,21 +234,28 @@ def test_dense_memory_after_the_step_counts() -> None:
     assert refused.value.minimum == minimum
 
 
-def test_dense_copies_for_out_are_foreseen() -> None:
-    """Adamax writes a state by ``out=``, which goes by way of a dense copy."""
-
+@pytest.mark.parametrize(
+    ("module", "inputs", "optimizer"),
+    [
+        # writes a state by out=, which goes by way of a dense copy
+        (lambda: nn.Linear(512, 256, bias=False), [512], torch.optim.Adamax),
+        # has a weight of three dimensions, and what is stepped in its stead takes little
+        (lambda: nn.Bilinear(48, 32, 64), [48, 32], torch.optim.AdamW),
+    ],
+    ids=["adamax", "bilinear"],
+)
+def test_all_of_the_first_step_is_foreseen(module, inputs, optimizer) -> None:  # type: ignore[no-untyped-def]
     def step(budget: int) -> None:
         torch.manual_seed(0)
-        model = nn.Linear(512, 256, bias=False)
         with tp.Pager(budget, "64MiB", page_size=PAGE, device="cpu") as pager:
-            pager.page_module(model)
-            optimizer = pager.optimizer(torch.optim.Adamax(model.parameters()))
+            model = pager.page_module(module())
+            paged = pager.optimizer(optimizer(model.parameters()))
             with pager.iteration():
-                model(torch.randn(4, 512)).square().mean().backward()
-                optimizer.step()
+                model(*(torch.randn(4, n) for n in inputs)).square().mean().backward()
+                paged.step()
 
     with pytest.raises(tp.InfeasibleBudget, match="No parameter was changed") as refusal:
-        step(6 * PAGE)
+        step(5 * PAGE)
     step(refusal.value.minimum)
 
 
