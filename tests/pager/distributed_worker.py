@@ -37,7 +37,7 @@ from tensorpager.pager.plain_copies import dense_twin
 STEPS = 5
 PAGE_BYTES = 64 << 10
 RANK_BYTES = {"device": 2 << 20, "host": 1 << 20, "disk": 8 << 20}  # far less than all together
-TIMEOUT = timedelta(seconds=100)
+TIMEOUT = timedelta(seconds=300)  # of a rank that is gone; generous, as machines are busy
 Found = dict[str, Any]
 Cases = dict[str, Callable[[Path], Found]]
 

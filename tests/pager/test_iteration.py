@@ -277,7 +277,7 @@ def test_dropped_by_another_thread_without_our_allocator(no_allocator: None, pag
 def check_dropped_by_another_thread(pager) -> None:
     """Its hooks stay on that thread; an iteration there, or anywhere, is as ever."""
     hooks: list[Callable[..., object]] = []
-    proceed, begun = threading.Barrier(2, timeout=60), threading.Barrier(2, timeout=60)
+    proceed, begun = (threading.Barrier(2, timeout=300) for _ in range(2))
 
     def elsewhere() -> None:
         pager.iteration().begin()

@@ -70,8 +70,21 @@ class _StopError(Exception):
     pass
 
 
-@pytest.mark.parametrize("where", ["forward", "backward", "before the step", "after the step"])
-@pytest.mark.parametrize("after", [0, 2])
+PLACES = ("forward", "backward", "before the step", "after the step")
+
+
+@pytest.mark.parametrize(
+    ("after", "where"),
+    [
+        (0, "backward"),
+        *((2, place) for place in PLACES),
+        *(
+            pytest.param(0, place, marks=pytest.mark.slow)
+            for place in PLACES
+            if place != "backward"
+        ),
+    ],
+)
 def test_exception_in_an_iteration(same, where: str, after: int) -> None:
     """``after`` good iterations; the ones after the exception are as if it were caught plainly."""
 

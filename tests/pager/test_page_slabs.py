@@ -88,7 +88,7 @@ LARGE_HALVES = {
 LARGE_REDUCTIONS = ("sum", "mean", "norm", "torch.norm", "norm inf", "norm 0", "foreach norm")
 
 
-@pytest.mark.parametrize("lane", LANES)
+@pytest.mark.parametrize("lane", [pytest.param("plain", marks=pytest.mark.slow), "chaos"])
 def test_larger_than_the_arena(lane: str) -> None:
     dense = [values(i, shape=(LARGE,)) for i in range(2)]
     with small_pager(lane) as pager:

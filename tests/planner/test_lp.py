@@ -125,8 +125,17 @@ def test_what_fits_moves_nothing() -> None:
     assert made.bound.percent_of_bound == 100
 
 
-@pytest.mark.parametrize("share", [0.35, 0.5, 0.75])
-@pytest.mark.parametrize("host_share", [1.0, 0.3])
+@pytest.mark.parametrize(
+    ("share", "host_share"),
+    [
+        (0.35, 0.3),
+        (0.5, 1.0),
+        *(
+            pytest.param(*shares, marks=pytest.mark.slow)
+            for shares in ((0.35, 1.0), (0.5, 0.3), (0.75, 1.0), (0.75, 0.3))
+        ),
+    ],
+)
 def test_close_to_the_bound(share: float, host_share: float) -> None:
     trace = chain(24)
     peak = make_problem(trace, machine(1)).live.max()
