@@ -13,7 +13,8 @@ iterations come back under their names.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from .space import PageRun, Space
 
@@ -47,7 +48,10 @@ class StreamAccess:
 class AccessLog:
     """The accesses of one iteration. ``times``: seconds at which each began; ``stalls``: position →
     seconds that it waited for its pages, ``own_stalls``: for those of a stream, which no plan can
-    bring; ``writes`` and ``deaths``: (position, key)."""
+    bring; ``writes`` and ``deaths``: (position, key).
+
+    ``stamps``: of a device (``Device.stamp``), where it has a clock: one as each access began, and
+    one at the end; ``ready``: position → when the pages that it waited for were there."""
 
     def __init__(self) -> None:
         self.keys: list[Keys] = []
@@ -59,10 +63,24 @@ class AccessLog:
         self.deaths: list[tuple[int, int]] = []
         self.newborn: list[PageRun] = []
         self.ended = 0.0
+        self.stamps: list[Any] = []
+        self.ready: dict[int, Any] = {}
 
     def began(self, keys: Keys) -> None:
         self.keys.append(keys)
         self.times.append(time.perf_counter())
+
+    def take_times(self, elapsed: Callable[[Any, Any], float]) -> None:
+        """Where there are stamps, times and stalls are the device's from now on: when ops began and
+        ended there, not when they were queued."""
+        if not self.stamps:
+            return
+        first, starts = self.stamps[0], self.stamps[:-1]
+        self.times = [elapsed(first, stamp) for stamp in starts]
+        self.ended = elapsed(first, self.stamps[-1])
+        self.stalls = {where: elapsed(starts[where], at) for where, at in self.ready.items()}
+        self.own_stalls = {}
+        self.stamps, self.ready = [], {}
 
     def stalls_of_plans(self) -> dict[int, float]:
         """Position → seconds that it waited for what a plan can bring."""

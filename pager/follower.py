@@ -82,6 +82,8 @@ class Follower:
         self._issued = 0
         self._whole = False  # has followed one plan from its begin
         self._on_demand = False  # has followed no plan at all
+        self._has_clock = pager.backend.stamp() is not None  # of the device
+        self._stamps = False  # this iteration is timed by it
         self._in_state: Guide | None = None  # the arena is as this plan left it
         self._births_before = 0
         self._began = 0.0
@@ -110,6 +112,7 @@ class Follower:
             self._whole = True
             self._issue(0)
         self._on_demand = self.guide is None
+        self._stamps = self._on_demand and self._has_clock
 
     def _enter(self, guide: Guide) -> bool:
         """Bring the arena into the state in which ``guide`` begins, and follow it."""
@@ -147,6 +150,8 @@ class Follower:
             if position >= len(self._expected) or self._expected[position] != keys:
                 self._depart(keys)
         log.began(keys)
+        if self._stamps:
+            log.stamps.append(self._pager.backend.stamp())
         self._pager.space.clock = len(log.keys)
 
     def pin(self, runs: Sequence[PageRun]) -> None:
@@ -238,6 +243,8 @@ class Follower:
             where = len(self.log.keys) - 1
             for stalls in (self.log.stalls, self.log.own_stalls)[: 1 + own]:
                 stalls[where] = stalls.get(where, 0.0) + seconds
+            if self._stamps and seconds and not own:
+                self.log.ready[where] = self._pager.backend.stamp()
 
     def wrote(self, run: PageRun) -> None:
         if self.log is not None and self._pager.turns.is_home():
@@ -275,6 +282,8 @@ class Follower:
         pager = self._pager
         pager.residency.collect()
         log.ended = time.perf_counter()
+        if log.stamps:
+            log.stamps.append(pager.backend.stamp())
         self.log = None
         pager.space.clock = 0
         finished = self.guide is not None and len(log.keys) == len(self._expected)
@@ -304,13 +313,15 @@ class Follower:
         warnings.warn(warning, stacklevel=5)  # the end of the user's `with` block
 
     def _learn(self, log: AccessLog, *, followed: bool) -> None:
+        log.take_times(self._pager.backend.elapsed)
         kind = self.kinds.find(log)
         if kind is None:
             kind = self.kinds.add(log, self._facts(log))
             log.newborn = []
         else:
             kind.seen += 1
-            kind.samples.append(log.seconds())
+            if self._stamps or not self._has_clock:
+                kind.samples.append(log.seconds())
         self.kinds.came(kind)
         if followed:
             self.planned_iterations += 1

@@ -12,7 +12,6 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 
 if TYPE_CHECKING:
     from ..planner.trace import Floats
@@ -47,24 +46,14 @@ class DeviceClock:
     backend."""
 
     def __init__(self, pager: Pager) -> None:
-        self._pager = pager
-        self._pool: list[torch.Event] = []
-        self._used: list[torch.Event] = []
-        self._waits: list[tuple[int, torch.Event, torch.Event]] = []
-
-    def now(self) -> torch.Event:
-        device = self._pager.device
-        event = self._pool.pop() if self._pool else torch.Event(device, enable_timing=True)
-        event.record(torch.accelerator.current_stream(device))
-        self._used.append(event)
-        return event
+        self._backend: Any = pager.backend
+        self.now: Callable[[], Any] = pager.backend.stamp
+        self._waits: list[tuple[int, Any, Any]] = []
 
     @contextmanager
     def running(self, op: Callable[[], int]) -> Iterator[None]:
         """``op()``: number of the op that is running."""
-        backend: Any = self._pager.backend
-        self._pool += self._used  # of the recording before
-        self._used, self._waits = [], []
+        backend, self._waits = self._backend, []
         with ExitStack() as stack:
             for name in ("use_frames", "reuse_frames"):
                 setattr(backend, name, self._timed(getattr(backend, name), op))
@@ -80,14 +69,14 @@ class DeviceClock:
         return timed
 
     def finish(self) -> None:
-        """The last ``now`` has been taken: wait until the device gets there."""
-        torch.accelerator.synchronize(self._pager.device)
+        """The last ``now`` has been taken."""
 
-    def durations(self, marks: Sequence[torch.Event], stalls: Floats) -> Floats:
+    def durations(self, marks: Sequence[Any], stalls: Floats) -> Floats:
         """µs from each mark to the next one, [marks − 1], less the waits in between."""
-        took: Floats = np.array([a.elapsed_time(b) * 1e3 for a, b in pairwise(marks)])
+        elapsed = self._backend.elapsed
+        took: Floats = np.array([elapsed(a, b) * 1e6 for a, b in pairwise(marks)])
         for op, before, after in self._waits:
-            took[max(op, 0)] -= before.elapsed_time(after) * 1e3
+            took[max(op, 0)] -= elapsed(before, after) * 1e6
         longest: Floats = np.maximum(took, 0.0)
         return longest
 
@@ -96,4 +85,4 @@ OpClock = WallClock | DeviceClock
 
 
 def clock_of(pager: Pager) -> OpClock:
-    return WallClock(pager) if pager.backend.host_addressable else DeviceClock(pager)
+    return WallClock(pager) if pager.backend.stamp() is None else DeviceClock(pager)

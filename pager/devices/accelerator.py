@@ -102,6 +102,7 @@ class Accelerator:
         self._compute = self._here()
         self._others: list[torch.Stream] = []  # that pages were used on before
         self._noting = threading.Lock()
+        self._has_clock = self._try_clock()
         self._alive = 0  # dense bytes when the last measurement began
         self._alive_before = 0  # and before the first one of an iteration
 
@@ -173,6 +174,27 @@ class Accelerator:
 
     def on_compute(self) -> AbstractContextManager[Any]:
         return on_stream(self._compute)
+
+    # -- time ------------------------------------------------------------------------------------
+    def _try_clock(self) -> bool:
+        try:
+            before, after = self._stamp(), self._stamp()
+            self.elapsed(before, after)
+        except (RuntimeError, NotImplementedError):
+            return False
+        return True
+
+    def _stamp(self) -> torch.Event:
+        event = torch.Event(self.device, enable_timing=True)
+        event.record(self._here())
+        return event
+
+    def stamp(self) -> torch.Event | None:
+        return self._stamp() if self._has_clock else None
+
+    def elapsed(self, before: Any, after: Any) -> float:
+        after.synchronize()
+        return float(before.elapsed_time(after)) / 1e3
 
     # -- copies ----------------------------------------------------------------------------------
     def _copy(self, stream: torch.Stream, copies: Sequence[Copy], *, to_device: bool) -> None:

@@ -87,6 +87,12 @@ class Cpu:
     def on_compute(self) -> AbstractContextManager[Any]:
         return nullcontext()
 
+    def stamp(self) -> None:
+        return None
+
+    def elapsed(self, before: Any, after: Any) -> float:
+        raise NotImplementedError("there are no stamps")
+
     def mark(self) -> None:
         return None
 

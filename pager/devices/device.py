@@ -129,6 +129,13 @@ class Device(Protocol):
         """The address at which kernels see the first of these bytes, which are of ``host_memory``
         or registered; ``None`` if they cannot."""
 
+    def stamp(self) -> Any:
+        """A moment in the order of what the calling thread queues. ``None`` where ops are over when
+        they return, or the device has no clock: the host's clock is as good then."""
+
+    def elapsed(self, before: Any, after: Any) -> float:
+        """Seconds of the device between two stamps. Waits for the second one."""
+
     def copy_out(self, copies: Sequence[Copy]) -> None:
         """Queue arena → host copies (rule 1)."""
 

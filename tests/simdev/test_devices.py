@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -20,12 +21,14 @@ from tensorpager.pager.devices.choice import make_device, resolve
 from tensorpager.pager.devices.device import Copy
 from tensorpager.pager.doctor.gpu import gpu_findings
 from tensorpager.pager.errors import PagerError
+from tensorpager.planner.trace_file import read_trace
 
 from .device import NAME, SCHEDULES, Machine
 
 pytestmark = [pytest.mark.simulated, pytest.mark.usefixtures("machine")]
 PAGE = 64 << 10
 MIB = 1 << 20
+SLOW_SECONDS = 0.1
 
 
 class Block(nn.Module):
@@ -221,3 +224,36 @@ def test_small_tensors_are_aligned_as_by_the_allocators_of_gpus() -> None:
         tensors = [pager.page(torch.randn(n, device=NAME)) for n in (1, 100, 3, 200)]
         assert {t._storage.run.id for t in tensors} == {tensors[0]._storage.run.id}
         assert all(t._storage.offset % 512 == 0 for t in tensors)
+
+
+# -- time ------------------------------------------------------------------------------------------
+def one_slow_op(pager: tp.Pager, machine: Machine, weights: list[tp.PagedTensor]) -> None:
+    """The device takes long, the host does not."""
+    for number, weight in enumerate(weights):
+        weight.mul_(2)
+        if number == 1:
+            machine.queue("slow", lambda: time.sleep(SLOW_SECONDS))
+
+
+def test_ops_take_the_time_of_the_device(machine: Machine, tmp_path: Path) -> None:
+    """In the logs that plans are made from, and in recordings."""
+    machine.schedule("threads", delay_us=0, probability=0)
+    budget = 6 * PAGE
+    with tp.Pager(
+        budget, page_size=PAGE, device=NAME, host_budget="8MiB", dense_reserve=2 * PAGE
+    ) as pager:
+        weights = [pager.page(torch.randn(2 * PAGE // 4, device=NAME)) for _ in range(4)]
+        for _ in range(3):
+            with pager.iteration():
+                one_slow_op(pager, machine, weights)
+        assert pager.follower is not None
+        kind = pager.follower.kinds.all[-1]
+        assert kind.seen > 1
+        longest = max(range(len(kind.keys)), key=lambda at: kind.seconds()[at])
+        assert (longest, kind.seconds()[longest] > SLOW_SECONDS / 2) == (1, True)
+        path = tmp_path / "trace.parquet"
+        with pager.record(path), pager.iteration():
+            one_slow_op(pager, machine, weights)
+    trace = read_trace(path)
+    assert trace.op_duration_us.max() > SLOW_SECONDS / 2 * 1e6
+    assert int(trace.op_duration_us.argmax()) < trace.ops - 1
