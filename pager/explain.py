@@ -33,7 +33,7 @@ def explain(pager: Pager) -> str:
     if streamed:
         lines.append(
             f"Streamed slab by slab, since they do not fit whole: {', '.join(streamed)}. Their "
-            "products have other last bits than PyTorch's."
+            "products, or sums over them, have other last bits than PyTorch's."
         )
     return "\n".join(lines)
 

@@ -63,11 +63,12 @@ def named_runs(pager: Pager) -> Iterator[tuple[PageRun, str]]:
 
 
 def streamed_names(pager: Pager) -> list[str]:
-    """Weights that go through the device slab by slab, by the verdict of ``placement.py``; those
-    that belong to no model or optimizer by their size."""
+    """Weights that go through the device slab by slab, by the verdict of ``placement.py`` or as an
+    op on them (their mean, say) found no room for more; those that belong to no model or optimizer
+    by their size."""
     names: dict[int, str] = {}
     for run, name in named_runs(pager):
-        if run.streamed and run.id not in names:
+        if (run.streamed or run.in_slabs) and run.id not in names:
             names[run.id] = name
     for run in list(pager.space.runs.values()):
         if run.streamed and run.storages and run.id not in names:

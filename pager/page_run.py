@@ -176,8 +176,12 @@ def run_in_slabs(pager: Pager, func: Any, args: Sequence[Any], kwargs: dict[str,
             call = call_of(func, args, kwargs, exact=False)
         if call is None or any(_begins_amid(tensor) for tensor in call.tensors):
             return NotImplemented
-        if not exact and _has_to_be_whole(pager, call.tensors):
-            return NotImplemented
+        if not exact:
+            if _has_to_be_whole(pager, call.tensors):
+                return NotImplemented
+            for tensor in call.tensors:
+                if type(tensor) is PagedTensor and tensor._storage.run.kind == "parameter":
+                    tensor._storage.run.in_slabs = True
         if isinstance(call, Reduction):
             each = part_of(call)
             parts: list[torch.Tensor] = []

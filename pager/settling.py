@@ -149,6 +149,7 @@ class Settling:
         if pager.fits:  # since a budget has grown
             for run in space.runs.values():
                 run.streamed = False if run.streamed else run.streamed
+                run.in_slabs = False
         with pager.lock:
             frames = residency.pool.count
             roomy = pager.fits and 4 * (arena + transient + dense) <= 3 * budget.bytes

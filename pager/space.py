@@ -36,11 +36,12 @@ class PageRun:
     ``nbytes``: bytes in use, of shared pages all. ``parts``: pages that are pinned by themselves
     (``parts.py``), ``None`` for none. ``overwritten``: its maker writes every byte before anyone
     reads one, so frames need not be erased for it. ``writes``: counts what may have changed
-    its bytes. ``streamed``: the verdict of ``placement.py``.
+    its bytes. ``streamed``: the verdict of ``placement.py``. ``in_slabs``: an op has gone slab by
+    slab that has other bits so.
     """
 
     __slots__ = (
-        "base", "born", "coming", "count", "first", "generation", "id", "key", "kind",
+        "base", "born", "coming", "count", "first", "generation", "id", "in_slabs", "key", "kind",
         "leaving", "moving", "nbytes", "overwritten", "parts", "pins", "settled", "small",
         "storages", "streamed", "writes",
     )  # fmt: skip
@@ -60,6 +61,7 @@ class PageRun:
         self.small: FramePool | None = None
         self.storages = 0
         self.streamed: bool | None = None
+        self.in_slabs = False
         self.born = 0
         self.key = 0
         self.moving = self.leaving = self.coming = 0

@@ -32,7 +32,8 @@ class Seen:
 
     def note(self, name: str, value: Tensor) -> None:
         dense = value.to_dense() if isinstance(value, tp.PagedTensor) else value
-        self.values.append((self.turn, name, dense.detach().clone()))
+        # What comes behind an iteration is of the next turn: what streams is settled by then.
+        self.values.append((self.turn + (self.part == 2), name, dense.detach().clone()))
 
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
@@ -61,9 +62,7 @@ def train(
             device_budget=budget, host_budget="64MiB", page_size=PAGE, device="cpu", policy=policy
         ) as pager:
             _train(program, seen, pager)
-            stats = pager.stats()
-            seen.peak_bytes = stats["peak_bytes"]["device"]
-            seen.streamed = list(stats["streamed"])
+            seen.peak_bytes = pager.stats()["peak_bytes"]["device"]
     finally:
         gc.enable()
     return seen
@@ -92,6 +91,8 @@ def _train(program: Program, seen: Seen, pager: tp.Pager | None) -> None:
     for name, weight in model.named_parameters():
         seen.note(f"final {name}", weight)
     seen.note("final mean", model.mean)
+    if pager is not None:  # as long as there is a model to name them by
+        seen.streamed = list(pager.stats()["streamed"])
 
 
 def _batch(program: Program, rows: int, number: int) -> Tensor:
@@ -171,6 +172,9 @@ def _evaluate(event: str, turn: Turn, model: RandomModel, seen: Seen) -> None:
 
 
 def _run_into(model: RandomModel, x: Tensor, box: list[Tensor | BaseException]) -> None:
+    # MKL hears of the number in a new thread with its first large elementwise op, and uses all
+    # cores until then: products of one row would depend on what ran before them.
+    torch.set_num_threads(model.program.threads)
     try:
         with torch.no_grad():
             box.append(model(x))

@@ -173,6 +173,20 @@ def test_what_cannot_be_split_is_refused() -> None:
         assert pager.residency.pinned_pages() == 0
 
 
+def test_a_weight_whose_mean_finds_no_room_is_named() -> None:
+    """Its bits are not PyTorch's then."""
+    with settled_pager(FRAMES) as pager:
+        model = nn.Linear(1, LARGE, bias=False)
+        pager.page_module(model)
+        assert pager.stats()["streamed"] == []
+        with torch.no_grad():
+            model.weight.mul_(2.0)  # the same bits either way
+            assert pager.stats()["streamed"] == []
+            model.weight.mean()
+        assert pager.stats()["streamed"] == ["weight"]
+        assert "sums over them" in pager.explain()
+
+
 def test_a_metered_iteration_that_writes_more_than_the_budget_holds() -> None:
     """A tensor that fits in no budget is walked, so its size is not what the iteration needs."""
     with make_pager(frames=FRAMES, host_budget="128MiB") as pager:
