@@ -8,6 +8,7 @@ import torch
 from tensorpager.pager.allocator_build import NotBuiltError
 
 from .device import Machine, simulated
+from .references import queue_references
 
 
 @pytest.fixture(scope="session")
@@ -26,6 +27,14 @@ def machine(built: Machine) -> Iterator[Machine]:
     built.fail_allocation(-1)
     built.limit(None)
     built.schedule("lazy")
+
+
+@pytest.fixture(scope="session")
+def kernels(built: Machine) -> Iterator[None]:
+    """Page kernels are queued work."""
+    with pytest.MonkeyPatch.context() as patch:
+        queue_references(built, patch)
+        yield
 
 
 @pytest.fixture(autouse=True)

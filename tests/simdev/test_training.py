@@ -1,28 +1,23 @@
 """Trainings on the simulated device: the bits of the plain run on it, no race, nothing left."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from .device import Machine
-from .references import queue_references
 from .trainings import CASES, Outcome, expected_of, nothing_is_left, run
 
-pytestmark = pytest.mark.simulated
+pytestmark = [
+    pytest.mark.simulated,
+    pytest.mark.usefixtures("kernels"),
+    pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream"),  # the user's side stream
+]
 SLOW = pytest.mark.slow
 SCHEDULES = [
     ("lazy", 0),
     ("random", 1),
     *(pytest.param(*rest, marks=SLOW) for rest in (("random", 2), ("random", 3), ("threads", 0))),
 ]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _kernels(built: Machine) -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        queue_references(built, patch)
-        yield
 
 
 @pytest.fixture(scope="module")
