@@ -372,7 +372,7 @@ def test_refusals(backend: Backend) -> None:
     with pytest.raises(ValueError, match="multiple of 4096"):
         problem().step(1, firsts=[100])
     with pytest.raises(ValueError, match="they must agree"):
-        problem().step(1, grads=[torch.zeros(599)])
+        problem().step(1, grads=[torch.zeros(599, device=backend.device)])
     with pytest.raises(ValueError, match=r"scales in pages of 512 bytes; .* at least 1024"):
         problem(kind=U8, arena=Arena(backend, 64, 512)).step(1)
     with pytest.raises(ValueError, match=r"pages of 128 elements.*at least 1024 bytes"):

@@ -26,7 +26,7 @@ def make_pager(*, fits: bool = False, frames: int = FRAMES, **options: Any) -> t
     if fits:
         limits: dict[str, Any] = {"device_budget": "256MiB"}
     else:
-        budget = RESERVE_BYTES + frames * PAGE_BYTES
+        budget = RESERVE_BYTES + frames * options.get("page_size", PAGE_BYTES)
         limits = {"device_budget": budget, "dense_reserve": RESERVE_BYTES}
     limits |= {"host_budget": "64MiB", "page_size": PAGE_BYTES, "device": "cpu", "policy": "lru"}
     return tp.Pager(**(limits | options))

@@ -467,5 +467,5 @@ def test_on_a_gpu(most: Callable[[int], None], dtype: torch.dtype) -> None:
             expected = dense[indices]
             dense += 1
             write_table(table, dense)
-            assert torch.equal(out, expected), turn
+            assert torch.equal(out.cpu(), expected.cpu()), turn
             assert host_row_bytes(pager) > before
