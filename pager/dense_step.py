@@ -37,7 +37,7 @@ def step_as_dense(optimizer: Any, raw: Callable[..., Any]) -> bool:
     if not optimizer._tp_pager.fits or not _may_see_views(optimizer):
         return False
     with torch._C.DisableTorchFunctionSubclass():
-        return step_on_views(optimizer, raw)
+        return _step_if_it_fits(optimizer, raw)
 
 
 def step_alone_as_dense(optimizer: Any, raw: Callable[..., Any]) -> bool:
@@ -52,10 +52,14 @@ def step_alone_as_dense(optimizer: Any, raw: Callable[..., Any]) -> bool:
         pages = sum(run.count for run in runs.values())
         if pages > pager.residency.pool.count // _LEAST_FRAMES_PER_PAGE:
             return False
-        try:
-            return step_on_views(optimizer, raw)
-        except InfeasibleBudget:  # the user's own pins leave too little
-            return False
+        return _step_if_it_fits(optimizer, raw)
+
+
+def _step_if_it_fits(optimizer: Any, raw: Callable[..., Any]) -> bool:
+    try:
+        return step_on_views(optimizer, raw)
+    except InfeasibleBudget:  # states are newer than what was measured, or the user pins too much
+        return False
 
 
 def _may_see_views(optimizer: Any) -> bool:

@@ -146,3 +146,25 @@ def test_fewer_frames_than_a_kernel_takes(one_thread: None) -> None:
             assert not paged or pager.stats()["bytes_out"] > 0
         losses.append(found)
     assert losses[0] == losses[1]
+
+
+def test_states_that_come_after_the_first_iteration(one_thread: None) -> None:
+    """Gradients of two iterations are added up before a step: in the first, which is measured,
+    everything fits, and the states of the second take more than there is."""
+
+    def train(pager: tp.Pager | None) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        world, model = World(pager), nn.Sequential(nn.Linear(256, 512), nn.Linear(512, 64))
+        world.module(model)
+        optimizer = world.optimizer(torch.optim.AdamW(model.parameters(), lr=0.1))
+        for count in range(6):
+            with world.iteration():
+                model(torch.full((8, 256), 0.1 * count)).square().mean().backward()
+                if count % 2:
+                    optimizer.step()
+                    optimizer.zero_grad()
+        return [p.detach().to_dense() for p in model.parameters()]
+
+    with tp.Pager("3MiB", "64MiB", page_size="64KiB", device="cpu", policy="lru") as pager:
+        found = train(pager)
+    assert all(torch.equal(a, b) for a, b in zip(found, train(None), strict=True))
