@@ -101,7 +101,7 @@ def main(
     chosen = {"preset": preset, "batch": batch, "seq": seq, "device": "cpu", "clip": 0}
     flags = [*(f"--{name}={value}" for name, value in chosen.items()), "--no-pager"]
     runs: dict[str, dict[str, Any]] = {}
-    budget = 0
+    budget, load = 0, os.getloadavg()
     for kind in ["plain", *(k for k in kinds.split(",") if k != "plain")]:
         runs[kind] = child(kind, flags, steps, budget)
         budget = budget or int(share * runs["plain"]["needed_bytes"])
@@ -116,6 +116,7 @@ def main(
     print(f"budget {format_bytes(budget)}, identical losses: {'yes' if same else 'no'}")
     if json_path is not None:
         facts = {"preset": preset, "batch": batch, "seq": seq, "steps": steps, "share": share}
+        facts["load_average"] = load  # before the first run: what else the machine had to do
         write_json(json_path, {**facts, "budget": budget, "runs": runs, "facts": run_facts("cpu")})
     sys.exit(0 if same else 1)
 
