@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -18,6 +16,7 @@ import tensorpager as tp
 from tensorpager.pager import host_rows, table_ops
 from tensorpager.pager.host_rows import host_row_bytes
 
+from .. import programs
 from .models import PAGE_BYTES, World, assert_same, make_pager, mlp
 from .tables import (
     FRAMES,
@@ -487,8 +486,7 @@ def test_seen_from_outside(tmp_path: Path) -> None:
     """The process grows by the budget, while the table is ten times that."""
     done = {}
     for world in ("plain", "paged"):
-        command = [sys.executable, "-c", TRAIN, world, str(tmp_path)]
-        result = subprocess.run(command, capture_output=True, text=True, timeout=300)
+        result = programs.run("-c", TRAIN, world, str(tmp_path))
         assert result.returncode == 0, result.stderr
         done[world] = json.loads(result.stdout)
     paged, budget = done["paged"], done["paged"]["budget"]

@@ -52,6 +52,7 @@ def test_peak_rss_is_budget_and_a_tenth_above_a_tiny_training(tmp_path: Path) ->
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3600)  # three trainings of a large model, maybe beside much else
 def test_under_a_data_limit_plain_dies_and_paged_trains(tmp_path: Path) -> None:
     """``prlimit --data``: 125m at batch 1, seq 128 needs some 1.4 GB of data segment."""
     limit = 1100 * MIB

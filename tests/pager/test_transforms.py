@@ -154,6 +154,6 @@ def test_compiled_transforms() -> None:
     """
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", textwrap.dedent(program)],
-        capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=300,
+        capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=800,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
