@@ -219,7 +219,7 @@ def main(
                 need = record["peak_allocated_bytes"]
             if json_path is not None:
                 settings = {"tokens": tokens, "steps": steps, "share": share}
-                facts = {**run_facts("cpu"), "command": " ".join(sys.argv)}
+                facts = {**run_facts("cpu"), "load_average": os.getloadavg()}
                 write_json(json_path, {**settings, "cases": results, "facts": facts})
     failed = [case for preset in results.values() for case in preset.values() if "error" in case]
     sys.exit(1 if failed else 0)

@@ -62,6 +62,23 @@ def pytest_runtest_makereport(
     return report
 
 
+# Of the extras of pyproject.toml: what a part of the tests is about, or uses.
+OPTIONAL = ("accelerate", "expecttest", "peft", "psutil", "safetensors", "selenium", "transformers")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(collector: pytest.Collector) -> Iterator[pytest.CollectReport]:
+    """A module that needs an optional package is skipped by the package's name."""
+    report = yield
+    excinfo = report.call.excinfo if report.failed else None
+    error = excinfo.value.__cause__ if excinfo is not None else None
+    if isinstance(error, ModuleNotFoundError) and error.name in OPTIONAL:
+        report.outcome = "skipped"
+        why = f"Skipped: needs {error.name}; pip install {error.name}"
+        report.longrepr = (str(collector.path), 1, why)
+    return report
+
+
 def _is_a_wrong_value(call: pytest.CallInfo[None]) -> bool:
     """An assertion of a test failed, not one of ours."""
     if call.when != "call" or call.excinfo is None or call.excinfo.type is not AssertionError:

@@ -1,5 +1,6 @@
 """The runtime on CUDA: that it runs, what it allocates, and what it asks of CUDA per step."""
 
+import json
 import os
 import subprocess
 import sys
@@ -99,3 +100,17 @@ def test_a_step_that_pages_makes_no_pageable_copy(counted: Counted) -> None:
     assert found["pageable_copies"] == 0, found
     assert found["copied_bytes"] > 64 * MIB
     assert found["mallocs"] == found["maps"] == 0, found
+
+
+def test_the_calls_per_step_are_measured(tmp_path: Path) -> None:
+    target = tmp_path / "host.json"
+    command = [sys.executable, str(ROOT / "scripts" / "bench_host_path.py"), "--json", str(target)]
+    more = ["--preset", "10m", "--tokens", "512", "--steps", "2", "--mode", "fits"]
+    subprocess.run([*command, *more], check=True)
+    cases = json.loads(target.read_text())["cases"]["10m"]
+    assert set(cases) == {"plain", "fits"}
+    for case in cases.values():
+        assert case["median"]["launches"] > 50
+        assert case["median"]["pageable_copies"] == case["median"]["synchronizations"] == 0
+        assert 0 < case["floor_ms"] < case["median"]["cpu_ms"]
+    assert cases["fits"]["pager"]["fits"]
