@@ -115,7 +115,8 @@ def refuse(pager: Pager, kind: type, groups: Iterable[dict[str, Any]]) -> None:
         if not group.get("fused"):
             continue
         for position, parameter in enumerate(group["params"]):
-            reason = _reason(pager, kind, group, known_parameter(pager, parameter) or parameter)
+            paged = known_parameter(pager, parameter)
+            reason = _reason(pager, kind, group, parameter if paged is None else paged)
             if reason is not None:
                 raise ValueError(
                     f"fused=True of {kind.__name__} cannot update parameter {position} of group "

@@ -233,3 +233,23 @@ def test_momentum_in_sixteen_bits_is_refused(dtype: torch.dtype) -> None:
         later.param_groups[0]["momentum"] = 0.5
         with pytest.raises(ValueError, match="fused=False"):
             later.step()
+
+
+@pytest.mark.parametrize("kind", ["adamw", "adagrad"])
+def test_made_before_the_model_is_paged(kind: str, one_thread: None) -> None:
+    def train(pager: tp.Pager | None) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        world, model = World(pager), mlp()
+        optimizer = KINDS[kind](model.parameters(), fused=True)
+        world.module(model)
+        world.optimizer(optimizer)
+        for step in range(2):
+            with world.iteration():
+                model(torch.full((4, 128), step + 0.5)).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        return [p.detach().to_dense() for p in model.parameters()]
+
+    with make_pager(fits=True) as pager:
+        found = train(pager)
+    assert all(torch.equal(a, b) for a, b in zip(found, train(None), strict=True))
