@@ -204,6 +204,13 @@ def test_what_cannot_be_collected_is_a_failure(tmp_path: Path) -> None:
     assert "No module named 'x'" in found["tail"][-1]
 
 
+def test_only_files_that_can_have_the_marker_are_collected() -> None:
+    assert gpu_check.places_with("tests/kernels", "gpu") == ["tests/kernels"]
+    files = gpu_check.places_with("tests/pager", "gpu")
+    assert "tests/pager/test_cuda.py" in files
+    assert "tests/pager/test_slabs.py" not in files
+
+
 def test_count_only(tmp_path: Path) -> None:
     world = World({"--collect-only": (5, 0, COLLECTED)})
     found = suite(count_only=True).run(world.context(tmp_path), 100)
