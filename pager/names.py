@@ -14,6 +14,7 @@ from torch.nn.modules.module import (
 )
 
 from .paged_tensor import PagedTensor
+from .space import TRANSIENT_KINDS
 
 if TYPE_CHECKING:
     from .runtime import Pager
@@ -64,16 +65,17 @@ def named_runs(pager: Pager) -> Iterator[tuple[PageRun, str]]:
 
 def streamed_names(pager: Pager) -> list[str]:
     """Weights that go through the device slab by slab, by the verdict of ``placement.py`` or as an
-    op on them (their mean, say) found no room for more; those that belong to no model or optimizer
-    by their size."""
+    op on them (their mean, say) found no room for more; gradients and activations of which an op
+    found none. Those that belong to no model or optimizer are named by their size."""
     names: dict[int, str] = {}
     for run, name in named_runs(pager):
-        if (run.streamed or run.in_slabs) and run.id not in names:
+        transient = run.kind in TRANSIENT_KINDS
+        if (run.streamed or (run.in_slabs and not transient)) and run.id not in names:
             names[run.id] = name
     for run in list(pager.space.runs.values()):
         if run.streamed and run.storages and run.id not in names:
             names[run.id] = f"tensor of {run.nbytes} bytes"
-    return sorted(names.values())
+    return sorted({*names.values(), *pager.space.passed_in_slabs})
 
 
 def _optimizers(pager: Pager) -> Iterator[torch.optim.Optimizer]:

@@ -179,9 +179,9 @@ def run_in_slabs(pager: Pager, func: Any, args: Sequence[Any], kwargs: dict[str,
         if not exact:
             if _has_to_be_whole(pager, call.tensors):
                 return NotImplemented
-            for tensor in call.tensors:
-                if type(tensor) is PagedTensor and tensor._storage.run.kind == "parameter":
-                    tensor._storage.run.in_slabs = True
+            for tensor in call.tensors:  # stats()["streamed"] names them
+                if type(tensor) is PagedTensor:
+                    pager.space.note_in_slabs(tensor._storage.run)
         if isinstance(call, Reduction):
             each = part_of(call)
             parts: list[torch.Tensor] = []

@@ -150,6 +150,7 @@ class Settling:
             for run in space.runs.values():
                 run.streamed = False if run.streamed else run.streamed
                 run.in_slabs = False
+            space.passed_in_slabs.clear()
         with pager.lock:
             frames = residency.pool.count
             roomy = pager.fits and 4 * (arena + transient + dense) <= 3 * budget.bytes

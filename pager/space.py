@@ -103,6 +103,7 @@ class Space:
         self.live_pages = 0
         self.kind_pages: dict[str, int] = {}
         self.peak_transient_pages = 0
+        self.passed_in_slabs: set[str] = set()  # what transient runs were whose ops went in slabs
         self._open: dict[str, dict[int, PageRun]] = {}
         self._free_ids: list[int] = []  # ids stay small: they index arrays
 
@@ -156,6 +157,12 @@ class Space:
         transient = sum(self.kind_pages.get(k, 0) for k in TRANSIENT_KINDS)
         self.peak_transient_pages = max(self.peak_transient_pages, transient)
         return run
+
+    def note_in_slabs(self, run: PageRun) -> None:
+        """An op on ``run`` goes slab by slab that has other bits so."""
+        run.in_slabs = True
+        if run.kind in TRANSIENT_KINDS:
+            self.passed_in_slabs.add(f"{run.kind} of {run.nbytes} bytes")
 
     def drain(self) -> Iterator[PageRun]:
         """Runs that nobody refers to any more. The caller gives back their frames and slots,

@@ -185,6 +185,11 @@ def test_a_weight_whose_mean_finds_no_room_is_named() -> None:
             model.weight.mean()
         assert pager.stats()["streamed"] == ["weight"]
         assert "sums over them" in pager.explain()
+        passing = pager.empty_like_geometry(torch.empty(LARGE, device="meta"), "activation")
+        passing.fill_(1.0)
+        assert passing.sum() == LARGE
+        del passing
+        assert pager.stats()["streamed"] == [f"activation of {4 * LARGE} bytes", "weight"]
 
 
 def test_a_metered_iteration_that_writes_more_than_the_budget_holds() -> None:
