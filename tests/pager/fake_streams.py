@@ -26,7 +26,7 @@ from .models import PAGE_BYTES
 class Stream:
     """``seen``: for each stream, how much of its work comes before what is queued here next."""
 
-    device = None
+    device, device_index = None, 0
 
     def __init__(self, streams: Streams) -> None:
         self.seen: dict[Stream, int] = {self: 0}
@@ -174,15 +174,23 @@ class FakeAccelerator(Accelerator):
             yield copy
 
 
+def event(device: torch.device, enable_timing: bool = False) -> Event:
+    if enable_timing:
+        raise NotImplementedError("these streams have no clock")
+    return Event()
+
+
 @pytest.fixture
 def streams(monkeypatch: pytest.MonkeyPatch) -> Streams:
     """Pagers for the CPU are made with a :class:`FakeAccelerator`."""
     streams = Streams()
     monkeypatch.setattr(torch.accelerator, "current_stream", streams.current)
     monkeypatch.setattr(torch.accelerator, "set_stream", streams.set_current)
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 0)
+    monkeypatch.setattr(torch.accelerator, "set_device_index", lambda index: None)
     monkeypatch.setattr(torch.accelerator, "synchronize", lambda *_: None)
     monkeypatch.setattr(torch.accelerator, "empty_cache", lambda: None)
     monkeypatch.setattr(torch, "Stream", lambda *_: Stream(streams))
-    monkeypatch.setattr(torch, "Event", lambda *_: Event())
+    monkeypatch.setattr(torch, "Event", event)
     monkeypatch.setattr(runtime, "make_device", lambda *given: FakeAccelerator(streams, *given))
     return streams
