@@ -122,7 +122,7 @@ def _turn(
             loss.backward()
     if turn.clip == "norm":
         seen.note("norm", torch.nn.utils.clip_grad_norm_(trained, 0.5, foreach=False))
-    elif turn.clip == "value":
+    elif turn.clip == "value" and any(weight.grad is not None for weight in trained):
         torch.nn.utils.clip_grad_value_(trained, 0.01, foreach=False)
     for name, weight in model.named_parameters():
         if weight.grad is not None:
