@@ -380,16 +380,17 @@ class DeviceBudget:
         what should leave; the border is where it was then."""
         if not self.can_give(missing):
             return False
-        self.backend.raise_cap(None)  # moving pages takes some
         frames = self.residency.pool.count
         if self.fixed_reserve is None:
+            self.backend.raise_cap(None)  # moving pages takes some
             more = self._beyond(missing) + max(self.dense_peak // _MARGIN, _MARGIN_BYTES)
             least = min(frames, self._least_frames)
             try:
                 self.residency.resize(max(least, frames - -(-more // self.page_size)))
             except TierFull:
-                self.backend.raise_cap(self._cap)
                 return False
+            finally:
+                self.backend.raise_cap(self._cap)
         self.gave = self.gave or self.residency.pool.count < frames
         self.reserve = self.bytes - self.residency.pool.count * self.page_size
         self.backend.limit_dense(self.reserve)

@@ -142,8 +142,7 @@ class Settling:
         pager, budget, space = self._pager, self._pager.budget, self._pager.space
         residency = pager.residency
         transient = space.peak_transient_pages * pager.page_size
-        persistent = space.persistent_pages * pager.page_size
-        arena = max(persistent, residency.largest_need * pager.page_size)
+        arena = self._most_pages() * pager.page_size
         dense = budget.dense_peak + budget.dense_peak // 8 + (1 << 20)
         pager.fits = budget.fixed_reserve is None and arena + transient + dense <= budget.bytes
         if pager.fits:  # since a budget has grown

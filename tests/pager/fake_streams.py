@@ -137,15 +137,8 @@ class FakeAccelerator(Accelerator):
         super().__init__(cpu.device, kit(streams, cpu))
         self._streams = streams
         for name in (
-            *(
-                "limit_dense",
-                "cap_dense",
-                "raise_cap",
-                "count_anew",
-                "dense_now",
-                "dense_peak",
-                "refusal",
-            ),
+            *("limit_dense", "cap_dense", "raise_cap", "count_anew"),
+            *("dense_now", "dense_peak", "refusal"),
             *("meter_start", "meter_sample", "meter_stop", "meter_peak"),
             *("meter_level", "meter_timeline"),
         ):
