@@ -1,4 +1,5 @@
-"""Memory of an NVIDIA GPU, as CUDA alone has it: virtual memory, page-locked ranges, a cap.
+"""Memory of an NVIDIA GPU, as CUDA alone has it: virtual memory, page-locked ranges, a cap, and
+many copies in one call.
 
 The address range of the whole budget is reserved once; physical memory is mapped to its front in
 pieces of the driver's granularity (2 MiB), so that moving the border gives memory back to
@@ -7,6 +8,8 @@ PyTorch's allocator, or takes it, without copying anything.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -128,7 +131,12 @@ class CudaMemory:
 
     def __init__(self, device: torch.device, reserved_bytes: int, committed_bytes: int) -> None:
         self._device = device
-        torch.empty(1, device=device)  # makes the primary context current
+        self._cuda = _driver()
+        torch.empty(1, device=device)  # CUDA starts
+        self._context = _checked(
+            self._cuda.cuDevicePrimaryCtxRetain(device.index), "taking the GPU's context"
+        )
+        self._cuda.cuDevicePrimaryCtxRelease(device.index)  # PyTorch keeps it to the end
         self._range = _MappedRange(device, reserved_bytes)
         try:
             self._range.commit(committed_bytes)
@@ -187,23 +195,40 @@ class CudaMemory:
         return [HostMemory(memory.bytes, give_back)]
 
     def register_host(self, memory: Bytes) -> None:
-        if memory.nbytes:
-            code = torch.cuda.cudart().cudaHostRegister(memory.ctypes.data, memory.nbytes, 0)
-            if int(code) != 0:
-                raise PagerError(
-                    f"page-locking {memory.nbytes} bytes of host memory failed ({code}); lower "
-                    "host_budget, or raise the limit (ulimit -l)"
-                )
+        """By the driver: an error of the runtime would be kept for the next one who asks, and
+        PyTorch would raise it out of an op that has nothing to do with it."""
+        if not memory.nbytes:
+            return
+        cuda = self._cuda
+        flags = cuda.CU_MEMHOSTREGISTER_PORTABLE | cuda.CU_MEMHOSTREGISTER_DEVICEMAP
+        with self._in_context():
+            (code,) = cuda.cuMemHostRegister(memory.ctypes.data, memory.nbytes, flags)
+        if int(code) != 0:
+            raise PagerError(
+                f"page-locking {memory.nbytes} bytes of host memory failed with {code.name}; lower "
+                "host_budget, or raise the limit (ulimit -l)"
+            )
 
     def unregister_host(self, memory: Bytes) -> None:
         if memory.nbytes:
-            torch.cuda.cudart().cudaHostUnregister(memory.ctypes.data)
+            with self._in_context():
+                self._cuda.cuMemHostUnregister(memory.ctypes.data)
 
     def seen_at(self, memory: Bytes) -> int | None:
-        """Memory that was registered with flags 0 is mapped, because all addresses are of one
-        space; on some systems at another address than the CPU's."""
-        code, mapped = _driver().cuMemHostGetDevicePointer(memory.ctypes.data, 0)
+        """On some systems at another address than the CPU's."""
+        with self._in_context():
+            code, mapped = self._cuda.cuMemHostGetDevicePointer(memory.ctypes.data, 0)
         return int(mapped) if int(code) == 0 else None
+
+    @contextmanager
+    def _in_context(self) -> Iterator[None]:
+        """In any thread, and whatever device is current there, the driver's calls inside are for
+        this one. (PyTorch's own calls see to that themselves.)"""
+        _checked(self._cuda.cuCtxPushCurrent(self._context), "entering the GPU's context")
+        try:
+            yield
+        finally:
+            self._cuda.cuCtxPopCurrent()
 
     # -- dense memory ----------------------------------------------------------------------------
     def limit_dense(self, nbytes: int | None) -> None:

@@ -6,10 +6,12 @@
 #include <cstring>
 #include <dlfcn.h>
 #include <string>
+#include <tuple>
 
 Counts counts;
 std::recursive_mutex lock;
 thread_local int current = 0;
+thread_local bool has_context = false;
 Device devices[DEVICES];
 static thread_local cudaError_t last_error = cudaSuccess;
 static std::set<std::string> not_written;
@@ -18,6 +20,11 @@ cudaError_t fail(cudaError_t error) {
   if (error != cudaSuccess)
     last_error = error;
   return error;
+}
+void forget(cudaError_t before) { last_error = before; }
+
+void use(int device) {
+  devices[device].in_use = has_context = true;
 }
 
 __attribute__((constructor)) static void read_settings() {
@@ -94,8 +101,7 @@ cudaError_t cudaGetDevice(int *device) { *device = current; return cudaSuccess; 
 cudaError_t cudaSetDevice(int device) {
   if (!exists(device))
     return fail(cudaErrorInvalidDevice);
-  current = device;
-  devices[device].in_use = true;
+  use(current = device);
   return cudaSuccess;
 }
 cudaError_t cudaDriverGetVersion(int *version) { *version = CUDA_VERSION; return cudaSuccess; }
@@ -238,16 +244,16 @@ CUresult cuDeviceGetAttribute(int *value, CUdevice_attribute name, CUdevice devi
   return exists(device) ? CUDA_SUCCESS : CUDA_ERROR_INVALID_DEVICE;
 }
 CUresult cuCtxGetCurrent(CUcontext *context) {
-  *context = devices[current].in_use ? context_of(current) : nullptr;
+  *context = has_context ? context_of(current) : nullptr;
   return CUDA_SUCCESS;
 }
 CUresult cuCtxSetCurrent(CUcontext context) {
   return context ? as_driver(cudaSetDevice(device_of(context))) : CUDA_SUCCESS;
 }
 CUresult cuCtxGetDevice(CUdevice *device) { *device = current; return CUDA_SUCCESS; }
-static thread_local std::vector<int> pushed;
+static thread_local std::vector<std::pair<int, bool>> pushed;
 CUresult cuCtxPushCurrent_v2(CUcontext context) {
-  pushed.push_back(current);
+  pushed.push_back({current, has_context});
   return cuCtxSetCurrent(context);
 }
 CUresult cuCtxPopCurrent_v2(CUcontext *context) {
@@ -255,7 +261,7 @@ CUresult cuCtxPopCurrent_v2(CUcontext *context) {
     return CUDA_ERROR_INVALID_CONTEXT;
   if (context)
     *context = context_of(current);
-  current = pushed.back();
+  std::tie(current, has_context) = pushed.back();
   pushed.pop_back();
   return CUDA_SUCCESS;
 }

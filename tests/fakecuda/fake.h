@@ -27,7 +27,8 @@ constexpr size_t GRANULARITY = 2 * MIB; // of cudaMalloc and of virtual memory
 
 // -- what is counted ------------------------------------------------------------------------------
 #define FAKECUDA_COUNTS(X)                                                                         \
-  X(launches) X(copies) X(copied_bytes) X(pageable_copies) X(memsets) X(synchronizations)          \
+  X(launches) X(copies) X(batches) X(batched_copies) X(copied_bytes) X(pageable_copies)            \
+  X(memsets) X(synchronizations)                                                                   \
   X(event_records) X(event_waits) X(event_creations) X(event_queries) X(stream_queries)            \
   X(mallocs) X(frees) X(host_mallocs) X(host_registrations) X(maps) X(unmaps) X(graph_launches)
 
@@ -41,14 +42,24 @@ extern Counts counts;
 // -- devices --------------------------------------------------------------------------------------
 extern std::recursive_mutex lock; // of everything below
 extern thread_local int current;  // device of the calling thread
+extern thread_local bool has_context; // which the driver's functions need, and the runtime's make
 struct Device {
   size_t total_bytes = size_t(80) << 30, used_bytes = 0;
   bool in_use = false; // has a primary context
 };
 extern Device devices[DEVICES];
 
+void use(int device);                // by the calling thread
 cudaError_t fail(cudaError_t error); // remembers it for cudaGetLastError
-template <class Result> CUresult as_driver(Result error) { return CUresult(int(error)); }
+void forget(cudaError_t before);     // what `fail` remembered since
+template <class Call> CUresult as_driver_of(const Call &call) {
+  const cudaError_t before = cudaPeekAtLastError();
+  const CUresult result = CUresult(int(call()));
+  forget(before);
+  return result;
+}
+// A call of the runtime, made as one of the driver's: their errors wait for nobody.
+#define as_driver(...) as_driver_of([&] { return __VA_ARGS__; })
 
 // -- memory ---------------------------------------------------------------------------------------
 struct Range {
@@ -101,6 +112,8 @@ struct Event {
 
 // What every call that queues something asks first: whether it may.
 cudaError_t may_queue(cudaStream_t stream);
+// The host waits for a stream, or asks how far it is: refused where it is captured.
+cudaError_t may_ask(cudaStream_t stream);
 // A call that waits for the device or changes memory: refused during captures of this mode.
 cudaError_t may_be_unsafe();
 // Do it now, or add it to the graph if the stream is captured.

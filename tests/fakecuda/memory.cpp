@@ -8,6 +8,7 @@
 
 static Ranges allocated, page_locked, reserved, mapped; // page_locked: registered or allocated
 static std::set<uintptr_t> host_allocated;
+static size_t most_registered = SIZE_MAX; // bytes of one registration that succeeds
 
 struct Handle { // physical memory of cuMemCreate
   size_t bytes;
@@ -71,13 +72,14 @@ static void *map_anywhere(size_t bytes, int access) {
   return mmap(nullptr, bytes, access, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
 }
 
-static cudaError_t copy(void *to, const void *from, size_t bytes, cudaStream_t stream) {
+static cudaError_t copy(void *to, const void *from, size_t bytes, cudaStream_t stream,
+                        std::atomic<long> &count = counts.copies) {
   if (cudaError_t error = may_queue(stream))
     return error;
   if (!bytes)
     return cudaSuccess;
   const Place target = place_of(to, bytes, "a copy's target"), source = place_of(from, bytes, "a copy's source");
-  counts.copies++;
+  count++;
   counts.copied_bytes += long(bytes);
   if (target.kind == Place::pageable || source.kind == Place::pageable)
     counts.pageable_copies++;
@@ -105,6 +107,9 @@ static cudaError_t set(void *to, int value, size_t element, size_t number, cudaS
 }
 
 extern "C" {
+// -- for tests ------------------------------------------------------------------------------------
+void fakecuda_most_registered(size_t bytes) { most_registered = bytes; }
+
 // -- runtime --------------------------------------------------------------------------------------
 cudaError_t cudaMemGetInfo(size_t *free_bytes, size_t *total) {
   std::lock_guard<std::recursive_mutex> held(lock);
@@ -117,7 +122,7 @@ cudaError_t cudaMalloc(void **memory, size_t bytes) {
     return error;
   std::lock_guard<std::recursive_mutex> held(lock);
   counts.mallocs++;
-  devices[current].in_use = true;
+  use(current);
   bytes = (bytes + GRANULARITY - 1) / GRANULARITY * GRANULARITY;
   if (devices[current].used_bytes + bytes > devices[current].total_bytes)
     return fail(cudaErrorMemoryAllocation);
@@ -129,7 +134,7 @@ cudaError_t cudaMalloc(void **memory, size_t bytes) {
   return cudaSuccess;
 }
 cudaError_t cudaFree(void *memory) {
-  devices[current].in_use = true;
+  use(current);
   if (!memory)
     return cudaSuccess;
   if (cudaError_t error = may_be_unsafe())
@@ -169,8 +174,11 @@ cudaError_t cudaFreeHost(void *memory) {
 }
 cudaError_t cudaHostRegister(void *memory, size_t bytes, unsigned) {
   std::lock_guard<std::recursive_mutex> held(lock);
+  use(current);
   if (!bytes || !memory)
     return fail(cudaErrorInvalidValue);
+  if (bytes > most_registered)
+    return fail(cudaErrorMemoryAllocation);
   const uintptr_t first = uintptr_t(memory);
   auto after = page_locked.lower_bound(first);
   if (containing(page_locked, first) != page_locked.end() || (after != page_locked.end() && after->first < first + bytes))
@@ -234,11 +242,17 @@ cudaError_t cudaMemcpy2DAsync(void *to, size_t to_pitch, const void *from, size_
   return cudaSuccess;
 }
 cudaError_t cudaMemcpyBatchAsync(void *const *to, const void *const *from, const size_t *bytes, size_t number,
-                                 cudaMemcpyAttributes *, size_t *, size_t, cudaStream_t stream) {
-  if (!stream)
-    return fail(cudaErrorInvalidValue); // not on the default stream
+                                 cudaMemcpyAttributes *how, size_t *first, size_t kinds, cudaStream_t stream) {
+  bool good = stream && stream != cudaStreamLegacy && number && kinds && kinds <= number && first[0] == 0;
+  for (size_t i = 0; good && i < kinds; i++)
+    good = how[i].srcAccessOrder >= cudaMemcpySrcAccessOrderStream && how[i].srcAccessOrder <= cudaMemcpySrcAccessOrderAny;
+  if (!good)
+    return fail(cudaErrorInvalidValue);
+  if (cudaError_t error = may_ask(stream)) // no graph can hold it
+    return error;
+  counts.batches++;
   for (size_t i = 0; i < number; i++)
-    if (cudaError_t error = copy(to[i], from[i], bytes[i], stream))
+    if (cudaError_t error = copy(to[i], from[i], bytes[i], stream, counts.batched_copies))
       return fail(error);
   return cudaSuccess;
 }
@@ -246,6 +260,20 @@ cudaError_t cudaMemsetAsync(void *to, int value, size_t bytes, cudaStream_t stre
   return fail(set(to, value, 1, bytes, stream));
 }
 cudaError_t cudaMemset(void *to, int value, size_t bytes) { return fail(set(to, value, 1, bytes, nullptr)); }
+
+// -- driver: page-locking -------------------------------------------------------------------------
+CUresult cuMemHostRegister_v2(void *memory, size_t bytes, unsigned flags) {
+  return has_context ? as_driver(cudaHostRegister(memory, bytes, flags)) : CUDA_ERROR_INVALID_CONTEXT;
+}
+CUresult cuMemHostUnregister(void *memory) {
+  return has_context ? as_driver(cudaHostUnregister(memory)) : CUDA_ERROR_INVALID_CONTEXT;
+}
+CUresult cuMemHostGetDevicePointer_v2(CUdeviceptr *device_pointer, void *memory, unsigned) {
+  *device_pointer = CUdeviceptr(memory);
+  if (!has_context)
+    return CUDA_ERROR_INVALID_CONTEXT;
+  return place_of(memory, 1, "cuMemHostGetDevicePointer").kind == Place::page_locked ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
+}
 
 // -- driver: copies -------------------------------------------------------------------------------
 CUresult cuMemcpyAsync(CUdeviceptr to, CUdeviceptr from, size_t bytes, CUstream stream) {
@@ -260,9 +288,12 @@ CUresult cuMemcpyDtoHAsync_v2(void *to, CUdeviceptr from, size_t bytes, CUstream
 CUresult cuMemcpyDtoDAsync_v2(CUdeviceptr to, CUdeviceptr from, size_t bytes, CUstream stream) {
   return as_driver(copy((void *)to, (void *)from, bytes, stream));
 }
-CUresult cuMemcpyBatchAsync_v2(CUdeviceptr *to, CUdeviceptr *from, size_t *bytes, size_t number, CUmemcpyAttributes *,
-                               size_t *, size_t, CUstream stream) {
-  return as_driver(cudaMemcpyBatchAsync((void **)to, (const void **)from, bytes, number, nullptr, nullptr, 0, stream));
+CUresult cuMemcpyBatchAsync_v2(CUdeviceptr *to, CUdeviceptr *from, size_t *bytes, size_t number, CUmemcpyAttributes *how,
+                               size_t *first, size_t kinds, CUstream stream) {
+  if (!has_context)
+    return CUDA_ERROR_INVALID_CONTEXT;
+  return as_driver(cudaMemcpyBatchAsync((void **)to, (const void **)from, bytes, number, (cudaMemcpyAttributes *)how,
+                                        first, kinds, stream));
 }
 CUresult cuMemsetD8Async(CUdeviceptr to, unsigned char value, size_t number, CUstream stream) {
   return as_driver(set((void *)to, value, 1, number, stream));
@@ -274,14 +305,6 @@ CUresult cuStreamWriteValue32_v2(CUstream stream, CUdeviceptr to, cuuint32_t val
   return as_driver(set((void *)to, int(value), 4, 1, stream));
 }
 CUresult cuMemGetInfo_v2(size_t *free_bytes, size_t *total) { return as_driver(cudaMemGetInfo(free_bytes, total)); }
-CUresult cuMemHostRegister_v2(void *memory, size_t bytes, unsigned flags) {
-  return as_driver(cudaHostRegister(memory, bytes, flags));
-}
-CUresult cuMemHostUnregister(void *memory) { return as_driver(cudaHostUnregister(memory)); }
-CUresult cuMemHostGetDevicePointer_v2(CUdeviceptr *device_pointer, void *memory, unsigned) {
-  *device_pointer = CUdeviceptr(memory);
-  return place_of(memory, 1, "cuMemHostGetDevicePointer").kind == Place::page_locked ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
-}
 CUresult cuPointerGetAttribute(void *value, CUpointer_attribute name, CUdeviceptr pointer) {
   const Place place = place_of((void *)pointer, 1, "cuPointerGetAttribute");
   switch (name) {

@@ -42,6 +42,7 @@ static cudaError_t may_use_default() {
 }
 
 cudaError_t may_queue(cudaStream_t stream) {
+  use(current);
   std::lock_guard<std::recursive_mutex> held(lock);
   const Stream *one = named(stream);
   if (!one)
@@ -93,8 +94,7 @@ static cudaError_t may_ask(cudaEvent_t event) {
   return may_be_unsafe();
 }
 
-// The host waits for a stream, or asks how far it is.
-static cudaError_t may_ask(cudaStream_t stream) {
+cudaError_t may_ask(cudaStream_t stream) {
   std::lock_guard<std::recursive_mutex> held(lock);
   const Stream *one = named(stream);
   if (!one)
@@ -105,7 +105,7 @@ static cudaError_t may_ask(cudaStream_t stream) {
 extern "C" {
 // -- streams --------------------------------------------------------------------------------------
 cudaError_t cudaStreamCreateWithPriority(cudaStream_t *stream, unsigned flags, int priority) {
-  devices[current].in_use = true;
+  use(current);
   *stream = (cudaStream_t) new Stream{current, !(flags & cudaStreamNonBlocking), priority, nullptr, {}};
   return cudaSuccess;
 }
@@ -165,7 +165,7 @@ cudaError_t cudaLaunchHostFunc(cudaStream_t stream, cudaHostFn_t function, void 
 // -- events ---------------------------------------------------------------------------------------
 cudaError_t cudaEventCreateWithFlags(cudaEvent_t *event, unsigned flags) {
   counts.event_creations++;
-  devices[current].in_use = true;
+  use(current);
   *event = (cudaEvent_t) new Event{current, !(flags & cudaEventDisableTiming)};
   return cudaSuccess;
 }
