@@ -15,9 +15,9 @@ from ..planner.commands.output import output_path
 
 # Name on the command line → where the click command is, relative to this package.
 COMMANDS = {
-    "doctor": ".doctor.command:doctor",
-    "bench-io": ".disk.bench_command:bench_io",
-    "record": ".record_command:record",
+    "doctor": ".machine.doctor.command:doctor",
+    "bench-io": ".machine.bench_command:bench_io",
+    "record": ".plan.record_command:record",
     "top": ".metrics.top_command:top",
     "import": "..planner.commands.import_trace:import_trace",
     "show": "..planner.commands.show:show",

@@ -28,7 +28,7 @@ import torch
 from .errors import PagerError
 
 if TYPE_CHECKING:
-    from .runtime import Pager
+    from .api import Pager
 
 
 class Iteration(ContextDecorator):

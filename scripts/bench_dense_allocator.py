@@ -68,7 +68,7 @@ def run(kind: str, options: Options, steps: int, budget: int) -> dict[str, Any]:
     else:
         with tp.Pager(budget, host_budget=2 * budget, device="cpu", policy="lru") as pager:
             if kind == "huge":
-                from tensorpager.pager.dense_allocator import loaded
+                from tensorpager.pager.devices.dense_allocator import loaded
 
                 allocator = loaded()
                 assert allocator is not None

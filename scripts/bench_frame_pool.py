@@ -15,7 +15,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from tensorpager.pager.frame_pool import FramePool
+from tensorpager.pager.memory.frame_pool import FramePool
 
 GOAL_US = 20.0
 

@@ -10,10 +10,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .pager.cross_entropy import linear_cross_entropy
+    from .pager.api import Pager
     from .pager.errors import CorruptPage, InfeasibleBudget, PagerError, TierFull, TraceError
-    from .pager.paged_tensor import PagedTensor
-    from .pager.runtime import Pager
+    from .pager.streaming.cross_entropy import linear_cross_entropy
+    from .pager.tensor.paged_tensor import PagedTensor
 
 __all__ = [
     "CorruptPage",
@@ -28,9 +28,9 @@ __all__ = [
 ]
 __version__ = "0.1.0"
 _HOMES = {
-    "PagedTensor": ".pager.paged_tensor",
-    "Pager": ".pager.runtime",
-    "linear_cross_entropy": ".pager.cross_entropy",
+    "PagedTensor": ".pager.tensor.paged_tensor",
+    "Pager": ".pager.api",
+    "linear_cross_entropy": ".pager.streaming.cross_entropy",
 }
 
 

@@ -120,7 +120,7 @@ def no_pager_stays_open(shared_pagers: list[Any]) -> Iterator[None]:
 
 def _open_pagers() -> list[Any]:
     """All of this process; none where no test has imported the runtime."""
-    runtime = sys.modules.get("tensorpager.pager.runtime")
+    runtime = sys.modules.get("tensorpager.pager.api")
     pagers = list(runtime._open_pagers) if runtime else []
     return [pager for pager in pagers if pager.closed_reason is None]
 

@@ -24,7 +24,7 @@ from typing import Any
 
 FULL = os.environ.get("TENSORPAGER_FULL") == "1"
 SECONDS = 1800.0  # no program takes that long, on the busiest machine
-LOADED = ("torch._dynamo", "torch.profiler", "tensorpager.pager.runtime")
+LOADED = ("torch._dynamo", "torch.profiler", "tensorpager.pager.api")
 
 
 @dataclass(frozen=True)

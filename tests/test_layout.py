@@ -64,7 +64,7 @@ def test_tests_that_the_readme_names_exist() -> None:
 ASKS_FOR_CUDA = re.compile(r"""\.is_cuda\b|["']cuda["']\s*(==|!=)|(==|!=)\s*["']cuda["']""")
 MAY_ASK = {
     "kernels/launch.py": "def runs_triton",  # whether compiled kernels run there
-    "pager/untyped.py": "def is_cuda",  # PyTorch's own attribute
+    "pager/memory/untyped.py": "def is_cuda",  # PyTorch's own attribute
 }
 
 
@@ -77,3 +77,120 @@ def test_only_devices_know_that_one_is_cuda(path: Path) -> None:
     found = len(ASKS_FOR_CUDA.findall(path.read_text()))
     assert found == (name in MAY_ASK)
     assert MAY_ASK.get(name, "") in path.read_text()
+
+
+# From the bottom up: a room imports from those before it, types included.
+ROOMS = (
+    "errors", "devices", "memory", "disk", "machine", "moves", "budget", "core", "debug", "tensor",
+    "streaming", "optim", "plan", "checkpoint", "distributed", "metrics", "iteration", "api",
+    "integrations", "cli",
+)  # fmt: skip
+
+
+def room_imports() -> set[tuple[str, str]]:
+    """(importing file, imported file) between rooms, as paths below ``pager/`` without ``.py``."""
+    folder = ROOT / "pager"
+    files = {p.relative_to(folder).with_suffix("").as_posix() for p in sources("pager")}
+    found = set()
+    for name in files:
+        for node in ast.walk(ast.parse((folder / f"{name}.py").read_text())):
+            if not isinstance(node, ast.ImportFrom) or not 0 < node.level <= name.count("/") + 1:
+                continue
+            start = name.split("/")[: -node.level]
+            target = "/".join([*start, *(node.module or "").split(".")]).strip("/")
+            modules = [target, *(f"{target}/{alias.name}".strip("/") for alias in node.names)]
+            found |= {(name, module) for module in modules if module in files}
+    return {(a, b) for a, b in found if a.split("/")[0] != b.split("/")[0]}
+
+
+def test_rooms_import_downwards() -> None:
+    """``STILL_UPWARD`` may only shrink."""
+    place = {room: i for i, room in enumerate(ROOMS)}
+    named = {name for pair in room_imports() for name in pair}
+    assert {name.split("/")[0] for name in named} <= place.keys()
+    upward = {
+        f"{a} > {b}" for a, b in room_imports() if place[a.split("/")[0]] < place[b.split("/")[0]]
+    }
+    assert upward == set(STILL_UPWARD.split("\n")[1:-1])
+
+
+STILL_UPWARD = """
+budget/capacity > api
+budget/capacity > optim/fused
+budget/dense_levels > api
+budget/fits > api
+budget/growth > api
+budget/settling > api
+budget/step_need > optim/fused
+budget/step_need > optim/fused_states
+budget/step_need > optim/optimizer
+budget/step_need > tensor/paged_tensor
+checkpoint/save_load > api
+checkpoint/saving > api
+checkpoint/snapshot > api
+checkpoint/tensor_bytes > api
+debug/chaos > api
+debug/check > api
+distributed/replicas > api
+distributed/shards > api
+iteration > api
+memory/page_names > api
+memory/page_names > plan/names
+memory/space > api
+memory/untyped > tensor/images
+metrics/publisher > api
+metrics/stats > api
+moves/channel > plan/guide
+moves/executor > plan/access_log
+moves/executor > plan/guide
+moves/read_ahead > api
+moves/read_ahead > plan/access_log
+moves/read_ahead > plan/guide
+moves/residency > budget/placement
+moves/residency > budget/ranks
+moves/residency > budget/step_need
+moves/residency > streaming/workspace
+moves/transfers > plan/access_log
+optim/dense_step > api
+optim/early > api
+optim/fused > api
+optim/fused_states > api
+optim/optimizer > api
+optim/optimizer > checkpoint/optimizer_states
+optim/overlap > api
+optim/overlap > distributed/shards
+optim/torch_fused > api
+plan/explain > api
+plan/follower > api
+plan/names > api
+plan/op_clock > api
+plan/record > api
+plan/recorder > api
+plan/recording > api
+streaming/host_rows > api
+streaming/slabs > api
+streaming/workspace > api
+tensor/activations > api
+tensor/dense_run > api
+tensor/dense_views > api
+tensor/dispatcher > streaming/embedding
+tensor/dispatcher > streaming/table_ops
+tensor/images > checkpoint/snapshot
+tensor/images > checkpoint/tensor_bytes
+tensor/linear > api
+tensor/linear > streaming/linear_stream
+tensor/meta_buffers > api
+tensor/module > api
+tensor/module > distributed/collectives
+tensor/module > distributed/replicas
+tensor/module > distributed/shards
+tensor/new_pages > api
+tensor/new_pages > streaming/slabs
+tensor/open_weights > api
+tensor/operands > api
+tensor/operands > streaming/slabs
+tensor/page_lists > api
+tensor/page_run > api
+tensor/page_run > streaming/slabs
+tensor/paged_tensor > api
+"""

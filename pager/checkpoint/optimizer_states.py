@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
-from ..fused_states import is_big_dense, is_special
-from ..load_hooks import around_load
-from .sharded import is_sharded, local_state
+from ..optim.fused_states import is_big_dense, is_special
+from ..optim.load_hooks import around_load
+from ..tensor.sharded import is_sharded, local_state
 
 
 def load_optimizer(

@@ -16,13 +16,13 @@ import torch
 
 from ..disk.file import open_unlinked
 from ..errors import PagerError
+from ..tensor.sharded import local_of, with_local
 from .file import MappedFile
-from .sharded import local_of, with_local
 from .tensor_bytes import chunks
 from .tree import is_odd, layout_of, tensors_of, with_tensors
 
 if TYPE_CHECKING:
-    from ..runtime import Pager
+    from ..api import Pager
 
 IN_MEMORY_BYTES = 64 << 20
 """Up to here a snapshot is plain memory."""

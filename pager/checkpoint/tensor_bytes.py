@@ -10,12 +10,12 @@ import torch
 
 from ...kernels.pieces import stretches
 from ..errors import CorruptPage, PagerError
-from ..page_bytes import unmoved_chunks
-from ..paged_tensor import PagedTensor
-from ..slabs import fair_share, slabs
+from ..streaming.slabs import fair_share, slabs
+from ..tensor.page_bytes import unmoved_chunks
+from ..tensor.paged_tensor import PagedTensor
 
 if TYPE_CHECKING:
-    from ..runtime import Pager
+    from ..api import Pager
 
 BUFFER_BYTES = 16 << 20
 """Of memory beside the tensors', at most."""

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from ..errors import PagerError
-from .sharded import Piece, is_sharded, local_of, piece_of
+from ..tensor.sharded import Piece, is_sharded, local_of, piece_of
 from .tensor_bytes import BUFFER_BYTES, Read, chunks
 from .tree import tensors_of
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from ..paged_tensor import PagedTensor
-from .sharded import is_sharded, local_of
+from ..tensor.paged_tensor import PagedTensor
+from ..tensor.sharded import is_sharded, local_of
 from .tensor_bytes import has_no_gaps
 
 

@@ -20,13 +20,13 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 import torch
 
-from ..dense_meter import Timeline
-from ..dense_refusal import Peak
 from ..errors import PagerError
+from .dense_meter import Timeline
+from .dense_refusal import Peak
 from .device import Bytes, Copy, HostMemory
 
 if TYPE_CHECKING:
-    from ..disk.registration import Registration
+    from .registration import Registration
 
 
 class Kit(Protocol):

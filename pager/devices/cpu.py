@@ -9,16 +9,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..dense_allocator import Account, AllocatorMeter, load, loaded
-from ..dense_meter import DenseMeter, Timeline, allocated_bytes
-from ..dense_refusal import Peak
-from ..first_root import take_first_root
-from ..heap import ROOMY_BYTES, TIGHT_BYTES, map_blocks_from
-from ..memory import Region
+from .dense_allocator import Account, AllocatorMeter, load, loaded
+from .dense_meter import DenseMeter, Timeline, allocated_bytes
+from .dense_refusal import Peak
 from .device import Bytes, Copy, HostMemory
+from .first_root import take_first_root
+from .heap import ROOMY_BYTES, TIGHT_BYTES, map_blocks_from
+from .memory import Region
 
 if TYPE_CHECKING:
-    from ..disk.registration import Registration
+    from .registration import Registration
 
 
 def private_memory(nbytes: int) -> HostMemory:

@@ -19,7 +19,7 @@ from .cpu import private_memory
 from .device import Bytes, HostMemory
 
 if TYPE_CHECKING:
-    from ..disk.registration import Registration
+    from .registration import Registration
 
 
 def _driver() -> Any:

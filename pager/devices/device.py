@@ -46,11 +46,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ..dense_meter import Timeline
-from ..dense_refusal import Peak
+from .dense_meter import Timeline
+from .dense_refusal import Peak
 
 if TYPE_CHECKING:
-    from ..disk.registration import Registration
+    from .registration import Registration
 
 Bytes = npt.NDArray[np.uint8]
 

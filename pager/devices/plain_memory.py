@@ -17,7 +17,7 @@ from ..errors import PagerError
 from .device import Bytes, HostMemory
 
 if TYPE_CHECKING:
-    from ..disk.registration import Registration
+    from .registration import Registration
 
 _STATISTICS = ("allocated_bytes.all.peak", "reserved_bytes.all.peak")
 

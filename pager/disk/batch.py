@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ..integrity import ROW
+from .integrity import ROW
 
 Slots = npt.NDArray[np.int64]
 Checksums = npt.NDArray[np.uint64]

@@ -14,10 +14,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
+from ..devices.registration import Registration
 from ..errors import PagerError
 from .kvikio import KvikioEngine, has_gds, why_not
 from .posix import PosixEngine
-from .registration import Registration
 
 ENGINES = ("auto", "kvikio", "posix")
 

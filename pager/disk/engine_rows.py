@@ -15,7 +15,7 @@ import torch
 
 from ...kernels.checksum import page_checksums
 from ..devices.accelerator import on_stream
-from ..integrity import Rows, word_starts
+from .integrity import Rows, word_starts
 
 _lock = threading.Lock()
 _streams: dict[torch.device, torch.Stream] = {}

@@ -36,8 +36,8 @@ from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module
 from typing import Any
 
+from ..devices.registration import Registration
 from ..errors import PagerError
-from .registration import Registration
 
 _DIRECT = ("auto_direct_io_read", "auto_direct_io_write")
 _LIBRARY = "libcuda.so.1"

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from ..disk import file as disk_io
+from . import file as disk_io
 from .file import Bytes
 
 

@@ -26,12 +26,12 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from ..disk import file as disk_io
 from ..errors import CorruptPage, PagerError
-from ..frame_pool import FramePool
-from ..integrity import ROW, Rows, Stamps, page_rows
+from ..memory.frame_pool import FramePool
+from . import file as disk_io
 from .batch import TASK_BYTES, THREADS, Batch, SlotRun, Slots, Task, share_out, slots_of, split
 from .engine import Engine, Wrap, check_name, make_engine, registration_of
+from .integrity import ROW, Rows, Stamps, page_rows
 from .rate_limit import RateLimit
 from .threads import IoThreads
 

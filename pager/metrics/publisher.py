@@ -16,7 +16,6 @@ import weakref
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..stats import counters, plan_figures
 from .format import (
     CHANNELS,
     COUNTERS,
@@ -30,9 +29,10 @@ from .format import (
     encode,
 )
 from .outputs import Outputs
+from .stats import counters, plan_figures
 
 if TYPE_CHECKING:
-    from ..runtime import Pager
+    from ..api import Pager
 
 PERIOD_SECONDS = 0.5
 _LEAST_SECONDS = 0.02  # between records at the ends of iterations: short ones are not slowed down

@@ -11,7 +11,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from tensorpager.pager.checkpoint.optimizer_states import load_optimizer
 from tensorpager.pager.checkpoint.tensor_bytes import chunks
-from tensorpager.pager.first_root import take_first_root
+from tensorpager.pager.devices.first_root import take_first_root
 
 from .data import Corpus
 from .memory import Memory

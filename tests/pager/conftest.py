@@ -9,10 +9,10 @@ import torch
 import torch._dynamo  # the first optimizer loads it; here, so that collecting garbage skips it
 
 import tensorpager as tp
-from tensorpager.pager import dense_levels
-from tensorpager.pager.chaos import chaos
-from tensorpager.pager.dense_allocator import DenseAllocator, load, why_not
+from tensorpager.pager.budget import dense_levels
+from tensorpager.pager.debug.chaos import chaos
 from tensorpager.pager.devices import cpu
+from tensorpager.pager.devices.dense_allocator import DenseAllocator, load, why_not
 
 from .disk_suite import small_tasks, tier  # noqa: F401  (fixtures of the disk tier's tests)
 from .models import (

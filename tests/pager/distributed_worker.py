@@ -31,8 +31,8 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 import tensorpager as tp
-from tensorpager.pager.check import check_invariants
-from tensorpager.pager.plain_copies import dense_twin
+from tensorpager.pager.debug.check import check_invariants
+from tensorpager.pager.tensor.plain_copies import dense_twin
 
 STEPS = 5
 PAGE_BYTES = 64 << 10
@@ -174,7 +174,7 @@ def refusals(folder: Path) -> Found:
 
 def collectives(folder: Path) -> Found:
     """Collectives on paged tensors, with everything evicted after each op."""
-    from tensorpager.pager.chaos import chaos
+    from tensorpager.pager.debug.chaos import chaos
 
     rank, ranks = dist.get_rank(), dist.get_world_size()
     base = torch.arange(40_000.0)

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from tensorpager.pager import runtime
+from tensorpager.pager import api as runtime
 from tensorpager.pager.devices.accelerator import Accelerator
 from tensorpager.pager.devices.cpu import Cpu
 from tensorpager.pager.devices.device import HostMemory

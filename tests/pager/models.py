@@ -12,8 +12,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import tensorpager as tp
-from tensorpager.pager.check import check_invariants
-from tensorpager.pager.plain_copies import dense_twin
+from tensorpager.pager.debug.check import check_invariants
+from tensorpager.pager.tensor.plain_copies import dense_twin
 
 SEED = 7
 PAGE_BYTES = 64 << 10

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 import tensorpager as tp
-from tensorpager.pager.chaos import chaos, scattered
-from tensorpager.pager.check import check_invariants
+from tensorpager.pager.debug.chaos import chaos, scattered
+from tensorpager.pager.debug.check import check_invariants
 
 from .models import PAGE_BYTES, assert_same, make_pager, plain
 

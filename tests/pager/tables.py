@@ -11,9 +11,9 @@ import torch
 import tensorpager as tp
 from tensorpager.kernels.elementwise import elementwise
 from tensorpager.kernels.pieces import stretches
-from tensorpager.pager.chaos import chaos, scattered
-from tensorpager.pager.check import check_invariants
-from tensorpager.pager.slabs import slabs
+from tensorpager.pager.debug.chaos import chaos, scattered
+from tensorpager.pager.debug.check import check_invariants
+from tensorpager.pager.streaming.slabs import slabs
 
 from .models import PAGE_BYTES, make_pager
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import tensorpager as tp
-from tensorpager.pager.dense_allocator import DenseAllocator
+from tensorpager.pager.devices.dense_allocator import DenseAllocator
 
 SIZE = 64 << 10
 LINE = r"Put .with pager.iteration\(\):. around"

@@ -11,15 +11,15 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
-from tensorpager.pager.calibration import cache, disk_threads
-from tensorpager.pager.calibration.cache import machine_key
-from tensorpager.pager.calibration.disk_threads import remember_threads, threads_for
-from tensorpager.pager.disk import bench
-from tensorpager.pager.disk import fio as io_engine_fio
 from tensorpager.pager.disk.batch import THREADS
-from tensorpager.pager.disk.bench import BenchFile, Rates, Setting, cheapest_of_the_best
-from tensorpager.pager.disk.bench_command import bench_io
 from tensorpager.pager.errors import CorruptPage, PagerError
+from tensorpager.pager.machine import bench
+from tensorpager.pager.machine import fio as io_engine_fio
+from tensorpager.pager.machine.bench import BenchFile, Rates, Setting, cheapest_of_the_best
+from tensorpager.pager.machine.bench_command import bench_io
+from tensorpager.pager.machine.calibration import cache, disk_threads
+from tensorpager.pager.machine.calibration.cache import machine_key
+from tensorpager.pager.machine.calibration.disk_threads import remember_threads, threads_for
 
 from .disk_suite import open_below
 from .models import make_pager

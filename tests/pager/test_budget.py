@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import tensorpager as tp
-from tensorpager.pager.check import check_invariants
+from tensorpager.pager.debug.check import check_invariants
 from tensorpager.pager.errors import PagerError
 
 PAGE = 64 << 10
@@ -362,7 +362,7 @@ def test_a_corrupt_disk_page_is_never_a_wrong_number(tmp_path) -> None:  # type:
         "1MiB", disk_budget="8MiB", disk_path=tmp_path, page_size=PAGE, device="cpu"
     ) as pager:
         paged = pager.page(torch.randn(200_000))
-        from tensorpager.pager.chaos import scramble
+        from tensorpager.pager.debug.chaos import scramble
 
         scramble(pager)
         assert paged.residency()["disk"] > 0
@@ -392,7 +392,7 @@ def damage_disk_file(folder) -> None:  # type: ignore[no-untyped-def]
 
 
 def test_verify_catches_damage_in_host_memory() -> None:
-    from tensorpager.pager.chaos import scramble
+    from tensorpager.pager.debug.chaos import scramble
 
     with tp.Pager("1MiB", host_budget="8MiB", page_size=PAGE, device="cpu", verify=True) as pager:
         paged = pager.page(torch.randn(100_000))

@@ -12,16 +12,16 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from tensorpager.pager.calibration import disk_rates as calibration_disk
-from tensorpager.pager.calibration import measure as calibration
-from tensorpager.pager.calibration.disk_rates import DiskRates, Waiter, cut, measure_disk
-from tensorpager.pager.calibration.measure import Calibration, hardware, measure
 from tensorpager.pager.devices.choice import make_device, resolve
 from tensorpager.pager.devices.device import Device
 from tensorpager.pager.disk.tier import DiskTier
 from tensorpager.pager.disk.watch import IoWatch
 from tensorpager.pager.errors import CorruptPage, PagerError
-from tensorpager.pager.host import HostTier
+from tensorpager.pager.machine.calibration import disk_rates as calibration_disk
+from tensorpager.pager.machine.calibration import measure as calibration
+from tensorpager.pager.machine.calibration.disk_rates import DiskRates, Waiter, cut, measure_disk
+from tensorpager.pager.machine.calibration.measure import Calibration, hardware, measure
+from tensorpager.pager.memory.host import HostTier
 
 PAGE = 64 << 10
 MIB = 1 << 20

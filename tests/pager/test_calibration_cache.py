@@ -11,14 +11,14 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from tensorpager.pager.calibration import cache as calibration_cache
-from tensorpager.pager.calibration import measure as calibration
-from tensorpager.pager.calibration.measure import Calibration, calibrate
 from tensorpager.pager.cli import main
 from tensorpager.pager.devices.choice import make_device, resolve
 from tensorpager.pager.devices.device import Device
 from tensorpager.pager.disk.tier import DiskTier
-from tensorpager.pager.host import HostTier
+from tensorpager.pager.machine.calibration import cache as calibration_cache
+from tensorpager.pager.machine.calibration import measure as calibration
+from tensorpager.pager.machine.calibration.measure import Calibration, calibrate
+from tensorpager.pager.memory.host import HostTier
 
 PAGE = 64 << 10
 MIB = 1 << 20

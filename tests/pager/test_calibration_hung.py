@@ -13,16 +13,16 @@ import pytest
 import torch
 
 import tensorpager as tp
-from tensorpager.pager import planning
-from tensorpager.pager.calibration import cache, disk_rates
-from tensorpager.pager.calibration.measure import measure
-from tensorpager.pager.check import check_invariants
+from tensorpager.pager.debug.check import check_invariants
 from tensorpager.pager.devices.choice import make_device
 from tensorpager.pager.disk.tier import DiskTier
 from tensorpager.pager.disk.watch import IoWatch, WatchedEngine
 from tensorpager.pager.errors import HungDisk
-from tensorpager.pager.frame_pool import Run
-from tensorpager.pager.host import HostTier
+from tensorpager.pager.machine.calibration import cache, disk_rates
+from tensorpager.pager.machine.calibration.measure import measure
+from tensorpager.pager.memory.frame_pool import Run
+from tensorpager.pager.memory.host import HostTier
+from tensorpager.pager.plan import planning
 
 from .faulty_engine import FaultyEngine, break_disk
 from .models import PAGE_BYTES, make_pager

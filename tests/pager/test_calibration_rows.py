@@ -11,12 +11,18 @@ import numpy as np
 import pytest
 import torch
 
-from tensorpager.pager.calibration import measure as calibration
-from tensorpager.pager.calibration import rows as calibration_rows
-from tensorpager.pager.calibration.rows import NEVER, Border, calibrate_rows, measure_rows, row_size
 from tensorpager.pager.devices.choice import make_device, resolve
 from tensorpager.pager.devices.device import Device
-from tensorpager.pager.host import HostTier
+from tensorpager.pager.machine.calibration import measure as calibration
+from tensorpager.pager.machine.calibration import rows as calibration_rows
+from tensorpager.pager.machine.calibration.rows import (
+    NEVER,
+    Border,
+    calibrate_rows,
+    measure_rows,
+    row_size,
+)
+from tensorpager.pager.memory.host import HostTier
 
 PAGE = 64 << 10
 MIB = 1 << 20

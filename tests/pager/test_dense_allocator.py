@@ -16,9 +16,9 @@ import pytest
 import torch
 
 import tensorpager as tp
-from tensorpager.pager import allocator_build
-from tensorpager.pager.allocator_build import NotBuiltError, library
-from tensorpager.pager.dense_allocator import Account, AllocatorMeter, DenseAllocator
+from tensorpager.pager.devices import allocator_build
+from tensorpager.pager.devices.allocator_build import NotBuiltError, library
+from tensorpager.pager.devices.dense_allocator import Account, AllocatorMeter, DenseAllocator
 
 from .. import programs
 

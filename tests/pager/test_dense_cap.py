@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 import tensorpager as tp
-from tensorpager.pager.check import check_invariants
-from tensorpager.pager.dense_allocator import DenseAllocator
+from tensorpager.pager.debug.check import check_invariants
+from tensorpager.pager.devices.dense_allocator import DenseAllocator
 
 from .models import plain
 

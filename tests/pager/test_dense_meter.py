@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import torch
 
-from tensorpager.pager.dense_meter import DenseMeter
+from tensorpager.pager.devices.dense_meter import DenseMeter
 
 MIB = 1 << 20
 

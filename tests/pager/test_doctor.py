@@ -15,23 +15,23 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from tensorpager.pager.calibration.measure import Calibration
 from tensorpager.pager.cli import main
 from tensorpager.pager.devices import choice
+from tensorpager.pager.devices.registration import Registration
 from tensorpager.pager.disk import kvikio as kvikio_engine
 from tensorpager.pager.disk import watch as disk_watch
 from tensorpager.pager.disk.engine import Engine
-from tensorpager.pager.disk.registration import Registration
 from tensorpager.pager.disk.tier import DiskTier
 from tensorpager.pager.disk.watch import IoWatch, WatchedEngine
-from tensorpager.pager.doctor import disk as doctor_disk
-from tensorpager.pager.doctor import gds as doctor_gds
-from tensorpager.pager.doctor import gpu as doctor_gpu
-from tensorpager.pager.doctor import memory as doctor_memory
-from tensorpager.pager.doctor import rates as doctor_rates
-from tensorpager.pager.doctor.disk import Mount
-from tensorpager.pager.doctor.finding import Finding, lines_of
-from tensorpager.pager.doctor.memory import Budgets, memory_findings
+from tensorpager.pager.machine.calibration.measure import Calibration
+from tensorpager.pager.machine.doctor import disk as doctor_disk
+from tensorpager.pager.machine.doctor import gds as doctor_gds
+from tensorpager.pager.machine.doctor import gpu as doctor_gpu
+from tensorpager.pager.machine.doctor import memory as doctor_memory
+from tensorpager.pager.machine.doctor import rates as doctor_rates
+from tensorpager.pager.machine.doctor.disk import Mount
+from tensorpager.pager.machine.doctor.finding import Finding, lines_of
+from tensorpager.pager.machine.doctor.memory import Budgets, memory_findings
 
 from . import fake_kvikio
 from .disk_suite import open_below

@@ -13,8 +13,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import tensorpager as tp
-from tensorpager.pager import host_rows, table_ops
-from tensorpager.pager.host_rows import host_row_bytes
+from tensorpager.pager.streaming import host_rows, table_ops
+from tensorpager.pager.streaming.host_rows import host_row_bytes
 
 from .. import programs
 from .models import PAGE_BYTES, World, assert_same, make_pager, mlp
@@ -432,7 +432,7 @@ def test_an_iteration_is_recorded(tmp_path: Path) -> None:
 TRAIN = """
 import json, resource, sys, torch
 import tensorpager as tp
-from tensorpager.pager.table_gradient import write_rows
+from tensorpager.pager.streaming.table_gradient import write_rows
 paged, folder = sys.argv[1] == "paged", sys.argv[2]
 torch.set_num_threads(1)
 budget, page, width = 16 << 20, 256 << 10, 1024

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import tensorpager as tp
-from tensorpager.pager.check import check_invariants
+from tensorpager.pager.debug.check import check_invariants
 
 from .models import (
     World,

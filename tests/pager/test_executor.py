@@ -2,9 +2,9 @@
 
 import pytest
 
-from tensorpager.pager import executor as executor_module
 from tensorpager.pager.disk import watch as io_watch
 from tensorpager.pager.errors import PagerError
+from tensorpager.pager.moves import executor as executor_module
 
 from .models import make_pager
 

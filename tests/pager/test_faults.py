@@ -23,7 +23,7 @@ import pytest
 import torch
 
 import tensorpager as tp
-from tensorpager.pager.check import check_invariants
+from tensorpager.pager.debug.check import check_invariants
 from tensorpager.pager.disk import watch as io_watch
 from tensorpager.pager.errors import HungDisk
 

@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 
 import tensorpager as tp
-from tensorpager.pager.access_log import AccessLog
-from tensorpager.pager.check import check_invariants
-from tensorpager.pager.guide import ANYWHERE, Action
-from tensorpager.pager.kinds import Kind
-from tensorpager.pager.next_use import by_next_use
-from tensorpager.pager.paged_tensor import PagedTensor
-from tensorpager.pager.reconcile import reconcile
+from tensorpager.pager.debug.check import check_invariants
+from tensorpager.pager.plan.access_log import AccessLog
+from tensorpager.pager.plan.guide import ANYWHERE, Action
+from tensorpager.pager.plan.kinds import Kind
+from tensorpager.pager.plan.next_use import by_next_use
+from tensorpager.pager.plan.reconcile import reconcile
+from tensorpager.pager.tensor.paged_tensor import PagedTensor
 
 from .models import make_pager
 from .test_windows import FRAMES, laid_out, layout, unchanged

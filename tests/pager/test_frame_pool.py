@@ -6,7 +6,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from tensorpager.pager.frame_pool import FramePool
+from tensorpager.pager.memory.frame_pool import FramePool
 
 
 def checkerboard(count: int) -> FramePool:

@@ -16,10 +16,10 @@ from torch import nn
 from torch.nn import functional as F
 
 import tensorpager as tp
-from tensorpager.pager import fused
-from tensorpager.pager.chaos import chaos, scattered
-from tensorpager.pager.check import check_invariants
+from tensorpager.pager.debug.chaos import chaos, scattered
+from tensorpager.pager.debug.check import check_invariants
 from tensorpager.pager.disk.tier import DiskTier
+from tensorpager.pager.optim import fused
 
 from .models import (
     PAGE_BYTES,

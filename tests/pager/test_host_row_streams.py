@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import tensorpager as tp
-from tensorpager.pager import host_rows
-from tensorpager.pager.slabs import page_set, pages_of
+from tensorpager.pager.streaming import host_rows
+from tensorpager.pager.streaming.slabs import page_set, pages_of
 
 from .fake_streams import FakeAccelerator, Streams, streams  # noqa: F401
 from .models import PAGE_BYTES

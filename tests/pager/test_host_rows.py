@@ -16,15 +16,15 @@ import torch
 from torch.nn import functional as F
 
 import tensorpager as tp
-from tensorpager.pager import host_rows
-from tensorpager.pager.calibration import rows as calibration_rows
-from tensorpager.pager.calibration.rows import Border
-from tensorpager.pager.channel import Job
-from tensorpager.pager.check import check_invariants
-from tensorpager.pager.guide import Action
-from tensorpager.pager.host_rows import host_row_bytes
-from tensorpager.pager.slabs import page_set, pages_of
-from tensorpager.pager.transfers import PAGEWISE
+from tensorpager.pager.debug.check import check_invariants
+from tensorpager.pager.machine.calibration import rows as calibration_rows
+from tensorpager.pager.machine.calibration.rows import Border
+from tensorpager.pager.moves.channel import Job
+from tensorpager.pager.moves.transfers import PAGEWISE
+from tensorpager.pager.plan.guide import Action
+from tensorpager.pager.streaming import host_rows
+from tensorpager.pager.streaming.host_rows import host_row_bytes
+from tensorpager.pager.streaming.slabs import page_set, pages_of
 
 from .models import PAGE_BYTES, make_pager
 from .tables import ROWS, WIDTH, paged_table, read_table, tight, write_table
@@ -412,7 +412,7 @@ def test_a_page_that_comes_may_be_read_in_its_slot(
     most: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The transfer waits until the lookup is over, and the lookup does not wait for it."""
-    from tensorpager.pager.transfers import Transfer
+    from tensorpager.pager.moves.transfers import Transfer
 
     dense = torch.randn(ROWS, WIDTH)
     looked_up, run_transfer = threading.Event(), Transfer.run

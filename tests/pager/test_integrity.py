@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import tensorpager as tp
-from tensorpager.pager.check import check_invariants
-from tensorpager.pager.integrity import ROW, Stamps, page_rows
+from tensorpager.pager.debug.check import check_invariants
+from tensorpager.pager.disk.integrity import ROW, Stamps, page_rows
 
 from .faulty_engine import break_disk
 from .models import PAGE_BYTES, make_pager, mlp

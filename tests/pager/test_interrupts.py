@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 import tensorpager as tp
-from tensorpager.pager import interrupts
-from tensorpager.pager.check import check_invariants
-from tensorpager.pager.frame_pool import FramePool
-from tensorpager.pager.page_table import PageTable
+from tensorpager.pager.debug.check import check_invariants
+from tensorpager.pager.memory.frame_pool import FramePool
+from tensorpager.pager.memory.page_table import PageTable
+from tensorpager.pager.moves import interrupts
 
 PAGE = 64 << 10
 OURS = """

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import tensorpager as tp
-from tensorpager.pager.check import check_invariants
+from tensorpager.pager.debug.check import check_invariants
 
 from .. import programs
 from .models import World, assert_same, loss_of, make_pager, mlp, plain, train

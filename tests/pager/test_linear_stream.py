@@ -17,12 +17,12 @@ from torch.utils.checkpoint import checkpoint
 
 import tensorpager as tp
 from tensorpager.kernels.pieces import stretches
-from tensorpager.pager import linear as linear_module
-from tensorpager.pager import linear_stream
-from tensorpager.pager.chaos import chaos, scattered
-from tensorpager.pager.check import check_invariants
-from tensorpager.pager.dense_meter import DenseMeter
-from tensorpager.pager.slabs import slabs
+from tensorpager.pager.debug.chaos import chaos, scattered
+from tensorpager.pager.debug.check import check_invariants
+from tensorpager.pager.devices.dense_meter import DenseMeter
+from tensorpager.pager.streaming import linear_stream
+from tensorpager.pager.streaming.slabs import slabs
+from tensorpager.pager.tensor import linear as linear_module
 
 from .models import PAGE_BYTES, live_pages, make_pager
 

@@ -17,13 +17,13 @@ import pytest
 import torch
 
 import tensorpager as tp
-from tensorpager.pager import residency as residency_module
-from tensorpager.pager.access_log import newborn_index, newborn_key
-from tensorpager.pager.channel import Channel
-from tensorpager.pager.check import check_invariants
+from tensorpager.pager.debug.check import check_invariants
 from tensorpager.pager.disk import watch as io_watch
-from tensorpager.pager.guide import ANYWHERE, Action, Guide
-from tensorpager.pager.kinds import Kind
+from tensorpager.pager.moves import residency as residency_module
+from tensorpager.pager.moves.channel import Channel
+from tensorpager.pager.plan.access_log import newborn_index, newborn_key
+from tensorpager.pager.plan.guide import ANYWHERE, Action, Guide
+from tensorpager.pager.plan.kinds import Kind
 
 from .faulty_engine import FaultyEngine
 from .models import SEED, World, compare_runs, loss_of, mlp, train

@@ -15,9 +15,9 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import tensorpager as tp
-from tensorpager.pager.activations import SavedTensors
-from tensorpager.pager.chaos import scramble
-from tensorpager.pager.check import check_invariants
+from tensorpager.pager.debug.chaos import scramble
+from tensorpager.pager.debug.check import check_invariants
+from tensorpager.pager.tensor.activations import SavedTensors
 
 from .models import World, assert_same, know_that_all_fits, live_pages, make_pager, plain
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import tensorpager as tp
-from tensorpager.pager.chaos import scattered
+from tensorpager.pager.debug.chaos import scattered
 
 from .models import PAGE_BYTES, assert_same, make_pager, plain
 

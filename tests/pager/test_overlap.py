@@ -12,8 +12,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import tensorpager as tp
-from tensorpager.pager.chaos import chaos, scattered
-from tensorpager.pager.check import check_invariants
+from tensorpager.pager.debug.chaos import chaos, scattered
+from tensorpager.pager.debug.check import check_invariants
 
 from .models import World, batch, compare_runs, loss_of, make_pager, mlp, train
 

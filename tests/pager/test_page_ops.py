@@ -15,8 +15,8 @@ import pytest
 import torch
 
 import tensorpager as tp
-from tensorpager.pager.check import check_invariants
-from tensorpager.pager.page_lists import knows_list
+from tensorpager.pager.debug.check import check_invariants
+from tensorpager.pager.tensor.page_lists import knows_list
 
 from .models import assert_same, make_pager, plain
 from .page_ops_suite import (
@@ -277,7 +277,7 @@ def test_what_torch_refuses_is_refused() -> None:
 
 
 def test_consecutive_frames_take_the_way_over_views(monkeypatch: pytest.MonkeyPatch) -> None:
-    from tensorpager.pager import page_run
+    from tensorpager.pager.tensor import page_run
 
     def never(*args: Any) -> None:
         raise AssertionError("a page kernel ran on consecutive frames")
@@ -376,7 +376,7 @@ def test_lists(lane: str) -> None:
 
 
 def test_a_list_takes_few_launches(monkeypatch: pytest.MonkeyPatch) -> None:
-    from tensorpager.pager import page_run
+    from tensorpager.pager.tensor import page_run
 
     launches = []
     kernel = page_run.elementwise_as_torch

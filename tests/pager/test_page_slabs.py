@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 import tensorpager as tp
-from tensorpager.pager.chaos import chaos, scattered
-from tensorpager.pager.check import check_invariants
+from tensorpager.pager.debug.chaos import chaos, scattered
+from tensorpager.pager.debug.check import check_invariants
 
 from .models import World, assert_same, make_pager, mlp, plain, train
 from .page_ops_suite import (

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 import tensorpager as tp
-from tensorpager.pager.chaos import chaos, scattered, scramble
-from tensorpager.pager.check import check_invariants
-from tensorpager.pager.residency import sliding_max
+from tensorpager.pager.debug.chaos import chaos, scattered, scramble
+from tensorpager.pager.debug.check import check_invariants
+from tensorpager.pager.moves.residency import sliding_max
 
 PAGE = 64 << 10
 

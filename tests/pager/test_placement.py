@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import tensorpager as tp
-from tensorpager.pager.check import check_invariants
+from tensorpager.pager.debug.check import check_invariants
 
 PAGE = 64 << 10
 Make = Callable[[], nn.Module]

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 import tensorpager as tp
-from tensorpager.pager.access_log import AccessLog
-from tensorpager.pager.kinds import Kind
+from tensorpager.pager.plan.access_log import AccessLog
+from tensorpager.pager.plan.kinds import Kind
 from tensorpager.planner.hardware import Hardware
 
 from .models import PAGE_BYTES, make_pager, mlp

@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 import tensorpager as tp
-from tensorpager.pager.chaos import chaos
+from tensorpager.pager.debug.chaos import chaos
 from tensorpager.pager.errors import PagerError, TierFull
-from tensorpager.pager.migration import Migration
+from tensorpager.pager.moves.migration import Migration
 
 from .models import World, compare_runs, loss_of, make_pager, mlp, train
 

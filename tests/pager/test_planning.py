@@ -13,9 +13,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tensorpager.pager import planning
 from tensorpager.pager.errors import PagerError
-from tensorpager.pager.planning import PlanningProcess, PlanRefused
+from tensorpager.pager.plan import planning
+from tensorpager.pager.plan.planning import PlanningProcess, PlanRefused
 from tensorpager.planner.background import plan_with_layout
 from tensorpager.planner.hardware import Hardware
 from tensorpager.planner.trace import Trace, make_trace

@@ -17,7 +17,7 @@ from click.testing import CliRunner
 
 import tensorpager as tp
 from tensorpager.pager.cli import main
-from tensorpager.pager.record import (
+from tensorpager.pager.plan.record import (
     ITERATION_VARIABLE,
     PATH_VARIABLE,
     recording_from_environment,

@@ -14,9 +14,9 @@ import torch
 from torch import nn
 
 import tensorpager as tp
-from tensorpager.pager.check import check_invariants
-from tensorpager.pager.record import record_iterations
-from tensorpager.pager.recorder import Recorder
+from tensorpager.pager.debug.check import check_invariants
+from tensorpager.pager.plan.record import record_iterations
+from tensorpager.pager.plan.recorder import Recorder
 from tensorpager.planner.commands.plan import checked
 from tensorpager.planner.hardware import Hardware
 from tensorpager.planner.lifetimes import live_pages as live_pages_of

@@ -12,10 +12,10 @@ import pytest
 import torch
 
 import tensorpager as tp
-from tensorpager.pager import runtime
+from tensorpager.pager import api as runtime
 from tensorpager.pager.devices.cpu import Cpu
 from tensorpager.pager.devices.cuda_memory import CudaMemory
-from tensorpager.pager.disk.registration import Registration
+from tensorpager.pager.devices.registration import Registration
 from tensorpager.pager.disk.tier import DiskTier
 from tensorpager.pager.errors import PagerError
 

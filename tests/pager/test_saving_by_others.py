@@ -22,10 +22,10 @@ import torch
 from torch import nn
 
 import tensorpager as tp
-from tensorpager.pager import images
-from tensorpager.pager.chaos import chaos
+from tensorpager.pager.budget.step_need import peak_of_results
 from tensorpager.pager.checkpoint.snapshot import _IN_RAM, _kind
-from tensorpager.pager.step_need import peak_of_results
+from tensorpager.pager.debug.chaos import chaos
+from tensorpager.pager.tensor import images
 
 from .models import make_pager
 

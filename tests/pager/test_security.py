@@ -27,12 +27,12 @@ from click.testing import CliRunner
 from torch import nn
 
 import tensorpager as tp
-from tensorpager.pager.calibration import cache as calibration_cache
 from tensorpager.pager.cli import COMMANDS, main
 from tensorpager.pager.devices.cpu import Cpu
 from tensorpager.pager.disk import file as disk_io
 from tensorpager.pager.disk.tier import DiskTier
-from tensorpager.pager.host import HostTier
+from tensorpager.pager.machine.calibration import cache as calibration_cache
+from tensorpager.pager.memory.host import HostTier
 from tensorpager.planner.commands.output import follow_own_links, whole_file
 from tensorpager.planner.trace import make_trace
 from tensorpager.planner.trace_file import write_trace

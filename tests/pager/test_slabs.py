@@ -17,15 +17,15 @@ import torch
 
 import tensorpager as tp
 from tensorpager.kernels.pieces import Paged, stretches
-from tensorpager.pager.channel import Job
-from tensorpager.pager.chaos import chaos, scattered
-from tensorpager.pager.check import check_invariants
+from tensorpager.pager.debug.chaos import chaos, scattered
+from tensorpager.pager.debug.check import check_invariants
 from tensorpager.pager.disk.tier import DiskTier
-from tensorpager.pager.guide import ANYWHERE, Action
-from tensorpager.pager.parts import Part
-from tensorpager.pager.read_ahead import reading_ahead
-from tensorpager.pager.slabs import operand, page_set, pages_of, part, slabs, stream
-from tensorpager.pager.transfers import Transfer
+from tensorpager.pager.moves.channel import Job
+from tensorpager.pager.moves.parts import Part
+from tensorpager.pager.moves.read_ahead import reading_ahead
+from tensorpager.pager.moves.transfers import Transfer
+from tensorpager.pager.plan.guide import ANYWHERE, Action
+from tensorpager.pager.streaming.slabs import operand, page_set, pages_of, part, slabs, stream
 
 from .models import PAGE_BYTES, World, loss_of, make_pager, mlp
 from .test_planned import compare_planned, planned_pager

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from tensorpager.pager.transfers import Transfer
+from tensorpager.pager.moves.transfers import Transfer
 
 from .models import RESERVE_BYTES, World, compare_runs, make_pager
 from .test_planned import PlannedWorld

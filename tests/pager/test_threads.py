@@ -12,9 +12,9 @@ from torch import nn
 from torch.nn import functional as F
 
 import tensorpager as tp
-from tensorpager.pager.check import check_invariants
-from tensorpager.pager.dense_allocator import DenseAllocator
-from tensorpager.pager.dense_views import direct_view
+from tensorpager.pager.debug.check import check_invariants
+from tensorpager.pager.devices.dense_allocator import DenseAllocator
+from tensorpager.pager.tensor.dense_views import direct_view
 
 SIZE = 64 << 10
 PAGE_FLOATS = SIZE // 4

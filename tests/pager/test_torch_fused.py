@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 import tensorpager as tp
-from tensorpager.pager import torch_fused
-from tensorpager.pager.chaos import chaos, scattered
-from tensorpager.pager.check import check_invariants
+from tensorpager.pager.debug.chaos import chaos, scattered
+from tensorpager.pager.debug.check import check_invariants
+from tensorpager.pager.optim import torch_fused
 
 from .models import PAGE_BYTES, World, assert_same, compare_runs, make_pager, mlp, plain, train
 

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 import tensorpager as tp
-from tensorpager.pager.check import check_invariants
-from tensorpager.pager.paged_tensor import PagedTensor
-from tensorpager.pager.windows import find_window
+from tensorpager.pager.debug.check import check_invariants
+from tensorpager.pager.moves.windows import find_window
+from tensorpager.pager.tensor.paged_tensor import PagedTensor
 
 from .models import PAGE_BYTES, make_pager
 

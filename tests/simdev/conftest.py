@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from tensorpager.pager.allocator_build import NotBuiltError
+from tensorpager.pager.devices.allocator_build import NotBuiltError
 
 from .device import Machine, simulated
 from .references import queue_references

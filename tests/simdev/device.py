@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tensorpager.pager.allocator_build import Recipe, library
+from tensorpager.pager.devices.allocator_build import Recipe, library
 
 NAME = "queued"
 SCHEDULES = ("threads", "lazy", "random")
@@ -198,7 +198,7 @@ _machine: Machine | None = None
 
 def simulated() -> Machine:
     """Build what is not there, register the device with PyTorch, and give the machine. Later calls
-    give the same one. Raises :class:`tensorpager.pager.allocator_build.NotBuiltError`."""
+    give the same one. Raises :class:`tensorpager.pager.devices.allocator_build.NotBuiltError`."""
     global _machine
     if _machine is None:
         import torch._meta_registrations  # kernels for the meta device that are written in Python

@@ -14,13 +14,13 @@ from torch import nn
 from torch.nn import functional as F
 
 import tensorpager as tp
-from tensorpager.pager.check import check_invariants
+from tensorpager.pager.debug.check import check_invariants
 from tensorpager.pager.devices import plain_memory
 from tensorpager.pager.devices.accelerator import Accelerator
 from tensorpager.pager.devices.choice import make_device, resolve
 from tensorpager.pager.devices.device import Copy
-from tensorpager.pager.doctor.gpu import gpu_findings
 from tensorpager.pager.errors import PagerError
+from tensorpager.pager.machine.doctor.gpu import gpu_findings
 from tensorpager.planner.trace_file import read_trace
 
 from .device import NAME, SCHEDULES, Machine

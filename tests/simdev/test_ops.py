@@ -10,8 +10,8 @@ from torch.testing._internal.opinfo.core import OpInfo
 from torch.utils._pytree import tree_leaves, tree_map
 
 import tensorpager as tp
-from tensorpager.pager.chaos import chaos, scattered
-from tensorpager.pager.check import check_invariants
+from tensorpager.pager.debug.chaos import chaos, scattered
+from tensorpager.pager.debug.check import check_invariants
 
 from .device import NAME, Machine
 from .trainings import PAGE_BYTES, nothing_is_left

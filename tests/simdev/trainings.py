@@ -15,8 +15,8 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import tensorpager as tp
-from tensorpager.pager.chaos import chaos, scattered
-from tensorpager.pager.check import check_invariants
+from tensorpager.pager.debug.chaos import chaos, scattered
+from tensorpager.pager.debug.check import check_invariants
 
 from .device import NAME, Machine
 

@@ -107,7 +107,7 @@ _PROCESSES.set_forkserver_preload(["torch"])
 _IN_PROCESS = f"""
 import contextlib, copy, ctypes, numpy, torch, traceback
 import tensorpager as tp
-from tensorpager.pager import chaos as debug_lanes
+from tensorpager.pager.debug import chaos as debug_lanes
 
 pager = tp.Pager(device_budget="64MiB", host_budget="64MiB", page_size="64KiB",
                  dense_reserve="16MiB", device="cpu")

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 import tensorpager as tp
-from tensorpager.pager.chaos import chaos, scattered
+from tensorpager.pager.debug.chaos import chaos, scattered
 
 FULL = os.environ.get("TENSORPAGER_FULL") == "1"
 

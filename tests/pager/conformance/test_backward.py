@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.testing._internal.opinfo.core import OpInfo, SampleInput
 
-from tensorpager.pager.open_weights import TAKE_OPEN
+from tensorpager.pager.tensor.open_weights import TAKE_OPEN
 
 from .lanes import FULL, LANES, OPEN
 from .left_out import OTHER_ORDER

@@ -1,0 +1,125 @@
+"""The arguments of ``Pager``, checked before anything is reserved."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from ...planner.sizes import parse_bytes
+from ..devices.choice import resolve
+from ..disk.engine import check_name
+from ..errors import InfeasibleBudget
+from .ranks import about_share, own_path, ranks_sharing, share_of
+
+_MIN_PAGE, _MAX_PAGE = 64 << 10, 16 << 20
+_POLICIES = ("lp", "lru")
+
+
+class Arguments(NamedTuple):
+    """What a user asked for; bytes are this rank's part (``ranks.py``). ``reserve``: bytes for
+    dense temporaries, ``None`` if they are to be measured; ``frames``: what the arena begins with;
+    ``metrics``: whether to publish them, and ``metrics_path`` a file to publish them in too."""
+
+    budget_bytes: dict[str, int]
+    page_size: int
+    reserve: int | None
+    frames: int
+    disk_path: Path | None
+    device: torch.device
+    metrics: bool
+    metrics_path: Path | None
+    io_engine: str
+
+
+def check_arguments(
+    device_budget: int | str,
+    host_budget: int | str,
+    disk_budget: int | str,
+    disk_path: str | os.PathLike[str] | None,
+    page_size: int | str,
+    dense_reserve: int | str,
+    device: str | torch.device | None,
+    policy: str,
+    metrics: bool | str | os.PathLike[str] | None,
+    io_engine: str,
+) -> Arguments:
+    """Raises ``InfeasibleBudget`` or ``ValueError`` for what cannot work; see ``Pager``."""
+    device = resolve(device)
+    given = {"device": device_budget, "host": host_budget, "disk": disk_budget}
+    budget_bytes = {
+        tier: share_of(parse_bytes(text, f"{tier}_budget"), tier, device.type)
+        for tier, text in given.items()
+    }
+    page_bytes = _check_page_size(parse_bytes(page_size, "page_size"))
+    if policy not in _POLICIES:
+        raise ValueError(f"policy={policy!r} is unknown; choose one of {', '.join(_POLICIES)}")
+    reserve = None
+    if dense_reserve != "auto":  # a part of device_budget, and divided as that is
+        reserve = share_of(parse_bytes(dense_reserve, "dense_reserve"), "device", device.type)
+    frames = _first_frames(budget_bytes["device"], reserve, page_bytes, device.type)
+    for tier in ("host", "disk"):
+        _check_share(budget_bytes[tier], page_bytes, tier, device.type)
+    if budget_bytes["disk"] and disk_path is None:
+        raise ValueError(
+            f"disk_budget={disk_budget!r} needs a disk_path: the folder for the paging file"
+        )
+    folder = Path(disk_path) if budget_bytes["disk"] and disk_path is not None else None
+    publish, metrics_path = _check_metrics(metrics)
+    return Arguments(
+        budget_bytes, page_bytes, reserve, frames, folder, device, publish, metrics_path,
+        check_name(io_engine),
+    )  # fmt: skip
+
+
+def _check_metrics(metrics: bool | str | os.PathLike[str] | None) -> tuple[bool, Path | None]:
+    """Whether to publish, and a file for it. What cannot be written is refused before the tiers
+    are reserved."""
+    if metrics is None or isinstance(metrics, bool):
+        return bool(metrics), None
+    if not isinstance(metrics, (str, os.PathLike)) or not os.fspath(metrics):
+        raise ValueError(f"metrics={metrics!r} must be True, None or the path of a file to write")
+    path = Path(metrics)
+    if path.is_dir():
+        raise ValueError(f"metrics={os.fspath(path)!r} is a folder; name a file in it")
+    if not path.absolute().parent.is_dir():
+        raise ValueError(
+            f"metrics={os.fspath(path)!r}: there is no folder {path.absolute().parent}; make it "
+            "first, or pass True"
+        )
+    return True, own_path(path)
+
+
+def _check_page_size(size: int) -> int:
+    if not _MIN_PAGE <= size <= _MAX_PAGE or size & (size - 1):
+        raise ValueError(
+            f"page_size={size} is not a power of two from 64 KiB to 16 MiB; try '2MiB', or '64KiB' "
+            "for small models"
+        )
+    return size
+
+
+def _first_frames(budget: int, reserve: int | None, page_size: int, device_type: str) -> int:
+    frames = (budget - (budget // 4 if reserve is None else reserve)) // page_size
+    if budget < page_size or (reserve is not None and frames < 1):
+        minimum = (reserve or 0) + page_size
+        raise InfeasibleBudget(
+            f"device_budget of {budget} bytes does not hold one page of {page_size} bytes"
+            + (f" beside dense_reserve of {reserve} bytes" if reserve else "")
+            + f"; give at least {minimum} bytes, or smaller pages."
+            + about_share("device", device_type),
+            minimum=minimum * ranks_sharing("device", device_type),
+        )
+    return max(1, frames)
+
+
+def _check_share(nbytes: int, page_size: int, tier: str, device_type: str) -> None:
+    """A part of a budget that holds no page would be no tier at all, without a word."""
+    ranks = ranks_sharing(tier, device_type)
+    if ranks > 1 and 0 < nbytes < page_size:
+        raise ValueError(
+            f"{tier}_budget gives each of {ranks} ranks on this node {nbytes} bytes, less than one "
+            f"page of {page_size} bytes; give at least {ranks * page_size} bytes, or smaller pages"
+        )

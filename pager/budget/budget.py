@@ -1,0 +1,559 @@
+"""The border between the arena and dense memory, inside one byte-hard device budget.
+
+::
+
+    0                                    border                                 device_budget
+    |--------------- arena (frames) --------|------ dense reserve (temporaries) ------|
+
+What a training step allocates beside the arena is not known before it ran, so the first iteration
+is *metered*: the arena is kept as small as one operation allows, and by the time the first
+parameter would change the smallest budget that works is known exactly:
+
+    minimum = peak of dense bytes + page_size × (frames that one op pins, at most)
+
+(rounded up, see ``to_name``). If the budget is below it, ``InfeasibleBudget`` is raised there and
+nothing has changed. A metered iteration may use more than the budget to find that out, but never
+more than the minimum that it names. Otherwise the border moves once, at the end of the iteration,
+to what was measured plus a margin. An iteration with larger inputs than before is metered again.
+In those that are not, dense memory that goes beyond the reserve moves the border in the middle of
+an op, where the device can ask.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from ...planner.sizes import format_bytes
+from ..devices.dense_meter import in_backward
+from ..devices.dense_refusal import Peak
+from ..devices.device import Device
+from ..errors import InfeasibleBudget, TierFull
+from ..moves.residency import Residency
+from .placement import Choice, Placement
+from .ranks import about_share, ranks_sharing
+from .step_need import Room, StepFrames, StepRoom, step_room
+from .whole_need import WholeNeeds
+
+_MARGIN = 16
+_MARGIN_BYTES = 1 << 20
+_LENIENCE, _LENIENCE_BYTES = 64, 256 << 10
+_GRAIN = 4096  # of minima that are named
+
+
+def to_name(nbytes: int) -> int:
+    """A minimum of ``nbytes`` as users are told it: small tensors that come and go with Python's
+    garbage make the dense peak differ by some bytes from run to run."""
+    return (nbytes // _GRAIN + 2) * _GRAIN
+
+
+class DeviceBudget:
+    """Moves the border of ``residency``'s arena. ``reserve`` is dense bytes, or ``None`` (auto)."""
+
+    def __init__(
+        self,
+        budget_bytes: int,
+        page_size: int,
+        reserve: int | None,
+        residency: Residency,
+        backend: Device,
+    ) -> None:
+        self.bytes = budget_bytes
+        self.page_size = page_size
+        self.fixed_reserve = reserve
+        self.reserve = budget_bytes - residency.pool.count * page_size
+        self.residency = residency
+        self.backend = backend
+        self.settled = False
+        self.metering = False
+        self.checked = False
+        self.changed = False  # a weight that was whole streams from now on
+        self._before: tuple[int, Peak | str, tuple[int, int]] = 0, "", (0, 0)
+        self._peak_before = 0
+        self.most_whole = 0  # bytes taken by an iteration that found out what has to stream
+        self.dense_baseline = 0  # dense tensors that live on: buffers of paged modules
+        self.dense_peak = 0
+        self._at_peak: Peak | str = ""  # what made it, in words, where that is known
+        self._stuck = False  # the metered arena could not be made smaller
+        self._frames_log: list[tuple[float, int]] = []  # while metering: when, frames in use
+        self._metered_peak = 0
+        self._peak_outside: int | None = None  # in steps outside of iterations
+        self.unpaged: weakref.ref[Any] | None = None  # an optimizer that has stepped without pages
+        self.placement = Placement()
+        self.make_dense_room: Callable[[int], bool] = lambda missing: False
+        self.gave = False  # frames to dense memory, since the border was placed
+        self._cap = 0  # of its dense memory
+        self._least_frames = 1  # that one op needs where not everything fits, as metered
+        self.whole_needs = WholeNeeds(page_size)  # of what streams, in a metered iteration
+        self._step: StepRoom | None = None  # of the step in a metered iteration, where it is known
+        self._own: StepFrames | None = None  # of the optimizer whose step that is
+        self._steps: weakref.WeakKeyDictionary[Any, StepFrames] = weakref.WeakKeyDictionary()
+        residency.make_room = self._make_room
+        residency.make_way = self._make_way
+        residency.before_pinning = self._give_way
+        residency.minimum_bytes = lambda frames: self._minimum(frames)
+
+    # -- asked by residency ----------------------------------------------------------------------
+    def _make_room(self, frames: int) -> bool:
+        """More frames for one op: allowed while the border is not settled."""
+        if self.settled or frames > self._most_frames():
+            return False
+        self.residency.resize(frames)
+        return True
+
+    def _make_way(self, frames: int) -> bool:
+        """More frames because the tiers below are full: allowed within the budget, likewise."""
+        most = min(self.bytes // self.page_size, self._most_frames())
+        count = self.residency.pool.count
+        if self.settled or self.fixed_reserve is not None or count >= most:
+            return False
+        self._stuck = True
+        self.residency.resize(min(most, count + frames))
+        return True
+
+    def _most_frames(self) -> int:
+        """That the arena can have now."""
+        backend = self.backend
+        fixed = not backend.can_unmap and self.residency.in_use()
+        return (backend.arena.numel() if fixed else backend.reserved_bytes) // self.page_size
+
+    def _give_way(self) -> None:
+        """While metering for the first time, the arena is no larger than the largest need so far:
+        then frames and dense bytes together cannot exceed the minimum, whatever the dense peak
+        turns out to be. Later the dense peak is known for other shapes, and what has room beside
+        twice as much stays."""
+        if not self.metering:
+            return
+        if not self.residency.turns.is_home():  # an op of no iteration
+            self.log_frames()
+            return
+        frames = max(1, self.residency.largest_need, self._frames_to_spare())
+        if self.fixed_reserve is None and not self._stuck and frames < self.residency.pool.count:
+            try:
+                self.residency.resize(frames)
+            except TierFull:  # the tiers below cannot take it, so it stays
+                self._stuck = True
+        self.log_frames()
+
+    def _frames_to_spare(self) -> int:
+        """Frames beside twice the dense bytes of shapes that were metered, and of this one so far;
+        0 where one of the two is not known."""
+        level = self.backend.meter_level()
+        if not self._before[0] or level is None:
+            return 0
+        dense = max(self.dense_peak, self.dense_baseline + level)
+        return (self.bytes - 2 * dense) // self.page_size
+
+    def log_frames(self) -> None:
+        """Note how many frames are in use now, while metering."""
+        if self.metering:
+            pool = self.residency.pool
+            self.backend.meter_sample()
+            self._frames_log.append((time.perf_counter(), pool.count - pool.free_count))
+
+    def _minimum(self, frames: int) -> int:
+        fixed = self.fixed_reserve
+        dense = self.dense_peak if fixed is None else fixed
+        dense = max(dense, self.reserve if self.settled else 0)
+        dense, frames = self.whole_needs.least(dense, frames, fixed or 0)
+        nbytes = dense + frames * self.page_size
+        return nbytes if fixed is not None else to_name(nbytes)
+
+    def peak_bytes(self) -> int:
+        """Most device bytes in use so far: frames in use and dense bytes beside them."""
+        size = self.page_size
+        steady = self.residency.peak_frames * size + self.dense_peak if self.settled else 0
+        return max(steady, self._metered_peak, self._peak_outside or 0)
+
+    def note_step_outside(self) -> None:
+        """A step is taken outside of iterations. Dense memory is counted from the first one on,
+        where that costs nothing."""
+        if self.metering:
+            return
+        frames = self.residency.peak_frames * self.page_size
+        dense = self.backend.meter_level()
+        if self._peak_outside is None:
+            self._peak_outside = frames
+            self.backend.meter_stop()  # what was there before is none of it
+        elif dense is not None:
+            self._peak_outside = max(self._peak_outside, frames + self.dense_baseline + dense)
+
+    # -- the metered iteration -------------------------------------------------------------------
+    def start(self) -> None:
+        """Begin to meter; the border may move again."""
+        self._before = self.dense_peak, self._at_peak, self.residency.needs
+        self._peak_before = self._metered_peak
+        self.placement.start(self.dense_peak)
+        of_ops = self.residency.rigid_need  # a step takes more again when its way is chosen
+        self.residency.needs = self.placement.choices(of_ops)[0].frames, of_ops
+        self.metering, self.checked, self._stuck = True, False, False
+        self._step = self._own = None
+        self.settled = False
+        self.whole_needs.clear()
+        self.backend.limit_dense(None)
+        self.backend.meter_start()
+        self._give_way()
+
+    def check(self, optimizer: Any = None) -> None:
+        """Before the first parameter changes: raise ``InfeasibleBudget`` if the budget is below
+        what the forward and backward passes took and ``optimizer``'s step will take."""
+        if not self.metering and optimizer is not None:
+            self.backend.count_anew()
+        if not self.metering or self.checked:
+            return
+        self.checked = True
+        dense = self._note_peak()
+        self.placement.measure(self.backend.meter_timeline(), self.dense_baseline, dense)
+        # A step taken inside backward cannot be measured there; its dense bytes are not foreseen.
+        measurable = optimizer is not None and not in_backward()
+        own = self._own = self.step_of(optimizer) if measurable else None
+        rigid, room = self._rigid(), None
+        for choice in self.placement.choices(rigid):
+            self._count(choice, None)
+            if own is not None:
+                self._step = step_room(optimizer, self._measure)
+                room = self._step.room if self._step is not None else Room(own.frames, 0)
+            self._count(choice, room)
+            if self.dense_peak > choice.dense:
+                self._at_peak = (
+                    "The peak of dense memory is a step of "
+                    f"{type(optimizer).__name__.removeprefix('Paged')}."
+                )
+            if self._is_enough(self.dense_peak, self.residency.largest_need):
+                break
+        then = "No parameter was changed."
+        if optimizer is not None:
+            then += " What comes after the optimizer's step is not counted yet."
+        self._keep_to(choice, then, room=room, rigid=rigid)
+        if own is not None and room is not None:
+            own.frames = room.frames
+        self.backend.meter_start()  # the rest of the iteration
+
+    def step_of(self, optimizer: Any) -> StepFrames:
+        """What its steps take, for as long as they go the same way."""
+        return self._steps.setdefault(optimizer, StepFrames())
+
+    def _rigid(self) -> int:
+        """Frames that ops need, and steps but the one of this iteration."""
+        others = (step.frames for step in self._steps.values() if step is not self._own)
+        return max([self.residency.rigid_need, *others])
+
+    def _count(self, choice: Choice, room: Room | None) -> None:
+        """What is needed if these weights are whole, and an optimizer's step takes ``room``."""
+        dense, frames = choice.dense, choice.frames
+        if room is not None:
+            dense = max(dense, self.dense_baseline + room.dense + 1)
+            frames = max(frames, room.frames)
+        self.dense_peak, self.residency.needs = dense, (frames, self.residency.rigid_need)
+
+    def _keep_to(self, choice: Choice, then: str, *, room: Room | None, rigid: int) -> None:
+        """All weights but those of ``choice`` stream from now on; or the budget is refused, with a
+        text that ends with ``then``."""
+        streamed = [
+            weight
+            for weight in self.placement.weights.values()
+            if weight not in choice.whole and not weight.run.streamed
+        ]
+        self._refuse_if_too_small(then, room=room, rigid=rigid, at_least=bool(streamed))
+        self.changed = bool(streamed)
+        for weight in streamed:
+            weight.run.streamed = True
+
+    def _is_enough(self, dense: int, frames: int) -> bool:
+        """Whether ``dense`` bytes and ``frames`` frames can be had side by side."""
+        reserve = self.fixed_reserve
+        if reserve is not None and dense > reserve:
+            return False
+        return max(dense, reserve or 0) + frames * self.page_size <= self.bytes
+
+    def _refuse_if_too_small(
+        self, then: str, *, room: Room | None, rigid: int, at_least: bool
+    ) -> None:
+        """Raise ``InfeasibleBudget``, its text ending with ``then``, unless what is needed now can
+        be had side by side; or ``at_least`` as much as the smallest budget that works, for an
+        optimizer's step that takes ``room`` and other ops that take ``rigid`` frames."""
+        reserve = self.fixed_reserve or 0
+        enough = self._is_enough(self.dense_peak, self.residency.largest_need)
+        if enough and not at_least:
+            return
+        dense, frames = self._least(rigid, room)
+        nbytes = max(dense, reserve) + frames * self.page_size
+        if enough and nbytes <= self.bytes:
+            return
+        minimum = to_name(nbytes)
+        text = self._refusal(dense, frames, minimum, then)
+        self._forget()
+        of_node = minimum * ranks_sharing("device", self.backend.device.type)
+        raise InfeasibleBudget(text, minimum=of_node)
+
+    def _least(self, rigid: int, room: Room | None) -> tuple[int, int]:
+        """Dense bytes and frames of the smallest budget that works; see ``placement.py``."""
+        reserve, whole = self.fixed_reserve or 0, -1
+        dense = frames = 0
+        while True:
+            under = self.placement.under(max(dense, reserve) + frames * self.page_size)
+            choice = self.placement.choice(under, rigid)
+            dense, frames = max(dense, choice.dense), max(frames, choice.frames)
+            if room is not None:
+                dense = max(dense, self.dense_baseline + room.dense + 1)
+                frames = max(frames, room.frames)
+            dense, frames = self.whole_needs.least(dense, frames, reserve)
+            if whole == len(choice.whole):
+                return dense, frames
+            whole = len(choice.whole)
+
+    def has_room(self, room: Room) -> bool:
+        """Whether an optimizer's step finds ``room`` beside what was measured so far."""
+        dense = max(self.dense_peak, self.dense_baseline + room.dense + 1)
+        frames = max(self.residency.largest_need, room.frames)
+        most = self.bytes if self.fixed_reserve is None else self.fixed_reserve
+        beside = max(dense, self.fixed_reserve or 0)
+        return dense <= most and beside + frames * self.page_size <= self.bytes
+
+    def _refusal(self, dense: int, frames: int, minimum: int, then: str) -> str:
+        budget = format_bytes(self.bytes)
+        text = (
+            f"device_budget of {budget} ({self.bytes} bytes) is too small: this iteration takes "
+            f"{format_bytes(dense)} of dense temporaries and {frames} pages of "
+            f"{format_bytes(self.page_size)} at once in one operation. "
+        )
+        if self.fixed_reserve is not None and dense > self.fixed_reserve:
+            text += (
+                f"dense_reserve is {format_bytes(self.fixed_reserve)}; raise it or pass 'auto'. "
+            )
+        unpaged = self.unpaged() if self.unpaged is not None else None
+        if (
+            unpaged is not None
+            and any(unpaged.state.values())
+            and not hasattr(unpaged, "_tp_pager")
+        ):
+            text += (
+                "This optimizer is not paged: wrap it with pager.optimizer(...); the states of "
+                f"{type(unpaged).__name__} are dense. "
+            )
+        if self._at_peak:
+            text += f"{self._at_peak} "
+        return text + (
+            f"The smallest device_budget that works for these shapes is {minimum} bytes "
+            f"({format_bytes(minimum)}). {then}" + about_share("device", self.backend.device.type)
+        )
+
+    # -- the other iterations --------------------------------------------------------------------
+    def begin(self) -> None:
+        """An iteration begins that is not metered: dense memory has the reserve. What goes beyond
+        it asks ``make_dense_room``, in the middle of an op."""
+        self._cap = self.reserve - self.dense_baseline
+        self.backend.cap_dense(self._cap, self.make_dense_room)
+
+    def count_from_here(self) -> None:
+        """What this iteration has allocated so far is part of ``dense_baseline``."""
+        if not self.metering:
+            self.begin()
+        elif not self.checked:
+            self.backend.meter_start()
+
+    def can_give(self, missing: int) -> bool:
+        """Whether dense memory may have so many bytes more than its cap: beside the frames that one
+        op needs and what is pinned now, or a little above that, as Python's garbage makes it come
+        and go."""
+        frames = 0 if self.fixed_reserve is not None else self.residency.pool.count
+        stay = max(self._least_frames, self.residency.pinned_pages())
+        room = max(0, frames - stay) * self.page_size
+        return self._beyond(missing) <= room + self._lenience
+
+    @property
+    def _lenience(self) -> int:
+        return self.bytes // _LENIENCE + _LENIENCE_BYTES
+
+    def _beyond(self, missing: int) -> int:
+        """Bytes beyond the reserve, where ``missing`` are wanted beyond the cap."""
+        return self._cap + missing - (self.reserve - self.dense_baseline)
+
+    def give(self, missing: int) -> bool:
+        """Move the border for ``missing`` bytes and a margin, with no page moving but by the
+        caller. There may be room, but what is pinned in the way of the border: then the op has its
+        bytes all the same. ``False`` if it cannot have them, or the tiers below have no room for
+        what should leave; the border is where it was then."""
+        if not self.can_give(missing):
+            return False
+        frames = self.residency.pool.count
+        if self.fixed_reserve is None:
+            self.backend.raise_cap(None)  # moving pages takes some
+            more = self._beyond(missing) + max(self.dense_peak // _MARGIN, _MARGIN_BYTES)
+            least = min(frames, self._least_frames)
+            try:
+                self.residency.resize(max(least, frames - -(-more // self.page_size)))
+            except TierFull:
+                return False
+            finally:
+                self.backend.raise_cap(self._cap)
+        self.gave = self.gave or self.residency.pool.count < frames
+        self.reserve = self.bytes - self.residency.pool.count * self.page_size
+        self.backend.limit_dense(self.reserve)
+        self.let_pass(missing)
+        return True
+
+    def let_pass(self, missing: int) -> None:
+        """Raise the cap to the reserve, or by so many bytes if that is not enough."""
+        beyond = self._beyond(missing)
+        self._cap = self.reserve - self.dense_baseline + max(0, beyond)
+        self.backend.raise_cap(self._cap)
+        if beyond > self._lenience:
+            frames = self.residency.pool.count - self.residency.pool.free_count
+            both = frames * self.page_size + self.reserve + beyond
+            self._metered_peak = max(self._metered_peak, both)
+
+    def grown(self) -> int:
+        """The end of what :meth:`begin` began: dense bytes at its peak, if they went beyond the
+        reserve and the border can follow, else 0."""
+        dense = self.dense_baseline + self.backend.dense_peak()
+        self.backend.cap_dense(None)
+        room = self.bytes - self._least_frames * self.page_size
+        follows = self.settled and self.fixed_reserve is None
+        return dense if follows and (self.gave or self.reserve < dense) and dense <= room else 0
+
+    def refused(self, error: Exception) -> InfeasibleBudget:
+        """What a dense allocation that was refused is told as."""
+        told = self.backend.refusal() or str(error)
+        return InfeasibleBudget(
+            f"dense memory does not fit beside the arena: {told} Raise device_budget (now "
+            f"{self.bytes} bytes), or make the batch smaller.",
+            minimum=self.bytes + self.page_size,
+        )
+
+    def end(self) -> None:
+        """End of a metered iteration: all that it took is known now.
+
+        What came after the step was not known when it was checked: a copy of the parameters, an
+        average of them. Where the largest op finds no room beside that, the next iteration could
+        not go as this one did, and ``InfeasibleBudget`` is raised here, before it begins.
+        """
+        self.check()
+        self._note_peak()
+        self._least_frames = max(1, self.residency.largest_need)
+        if self._is_enough(self.dense_peak, self.residency.largest_need):
+            return
+        room = self._step.least if self._step is not None else None
+        if room is None and self._own is not None:
+            room = Room(self._own.frames, 0)
+        rigid = self._rigid()
+        self.placement.took(self.dense_peak)
+        for choice in self.placement.choices(rigid):
+            self._count(choice, room)
+            if self._is_enough(self.dense_peak, self.residency.largest_need):
+                break
+        self._keep_to(
+            choice,
+            "Most dense memory was in use after the optimizer's step; what the step changed is as "
+            "plain PyTorch has it.",
+            room=room,
+            rigid=rigid,
+        )
+        self.changed = True  # the next step goes slab by slab, if no weight streams from now on
+
+    def settle(self, dense_extra: int, *, roomy: bool) -> None:
+        """After :meth:`end`: put the border where it belongs.
+
+        ``dense_extra``: bytes beside the measured peak that may stay dense from now on;
+        ``roomy``: see ``Device.limit_dense``.
+        """
+        self.metering, self.settled = False, True
+        self.place(dense_extra, roomy=roomy)
+        if self.changed:  # what streams from now on was not metered so
+            self.settled = False
+            self.most_whole = max(self.most_whole, self._metered_peak)
+            self._metered_peak = self._peak_before
+
+    def frames_at_least(self) -> int:
+        """Frames that the arena has for good, as far as is known now."""
+        if self.settled or self.fixed_reserve is not None:
+            return self.residency.pool.count
+        beside = self._frames_beside(self.dense_peak)
+        # While metering it is small on purpose, and grows when the tiers below are full.
+        return beside if self.metering else min(self.residency.pool.count, beside)
+
+    def _frames_beside(self, reserve: int) -> int:
+        frames = (self.bytes - reserve) // self.page_size
+        frames -= frames % max(1, self.backend.granularity // self.page_size)
+        return max(1, frames)
+
+    def place(self, dense_extra: int = 0, *, roomy: bool = False) -> None:
+        """Move the border to the measured dense peak plus a margin."""
+        self.gave = False
+        reserve = self.fixed_reserve
+        if reserve is None:
+            reserve = self.dense_peak + dense_extra
+        least = self._frames_beside(reserve)
+        frames = least
+        if self.fixed_reserve is None:
+            margin = max(self.dense_peak // _MARGIN, _MARGIN_BYTES)
+            frames = max(self._frames_beside(reserve + margin), self.residency.largest_need)
+            frames = min(frames, least)
+        try:
+            try:
+                self.residency.resize(frames)
+            except TierFull:  # the tiers below are full: the margin's frames must hold pages
+                self.residency.resize(least)
+            self.residency.fit()
+        finally:  # if there is no memory for the arena, it is what it was before
+            pool = self.residency.pool
+            self.residency.peak_frames = pool.count - pool.free_count
+            self.reserve = self.bytes - pool.count * self.page_size
+            self._limit(roomy=roomy)
+
+    def _limit(self, *, roomy: bool = False) -> None:
+        self.backend.limit_dense(self.reserve, counted=self.dense_baseline, roomy=roomy)
+
+    def abandon(self) -> None:
+        """The iteration raised. If it was metered the next one is instead."""
+        self.backend.cap_dense(None)
+        if self.metering:
+            self.backend.meter_stop()
+            self._forget()
+            self._limit()
+
+    def _forget(self) -> None:
+        """What a refused or broken iteration needed does not count for others."""
+        self.metering = False
+        self.placement.withdraw()
+        self.dense_peak, self._at_peak, self.residency.needs = self._before
+
+    def _note_peak(self) -> int:
+        """The peak of dense bytes since the meter was started."""
+        dense = self.dense_baseline + self.backend.meter_stop()
+        if dense > self.dense_peak:
+            self.dense_peak = dense
+            self._at_peak = self.backend.meter_peak() or ""
+        self._metered_peak = max(self._metered_peak, self._peak_of_both(dense))
+        self.whole_needs.measure(self.backend.meter_timeline(), self.dense_baseline, dense)
+        self._frames_log.clear()
+        return dense
+
+    def _peak_of_both(self, dense: int) -> int:
+        """Peak of frames and dense bytes together, from the two logs of the same clock."""
+        size = self.page_size
+        if not self._frames_log:
+            return 0
+        when, current = self.backend.meter_timeline()
+        frames = np.array([count for _, count in self._frames_log])
+        if not len(when):  # only the peaks are known
+            return int(frames.max()) * size + dense
+        turns = np.array([moment for moment, _ in self._frames_log])
+        # Frames in use when dense memory changed, and dense memory when the frames did.
+        at_alloc = frames[np.maximum(np.searchsorted(turns, when, "right") - 1, 0)]
+        at_turn = current[np.maximum(np.searchsorted(when, turns, "right") - 1, 0)]
+        both = max(int((at_alloc * size + current).max()), int((frames * size + at_turn).max()))
+        return both + self.dense_baseline
+
+    def _measure(self, action: Callable[[], None]) -> int:
+        """Of a small stand-in; the result will be multiplied."""
+        self.backend.meter_start()
+        try:
+            action()
+        finally:
+            peak = self.backend.meter_stop(of_tensors=True)
+        return peak

@@ -1,0 +1,169 @@
+"""Which iterations are metered, and what is decided when one was.
+
+The first iteration is, and so is every one in which a paged module sees input shapes that may need
+more dense memory than those it ran on: no dimension of what it is given now is larger than when it
+was metered, or it is metered again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from ..api import Pager
+
+
+class Shapes:
+    """Input shapes that were metered. Of each kind of call, what no other one exceeds in every
+    dimension."""
+
+    def __init__(self) -> None:
+        self._largest: dict[Hashable, list[tuple[int, ...]]] = {}
+
+    def cover(self, kind: Hashable, dims: tuple[int, ...]) -> bool:
+        """Whether a call of this kind was added that was as large in every dimension."""
+        return any(_is_within(dims, other) for other in self._largest.get(kind, ()))
+
+    def add(self, kind: Hashable, dims: tuple[int, ...]) -> None:
+        if not self.cover(kind, dims):
+            others = [d for d in self._largest.get(kind, ()) if not _is_within(d, dims)]
+            self._largest[kind] = [*others, dims]
+
+
+def _is_within(dims: tuple[int, ...], other: tuple[int, ...]) -> bool:
+    return all(mine <= theirs for mine, theirs in zip(dims, other, strict=True))
+
+
+class Settling:
+    """Of one pager."""
+
+    def __init__(self, pager: Pager) -> None:
+        self._pager = pager
+        self._shapes = Shapes()
+        self._fresh_shapes: set[tuple[Hashable, tuple[int, ...]]] = set()  # of the iteration now
+        pager.budget.make_dense_room = self._make_dense_room
+
+    def begin(self) -> None:
+        """An iteration begins."""
+        self._fresh_shapes.clear()
+        budget = self._pager.budget
+        if not budget.settled:
+            self._meter()
+            return
+        if budget.gave:  # to an iteration that was cut short
+            self._place()
+        budget.begin()
+
+    def note_shapes(self, module: Any, args: Any, kwargs: Any) -> None:
+        """See ``Pager.note_shapes``."""
+        tensors = [v for v in (*args, *kwargs.values()) if isinstance(v, torch.Tensor)]
+        kind = (
+            id(module),
+            torch.is_grad_enabled(),
+            module.training,
+            tuple((t.dim(), t.dtype) for t in tensors),
+        )
+        dims = tuple(size for t in tensors for size in t.shape)
+        if self._shapes.cover(kind, dims) or not self._pager.in_iteration():
+            return
+        self._fresh_shapes.add((kind, dims))
+        if self._pager.budget.settled:
+            self._meter()
+
+    def _meter(self) -> None:
+        with self._about_to_resize():
+            self._pager.budget.start()
+
+    @contextmanager
+    def _about_to_resize(self) -> Iterator[None]:
+        """Inside, in the middle of an iteration, the arena may get smaller: nothing counts on
+        what it holds any more."""
+        pager = self._pager
+        pager.saved.dense_allowance = 0
+        pager.fits = False
+        with pager.lock:
+            pager.opened.close()
+            if pager.follower is not None:
+                pager.follower.pause()
+            with pager.quiet():
+                yield
+
+    def _make_dense_room(self, missing: int) -> bool:
+        """On the training thread, in the middle of an op that asks for dense memory which was not
+        foreseen: the arena gives frames away, so that both together stay inside the budget.
+        ``False`` where that cannot be."""
+        pager, budget = self._pager, self._pager.budget
+        if pager.lock._is_owned():  # type: ignore[attr-defined]
+            if budget.can_give(missing):  # when the pages are there that are being moved now
+                budget.let_pass(missing)
+                return True
+            return False
+        before = pager.fits, pager.saved.dense_allowance
+        with self._about_to_resize():
+            given = budget.give(missing)
+        if not given or self._most_pages() <= pager.residency.pool.count:
+            pager.fits, pager.saved.dense_allowance = before
+        if budget.gave and pager.follower is not None:
+            with pager.lock:
+                pager.follower.arena_resized()
+        return given
+
+    def end(self) -> None:
+        """End of an iteration: where it was metered, or took more dense memory than was known,
+        place the border, and keep things dense if all fits."""
+        budget = self._pager.budget
+        if budget.metering:
+            budget.end()
+            self._place()
+            for kind, dims in self._fresh_shapes:
+                self._shapes.add(kind, dims)
+            return
+        dense = budget.grown()
+        if (dense or budget.gave) and not self._still_fits(dense):
+            budget.dense_peak = max(budget.dense_peak, dense)
+            self._place()
+        budget.gave = False  # where all still fits the border may stay where it is
+
+    def _still_fits(self, dense: int) -> bool:
+        """Whether everything fits, beside so many dense bytes too."""
+        pager = self._pager
+        nbytes = self._most_pages() * pager.page_size + dense
+        return pager.fits and nbytes <= pager.budget.bytes
+
+    def _most_pages(self) -> int:
+        """That the arena has to hold at once where everything fits."""
+        return max(self._pager.space.persistent_pages, self._pager.residency.largest_need)
+
+    def _place(self) -> None:
+        pager, budget, space = self._pager, self._pager.budget, self._pager.space
+        residency = pager.residency
+        transient = space.peak_transient_pages * pager.page_size
+        arena = self._most_pages() * pager.page_size
+        dense = budget.dense_peak + budget.dense_peak // 8 + (1 << 20)
+        pager.fits = budget.fixed_reserve is None and arena + transient + dense <= budget.bytes
+        if pager.fits:  # since a budget has grown
+            for run in space.runs.values():
+                run.streamed = False if run.streamed else run.streamed
+                run.in_slabs = False
+            space.passed_in_slabs.clear()
+        with pager.lock:
+            frames = residency.pool.count
+            roomy = pager.fits and 4 * (arena + transient + dense) <= 3 * budget.bytes
+            extra = transient if pager.fits else pager.overlap.extra_dense()
+            if pager.fits and not pager.backend.host_addressable:
+                # Its allocator's fragments are not known before the first iteration with all dense.
+                extra = max(extra, budget.bytes - arena - arena // 16 - dense)
+            with pager.quiet():
+                budget.settle(extra, roomy=roomy)
+            least = budget.dense_peak if budget.fixed_reserve is None else budget.fixed_reserve
+            if budget.reserve < least:  # pins of other threads were in the way
+                pager.turns.alone()
+                with pager.quiet():
+                    budget.place(extra, roomy=roomy)
+            if pager.follower is not None and residency.pool.count != frames:
+                pager.follower.arena_resized()
+        pager.saved.dense_allowance = transient if pager.fits else 0

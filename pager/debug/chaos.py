@@ -1,0 +1,53 @@
+"""Debug lanes that make every mistake about residency show at once. For tests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from ...kernels.fill import fill_pages
+from ...kernels.launch import upload
+
+if TYPE_CHECKING:
+    from ..api import Pager
+
+_NAN_BYTE = 0xFF  # every float dtype reads these bytes as NaN
+
+
+@contextmanager
+def chaos(pager: Pager) -> Iterator[None]:
+    """After each paged op every unpinned run is evicted and its frames are filled with NaN."""
+    before, pager.after_op = pager.after_op, lambda: scramble(pager)
+    try:
+        yield
+    finally:
+        pager.after_op = before
+
+
+@contextmanager
+def scattered(pager: Pager) -> Iterator[None]:
+    """No run of two pages or more gets consecutive frames: everything is gathered and scattered."""
+    residency = pager.residency
+    residency.scattered = True
+    try:
+        yield
+    finally:
+        residency.scattered = False
+
+
+def scramble(pager: Pager) -> None:
+    """Evict everything that is not pinned and poison the frames that it was in."""
+    import torch
+
+    with pager.quiet():
+        pager.residency.collect()
+        for run in list(pager.space.runs.values()):
+            if run.pins:
+                continue
+            frames = pager.residency.evict_run(run)
+            if len(frames):
+                pager.backend.reuse_frames()
+                on_device = upload(torch.from_numpy(frames), pager.device)
+                fill_pages(pager.residency.arena, on_device, pager.page_size, _NAN_BYTE)
+                pager.residency.note_use(frames)

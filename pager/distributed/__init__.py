@@ -1,0 +1,1 @@
+"""Ranks: DDP, FSDP2's shards, collectives."""

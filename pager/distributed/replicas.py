@@ -1,0 +1,111 @@
+"""``DistributedDataParallel`` around a paged model: what it holds beside the pages.
+
+DDP reads each gradient, paged or not, into flat *buckets*, reduces these and writes the result back
+into the gradient. Its buckets are dense, as large as all gradients together, and there before the
+first iteration is metered; so they are counted here, as buffers are, in the dense reserve. Right
+before the second forward pass DDP makes them anew, in the order in which gradients came, and these
+are not to be counted a second time.
+
+DDP knows parameters by the objects that it was given. So a model is paged first and wrapped then;
+``fully_shard`` is the other way round, because it makes parameters of its own (``shards.py``).
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.parallel import DistributedDataParallel
+
+from ..errors import PagerError
+from ..tensor.paged_tensor import PagedTensor
+
+if TYPE_CHECKING:
+    from ..api import Pager
+
+# A storage that stands for the buckets of a wrapper, and lives as long: ``saved.skip`` counts both.
+_buckets: weakref.WeakKeyDictionary[torch.nn.Module, torch.UntypedStorage] = (
+    weakref.WeakKeyDictionary()
+)
+_rebuilt: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()  # whose new buckets were noticed
+
+
+def refuse_wrapped(module: torch.nn.Module) -> None:
+    """Before anything is paged: wrappers that would not notice, ``PagerError``."""
+    for child in module.modules():
+        if isinstance(child, DistributedDataParallel):
+            _refuse_order(type(child).__name__)
+        fsdp = sys.modules.get("torch.distributed.fsdp")
+        if fsdp is not None and isinstance(child, fsdp.FullyShardedDataParallel):
+            raise PagerError(
+                "page_module cannot page the flat parameters of FullyShardedDataParallel (FSDP1), "
+                "which it re-creates; use FSDP2: fully_shard(model), then page_module(model)"
+            )
+
+
+def _refuse_order(wrapper: str) -> NoReturn:
+    raise PagerError(
+        f"{wrapper} was made before page_module, and goes on reducing the gradients of the "
+        "parameters that were replaced; call page_module(model) first, then "
+        "DistributedDataParallel(model)"
+    )
+
+
+def note_replicas(pager: Pager) -> None:
+    """In the forward pass of a paged model: count the buckets of the DDP around it, if any.
+
+    Raises ``PagerError`` for a DDP that cannot work with pages, before anything is computed.
+    """
+    ddp: Any = DistributedDataParallel._active_ddp_module
+    if ddp is None:
+        return
+    known = _buckets.get(ddp)
+    if known is not None and known._cdata in pager.saved.skip:
+        if pager._inside and ddp._has_rebuilt_buckets and ddp not in _rebuilt:
+            _rebuilt.add(ddp)
+            pager.budget.count_from_here()
+        return
+    _refuse_unsuitable(ddp)
+    wanted = [p for p in _reduced(ddp) if p.requires_grad]
+    memory = _buckets.setdefault(ddp, torch.UntypedStorage(0))
+    nbytes = sum(p.numel() * p.element_size() for p in wanted)
+    pager.saved.skip[memory._cdata] = StorageWeakRef(memory), nbytes
+    pager._count_buffers()
+    for ref in pager.optimizers:
+        optimizer: Any = ref()
+        if optimizer is not None and optimizer._tp_early is not None:
+            optimizer._tp_early.stop(
+                optimizer, "DistributedDataParallel reduces gradients after they are accumulated"
+            )
+
+
+def _reduced(ddp: Any) -> list[torch.Tensor]:
+    ignored = ddp.parameters_to_ignore
+    return [p for name, p in ddp.module.named_parameters() if name not in ignored]
+
+
+def _refuse_unsuitable(ddp: Any) -> None:
+    given = {id(parameter) for parameter in ddp._module_parameters}
+    if any(type(p) is PagedTensor and id(p) not in given for p in _reduced(ddp)):
+        _refuse_order(type(ddp).__name__)
+    if ddp.gradient_as_bucket_view:
+        raise PagerError(
+            "DistributedDataParallel(gradient_as_bucket_view=True) wants gradients to be views of "
+            "its dense buckets, and the pager keeps them in pages; make it without that argument"
+        )
+
+
+def refuse_sharding(parameter: torch.Tensor) -> NoReturn:
+    """``parameter`` was in pages before ``fully_shard`` got it."""
+    raise PagerError(
+        "fully_shard was given parameters that are in pages already, and would make dense shards "
+        "of them; call fully_shard(model) first, then pager.page_module(model)"
+    )
+
+
+# ``fully_shard`` of PyTorch 2.13 asks each parameter for this name, and takes only AttributeError
+# for a no. With others it is noticed in the first forward pass.
+PagedTensor._fsdp_orig_uid = property(refuse_sharding)  # type: ignore[attr-defined]

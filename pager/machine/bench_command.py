@@ -1,0 +1,207 @@
+"""``tensorpager bench-io``: how fast a disk takes pages and gives them back."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from ...planner.commands.failures import in_one_line
+from ...planner.commands.options import json_option, size
+from ...planner.commands.output import emit, emit_json, progress_bar
+from ...planner.commands.tables import table
+from ...planner.sizes import format_bytes
+from ..errors import PagerError
+
+if TYPE_CHECKING:
+    from .bench import Results, Setting
+
+Shares = dict[str, dict[str, float]]
+
+
+@click.command("bench-io")
+@click.argument("path", type=click.Path(path_type=Path))
+@click.option(
+    "--size",
+    "size_bytes",
+    type=size,
+    metavar="SIZE",
+    default="1GiB",
+    show_default=True,
+    help="Of the file; more than the drive's own cache, if it has one.",
+)
+@click.option(
+    "--rounds",
+    type=click.IntRange(1, 100),
+    default=3,
+    show_default=True,
+    help="Medians of so many rounds are shown.",
+)
+@click.option(
+    "--seconds",
+    type=click.FloatRange(min=0, min_open=True),
+    default=1.0,
+    show_default=True,
+    help="How long one measurement may take.",
+)
+@click.option("--fio/--no-fio", "with_fio", default=True, help="Compare with fio, if installed.")
+@json_option
+@click.pass_context
+def bench_io(
+    context: click.Context,
+    path: Path,
+    size_bytes: int,
+    rounds: int,
+    seconds: float,
+    with_fio: bool,
+    as_json: bool,
+) -> None:
+    """Measure how fast pages move to and from a disk.
+
+    Writes and reads a nameless file in the folder PATH, one way at a time and both at once, and
+    varies block size, threads, O_DIRECT and engine. Checksums are made and checked, as in training.
+    The file is gone when the command ends, however it ends.
+
+    Nothing is read from the page cache: reads use O_DIRECT, or come after the cache was told to
+    let go of the file. A drive's own cache counts as the drive.
+
+    How many threads were best is remembered: for a week, trainings use as many on that disk. The
+    other settings are yours to pass.
+
+    \b
+    Example:
+      tensorpager bench-io /nvme
+      tensorpager bench-io /nvme --size 8GiB --json > nvme.json
+    """
+    with in_one_line(context):
+        from ..disk.kvikio import why_not
+        from .bench import LARGEST, BenchFile, sweep
+        from .calibration.disk_threads import remember_threads
+        from .fio import has_fio, shares_of_fio
+
+        size_bytes -= size_bytes % LARGEST
+        _refuse(path, size_bytes, least=LARGEST)
+        why_no_kvikio = why_not()
+        engines = ["posix"] if why_no_kvikio else ["posix", "kvikio"]
+        fio: Shares | None = None
+        with BenchFile(path, size_bytes) as file, progress_bar() as report:
+            results, best = sweep(file, engines, rounds=rounds, seconds=seconds, report=report)
+            if with_fio and has_fio():
+                if report is not None:
+                    report("fio", 0.98)
+                fio = shares_of_fio(file, best, rounds=rounds, seconds=seconds)
+        kept = remember_threads(path, best.threads)
+        if as_json:
+            content = _content(path, size_bytes, results, best, fio, why_no_kvikio)
+            emit_json({**content, "threads_remembered": kept})
+        else:
+            emit(*_lines(path, size_bytes, results, best, fio, why_no_kvikio, with_fio=with_fio))
+            emit(_threads(best.threads, kept=kept))
+
+
+def _refuse(path: Path, size_bytes: int, *, least: int) -> None:
+    """Raises PagerError for what could not be measured, before anything is written."""
+    if not path.is_dir():
+        what = "is not a folder" if path.exists() else "does not exist"
+        raise PagerError(f"{path} {what}; name the folder that the paging file would be in")
+    if size_bytes < least:
+        raise PagerError(f"--size is less than {format_bytes(least)}; give that or more")
+    free = shutil.disk_usage(path).free
+    if size_bytes > free:
+        raise PagerError(
+            f"--size {format_bytes(size_bytes)} does not fit in {path}: {format_bytes(free)} are "
+            "free; give a smaller --size, or make room"
+        )
+    if not os.access(path, os.W_OK):
+        raise PagerError(f"{path} cannot be written; make it writable, or name another folder")
+
+
+def _content(
+    path: Path,
+    size_bytes: int,
+    results: Results,
+    best: Setting,
+    fio: Shares | None,
+    why_no_kvikio: str | None,
+) -> dict[str, Any]:
+    return {
+        "path": os.fspath(path.absolute()),
+        "size_bytes": size_bytes,
+        "cores": os.cpu_count(),
+        "bytes_per_s": [
+            {**asdict(setting), **asdict(rates), "together": rates.together}
+            for setting, rates in results.items()
+        ],
+        "recommended": asdict(best),
+        "fio_bytes_per_s": fio,
+        "kvikio_missing": why_no_kvikio,
+    }
+
+
+def _lines(
+    path: Path,
+    size_bytes: int,
+    results: Results,
+    best: Setting,
+    fio: Shares | None,
+    why_no_kvikio: str | None,
+    *,
+    with_fio: bool,
+) -> list[Any]:
+    columns = ("<engine", "<cache", "block", "threads", "write", "read", "write", "read", "<")
+    rows = [
+        (
+            setting.engine,
+            "bypassed" if setting.direct else "used",
+            f"{setting.block_bytes >> 10} KiB",
+            str(setting.threads),
+            *map(_gb, (rates.write, rates.read, rates.write_beside, rates.read_beside)),
+            "best" if setting == best else "",
+        )
+        for setting, rates in results.items()
+    ]
+    title = f"{path.absolute()}, {format_bytes(size_bytes)}: GB/s one way alone, then both at once"
+    lines: list[Any] = [table(columns, rows, title=title), ""]
+    lines += _recommendation(results, best)
+    if fio is not None:
+        lines += [
+            f"fio with the same settings, {way}: {_gb(by['fio'])} GB/s; ours is "
+            f"{by['ours'] / by['fio']:.0%} of that, with checksums"
+            for way, by in fio.items()
+        ]
+    elif with_fio:
+        lines.append("fio is not installed, so there is no comparison with it.")
+    if why_no_kvikio:
+        lines.append(f"kvikio was not measured: {why_no_kvikio}.")
+    return lines
+
+
+def _recommendation(results: Results, best: Setting) -> list[str]:
+    """What to pass to ``Pager``, and what else the figures say."""
+    kib = best.block_bytes >> 10
+    page = f"{kib >> 10}MiB" if kib % 1024 == 0 else f"{kib}KiB"
+    arguments = f'page_size="{page}", io_engine="{best.engine}"'
+    lines = [f"Recommended: Pager(..., {arguments})"]
+    if not best.direct and any(setting.direct for setting in results):
+        lines.append("The page cache helps here; it takes memory beside the host budget.")
+    return lines
+
+
+def _threads(count: int, *, kept: bool) -> str:
+    from ..disk.batch import THREADS
+
+    threads = f"{count} thread{'s' if count > 1 else ''} each way"
+    if kept:
+        return f"Trainings use {threads} on this disk, for a week or until the next bench-io."
+    return (
+        f"{threads} would be best, but that cannot be remembered (TENSORPAGER_CALIBRATION=off, or "
+        f"no cache folder), so trainings use {THREADS}."
+    )
+
+
+def _gb(bytes_per_s: float) -> str:
+    return f"{bytes_per_s / 1e9:.2f}" if bytes_per_s >= 1e7 else f"{bytes_per_s / 1e9:.1e}"

@@ -1,0 +1,122 @@
+"""``tensorpager doctor``: what this machine can do, how fast, and what to change."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+from ....planner.commands.output import emit_json, emit_text, output_width
+from ....planner.sizes import parse_bytes
+
+if TYPE_CHECKING:
+    from .finding import Finding
+
+F = TypeVar("F", bound=Callable[..., Any])
+_COLORS = {"ok": "green", "warning": "yellow", "problem": "red"}
+
+
+def _size(context: click.Context, option: click.Parameter, value: str) -> int:
+    try:
+        return parse_bytes(value, option.opts[0])
+    except ValueError as error:
+        raise click.BadParameter(f"{error}.", context, option) from error
+
+
+def _budget(tier: str, help_text: str) -> Callable[[F], F]:
+    return click.option(
+        f"--{tier}-budget", default="0", metavar="SIZE", callback=_size, help=help_text
+    )
+
+
+@click.command()
+@click.option(
+    "--disk-path",
+    type=click.Path(path_type=Path),
+    default=Path(),
+    help="Folder that a paging file would be in (default: the current one).",
+)
+@_budget("device", "What you want to give the pager on the device, to be checked, such as 20GiB.")
+@_budget("host", "The same for host memory.")
+@_budget("disk", "The same for the disk.")
+@click.option("--json", "as_json", is_flag=True, help="Print the findings as JSON.")
+@click.pass_context
+def doctor(
+    context: click.Context,
+    disk_path: Path,
+    device_budget: int,
+    host_budget: int,
+    disk_budget: int,
+    as_json: bool,
+) -> None:
+    """Say what this machine can do for tensorpager, how fast pages move on it, and what to change.
+
+    The rates are measured now, in a second or two, with a file of 64 MiB or less that is gone
+    afterwards. Runs with the default page size use them for a week.
+
+    Each line is ok, a warning (it works, but slower or with less) or a problem (it will not work),
+    the latter two with a remedy.
+
+    \b
+    Example:
+      tensorpager doctor --disk-path /nvme
+      tensorpager doctor --disk-path /nvme --host-budget 64GiB --disk-budget 500GiB
+
+    Exits with 1 if there is a problem.
+    """
+    findings = examine(disk_path, device_budget, host_budget, disk_budget)
+    if as_json:
+        emit_json([asdict(finding) for finding in findings])
+    else:
+        _print(findings)
+    if any(finding.state == "problem" for finding in findings):
+        context.exit(1)
+
+
+def examine(
+    disk_path: Path, device_budget: int = 0, host_budget: int = 0, disk_budget: int = 0
+) -> list[Finding]:
+    """All findings. Budgets in bytes, 0 if they are not to be checked."""
+    import torch
+
+    from .disk import disk_findings, endurance
+    from .gds import gds_findings, settings_finding
+    from .gpu import gpu_findings
+    from .memory import Budgets, allocator_finding, memory_findings
+    from .rates import measure_rates
+
+    on_gpu = torch.cuda.is_available()
+    disk = disk_findings(disk_path, disk_budget)
+    usable = disk[0].state != "problem"
+    settings = settings_finding()
+    rates = measure_rates(disk_path if usable else None)
+    return [
+        *gpu_findings(),
+        *gds_findings(disk_path, on_gpu=on_gpu, device_budget=device_budget),
+        *([settings] if settings else []),
+        *memory_findings(Budgets(device_budget, host_budget, disk_budget, on_gpu)),
+        allocator_finding(),
+        *disk,
+        *rates.findings,
+        *(endurance(disk_path, rates.write_bytes_per_s) if usable else []),
+    ]
+
+
+def _print(findings: list[Finding]) -> None:
+    from .finding import lines_of
+
+    width = output_width()
+    for finding in findings:
+        first, *rest = lines_of(finding, width)
+        state = click.style(finding.state, fg=_COLORS[finding.state])
+        emit_text(state + first[len(finding.state) :])
+        for line in rest:
+            emit_text(line)
+    count = Counter(finding.state for finding in findings)
+    summary = [f"{count[state]} {state}{'s' if state != 'ok' and count[state] != 1 else ''}"
+               for state in ("ok", "warning", "problem")]  # fmt: skip
+    emit_text("\n" + ", ".join(summary))

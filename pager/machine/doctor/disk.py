@@ -1,0 +1,169 @@
+"""The folder of the paging file: file system, O_DIRECT, room, drive, and how long an SSD lasts."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+from ....planner.sizes import format_bytes
+from ...errors import PagerError
+from .finding import Finding, State, format_rate, number_in, text_of
+
+PROBE_PAGE_BYTES = 64 << 10
+_IN_MEMORY = ("tmpfs", "ramfs")
+_REMOTE = ("nfs", "nfs4", "cifs", "smb3", "9p", "ceph", "fuse.sshfs", "virtiofs")
+_COPY_ON_WRITE = ("btrfs", "zfs")
+_RATED_WRITES = 600  # of its own size: what makers of consumer drives commonly promise (TBW)
+_SHORT_DAYS = 30
+_WORN_PERCENT = 80
+_SMART_SECONDS = 5
+
+
+@dataclass(frozen=True)
+class Mount:
+    """The file system that a folder is in. ``drive``: its disk's name in /sys/block, if it has
+    one."""
+
+    point: str
+    kind: str
+    source: str
+    options: str
+    drive: str | None
+
+
+def mount_of(folder: Path) -> Mount | None:
+    """The mount that ``folder`` is in; ``None`` where /proc does not tell."""
+    path = os.path.realpath(folder)
+    best: Mount | None = None
+    for line in text_of("/proc/self/mountinfo").splitlines():
+        before, _, after = line.partition(" - ")
+        fields, rest = before.split(" "), after.split(" ")
+        if len(fields) < 6 or len(rest) < 3:
+            continue
+        point = _unescaped(fields[4])
+        inside = path == point or path.startswith(point.rstrip("/") + "/")
+        if inside and (best is None or len(point) >= len(best.point)):
+            options = ",".join(dict.fromkeys([*fields[5].split(","), *rest[2].split(",")]))
+            best = Mount(point, rest[0], _unescaped(rest[1]), options, _drive(fields[2]))
+    return best
+
+
+def _unescaped(text: str) -> str:
+    return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), text)
+
+
+def _drive(device: str) -> str | None:
+    """The whole disk of a device number "major:minor", not its partition."""
+    link = os.path.realpath(f"/sys/dev/block/{device}")
+    if not os.path.isdir(link):
+        return None
+    whole = os.path.dirname(link) if os.path.exists(f"{link}/partition") else link
+    return os.path.basename(whole)
+
+
+def disk_findings(folder: Path, disk_budget: int) -> list[Finding]:
+    """Of the folder itself; the first one is a problem if there can be no paging file."""
+    place, mount = _place(folder), mount_of(folder)
+    if place.state == "problem":
+        return [place]
+    return [place, *([_file_system(mount)] if mount else []), _room(folder, disk_budget)]
+
+
+def _place(folder: Path) -> Finding:
+    from ...disk.tier import DiskTier
+
+    what = f"disk path {os.fspath(folder.absolute())}"
+    try:
+        tier = DiskTier(folder, 2 * PROBE_PAGE_BYTES, PROBE_PAGE_BYTES, io_engine="posix")
+    except PagerError as error:
+        return Finding(what, "problem", str(error))
+    direct = tier.direct
+    tier.close()
+    if not direct:
+        detail = "no O_DIRECT, so transfers go through the page cache, which takes memory"
+        return Finding(what, "warning", detail, "use ext4 or XFS on a local NVMe drive")
+    return Finding(what, "ok", "a private file can be made there, O_DIRECT works")
+
+
+def _file_system(mount: Mount) -> Finding:
+    detail = f"{mount.kind} on {mount.source}, {mount.options}"
+    local = "name a folder on a local NVMe drive"
+    if mount.kind in _IN_MEMORY:
+        reason, remedy = "; this is memory, not a disk", f"{local}, or raise host_budget instead"
+    elif mount.kind in _REMOTE:
+        reason, remedy = "; over the network or from a host", local
+    elif mount.kind == "overlay":
+        reason, remedy = "; a container's own layer", "mount a drive into the container (-v)"
+    elif mount.kind in _COPY_ON_WRITE:
+        reason = "; copies on write, so overwriting may need more room than was reserved"
+        remedy = f"{local} with ext4 or XFS"
+    else:
+        return Finding("file system", "ok", detail)
+    return Finding("file system", "warning", detail + reason, remedy)
+
+
+def _room(folder: Path, disk_budget: int) -> Finding:
+    usage = shutil.disk_usage(folder)
+    detail = f"{format_bytes(usage.free)} of {format_bytes(usage.total)} free"
+    if disk_budget > usage.free:
+        missing = format_bytes(disk_budget - usage.free)
+        remedy = f"make room for {missing} more, lower disk_budget, or name another disk"
+        return Finding("free space", "problem", f"{detail}, disk_budget does not fit", remedy)
+    if usage.free < usage.total // 20:
+        remedy = "SSDs slow down when nearly full; leave a tenth of them free"
+        return Finding("free space", "warning", detail, remedy)
+    return Finding("free space", "ok", detail)
+
+
+def endurance(folder: Path, write_bytes_per_s: float | None) -> list[Finding]:
+    """How long the drive lasts if training wrote to it all day at the measured rate."""
+    mount = mount_of(folder)
+    if mount is None or mount.drive is None or write_bytes_per_s is None:
+        return []
+    drive = f"/sys/block/{mount.drive}"
+    sectors = number_in(f"{drive}/size")
+    if not sectors:
+        return []
+    size, a_day = 512 * sectors, 86400 * write_bytes_per_s
+    days = _RATED_WRITES * size / a_day
+    model = text_of(f"{drive}/device/model").strip()
+    rotates = number_in(f"{drive}/queue/rotational") == 1
+    name = f"{mount.drive}{f' ({model})' if model else ''}, {size / 1e9:.0f} GB"
+    if not mount.drive.startswith("nvme") and (rotates or not model):
+        kind = "is a hard disk, or a virtual one" if rotates else "is a virtual disk"
+        return [Finding("SSD endurance", "ok", f"{name}: {kind}, so there is nothing to estimate")]
+    detail = (
+        f"{name}: writing all day at {format_rate(write_bytes_per_s)} is {a_day / 1e12:.3g} TB a "
+        f"day; rated for {_RATED_WRITES} times its size, as consumer drives commonly are, it "
+        f"lasts {days:.0f} days of that (an estimate: only changed pages are written)"
+    )
+    used = _percent_used(f"/dev/{mount.drive}")
+    if used is not None:
+        detail += f"; {used} % of its life is used up, says the drive"
+    state: State = "ok" if days >= _SHORT_DAYS and (used or 0) < _WORN_PERCENT else "warning"
+    remedy = (
+        "raise host_budget so that less goes to disk; pager.stats()['disk_bytes_written'] says "
+        "what a run really writes, and the drive's data sheet its TBW"
+    )
+    return [Finding("SSD endurance", state, detail, remedy if state == "warning" else "")]
+
+
+def _percent_used(device: str) -> int | None:
+    """NVMe's own count of wear, where smartctl is installed and may look (root)."""
+    command = shutil.which("smartctl")
+    if command is None:
+        return None
+    try:
+        result = subprocess.run(
+            [command, "-j", "-A", device], capture_output=True, timeout=_SMART_SECONDS
+        )
+        log = json.loads(result.stdout)["nvme_smart_health_information_log"]
+        used = log["percentage_used"]
+    except (OSError, subprocess.SubprocessError, ValueError, KeyError, TypeError):
+        return None
+    return used if isinstance(used, int) else None

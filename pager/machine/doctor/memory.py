@@ -1,0 +1,185 @@
+"""Memory: what the machine has, and what limits it: container, ulimit, overcommit, swap."""
+
+from __future__ import annotations
+
+import os
+import resource
+from dataclasses import dataclass
+
+from ....planner.sizes import format_bytes
+from .finding import Finding, number_in, text_of
+
+_NO_LIMIT = 1 << 60
+_CGROUPS = "/sys/fs/cgroup"
+_STRICT = 2
+
+
+@dataclass(frozen=True)
+class Budgets:
+    """Bytes that the user plans to give, 0 where not said; ``on_gpu``: where device pages are."""
+
+    device: int = 0
+    host: int = 0
+    disk: int = 0
+    on_gpu: bool = False
+
+    @property
+    def ram(self) -> int:
+        return self.host + (0 if self.on_gpu else self.device)
+
+
+def memory_findings(budgets: Budgets) -> list[Finding]:
+    info = _meminfo()
+    return [
+        *_ram(info, budgets),
+        _container(budgets),
+        _page_locking(budgets),
+        _overcommit(info, budgets),
+        *_swap(info),
+    ]
+
+
+def allocator_finding() -> Finding:
+    """Whether dense memory on the CPU has an allocator of our own; builds it where that is possible
+    and has not been done."""
+    from ...devices.allocator_build import NotBuiltError, is_off, library
+
+    what = "dense memory on the CPU"
+    try:
+        library(again=True)
+    except NotBuiltError as error:
+        why = f"measured with PyTorch's profiler, and not capped: {error}"
+        if is_off():
+            return Finding(what, "ok", why)
+        return Finding(what, "warning", why, "install a C++ compiler (apt install g++)")
+    return Finding(what, "ok", "counted, capped and reused by our own allocator")
+
+
+def _meminfo() -> dict[str, int]:
+    """/proc/meminfo in bytes."""
+    found = {}
+    for line in text_of("/proc/meminfo").splitlines():
+        name, _, rest = line.partition(":")
+        value = rest.split()
+        if value and value[0].isdigit():
+            found[name] = int(value[0]) << 10
+    return found
+
+
+def _ram(info: dict[str, int], budgets: Budgets) -> list[Finding]:
+    if "MemAvailable" not in info:
+        return []
+    free = info["MemAvailable"]
+    detail = f"{format_bytes(free)} of {format_bytes(info.get('MemTotal', 0))} available"
+    return [_against("RAM", detail, free, budgets)]
+
+
+def _against(what: str, detail: str, free: int, budgets: Budgets) -> Finding:
+    if budgets.ram <= free:
+        return Finding(what, "ok", detail)
+    where = "host_budget" if budgets.on_gpu else "device_budget and host_budget"
+    return Finding(
+        what,
+        "problem",
+        f"{detail}; {where} of {format_bytes(budgets.ram)} do not fit",
+        f"lower {where} by {format_bytes(budgets.ram - free)} or more",
+    )
+
+
+def _container(budgets: Budgets) -> Finding:
+    """The least of the memory limits of this control group and those around it."""
+    what = "memory limit (cgroup)"
+    found = [room for folder, kind in _groups() if (room := _room(folder, kind)) is not None]
+    if not found:
+        return Finding(what, "ok", "none")
+    limit, free = min(found, key=lambda pair: pair[1])
+    detail = f"{format_bytes(limit)}, of which {format_bytes(free)} are free"
+    finding = _against(what, detail, free, budgets)
+    if finding.state == "problem":
+        remedy = f"{finding.remedy}, or raise the container's limit (docker --memory)"
+        return Finding(what, "problem", finding.detail, remedy)
+    return finding
+
+
+def _groups() -> list[tuple[str, str]]:
+    """Folders of this process's control groups of memory and their parents, with "v1" or "v2"."""
+    folders = []
+    for line in text_of("/proc/self/cgroup").splitlines():
+        _, _, rest = line.partition(":")
+        controllers, _, path = rest.partition(":")
+        if controllers == "":
+            bases, kind = [_CGROUPS, f"{_CGROUPS}/unified"], "v2"
+        elif "memory" in controllers.split(","):
+            bases, kind = [f"{_CGROUPS}/memory"], "v1"
+        else:
+            continue
+        parts = [part for part in path.split("/") if part not in ("", "..")]
+        for base in bases:
+            folders += [(os.path.join(base, *parts[:n]), kind) for n in range(len(parts) + 1)]
+    return folders
+
+
+def _room(folder: str, kind: str) -> tuple[int, int] | None:
+    """Limit and what is free of it, cached files counted as free; ``None`` without a limit."""
+    names = (
+        ("memory.max", "memory.current", "inactive_file")
+        if kind == "v2"
+        else ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+    )
+    limit, used = (number_in(f"{folder}/{name}") for name in names[:2])
+    if limit is None or limit >= _NO_LIMIT:
+        return None
+    cached = 0
+    for line in text_of(f"{folder}/memory.stat").splitlines():
+        name, _, value = line.partition(" ")
+        if name == names[2] and value.isdigit():
+            cached = int(value)
+    return limit, max(0, limit - max(0, (used or 0) - cached))
+
+
+def _page_locking(budgets: Budgets) -> Finding:
+    what = "page-locked memory"
+    soft, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    if soft == resource.RLIM_INFINITY:
+        return Finding(what, "ok", "no limit (ulimit -l)")
+    detail = f"limited to {format_bytes(soft)} (ulimit -l)"
+    if not budgets.on_gpu:
+        return Finding(what, "ok", f"{detail}; without a GPU nothing is page-locked")
+    if soft >= max(budgets.host, 1):
+        return Finding(what, "ok", detail)
+    own = "" if hard == resource.RLIM_INFINITY else " as root (limits.conf, or LimitMEMLOCK=)"
+    return Finding(
+        what,
+        "warning",
+        f"{detail}; a driver that counts what it registers would refuse host_budget",
+        f"ulimit -l unlimited{own}; in a container, docker run --ulimit memlock=-1",
+    )
+
+
+def _overcommit(info: dict[str, int], budgets: Budgets) -> Finding:
+    what = "overcommit"
+    mode = number_in("/proc/sys/vm/overcommit_memory")
+    if mode is None:
+        return Finding(what, "ok", "unknown")
+    if mode != _STRICT:
+        return Finding(what, "ok", f"vm.overcommit_memory = {mode}")
+    free = max(0, info.get("CommitLimit", 0) - info.get("Committed_AS", 0))
+    detail = f"strict (vm.overcommit_memory = 2), {format_bytes(free)} can still be promised"
+    finding = _against(what, detail, free, budgets)
+    remedy = "sysctl vm.overcommit_memory=0, or raise vm.overcommit_ratio"
+    state = "warning" if finding.state == "ok" else finding.state
+    return Finding(what, state, finding.detail, remedy)
+
+
+def _swap(info: dict[str, int]) -> list[Finding]:
+    total, free = info.get("SwapTotal"), info.get("SwapFree", 0)
+    if total is None:
+        return []
+    if total == 0:
+        return [Finding("swap", "ok", "none")]
+    used = total - free
+    detail = f"{format_bytes(used)} of {format_bytes(total)} in use"
+    if used <= total // 2:
+        return [Finding("swap", "ok", detail)]
+    remedy = "a tier that is swapped out is slower than the disk tier; lower the budgets in RAM"
+    return [Finding("swap", "warning", detail, remedy)]

@@ -1,0 +1,97 @@
+"""The host tier: exactly ``host_budget`` bytes, split into page slots."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator
+
+import numpy as np
+import numpy.typing as npt
+
+from ..devices.device import Bytes, Device, HostMemory
+from .frame_pool import FramePool, merge
+
+Int64 = npt.NDArray[np.int64]
+
+
+class HostTier:
+    """``slots`` (a pool of page slots) over memory that copies to and from the device run on at
+    full speed. The last partial page of a budget is unused.
+
+    The memory may be in several pieces (``Device.host_memory``). Slots are numbered through all of
+    them; bytes of neighbouring slots lie side by side within one piece only.
+    """
+
+    def __init__(self, capacity_bytes: int, page_size: int, backend: Device) -> None:
+        self.page_size = page_size
+        self.slots = FramePool(0)
+        self._backend = backend
+        self._pieces: list[HostMemory] = []
+        self._starts: list[int] = []  # each one's first slot
+        self._seen_at: list[int | None] = []
+        self.grow(capacity_bytes)
+
+    @property
+    def capacity_bytes(self) -> int:
+        return self.slots.count * self.page_size
+
+    @property
+    def used_slots(self) -> int:
+        return self.slots.count - self.slots.free_count
+
+    def view(self, slot: int, count: int) -> Bytes:
+        """Bytes of ``count`` slots from ``slot`` on, all of one piece."""
+        if not count:
+            return np.empty(0, np.uint8)
+        number = bisect_right(self._starts, slot) - 1
+        first = (slot - self._starts[number]) * self.page_size
+        view = self._pieces[number].bytes[first : first + count * self.page_size]
+        assert len(view) == count * self.page_size, (slot, count, self._starts)
+        return view
+
+    def cut(self, slot: int, count: int) -> Iterator[tuple[int, int]]:
+        """``count`` slots from ``slot`` on as ``(slot, count)`` of one piece each."""
+        while count:
+            after = bisect_right(self._starts, slot)
+            end = self._starts[after] if after < len(self._starts) else self.slots.count
+            here = min(count, end - slot)
+            yield slot, here
+            slot, count = slot + here, count - here
+
+    def stretches(
+        self, places: npt.NDArray[np.int32], slots: npt.NDArray[np.int32]
+    ) -> Iterator[tuple[int, Bytes]]:
+        """For ``slots[i]`` beside ``places[i]`` (frames, or pages of a buffer): the first place of
+        each stretch in which both are consecutive, and the bytes of its slots."""
+        for place, slot, count in merge(places, slots):
+            for first, here in self.cut(slot, count):
+                yield place + first - slot, self.view(first, here)
+
+    def device_addresses(self, slots: Int64) -> Int64 | None:
+        """Where kernels see ``slots``; ``None`` if they cannot."""
+        known = np.array([base for base in self._seen_at if base is not None], np.int64)
+        if not len(known) or len(known) < len(self._pieces):
+            return None
+        starts = np.array(self._starts, np.int64)
+        number = np.searchsorted(starts, slots, "right") - 1
+        found: Int64 = known[number] + (slots - starts[number]) * self.page_size
+        return found
+
+    def grow(self, capacity_bytes: int) -> None:
+        """Enlarge to ``capacity_bytes``. Contents and slot numbers stay, and so does all if it
+        fails."""
+        count = capacity_bytes // self.page_size
+        fresh = self._backend.host_memory((count - self.slots.count) * self.page_size)
+        start = self.slots.count
+        for piece in fresh:
+            self._starts.append(start)
+            start += len(piece.bytes) // self.page_size
+        self._pieces += fresh
+        self._seen_at += [self._backend.seen_at(piece.bytes) for piece in fresh]
+        self.slots.resize(count)
+
+    def close(self) -> None:
+        """Idempotent."""
+        pieces, self._pieces, self._starts = self._pieces, [], []
+        for piece in pieces:
+            piece.give_back()

@@ -1,0 +1,155 @@
+"""Where every page is. The only module that writes page states.
+
+States of a live page, by its columns (``frame``, ``host``, ``disk``; −1 means none)::
+
+                 place              evict (copy valid)
+        BLANK ---------> DIRTY ---+------------------> BELOW (host and/or disk slot)
+     (nowhere yet)      ^  |  ^   | write_back            |
+                        |  |  |   v                       | fetch
+                        |  |  +-- CLEAN <-----------------+
+                        |  |  write (copies dropped)
+                        +--+ write
+
+* BLANK: never written; holds no memory anywhere, so nothing is lost by it.
+* DIRTY: on the device, no copy below.  * CLEAN: on the device and a valid copy below.
+* BELOW: not on the device; at least one valid copy below.
+
+Rules: a slot holds a valid copy or is free; a write drops every copy; ``frame_page`` is the exact
+inverse of ``frame``. ``check.py`` proves them.
+"""
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from ...kernels.launch import upload
+from .frame_pool import FramePool
+
+Int32 = npt.NDArray[np.int32]
+NONE = np.int32(-1)
+
+DIRTY = np.uint8(1)  # newer than every copy below (on the device, no valid copy)
+BLANK = np.uint8(2)  # never written: contents undefined, no memory held
+LIVE = np.uint8(4)  # belongs to a run
+
+_GROWTH = 1024
+
+
+class PageTable:
+    """Structure of arrays over virtual pages, and the inverse map from frames to pages.
+
+    ``owner`` is the id of the run that a page belongs to (−1 for a free page). ``version`` counts
+    up whenever a page becomes DIRTY: all copies of a page are of one version, and no version comes
+    twice for the same page.
+    """
+
+    def __init__(self, frames: int, device: torch.device) -> None:
+        self._device = device
+        self.pages = FramePool(0)
+        self.frame: Int32 = np.empty(0, np.int32)
+        self.host: Int32 = np.empty(0, np.int32)
+        self.disk: Int32 = np.empty(0, np.int32)
+        self.owner: Int32 = np.empty(0, np.int32)
+        self.flags: npt.NDArray[np.uint8] = np.empty(0, np.uint8)
+        self.version: npt.NDArray[np.int64] = np.empty(0, np.int64)
+        self.frame_page: Int32 = np.full(frames, NONE)
+
+    # -- virtual pages ---------------------------------------------------------------------------
+    def allocate(self, count: int, owner: int) -> int:
+        """``count`` consecutive virtual pages for run ``owner``, all BLANK; the first's number."""
+        first = self.pages.allocate_run(count)
+        if first is None:
+            self._grow(max(_GROWTH, count, self.pages.count))
+            first = self.pages.allocate_run(count)
+            assert first is not None
+        rows = slice(first, first + count)
+        self.owner[rows] = owner
+        self.flags[rows] = LIVE | BLANK
+        return first
+
+    def release(self, first: int, count: int) -> None:
+        """Forget pages that hold nothing any more (frames and slots were given back before)."""
+        rows = slice(first, first + count)
+        for column in (self.frame, self.host, self.disk):
+            assert (column[rows] < 0).all()
+        self.owner[rows] = NONE
+        self.flags[rows] = 0
+        self.pages.free(first, count)
+
+    def _grow(self, more: int) -> None:
+        total = self.pages.count + more
+        for name in ("frame", "host", "disk", "owner"):
+            column = np.full(total, NONE)
+            old = getattr(self, name)
+            column[: len(old)] = old
+            setattr(self, name, column)
+        flags = np.zeros(total, np.uint8)
+        flags[: len(self.flags)] = self.flags
+        self.flags = flags
+        version = np.zeros(total, np.int64)
+        version[: len(self.version)] = self.version
+        self.version = version
+        self.pages.resize(total)
+
+    def resize_frames(self, frames: int) -> None:
+        """The border of the arena moved; frames behind a lowered border must be empty."""
+        old = self.frame_page
+        assert (old[frames:] < 0).all(), "a frame behind the new border is in use"
+        self.frame_page = np.full(frames, NONE)
+        keep = min(frames, len(old))
+        self.frame_page[:keep] = old[:keep]
+
+    # -- transitions -----------------------------------------------------------------------------
+    def place(self, pages: Int32, frames: Int32) -> None:
+        """BLANK → DIRTY, BELOW → CLEAN: ``pages[i]`` is now in ``frames[i]``."""
+        assert (self.frame[pages] < 0).all()
+        assert (self.frame_page[frames] < 0).all()
+        self.frame[pages] = frames
+        self.frame_page[frames] = pages
+        blank = pages[(self.flags[pages] & BLANK) != 0]
+        self.flags[blank] = LIVE | DIRTY
+        self.version[blank] += 1
+
+    def move(self, pages: Int32, frames: Int32) -> None:
+        """Resident ``pages`` are now in ``frames`` (which were empty, or emptied by this move)."""
+        self.frame_page[self.frame[pages]] = NONE
+        assert (self.frame_page[frames] < 0).all()
+        self.frame[pages] = frames
+        self.frame_page[frames] = pages
+
+    def unplace(self, pages: Int32) -> Int32:
+        """CLEAN → BELOW (or any → freed): take ``pages`` off the device; the frames they had."""
+        frames: Int32 = self.frame[pages]
+        assert (frames >= 0).all()
+        self.frame[pages] = NONE
+        self.frame_page[frames] = NONE
+        return frames
+
+    def copied(self, pages: Int32, slots: Int32, tier: str) -> None:
+        """DIRTY → CLEAN: ``pages`` have a valid copy in ``slots`` of ``tier``."""
+        column = self.host if tier == "host" else self.disk
+        assert (column[pages] < 0).all()
+        column[pages] = slots
+        self.flags[pages] &= ~DIRTY
+
+    def drop_copies(self, pages: Int32, tier: str) -> Int32:
+        """The copies of ``pages`` in ``tier`` are void; the slots that they had.
+
+        A resident page left with no copy becomes DIRTY. The caller gives the slots back.
+        """
+        column = self.host if tier == "host" else self.disk
+        slots: Int32 = column[pages]
+        column[pages] = NONE
+        bare = (self.host[pages] < 0) & (self.disk[pages] < 0) & (self.frame[pages] >= 0)
+        self.flags[pages[bare]] |= DIRTY
+        self.version[pages[bare]] += 1
+        return slots[slots >= 0]
+
+    # -- what kernels read -----------------------------------------------------------------------
+    def device_frames(self, first: int, count: int) -> torch.Tensor:
+        """Frames of pages ``first … first+count`` as int32 [count] on the device.
+
+        On an accelerator a copy, made in the current stream's order: whatever becomes of the pages
+        later, what is queued now reads where they are now.
+        """
+        return upload(torch.from_numpy(self.frame[first : first + count]), self._device)

@@ -1,0 +1,186 @@
+"""Runs of pages and the storages inside them.
+
+A *run* is the unit of placement: consecutive virtual pages that are used together. A *storage* is
+what several PagedTensors (a tensor and its views) share: a byte range of one run. A storage of
+more than half a page has a run of its own; smaller ones share a page with others of their kind,
+aligned as PyTorch's allocator aligns on that device (other alignments change the last bits of some
+BLAS routines, and which kernel is taken).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
+from .frame_pool import FramePool
+from .page_table import Int32, PageTable
+
+if TYPE_CHECKING:
+    from ..api import Pager
+    from .untyped import PagedUntypedStorage
+
+generations = itertools.count()  # never the same for two placements, of one run or of two
+TRANSIENT_KINDS = ("activation", "gradient")  # the others live on from iteration to iteration
+
+
+class PageRun:
+    """Consecutive virtual pages ``first … first+count``.
+
+    ``base``: frame of the first page while all pages are resident in consecutive frames, else −1.
+    ``pins``: users that forbid eviction. ``generation``: changes whenever dense views go stale.
+    ``settled``: all pages are known DIRTY, so that another write changes no state.
+    ``born``: how many runs were born before it. ``key``: its name in access logs, 0 for none yet.
+    ``moving``: transfers of its pages under way; ``leaving``, ``coming``: planned ones not ended.
+    ``nbytes``: bytes in use, of shared pages all. ``parts``: pages that are pinned by themselves
+    (``parts.py``), ``None`` for none. ``overwritten``: its maker writes every byte before anyone
+    reads one, so frames need not be erased for it. ``writes``: counts what may have changed
+    its bytes. ``streamed``: the verdict of ``placement.py``. ``in_slabs``: an op has gone slab by
+    slab that has other bits so.
+    """
+
+    __slots__ = (
+        "base", "born", "coming", "count", "first", "generation", "id", "in_slabs", "key", "kind",
+        "leaving", "moving", "nbytes", "overwritten", "parts", "pins", "settled", "small",
+        "storages", "streamed", "writes",
+    )  # fmt: skip
+
+    def __init__(self, run_id: int, first: int, count: int, kind: str) -> None:
+        self.id = run_id
+        self.first = first
+        self.count = count
+        self.nbytes = 0
+        self.kind = kind
+        self.base = -1
+        self.pins = 0
+        self.parts: list[Int32] | None = None
+        self.generation = next(generations)
+        self.overwritten = False
+        self.settled = False
+        self.small: FramePool | None = None
+        self.storages = 0
+        self.streamed: bool | None = None
+        self.in_slabs = False
+        self.born = 0
+        self.key = 0
+        self.moving = self.leaving = self.coming = 0
+        self.writes = 0
+
+
+class PagedStorage:
+    """``nbytes`` bytes at ``offset`` of ``run``. Freed when no PagedTensor refers to it."""
+
+    __slots__ = ("__weakref__", "label", "nbytes", "offset", "pager", "run", "untyped")
+
+    def __init__(self, pager: Pager, run: PageRun, offset: int, nbytes: int) -> None:
+        self.pager = pager
+        self.run = run
+        self.offset = offset
+        self.nbytes = nbytes
+        self.label: str | None = None
+        self.untyped: PagedUntypedStorage | None = None
+
+    def __del__(self) -> None:
+        space = getattr(self.pager, "space", None)
+        if space is not None:
+            # May run anywhere, also inside a fault: only note it; Space.drain does the work.
+            space.dead.append((self.run, self.offset, self.nbytes, space.clock))
+
+
+class Space:
+    """Allocates storages in runs of virtual pages. Holds no memory of any tier itself."""
+
+    def __init__(self, table: PageTable, page_size: int, alignment: int) -> None:
+        self.table = table
+        self.page_size = page_size
+        self.alignment = alignment  # bytes, of storages that share a page
+        self.runs: dict[int, PageRun] = {}
+        self.dead: deque[tuple[PageRun, int, int, int]] = deque()
+        self.clock = 0  # accesses of the iteration so far, for those who want to know of deaths
+        self.on_death: Callable[[PageRun, int], None] = lambda run, clock: None
+        self.births = 0
+        self.live_pages = 0
+        self.kind_pages: dict[str, int] = {}
+        self.peak_transient_pages = 0
+        self.passed_in_slabs: set[str] = set()  # what transient runs were whose ops went in slabs
+        self._open: dict[str, dict[int, PageRun]] = {}
+        self._free_ids: list[int] = []  # ids stay small: they index arrays
+
+    def pages_for(self, nbytes: int) -> int:
+        return max(1, -(-nbytes // self.page_size))
+
+    def is_small(self, nbytes: int) -> bool:
+        return nbytes <= self.page_size // 2
+
+    @property
+    def persistent_pages(self) -> int:
+        """Live pages of parameters, optimizer states and what the user paged."""
+        return self.live_pages - sum(self.kind_pages.get(k, 0) for k in TRANSIENT_KINDS)
+
+    def storage(self, pager: Pager, nbytes: int, kind: str) -> PagedStorage:
+        """A new storage whose contents are undefined; takes no frame until it is used."""
+        nbytes = max(1, nbytes)
+        if not self.is_small(nbytes):
+            run = self._new_run(self.pages_for(nbytes), kind)
+            run.nbytes = nbytes
+            offset = 0
+        else:
+            run, offset = self._small(nbytes, kind)
+        run.storages += 1
+        return PagedStorage(pager, run, offset, nbytes)
+
+    def _small(self, nbytes: int, kind: str) -> tuple[PageRun, int]:
+        units = -(-nbytes // self.alignment)
+        group = self._open.setdefault(kind, {})
+        for run in group.values():
+            assert run.small is not None
+            unit = run.small.allocate_run(units)
+            if unit is not None:
+                return run, unit * self.alignment
+        run = self._new_run(1, kind)
+        run.nbytes = self.page_size
+        run.small = FramePool(self.page_size // self.alignment)
+        group[run.id] = run
+        unit = run.small.allocate_run(units)
+        assert unit is not None
+        return run, unit * self.alignment
+
+    def _new_run(self, count: int, kind: str) -> PageRun:
+        run_id = self._free_ids.pop() if self._free_ids else len(self.runs)
+        run = PageRun(run_id, self.table.allocate(count, run_id), count, kind)
+        self.runs[run_id] = run
+        run.born = self.births
+        self.births += 1
+        self.live_pages += count
+        self.kind_pages[kind] = self.kind_pages.get(kind, 0) + count
+        transient = sum(self.kind_pages.get(k, 0) for k in TRANSIENT_KINDS)
+        self.peak_transient_pages = max(self.peak_transient_pages, transient)
+        return run
+
+    def note_in_slabs(self, run: PageRun) -> None:
+        """An op on ``run`` goes slab by slab that has other bits so."""
+        run.in_slabs = True
+        if run.kind in TRANSIENT_KINDS:
+            self.passed_in_slabs.add(f"{run.kind} of {run.nbytes} bytes")
+
+    def drain(self) -> Iterator[PageRun]:
+        """Runs that nobody refers to any more. The caller gives back their frames and slots,
+        then calls :meth:`forget`."""
+        while self.dead:
+            run, offset, nbytes, clock = self.dead.popleft()
+            run.storages -= 1
+            if run.small is not None and run.storages:
+                run.small.free(offset // self.alignment, -(-nbytes // self.alignment))
+            if run.storages == 0:
+                self.on_death(run, clock)
+                yield run
+
+    def forget(self, run: PageRun) -> None:
+        self.table.release(run.first, run.count)
+        del self.runs[run.id]
+        self._free_ids.append(run.id)
+        if run.small is not None:
+            del self._open[run.kind][run.id]
+        self.live_pages -= run.count
+        self.kind_pages[run.kind] -= run.count

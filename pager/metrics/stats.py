@@ -1,0 +1,110 @@
+"""Counters of a running pager as plain data."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from ..budget import ranks
+from ..plan.names import streamed_names
+from ..streaming.host_rows import host_row_bytes
+
+if TYPE_CHECKING:
+    from ..api import Pager
+    from ..memory.frame_pool import FramePool
+    from ..plan.follower import Follower
+
+
+def snapshot(pager: Pager) -> dict[str, Any]:
+    """What ``Pager.stats`` gives; keys are listed in ``pager/README.md``."""
+    figures = plan_figures(pager.follower)
+    return {**counters(pager), **figures, "streamed": streamed_names(pager)}
+
+
+def counters(pager: Pager) -> dict[str, Any]:
+    """The part that any thread may ask for, without the pager's lock: it is numbers that are there
+    anyway. Numbers that belong together may be of slightly different instants then."""
+    size, follower = pager.page_size, pager.follower
+    residency, migration, budget = pager.residency, pager.migration, pager.budget
+    dense = budget.dense_peak
+    pages = pager.space.persistent_pages + pager.space.peak_transient_pages
+    return {
+        "mode": follower.mode if follower is not None else "demand",
+        "iterations": pager.iterations,
+        "used_bytes": {
+            "device": _used(residency.pool) * size,
+            "host": _used(pager.host.slots) * size,
+            "disk": _used(pager.disk.slots) * size if pager.disk is not None else 0,
+        },
+        "peak_bytes": {
+            "device": max(budget.peak_bytes(), _with_overlap(pager)),
+            "host": migration.peak_host_slots * size,
+            "disk": migration.peak_disk_slots * size,
+        },
+        "budget_bytes": dict(pager.budget_bytes),
+        "needed_bytes": pages * size + dense,
+        "dense_peak_bytes": dense,
+        "arena_bytes": residency.pool.count * size,
+        "live_bytes": pager.space.live_pages * size,
+        "faults": residency.faults,
+        "overlap_updates": pager.overlap.updates,
+        **_moves(follower),
+        "bytes_out": migration.bytes_out,
+        "bytes_in": migration.bytes_in,
+        "disk_bytes_written": pager.disk.bytes_written if pager.disk else 0,
+        "disk_engine": pager.disk.describe() if pager.disk else None,
+        "io_retries": pager.io_watch.retries + (pager.disk.rereads if pager.disk else 0),
+        "channel_bytes": dict(migration.moved),
+        "stall_us": pager.stall_us,
+        "gathers": pager.gathers,
+        "host_row_bytes": host_row_bytes(pager),
+        "compactions": residency.compactions,
+        "whole_peak_bytes": budget.most_whole,
+        "fits": pager.fits,
+        "ranks": ranks.facts(pager.device.type),
+    }
+
+
+def _used(pool: FramePool) -> int:
+    count = pool.count
+    return min(max(0, count - pool.free_count), count)
+
+
+def _moves(follower: Follower | None) -> dict[str, int]:
+    """What planning did."""
+    if follower is None:
+        zeros = ("prefetches", "prefetch_hits", "departures", "planned_iterations", "kinds")
+        return dict.fromkeys(zeros, 0)
+    executor = follower.executor
+    prefetches = executor.transfers.prefetched
+    return {
+        "prefetches": prefetches,
+        "prefetch_hits": max(0, prefetches - executor.late),
+        "departures": follower.departures,
+        "planned_iterations": follower.planned_iterations,
+        "kinds": len(follower.kinds.all),
+    }
+
+
+def _with_overlap(pager: Pager) -> int:
+    """Device bytes at the peak of an update during backward."""
+    if not pager.overlap.dense_peak:
+        return 0
+    return pager.residency.peak_frames * pager.page_size + pager.overlap.dense_peak
+
+
+def plan_figures(follower: Follower | None) -> dict[str, float | None]:
+    """Times by the plan and measured, in µs, of the latest iteration's kind."""
+    found: dict[str, float | None] = dict.fromkeys(
+        ("predicted_us", "measured_us", "ideal_us", "bound_us", "iteration_stall_us")
+    )
+    if follower is None:
+        return found
+    kind = follower.current
+    found["iteration_stall_us"] = follower.stall_us_last
+    if kind is not None and kind.guide is not None:
+        plan = kind.guide.plan
+        found["predicted_us"] = kind.guide.predicted_us
+        found["ideal_us"] = kind.guide.trace.ideal_us
+        found["bound_us"] = plan.bound.iteration_us if plan.bound is not None else None
+        found["measured_us"] = kind.measured
+    return found

@@ -1,0 +1,1 @@
+"""Bytes between tiers, and which runs are on the device."""

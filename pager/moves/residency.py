@@ -1,0 +1,699 @@
+"""Which runs are on the device, and which leave when frames are short (LRU).
+
+Ops need a run in *consecutive* frames to see it as a plain strided view, so victims are chosen as
+a window of frames: among all windows that are long enough and hold no pinned page, the one whose
+most recently used page is oldest. A window may cut a run in two; only the pages inside it leave.
+
+::
+
+    frames   | A A A | B B B B | free | C C | D D D |      need 4 frames; ages A=9 B=2 C=3 D=8
+                     |---------- window ----|              oldest "youngest page" (3): B, C leave
+
+If pinned pages leave no such window, runs slide together (compaction); if even that cannot make
+room, the run is placed in scattered frames and ops read it through the gather kernel.
+
+Parts of runs (``parts.py``) are read page by page: any frames will do for them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from ...kernels.launch import upload
+from ...kernels.move import move_pages
+from ..budget.ranks import about_share, ranks_sharing
+from ..devices.device import Device
+from ..errors import InfeasibleBudget, TierFull
+from ..memory.frame_pool import FramePool, expand, merge
+from ..memory.page_table import BLANK, DIRTY, Int32, PageTable
+from ..memory.space import PageRun, Space, generations
+from ..memory.turns import Crowded, Pin, Turns
+from .migration import Migration
+from .parts import Parts, held_pages
+
+if TYPE_CHECKING:
+    from ..budget.placement import Weight
+    from ..budget.step_need import StepFrames
+    from ..streaming.workspace import Workspace
+    from .executor import Executor
+
+_PINNED = np.iinfo(np.int64).max
+_AWAITED = _PINNED - 1
+_LATER = 1 << 50
+
+
+def sliding_max(values: npt.NDArray[np.int64], width: int) -> npt.NDArray[np.int64]:
+    """``max(values[i:i+width])`` for every i, in O(len(values)) (van Herk's two sweeps)."""
+    count = len(values) - width + 1
+    if width == 1:
+        return values
+    padded = np.full(-(-len(values) // width) * width, np.iinfo(np.int64).min)
+    padded[: len(values)] = values
+    blocks = padded.reshape(-1, width)
+    ahead = np.maximum.accumulate(blocks, axis=1).ravel()
+    behind = np.maximum.accumulate(blocks[:, ::-1], axis=1)[:, ::-1].ravel()
+    return np.maximum(behind[:count], ahead[width - 1 : width - 1 + count])
+
+
+class Residency:
+    """Owns the frames of the arena. All methods run under the pager's lock.
+
+    ``make_room(frames)`` is asked when an op needs more frames than there are, ``make_way(frames)``
+    when the tiers below have no room for what should leave; they may move the border of the arena,
+    and return whether they did. ``before_pinning`` may move it too. ``let_go`` unpins what is
+    pinned only to be at hand.
+
+    ``in_flight``: pages whose bytes are moving by planned transfers or read-ahead. ``streams``:
+    channels that read ahead where no plans are made, see :meth:`still`. ``workspaces``: of streams
+    beside which a plan is followed. ``pages_ahead``: pages that
+    were brought in before a slab needed them, and were still there when it did.
+    """
+
+    def __init__(
+        self,
+        table: PageTable,
+        space: Space,
+        migration: Migration,
+        backend: Device,
+        frames: int,
+        page_size: int,
+        turns: Turns,
+    ) -> None:
+        self.table = table
+        self.space = space
+        self.migration = migration
+        self.backend = backend
+        self.page_size = page_size
+        self.turns = turns
+        self.pool = FramePool(frames)
+        self.tick = 0
+        self.ages: npt.NDArray[np.int64] = np.zeros(1024, np.int64)
+        self.parts = Parts(self)
+        self.in_flight: set[int] = set()
+        self.streams: list[Executor] = []
+        self.workspaces: list[Workspace] = []
+        self.pages_ahead = 0
+        self.faults = 0
+        self.compactions = 0
+        self.peak_frames = 0
+        self.largest_need = 0  # frames that one op had pinned, at most
+        # The same of ops other than products of weights that could stream, and not of steps.
+        self.rigid_need = 0
+        self.step: StepFrames | None = None  # of an optimizer whose step is under way
+        self.whole: Weight | None = None  # whose product is under way, in a metered iteration
+        self._moving_dead: list[PageRun] = []
+        self._asking: set[PageRun] = set()  # runs of the access that begins now
+        self._marks: dict[int, Any] = {}  # frame → when what it held was last used
+        self.scattered = False  # debug lane: never hand out consecutive frames
+        self.make_room: Callable[[int], bool] = lambda frames: False
+        self.make_way: Callable[[int], bool] = lambda frames: False
+        self.before_pinning: Callable[[], None] = lambda: None
+        self.let_go: Callable[[], None] = lambda: None
+        self.minimum_bytes: Callable[[int], int] = lambda frames: frames * page_size
+
+    # -- pinning ---------------------------------------------------------------------------------
+    def touch(self, run: PageRun) -> None:
+        """``run`` is the most recently used one now."""
+        self.tick += 1
+        self._set_age(run, self.tick)
+
+    def _set_age(self, run: PageRun, age: int) -> None:
+        if run.id >= len(self.ages):
+            ages = np.zeros(max(2 * len(self.ages), run.id + 1), np.int64)
+            ages[: len(self.ages)] = self.ages
+            self.ages = ages
+        self.ages[run.id] = age
+
+    def pin(self, runs: Sequence[PageRun]) -> None:
+        """Bring distinct ``runs`` onto the device and forbid their eviction. All or nothing.
+
+        Afterwards ``run.base`` is the first frame, or −1 for a run in scattered frames.
+        """
+        with self.still():
+            self._pin(runs)
+
+    def _pin(self, runs: Sequence[PageRun]) -> None:
+        self.take_back()
+        self.collect()
+        self.before_pinning()
+        for run in runs:
+            run.pins += 1
+            self.touch(run)
+        self._asking = set(runs)
+        try:
+            self.check_need(runs)
+            for run in sorted(runs, key=lambda run: -run.count):
+                if run.base < 0 and not self._is_scattered(run):
+                    if run.pins > 1 and self._is_there(run):
+                        continue  # in scattered frames, and another op reads them there
+                    try:
+                        self._bring(run, runs)
+                    except TierFull:
+                        if not self.make_way(run.count):
+                            raise
+                        self._bring(run, runs)
+        except BaseException:
+            for run in runs:
+                run.pins -= 1
+            raise
+        finally:
+            self._asking = set()
+
+    def unpin(self, runs: Iterable[PageRun]) -> None:
+        for run in runs:
+            assert run.pins > 0
+            run.pins -= 1
+
+    def _is_scattered(self, run: PageRun) -> bool:
+        """In frames already, just not consecutive, and to be left so."""
+        return self.scattered and self._is_there(run)
+
+    def _is_there(self, run: PageRun) -> bool:
+        return bool((self._frames_of(run) >= 0).all())
+
+    def _frames_of(self, run: PageRun) -> Int32:
+        return self.table.frame[run.first : run.first + run.count]
+
+    def pinned_pages(self, besides: Sequence[PageRun] = ()) -> int:
+        """Pages that may not leave, of all runs but ``besides``."""
+        mine = {run.id for run in besides}
+        whole = sum(r.count for r in self.space.runs.values() if r.pins and r.id not in mine)
+        return whole + self.parts.count(besides)
+
+    def check_need(self, runs: Sequence[PageRun]) -> None:
+        """Room for ``runs`` beside all that is pinned. ``Crowded`` if there would be, were it not
+        for the pins of other threads."""
+        whole = sum(run.count for run in runs)
+        together = need = whole + self.pinned_pages(runs)
+        mine = self.turns.mine()
+        if mine is not None:
+            need = whole + _pages_in(mine, runs)
+        if need > self.pool.count and not self.make_room(need):
+            minimum = self.minimum_bytes(need)
+            raise InfeasibleBudget(
+                f"one operation needs {need} pages of {self.page_size} bytes on the device at "
+                f"once and the arena has {self.pool.count}; raise device_budget to at least "
+                f"{minimum} bytes.{about_share('device', self.backend.device.type)}",
+                minimum=minimum * ranks_sharing("device", self.backend.device.type),
+            )
+        if together > self.pool.count:
+            raise Crowded(self._refusal_beside(need, together))
+        if not self.turns.is_home():
+            return
+        self.largest_need = max(self.largest_need, need)
+        if self.step is not None:
+            self.step.frames = max(self.step.frames, need)
+        elif self.whole is None:
+            self.rigid_need = max(self.rigid_need, need)
+        else:
+            self.whole.frames = max(self.whole.frames, need)
+
+    @contextmanager
+    def frames_of(self, weight: Weight) -> Iterator[None]:
+        """A product of ``weight`` takes place inside: its need is kept apart."""
+        before, self.whole = self.whole, weight
+        try:
+            yield
+        finally:
+            self.whole = before
+
+    @property
+    def needs(self) -> tuple[int, int]:
+        """``largest_need`` and ``rigid_need``, to go back to where an op could do with less."""
+        return self.largest_need, self.rigid_need
+
+    @needs.setter
+    def needs(self, needs: tuple[int, int]) -> None:
+        self.largest_need, self.rigid_need = needs
+
+    def _refusal_beside(self, need: int, together: int) -> InfeasibleBudget:
+        minimum = self.minimum_bytes(together)
+        return InfeasibleBudget(
+            f"one operation needs {need} pages of {self.page_size} bytes on the device at once "
+            f"beside {together - need} that other threads have pinned, the arena has "
+            f"{self.pool.count}, and none of these threads gives any back; raise device_budget to "
+            f"at least {minimum} bytes, or end their pins before."
+            f"{about_share('device', self.backend.device.type)}",
+            minimum=minimum * ranks_sharing("device", self.backend.device.type),
+        )
+
+    # -- streams (``slabs.py``) ------------------------------------------------------------------
+    @contextmanager
+    def still(self) -> Iterator[None]:
+        """Inside, no stream's own channel moves a page (those of plans: ``Executor.quiet``), and no
+        weight is open."""
+        with ExitStack() as stack:
+            quiet: list[Executor] = []
+            # Waiting for one gives the lock away: another thread may begin a stream meanwhile.
+            while fresh := [stream for stream in self.streams if stream not in quiet]:
+                quiet.append(fresh[0])
+                stack.enter_context(fresh[0].quiet())
+            self.let_go()
+            yield
+
+    def spent(self, run: PageRun) -> None:
+        """Pages of ``run`` are the first to leave from now on: a stream is over with them."""
+        self._set_age(run, 0)
+
+    def kept_frames(self) -> int:
+        """Free frames that planned moves may not take: streams are about to fill them."""
+        return sum(space.kept_frames() for space in self.workspaces)
+
+    def is_moving(self, pages: Int32) -> npt.NDArray[np.bool_]:
+        """Which of ``pages`` a channel is moving."""
+        if not self.in_flight:
+            return np.zeros(len(pages), np.bool_)
+        return np.isin(pages, list(self.in_flight))
+
+    def oldest(self, count: int) -> Int32:
+        """At most ``count`` pages on the device that may leave, least recently used first; none
+        that is awaited or moving."""
+        ages = self._frame_ages()
+        ages[self.table.frame_page < 0] = _PINNED
+        order = np.argsort(ages, kind="stable")
+        pages = self.table.frame_page[order[ages[order] < _AWAITED]]
+        chosen: Int32 = pages[~self.is_moving(pages)][:count]
+        return chosen
+
+    # -- bringing a run in -----------------------------------------------------------------------
+    def _bring(self, run: PageRun, wanted: Sequence[PageRun]) -> None:
+        frames = self._claim(run, wanted)
+        pages = np.arange(run.first, run.first + run.count, dtype=np.int32)
+        self.fill(run, pages, frames)
+
+    def fill(self, run: PageRun, pages: Int32, frames: Int32) -> None:
+        """Bring ``pages`` of ``run`` to ``frames``, which are empty, or theirs already."""
+        current = self.table.frame[pages]
+        moved = (current >= 0) & (current != frames)
+        try:
+            if moved.any():
+                self._move(pages[moved], frames[moved])
+            absent = current < 0
+            below = absent & ((self.table.flags[pages] & BLANK) == 0)
+            if below.any():
+                self.faults += 1
+                self.migration.fetch(pages[below], frames[below])
+            blank = absent & ~below
+            if blank.any():
+                self._open_blank(run, pages[blank], frames[blank])
+        except BaseException:
+            unused = np.sort(frames[self.table.frame_page[frames] < 0])
+            for _, in_use, _ in self.migration.unfinished:
+                unused = np.setdiff1d(unused, in_use)  # bytes may still arrive there
+            for start, _, length in merge(unused, unused):
+                self.pool.free(start, length)
+            self.settle(run)
+            raise
+        self.settle(run)
+        self.peak_frames = max(self.peak_frames, self.pool.count - self.pool.free_count)
+
+    def _open_blank(self, run: PageRun, pages: Int32, frames: Int32) -> None:
+        """Pages that were never written get ``frames``. What another tensor left there is erased
+        unless the maker of the run writes all of it anyway."""
+        size = self.page_size
+        with self.backend.on_compute():
+            self.backend.reuse_frames()
+            if not run.overwritten:
+                for start, _, count in merge(frames, frames):
+                    self.arena[start * size : (start + count) * size].zero_()
+        self.table.place(pages, frames)
+
+    def take_back(self) -> None:
+        """Frames of I/O that was given up are free when it has ended; see ``Migration.take_back``.
+        Whatever moves pages begins with it."""
+        if self.migration.unfinished or self.migration.held:
+            frames = np.sort(self.migration.take_back())
+            for start, _, length in merge(frames, frames):
+                self.pool.free(start, length)
+
+    def settle(self, run: PageRun) -> None:
+        """Recompute ``run.base`` after its pages moved; dense views made before are stale."""
+        frames = self._frames_of(run)
+        whole = frames[0] >= 0 and bool((frames == frames[0] + np.arange(run.count)).all())
+        whole = whole and not run.moving  # nobody may use it then without waiting
+        run.base = int(frames[0]) if whole and not (self.scattered and run.count > 1) else -1
+        run.generation = next(generations)
+        run.settled = False
+
+    def _claim(self, run: PageRun, wanted: Sequence[PageRun]) -> Int32:
+        """Frames for all pages of ``run``, empty or its own; taken from the pool."""
+        count = run.count
+        if run.parts is not None or (self.scattered and count > 1):
+            return self._claim_scattered(run)
+        in_place = self._in_place_base(run)
+        if in_place is None:
+            start = self.pool.allocate_run(count)
+            if start is not None:
+                return np.arange(start, start + count, dtype=np.int32)
+        start = self._choose_window(run, in_place)
+        if start is None:
+            start = self._compact_for(run, wanted)
+            if start is None:
+                return self._claim_scattered(run)
+            return np.arange(start, start + count, dtype=np.int32)
+        window = np.arange(start, start + count, dtype=np.int32)
+        own = self._frames_of(run)
+        try:
+            self._evict_frames(window[~np.isin(window, own)])
+        except TierFull:  # nothing may leave: make do with what is free, if that is enough
+            start = self._compact_for(run, wanted)
+            if start is None:
+                raise
+            return np.arange(start, start + count, dtype=np.int32)
+        empty = window[self.table.frame_page[window] < 0]
+        for first, _, length in merge(empty, empty):
+            self.pool.take(first, length)
+        return window
+
+    def _in_place_base(self, run: PageRun) -> int | None:
+        """Where the window would begin if the pages that are resident stayed where they are."""
+        frames = self._frames_of(run)
+        resident = np.flatnonzero(frames >= 0)
+        if not len(resident):
+            return None
+        base = int(frames[resident[0]] - resident[0])
+        fits = base >= 0 and base + run.count <= self.pool.count
+        return base if fits and bool((frames[resident] - resident == base).all()) else -1
+
+    def _frame_ages(self) -> npt.NDArray[np.int64]:
+        """Age of the page in each frame: 0 where empty, the largest number where pinned, the next
+        one where awaited; by ``_LATER`` more where the page is DIRTY and the disk fails."""
+        pages = self.table.frame_page
+        owners = self.table.owner[pages]
+        ages = np.where(pages >= 0, self.ages[owners], 0)
+        if self.migration.disk_refuses:  # what has to be written may not be able to leave
+            ages[(pages >= 0) & ((self.table.flags[pages] & DIRTY) != 0)] += _LATER
+        ages[self.parts.awaited_frames()] = _AWAITED
+        ages[self.parts.frames()] = _PINNED
+        for run in self.space.runs.values():
+            if run.pins:
+                frames = self._frames_of(run)
+                ages[frames[frames >= 0]] = _PINNED
+        return ages
+
+    def _choose_window(self, run: PageRun, in_place: int | None) -> int | None:
+        if run.count > self.pool.count:
+            return None
+        ages = self._frame_ages()  # the run itself is pinned: its own frames are not to be had ...
+        worst = sliding_max(ages, run.count)
+        start = int(np.argmin(worst))
+        best = int(worst[start])
+        if in_place is not None and in_place >= 0:  # ... but for staying where they are
+            window = ages[in_place : in_place + run.count].copy()
+            window[np.flatnonzero(self._frames_of(run) >= 0)] = 0
+            if int(window.max()) <= best and window.max() != _PINNED:
+                return in_place
+        return None if best == _PINNED else start
+
+    def _claim_scattered(self, run: PageRun) -> Int32:
+        """Keep what is resident, take any frames for the rest."""
+        frames = self._frames_of(run).copy()
+        missing = np.flatnonzero(frames < 0)
+        frames[missing] = self.claim_any(len(missing))
+        return frames
+
+    def claim_any(self, count: int) -> Int32:
+        """``count`` empty frames, side by side where that can be had."""
+        self._free_up(count)
+        taken = self.claim_free(count)
+        assert len(taken) == count
+        return taken
+
+    def claim_free(self, count: int) -> Int32:
+        """Free frames, taken from the pool: ``count``, or as many as there are."""
+        runs = self.pool.allocate(min(count, self.pool.free_count))
+        assert runs is not None
+        taken = expand(runs)
+        return taken[::-1] if self.scattered else taken  # the debug lane: no two pages side by side
+
+    # -- room ------------------------------------------------------------------------------------
+    def _free_up(self, frames: int) -> None:
+        """Evict the least recently used pages until ``frames`` frames are free, anywhere."""
+        short = frames - self.pool.free_count
+        if short <= 0:
+            return
+        ages = self._frame_ages()
+        ages[self.table.frame_page < 0] = _PINNED
+        order = np.argsort(ages, kind="stable")[:short]
+        assert ages[order[-1]] != _PINNED, "check_need let a need pass that cannot be met"
+        self._evict_frames(np.sort(order).astype(np.int32))
+
+    def _evict_frames(self, frames: Int32) -> None:
+        pages = self.table.frame_page[frames]
+        self.evict_pages(pages[pages >= 0])
+
+    def evict_pages(self, pages: Int32) -> None:
+        """Take these resident pages off the device, and their frames back into the pool."""
+        if not len(pages):
+            return
+        self._give_back(self.migration.evict(pages))
+        for owner in np.unique(self.table.owner[pages]).tolist():
+            self.settle(self.space.runs[owner])
+
+    def evict_run(self, run: PageRun) -> Int32:
+        """Take an unpinned run off the device, but for pages that part pins hold; the frames that
+        are free now."""
+        assert not run.pins
+        pages = np.arange(run.first, run.first + run.count, dtype=np.int32)
+        pages = pages[self.table.frame[pages] >= 0]
+        if len(held := held_pages(run)):
+            pages = np.setdiff1d(pages, held)
+        frames: Int32 = self.table.frame[pages]
+        self.evict_pages(pages)
+        return frames
+
+    def _compact_for(self, run: PageRun, wanted: Sequence[PageRun]) -> int | None:
+        """Slide runs together until ``run`` fits in one piece; its first frame, or ``None``.
+
+        Runs pinned by this very operation may move (nobody holds a view of them yet); runs pinned
+        by others may not.
+        """
+        own = self._frames_of(run)
+        if (own >= 0).any():  # must come together anyway; blanks are not evicted, they have no data
+            self._evict_frames(np.sort(own[own >= 0]))
+        self._free_up(run.count)
+        fixed = {r.id for r in self.space.runs.values() if r.pins} - {r.id for r in wanted}
+        if any(r.pins > 1 for r in wanted):
+            fixed |= {r.id for r in wanted if r.pins > 1}
+        self.compact(fixed)
+        return self.pool.allocate_run(run.count)
+
+    def compact(self, fixed: set[int]) -> None:
+        """Move every page towards frame 0, in order, except those of runs in ``fixed`` and those
+        that part pins hold."""
+        self.compactions += 1
+        pages_of = self.table.frame_page
+        held = set(self.parts.frames().tolist())
+        target, sources, targets = 0, [], []
+        for frame in np.flatnonzero(pages_of >= 0).tolist():
+            if frame in held or int(self.table.owner[pages_of[frame]]) in fixed:
+                target = frame + 1
+                continue
+            if frame > target:
+                sources.append(frame)
+                targets.append(target)
+            target += 1
+        if sources:
+            self.slide(np.array(sources, np.int32), np.array(targets, np.int32))
+
+    def slide(self, sources: Int32, targets: Int32) -> None:
+        """Move the pages in ``sources``, in the order of frames, to ``targets``: lower ones, free
+        or left by those before. None of their runs is in use. Where it raises, some have moved and
+        the others are where they were."""
+        pages, size = self.table.frame_page[sources], self.page_size
+        try:
+            with self.backend.on_compute():  # a channel's thread may ask for it
+                self.backend.reuse_frames()
+                for source, target, count in merge(sources, targets):
+                    self.backend.slide([(source * size, target * size, count * size)])
+                    self._slid(source, target, count)
+        finally:
+            for owner in np.unique(self.table.owner[pages]).tolist():
+                self.settle(self.space.runs[owner])
+            self.note_use(sources)
+
+    def _slid(self, source: int, target: int, count: int) -> None:
+        for start in range(0, count, source - target):  # as it leaves frames to what follows
+            n = min(source - target, count - start)
+            moved = self.table.frame_page[source + start : source + start + n].copy()
+            self.pool.take(target + start, n)
+            self.table.move(moved, np.arange(n, dtype=np.int32) + np.int32(target + start))
+            self.pool.free(source + start, n)
+
+    def relocate(self, pages: Int32, frames: Int32) -> None:
+        """Move resident, unpinned ``pages`` into free ``frames``. All or nothing."""
+        taken = np.sort(frames)
+        for start, _, length in merge(taken, taken):
+            self.pool.take(start, length)
+        try:
+            self._move(pages, frames)
+        except BaseException:
+            for start, _, length in merge(taken, taken):
+                self.pool.free(start, length)
+            raise
+        for owner in np.unique(self.table.owner[pages]).tolist():
+            self.settle(self.space.runs[owner])
+
+    def _move(self, pages: Int32, frames: Int32) -> None:
+        """Copy resident pages into other, empty frames of the arena."""
+        old = self.table.frame[pages].copy()
+        device = self.backend.device
+        with self.backend.on_compute():  # a channel's thread may ask for it
+            self.backend.reuse_frames()
+            move_pages(
+                self.arena,
+                upload(torch.from_numpy(old), device),
+                upload(torch.from_numpy(frames.copy()), device),
+                self.page_size,
+            )
+        self.note_use(old)
+        self.table.move(pages, frames)
+        old.sort()
+        for start, _, length in merge(old, old):
+            self.pool.free(start, length)
+
+    @property
+    def arena(self) -> torch.Tensor:
+        """The committed part of the arena, uint8 [frames × page_size]."""
+        return self.backend.arena[: self.pool.count * self.page_size]
+
+    # -- the border ------------------------------------------------------------------------------
+    def resize(self, frames: int) -> None:
+        """Move the border of the arena. Shrinking evicts what no longer fits, and stops at the
+        last pinned frame."""
+        with self.still():
+            self.take_back()
+            self._resize(frames)
+
+    def _resize(self, frames: int) -> None:
+        old = self.pool.count
+        frames = max(frames, int(self.parts.frames().max(initial=-1)) + 1)
+        for run in self.space.runs.values():
+            if run.pins:
+                frames = max(frames, int(self._frames_of(run).max()) + 1)
+        if frames < old:
+            self._free_up(old - frames)
+            pinned = {r.id for r in self.space.runs.values() if r.pins}
+            tail = self.table.frame_page[frames:]
+            if (tail >= 0).any():
+                self.compact(pinned)
+            self._evict_frames(np.arange(frames, old, dtype=np.int32))
+        if frames < old:
+            self.table.resize_frames(frames)
+            self.pool.resize(frames)
+            self.backend.commit(frames * self.page_size)
+        elif frames > old:  # memory first: if there is none, the frames are those from before
+            nbytes = frames * self.page_size
+            if nbytes > self.backend.arena.numel():
+                self._remake(nbytes)
+            self.backend.commit(nbytes)
+            self.table.resize_frames(frames)
+            self.pool.resize(frames)
+
+    def fit(self) -> None:
+        """Where the border cannot move: an arena of the size that is used now, if no page is pinned
+        (it is tried again when the border is placed the next time)."""
+        nbytes = self.pool.count * self.page_size
+        if not self.backend.can_unmap and nbytes != self.backend.arena.numel():
+            with self.still():
+                if not self.in_use():
+                    self._remake(nbytes)
+
+    def in_use(self) -> bool:
+        """Somebody may have an address in the arena: a page is pinned, but for those of the access
+        that begins now."""
+        asking = self._asking
+        runs = self.space.runs.values()
+        return bool(self.parts.count()) or any(run.pins > (run in asking) for run in runs)
+
+    def _remake(self, nbytes: int) -> None:
+        """Nobody has an address in the arena; addresses that were known are wrong afterwards."""
+        with self.backend.on_compute():
+            self.backend.reuse_frames()
+            self.backend.remake(nbytes)
+        for run in self.space.runs.values():
+            self.settle(run)
+
+    # -- for planned moves -----------------------------------------------------------------------
+    def place_at(self, run: PageRun, base: int) -> bool:
+        """Put a run that was never written into the frames from ``base`` on, if they are free."""
+        if base < 0 or base + run.count > self.pool.count:
+            return False
+        if not self.pool.is_free(base, run.count):
+            return False
+        self.pool.take(base, run.count)
+        pages = np.arange(run.first, run.first + run.count, dtype=np.int32)
+        self._open_blank(run, pages, pages - run.first + np.int32(base))
+        self.arrived(run)
+        return True
+
+    def is_blank(self, run: PageRun) -> bool:
+        """Nothing was ever written to ``run``: it has no page anywhere."""
+        rows = slice(run.first, run.first + run.count)
+        return bool((self.table.flags[rows] & BLANK).all())
+
+    def arrived(self, run: PageRun) -> None:
+        """Pages of ``run`` were placed."""
+        self.settle(run)
+        self.peak_frames = max(self.peak_frames, self.pool.count - self.pool.free_count)
+
+    def mark_of(self, frames: Int32) -> Any:
+        """See ``Device``'s rule 6: the latest mark of ``frames``."""
+        if not self._marks:
+            return None
+        marks = [self._marks[frame] for frame in frames.tolist() if frame in self._marks]
+        return max(marks, key=lambda mark: mark[0])[1] if marks else None
+
+    def note_use(self, frames: Int32) -> None:
+        """What was in ``frames``, which are given back, is used up to now."""
+        mark = self.backend.mark()
+        if mark is not None:
+            self._marks.update(dict.fromkeys(frames.tolist(), (next(generations), mark)))
+
+    def _give_back(self, frames: Int32) -> None:
+        self.note_use(frames)
+        frames = np.sort(frames)
+        for start, _, length in merge(frames, frames):
+            self.pool.free(start, length)
+
+    # -- writes and ends -------------------------------------------------------------------------
+    def written(self, run: PageRun) -> None:
+        """A write to ``run`` is about to happen: copies below are void."""
+        if not run.settled:
+            pages = np.arange(run.first, run.first + run.count, dtype=np.int32)
+            self.migration.void_copies(pages)
+            run.settled = True
+
+    def collect(self) -> None:
+        """Give back everything of runs that nobody refers to any more; of those whose pages are
+        moving, held or pinned, when they are not any more."""
+        if not self.space.dead and not self._moving_dead:
+            return
+        ended = [*self._moving_dead, *self.space.drain()]
+        self._moving_dead = [run for run in ended if run.moving or run.parts or run.pins]
+        for run in ended:
+            if run.moving or run.parts or run.pins:
+                continue
+            pages = np.arange(run.first, run.first + run.count, dtype=np.int32)
+            self.migration.void_copies(pages)
+            resident = pages[self.table.frame[pages] >= 0]
+            if len(resident):
+                self._give_back(self.table.unplace(resident))
+            self.space.forget(run)
+
+
+def _pages_in(pins: Sequence[Pin], besides: Sequence[PageRun]) -> int:
+    """Pages that ``pins`` hold, each counted once, but for runs among ``besides``."""
+    held = {run: pages for run, pages in pins if pages is None and run not in besides}
+    parts: dict[PageRun, list[Int32]] = {}
+    for run, pages in pins:
+        if pages is not None and run not in held and run not in besides:
+            parts.setdefault(run, []).append(pages)
+    single = sum(len(np.unique(np.concatenate(pages))) for pages in parts.values())
+    return sum(run.count for run in held) + single

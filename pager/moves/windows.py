@@ -1,0 +1,206 @@
+"""Consecutive frames for a run among frames that are free here and there.
+
+A plan counts frames, not places. Where enough are free but not in one piece, what is in the way is
+moved aside inside the arena: a copy in memory, far cheaper than waiting for a transfer. ::
+
+    frames   | A A . . B . . C C C |      need 4, and 4 are free: the cheapest window holds B,
+             | A A . . . . B C C C |      which finds another place
+
+    frames   | A A . B B B . . C C |      need 3: B finds no other place, but there is room
+             | A A B B B . . . C C |      for it and for the window where both are
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from ..memory.frame_pool import merge
+from ..memory.page_table import Int32
+from ..memory.space import PageRun
+
+if TYPE_CHECKING:
+    from .residency import Residency
+
+_NEVER = 1 << 40  # cost of a frame that must stay as it is
+_TRIES = 4  # windows to try, the cheapest first
+_ROOM, _HELD, _WALL = 0, 1, 2
+
+
+def find_window(residency: Residency, run: PageRun) -> int | None:
+    """The first of ``run.count`` consecutive frames that are free, or were made so; pages of
+    ``run`` itself may be in them, then at their places. ``None`` as of :func:`_open_window`."""
+    rows = slice(run.first, run.first + run.count)
+    found = None
+    if (residency.table.frame[rows] < 0).all():
+        found = residency.pool.find_run(run.count)
+    return _open_window(residency, run) if found is None else found
+
+
+def _open_window(residency: Residency, run: PageRun) -> int | None:
+    """Make ``run.count`` consecutive frames free but for pages of ``run`` itself, which are at
+    their places in it then; the first frame. ``None``, and nothing moved that matters, if too few
+    are free or nothing can be moved. ``run`` must not be in use in its present place."""
+    table, pool = residency.table, residency.pool
+    own = table.frame[run.first : run.first + run.count]
+    if pool.free_count < run.count - int((own >= 0).sum()) or run.count > pool.count:
+        return None
+    cost = _costs(residency, run)
+    sums = np.concatenate([[0], np.cumsum(cost)])
+    windows = sums[run.count :] - sums[: -run.count]
+    for base in _cheapest(windows):
+        if windows[base] >= _NEVER:
+            break
+        if _clear(residency, run, base):
+            return base
+    return _slide(residency, run)
+
+
+def _cheapest(windows: npt.NDArray[np.int64]) -> list[int]:
+    """Where the ``_TRIES`` smallest are, the first of equal ones, without sorting all."""
+    last = min(_TRIES, len(windows)) - 1
+    few = np.flatnonzero(windows <= np.partition(windows, last)[last])
+    found: list[int] = few[np.argsort(windows[few], kind="stable")][:_TRIES].tolist()
+    return found
+
+
+def _slide(residency: Residency, run: PageRun) -> int | None:
+    """The same where nothing has another place to go to: what lies between two frames that must
+    stay is pushed together there, as little of it as possible."""
+    table = residency.table
+    best: tuple[int, int, int] | None = None  # pages of others to move, frames from, to
+    pieces = _pieces(residency, run)
+    first = room = held = 0
+    for number, (start, end, kind) in enumerate(pieces):
+        if kind == _WALL:
+            first, room, held = number + 1, 0, 0
+            continue
+        room += (end - start) * (kind == _ROOM)
+        held += (end - start) * (kind == _HELD)
+        while room >= run.count:
+            begin, stop, front = pieces[first]
+            if best is None or held < best[0]:
+                best = held, begin, end
+            room -= (stop - begin) * (front == _ROOM)
+            held -= (stop - begin) * (front == _HELD)
+            first += 1
+    if best is None:
+        return None
+    moved, begin, end = best
+    between = np.arange(begin, end, dtype=np.int32)
+    pages = table.frame_page[between]
+    others = between[(pages >= 0) & (table.owner[pages] != run.id)]
+    targets = np.arange(begin, begin + moved, dtype=np.int32)
+    base: int = end - run.count
+    own = np.arange(run.first, run.first + run.count, dtype=np.int32)
+    if (table.frame[own] < 0).all():
+        wrong = others != targets
+        if wrong.any():
+            residency.slide(others[wrong], targets[wrong])
+        return base
+    own_targets = (own - run.first + base).astype(np.int32)
+    pages = np.concatenate([table.frame_page[others], own])
+    targets = np.concatenate([targets, own_targets])
+    wrong = (table.frame[pages] >= 0) & (table.frame[pages] != targets)
+    rearrange(residency, pages[wrong], targets[wrong])
+    return base
+
+
+def _pieces(residency: Residency, run: PageRun) -> list[tuple[int, int, int]]:
+    """All frames as (from, to, kind): consecutive ones that are free or ``run``'s own, that are
+    another run's and may move, or that must stay."""
+    cost = _costs(residency, run)
+    pages = residency.table.frame_page
+    owner = np.where(pages >= 0, residency.table.owner[pages], -1)
+    room = (cost == 0) | (owner == run.id)
+    kind = np.where(room, _ROOM, np.where(cost < _NEVER, _HELD, _WALL))
+    owner[kind != _HELD] = -1
+    cuts = np.flatnonzero((np.diff(kind) != 0) | (np.diff(owner) != 0)) + 1
+    edges = [0, *cuts.tolist(), len(kind)]
+    return [(a, b, int(kind[a])) for a, b in itertools.pairwise(edges)]
+
+
+def _costs(residency: Residency, run: PageRun) -> npt.NDArray[np.int64]:
+    """Of making each frame free: 0 where it is, 1 for a page that may move."""
+    table, pool = residency.table, residency.pool
+    cost = np.full(pool.count, _NEVER, np.int64)
+    for start, length in pool.runs():
+        cost[start : start + length] = 0
+    held = np.flatnonzero(table.frame_page >= 0)
+    owners = table.owner[table.frame_page[held]]
+    fixed = [r.id for r in residency.space.runs.values() if _stays(r) and r is not run]
+    cost[held] = np.where(np.isin(owners, fixed), _NEVER, 1)
+    return cost
+
+
+def _stays(run: PageRun) -> bool:
+    """Its pages may not move: they are in use, or moving."""
+    return bool(run.pins or run.moving or run.parts)
+
+
+def _clear(residency: Residency, run: PageRun, base: int) -> bool:
+    """Move what is in the window from ``base`` on to other places, and ``run``'s pages into it."""
+    table, pool = residency.table, residency.pool
+    window = np.arange(base, base + run.count, dtype=np.int32)
+
+    mine = np.zeros(run.count, np.bool_)
+
+    def take_free() -> None:  # so that nothing is moved from one place in the window to another
+        fresh = (table.frame_page[window] < 0) & ~mine
+        for start, _, length in merge(window[fresh], window[fresh]):
+            pool.take(start, length)
+        mine[fresh] = True
+
+    cleared = True
+    try:
+        take_free()
+        held = table.frame_page[window]
+        owners = np.unique(table.owner[held[held >= 0]]).tolist()
+        occupants = [residency.space.runs[owner] for owner in owners if owner != run.id]
+        for other in occupants:
+            cleared = cleared and _move_aside(residency, other)
+            take_free()
+    finally:
+        for start, _, length in merge(window[mine], window[mine]):
+            pool.free(start, length)
+    if cleared:
+        _bring_together(residency, run, base)
+    return cleared
+
+
+def _move_aside(residency: Residency, run: PageRun) -> bool:
+    """All pages of ``run`` that are on the device go to another place for the whole of it."""
+    start = residency.pool.find_run(run.count)
+    if start is None:
+        return False
+    _bring_together(residency, run, start)
+    return True
+
+
+def _bring_together(residency: Residency, run: PageRun, base: int) -> None:
+    """Pages of ``run`` go to their frames from ``base`` on, which are free or their own."""
+    table = residency.table
+    pages = np.arange(run.first, run.first + run.count, dtype=np.int32)
+    targets = (pages - run.first + base).astype(np.int32)
+    wrong = (table.frame[pages] >= 0) & (table.frame[pages] != targets)
+    rearrange(residency, pages[wrong], targets[wrong])
+
+
+def rearrange(residency: Residency, pages: Int32, targets: Int32) -> None:
+    """Move resident, unpinned ``pages`` to ``targets``, free or held by others of them."""
+    while len(pages):
+        free = residency.table.frame_page[targets] < 0
+        if free.any():
+            residency.relocate(pages[free], targets[free])
+            pages, targets = pages[~free], targets[~free]
+            continue
+        # Only circles are left: one page makes way, to a free frame or below.
+        spare = residency.pool.find_run(1)
+        if spare is None:
+            residency.evict_pages(pages[:1])
+            pages, targets = pages[1:], targets[1:]
+        else:
+            residency.relocate(pages[:1], np.array([spare], np.int32))

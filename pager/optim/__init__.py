@@ -1,0 +1,1 @@
+"""An optimizer's step on pages."""

@@ -1,0 +1,143 @@
+"""``fused=True`` on the CPU: torch's own fused kernels, on what is on the device.
+
+They are not the for-loop's bits. Each works through a tensor in units of a cache line, whole
+vectors first, and what is left at its end one element at a time; threads get whole units. So a
+tensor may be cut wherever a cache line ends, and each element keeps the bits that it has in one
+call for all. Pages are many cache lines, and a part ends with a page or with the tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ...kernels.pieces import Operand, stretches
+from ..budget.fits import fits
+from ..tensor.module import known_parameter
+from ..tensor.operands import has_no_gaps
+from ..tensor.paged_tensor import PagedTensor
+
+if TYPE_CHECKING:
+    from ..api import Pager
+
+KINDS: tuple[type, ...] = (
+    torch.optim.AdamW,
+    torch.optim.Adam,
+    torch.optim.SGD,
+    torch.optim.Adagrad,
+)
+_HALVES = (torch.bfloat16, torch.float16)
+_LEAST_TENSORS = 2  # of an update: a parameter and its gradient; most optimizers have states too
+
+
+def is_asked(pager: Pager, kind: type, group: dict[str, Any]) -> bool:
+    """Whether torch's fused kernel for the CPU updates what ``group`` names."""
+    return bool(group.get("fused")) and pager.device.type == "cpu" and kind in KINDS
+
+
+def why_not(group: dict[str, Any], parameter: torch.Tensor) -> str | None:
+    """Why the kernel cannot update ``parameter`` in parts; its states are looked at elsewhere."""
+    grad = parameter.grad
+    if grad is None or grad.layout is not torch.strided:
+        return "its gradient is sparse"
+    if not parameter.is_floating_point() or grad.dtype is not parameter.dtype:
+        return f"it is {parameter.dtype} with a gradient in {grad.dtype}"
+    if parameter.device.type != "cpu" or not has_no_gaps(parameter):
+        return "it is on another device, or has gaps in memory"
+    return None
+
+
+@torch.no_grad()
+def update(
+    kind: type,
+    group: dict[str, Any],
+    operands: Sequence[Operand],
+    *,
+    step: torch.Tensor | None,
+    fresh: bool,
+    grad_scale: torch.Tensor | None,
+    found_inf: torch.Tensor | None,
+) -> None:
+    """Update one parameter, or a part of one that ends with a page.
+
+    operands : gradient, parameter and states in torch.optim's order, of one dtype on the CPU. The
+        gradient is written too where there is a ``grad_scale``, by which it is divided.
+    step : counts this step already; ``None`` for SGD.
+    fresh : the states hold nothing yet.
+    """
+    parts = list(stretches(operands))
+    if not parts:
+        return
+    grads, params, *states = ([part[i] for part in parts] for i in range(len(operands)))
+    common: dict[str, Any] = {
+        "lr": group["lr"],
+        "weight_decay": float(group["weight_decay"]),
+        "maximize": group["maximize"],
+        "grad_scale": grad_scale,
+        "found_inf": found_inf,
+    }
+    if kind is torch.optim.SGD:
+        torch._fused_sgd_(
+            *(params, grads, states[0] if states else []),
+            momentum=group["momentum"],
+            dampening=group["dampening"],
+            nesterov=group["nesterov"],
+            is_first_step=fresh,
+            **common,
+        )
+        return
+    assert step is not None
+    steps = [step] * len(parts)
+    if kind is torch.optim.Adagrad:
+        common |= {"lr_decay": group["lr_decay"], "eps": group["eps"]}
+        torch._fused_adagrad_(params, grads, states[0], steps, **common)
+        return
+    beta1, beta2 = (float(beta) for beta in group["betas"])
+    call = torch._fused_adamw_ if group["decoupled_weight_decay"] else torch._fused_adam_
+    call(
+        *(params, grads, states[0], states[1], states[2] if group["amsgrad"] else [], steps),
+        beta1=beta1,
+        beta2=beta2,
+        eps=group["eps"],
+        amsgrad=group["amsgrad"],
+        **common,
+    )
+
+
+def refuse(pager: Pager, kind: type, groups: Iterable[dict[str, Any]]) -> None:
+    """Raise ``ValueError`` for what torch's fused kernels do wrong, or only with all of a parameter
+    on the device where that cannot be. Nothing is changed then."""
+    if pager.device.type != "cpu":
+        return
+    for index, group in enumerate(groups):
+        if not group.get("fused"):
+            continue
+        for position, parameter in enumerate(group["params"]):
+            paged = known_parameter(pager, parameter)
+            reason = _reason(pager, kind, group, parameter if paged is None else paged)
+            if reason is not None:
+                raise ValueError(
+                    f"fused=True of {kind.__name__} cannot update parameter {position} of group "
+                    f"{index}, shape {tuple(parameter.shape)}, {parameter.dtype}: {reason}. Make "
+                    "the optimizer with fused=False"
+                )
+
+
+def _reason(pager: Pager, kind: type, group: dict[str, Any], parameter: torch.Tensor) -> str | None:
+    if issubclass(kind, torch.optim.SGD) and group["momentum"] and parameter.dtype in _HALVES:
+        return (
+            "PyTorch's fused SGD on a CPU keeps wrong momentum for 16-bit parameters, which "
+            "differs from call to call"
+        )
+    if type(parameter) is not PagedTensor or (kind in KINDS and has_no_gaps(parameter)):
+        return None
+    pages = parameter._storage.run.count * _LEAST_TENSORS
+    if fits(pager, pages):
+        return None
+    what = "it has gaps in memory" if kind in KINDS else f"{kind.__name__} is not known in parts"
+    return (
+        f"{what}, so it has to be on the device with its gradient, {pages} pages, which is more "
+        "than the budget"
+    )

@@ -1,0 +1,100 @@
+"""A plan in the terms of the runtime: what to do at which access, and which frames are whose."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from ...planner.plan import Plan
+from .access_log import Keys
+from .sequence_trace import Recorded
+
+if TYPE_CHECKING:
+    from ...planner.layout import Layout
+
+ANYWHERE = -1  # no frame was found for it in advance
+
+
+class Action(NamedTuple):
+    """Move pages ``first … first+pages`` of the run called ``key``; ``what`` is "out", "in" or
+    "drop"; ``base`` the frame of the run's first page once it is on the device."""
+
+    what: str
+    tier: str
+    key: int
+    first: int
+    pages: int
+    base: int
+
+
+class Away(NamedTuple):
+    """Pages of a run that are off the device when an iteration begins."""
+
+    key: int
+    first: int
+    pages: int
+    tier: str
+
+
+class Guide:
+    """What the executor follows through one kind of iteration.
+
+    ``actions[n]`` are queued when ``n`` accesses have ended. ``births``: key → frame of a run's
+    first page when it is born. ``start``: positive key → frame of its first page when an iteration
+    begins; ``away``: pages that are not on the device then.
+    """
+
+    def __init__(self, recorded: Recorded, plan: Plan, layout: Layout, keys: list[Keys]) -> None:
+        self.keys = keys
+        self.plan = plan
+        self.trace = recorded.trace
+        self.actions: list[Sequence[Action]] = [()] * (len(keys) + 1)
+        names = recorded.keys
+        last_use = _last_uses(recorded)
+        found: list[list[Action]] = [[] for _ in self.actions]
+        for index, move in enumerate(plan.moves):
+            only_to_die = names[move.tensor] < 0 and move.issue_op > last_use[move.tensor]
+            if move.action == "in" and only_to_die:
+                continue
+            base = layout.ins.get(index, ANYWHERE)
+            found[recorded.position[move.issue_op]].append(
+                Action(
+                    move.action,
+                    move.tier,
+                    names[move.tensor],
+                    move.first_page,
+                    move.page_count,
+                    base,
+                )
+            )
+        for where, actions in enumerate(found):
+            if actions:
+                self.actions[where] = tuple(actions)
+        # Key → number of its last in-move: the order of those still under way at the end.
+        self.last_in = {
+            names[move.tensor]: index
+            for index, move in enumerate(plan.moves)
+            if move.action == "in"
+        }
+        self.births = {names[tensor]: base for tensor, base in layout.births.items()}
+        self.start = {names[tensor]: base for tensor, base in layout.start.items()}
+        self.away = [Away(names[run.tensor], *run[1:]) for run in plan.start]
+
+    @property
+    def predicted_us(self) -> float:
+        """Iteration time that the machine model gives."""
+        assert self.plan.predicted is not None
+        return self.plan.predicted.iteration_us
+
+    @property
+    def ideal_us(self) -> float:
+        """The part of it in which nothing waits."""
+        assert self.plan.predicted is not None
+        return self.plan.predicted.ideal_us
+
+
+def _last_uses(recorded: Recorded) -> dict[int, int]:
+    """Last op that uses each tensor's contents."""
+    trace = recorded.trace
+    uses = zip(trace.access_op.tolist(), trace.access_tensor.tolist())
+    return {tensor: op for op, tensor in uses if op not in recorded.frees}

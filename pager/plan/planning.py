@@ -1,0 +1,196 @@
+"""A plan from a process of its own: training goes on while it is made.
+
+The planner is Python and a linear program: in this process it would take the GIL from the training
+thread. So it gets the trace through a pipe and gives the plan back through another; a thread of
+this process feeds and empties them, and is asleep otherwise.
+
+Note on the end of it. The planner asks the kernel to kill it when the *thread* that started it is
+gone. So the thread that starts it is that daemon thread, which lives exactly as long: it ends with
+the planner, or with this process, however that ends.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ...planner.errors import PlanError
+from ...planner.hardware import Hardware
+from ...planner.layout import Layout, layout_from_json
+from ...planner.plan import Plan, plan_from_json
+from ...planner.request import write_request
+from ...planner.trace import Trace
+from ..errors import PagerError
+
+MODULE = "tensorpager.planner.background"
+ONE_THREAD = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
+STDERR_LINES = 5  # of a planner that died, in the error
+CANCEL_SECONDS = 10.0  # within which a killed process is gone
+
+
+@dataclass(frozen=True)
+class Planned:
+    """``seconds``: from the request to the answer."""
+
+    plan: Plan
+    layout: Layout
+    seconds: float
+
+
+class PlanRefused(PagerError):  # noqa: N818 (an honest answer of the planner, not a fault)
+    """No plan works for this trace on this machine; the message says why.
+
+    ``minimum``: the smallest device budget in bytes that would, if it is known.
+    """
+
+    def __init__(self, message: str, *, minimum: int | None) -> None:
+        super().__init__(message)
+        self.minimum = minimum
+
+
+class PlanningProcess:
+    """Starts at once. ``trace`` and ``hardware`` are those of :func:`plan_with_layout`, and so is
+    ``quick``; neither may be changed until it is ``done``."""
+
+    def __init__(
+        self, trace: Trace, hardware: Hardware, *, quick: bool = False, policy: str = "lp"
+    ) -> None:
+        self._run = _Run(trace, hardware, quick, policy)
+        self._thread = threading.Thread(
+            target=self._run.go, name="tensorpager-planning", daemon=True
+        )
+        self._thread.start()
+        self._finalizer = weakref.finalize(self, _cancel, self._run, self._thread)
+
+    def done(self) -> bool:
+        """Whether ``result`` returns, or raises, at once."""
+        return self._run.ended.is_set()
+
+    def result(self, timeout: float | None = None) -> Planned:
+        """Waits for the plan, ``timeout`` seconds at most, then raises ``TimeoutError``.
+
+        Raises ``PlanRefused`` if no plan works, and ``PagerError`` if the planner died (with its
+        exit code and last words) or was cancelled. The same again on each call.
+        """
+        if not self._run.ended.wait(timeout):
+            raise TimeoutError(f"no plan after {timeout} s; it is still being made")
+        if self._run.failure is not None:
+            raise self._run.failure
+        assert self._run.planned is not None
+        return self._run.planned
+
+    def cancel(self) -> None:
+        """The process is gone when this returns. What was there already stays; may be repeated."""
+        _cancel(self._run, self._thread)
+
+
+@dataclass(eq=False)
+class _Run:
+    """What the thread and its owner share; the thread knows no owner, which may so be collected."""
+
+    trace: Trace
+    hardware: Hardware
+    quick: bool
+    policy: str
+    owner_pid: int = field(default_factory=os.getpid)
+    ended: threading.Event = field(default_factory=threading.Event)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    process: subprocess.Popen[bytes] | None = None
+    cancelled: bool = False
+    planned: Planned | None = None
+    failure: PagerError | None = None
+
+    def go(self) -> None:
+        """The thread."""
+        try:
+            self.planned = self._plan()
+        except PagerError as error:
+            self.failure = error
+        except Exception as error:  # or nobody would hear of it
+            self.failure = PagerError(f"planning failed: {type(error).__name__}: {error}")
+            self.failure.__cause__ = error
+        finally:
+            self.ended.set()
+
+    def _plan(self) -> Planned:
+        began = time.monotonic()
+        request = write_request(
+            self.trace,
+            self.hardware,
+            quick=self.quick,
+            policy=self.policy,
+            parent_pid=self.owner_pid,
+        )
+        with self.lock:
+            if self.cancelled:
+                raise PagerError("planning was cancelled")
+            try:
+                self.process = _start()
+            except OSError as error:
+                raise PagerError(
+                    f"the planner cannot be started: {sys.executable}: {error.strerror}"
+                ) from error
+        answer, complaints = self.process.communicate(request)
+        if self.cancelled:
+            raise PagerError("planning was cancelled")
+        return _read(answer, complaints, self.process.returncode, began)
+
+
+def _start() -> subprocess.Popen[bytes]:
+    """The planner of the package that this file belongs to, wherever that was imported from."""
+    root = str(Path(__file__).absolute().parents[3])
+    paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(paths),
+        **dict.fromkeys(ONE_THREAD, "1"),
+    }
+    return subprocess.Popen(
+        # -P: a folder of the user's that happens to be the current one has no say in imports.
+        [sys.executable, "-P", "-m", MODULE],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        close_fds=True,
+        env=environment,
+        process_group=0,  # Ctrl-C at the terminal goes to the training only
+    )
+
+
+def _read(answer: bytes, complaints: bytes, code: int, began: float) -> Planned:
+    try:
+        content: dict[str, Any] = json.loads(answer)
+    except ValueError:
+        content = {}
+    if "refused" in content:
+        raise PlanRefused(content["refused"], minimum=content["minimum"])
+    if "plan" not in content:
+        lines = complaints.decode(errors="replace").strip().splitlines()[-STDERR_LINES:]
+        words = content.get("error") or "; ".join(lines) or "without a word"
+        how = f"signal {-code}" if code < 0 else f"exit code {code}"
+        raise PagerError(f"the planner died ({how}): {words}")
+    try:
+        plan, layout = plan_from_json(content["plan"]), layout_from_json(content["layout"])
+    except PlanError as error:
+        raise PagerError(f"the planner's answer cannot be read: {error}") from error
+    return Planned(plan, layout, time.monotonic() - began)
+
+
+def _cancel(run: _Run, thread: threading.Thread) -> None:
+    """Kills the process; the thread reaps it. Not in a forked copy of the process."""
+    if os.getpid() != run.owner_pid:
+        return
+    with run.lock:
+        run.cancelled = True
+        if run.process is not None and run.process.returncode is None:
+            run.process.kill()
+    if thread is not threading.current_thread():
+        thread.join(CANCEL_SECONDS)

@@ -1,0 +1,207 @@
+"""Recordings into trace files: ``Pager.record(path)``, and those that ``tensorpager record`` asks
+for through the environment.
+
+Only what a program needs that is never recorded is imported at the top.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ..errors import PagerError
+
+if TYPE_CHECKING:
+    from ...planner.trace import Trace
+    from ..api import Pager
+    from .recorder import Recorder
+
+PATH_VARIABLE = "TENSORPAGER_RECORD"  # where the trace goes; unset: nothing is recorded
+ITERATION_VARIABLE = "TENSORPAGER_RECORD_ITERATION"
+REPORT_VARIABLE = "TENSORPAGER_RECORD_REPORT"  # folder of the command, for what became of it
+DEFAULT_ITERATION = 3  # the 1st is metered, the 2nd is the first with optimizer states
+CLAIM = "claim"
+
+
+# -- Pager.record --------------------------------------------------------------------------------
+@contextmanager
+def record_iterations(pager: Pager, path: str | os.PathLike[str]) -> Iterator[None]:
+    """Record the first whole iteration that runs inside the block, and write its trace to ``path``
+    (all or nothing, mode 0600) when the block ends.
+
+    Where no ``pager.iteration()`` begins inside the block, the block is the iteration. Nothing is
+    written if the block raises. Raises ``PagerError`` if ``path`` cannot be written, if the pager
+    is being recorded already, if iterations began and none was completed, or if nothing ran.
+    """
+    target = Path(path)
+    _check_target(target)
+    recording = _FirstIteration(pager)
+    recording.start()
+    pager.on_iteration.append(recording)
+    try:
+        yield
+        trace = recording.result(target)
+    finally:
+        pager.on_iteration.remove(recording)
+        recording.recorder.abandon()
+    write(target, trace)
+
+
+class _FirstIteration:
+    """Listens for the first iteration that is completed; until one begins it records already."""
+
+    def __init__(self, pager: Pager) -> None:
+        from .recorder import Recorder
+
+        self.recorder: Recorder = Recorder(pager)
+        self._trace: Trace | None = None
+        self._begun = 0
+
+    def start(self) -> None:
+        self.recorder.start()
+
+    def begin(self) -> None:
+        if self._trace is None:
+            self._begun += 1
+            self.recorder.abandon()
+            self.recorder.start()
+
+    def end(self, ok: bool) -> None:
+        if self._trace is not None or not self._begun:
+            return  # done, or an iteration that had begun before the block
+        if ok:
+            self._trace = self.recorder.finish()
+        else:
+            self.recorder.abandon()
+
+    def result(self, target: Path) -> Trace:
+        if self._trace is not None:
+            return self._trace
+        if self._begun:
+            raise PagerError(
+                f"{target} was not written: {self._begun} iteration() began inside record() and "
+                "none was completed; keep the whole iteration inside the block"
+            )
+        return self.recorder.finish()
+
+
+def _check_target(target: Path) -> None:
+    """Refuse before the iteration what could not be written after it."""
+    if target.is_dir():
+        raise PagerError(f"cannot record to {target}: it is a folder; name a file in it")
+    folder = target.absolute().parent
+    if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
+        raise PagerError(
+            f"cannot record to {target}: there is no folder {folder} that can be written to"
+        )
+
+
+def write(target: Path, trace: Trace) -> Trace:
+    """See ``write_trace``; pyarrow is imported here and not while an iteration runs."""
+    from ...planner.trace_file import write_trace
+
+    return write_trace(target, trace)
+
+
+# -- tensorpager record --------------------------------------------------------------------------
+def recording_from_environment(pager: Pager) -> None:
+    """Called for each new Pager: record one of its iterations if the environment says so.
+
+    Trouble with it is reported on stderr and to the command, and never ends the training.
+    """
+    path = os.environ.get(PATH_VARIABLE)
+    if not path:
+        return
+    text = os.environ.get(ITERATION_VARIABLE, str(DEFAULT_ITERATION))
+    if not text.isdecimal() or int(text) < 1:
+        raise PagerError(f"{ITERATION_VARIABLE}={text!r} is not a whole number ≥ 1")
+    folder = os.environ.get(REPORT_VARIABLE)
+    pager.on_iteration.append(
+        _NumberedIteration(pager, Path(path), int(text), Path(folder) if folder else None)
+    )
+
+
+class _NumberedIteration:
+    """Records iteration ``number``, or the next one that is completed; one of a program's pagers
+    and processes does."""
+
+    _made = 0
+
+    def __init__(self, pager: Pager, target: Path, number: int, folder: Path | None) -> None:
+        type(self)._made += 1
+        self._report = folder / f"{os.getpid()}-{self._made}.json" if folder else None
+        self._claim = folder / CLAIM if folder else None
+        self._pager = pager
+        self._target = target
+        self._number = number
+        self._recorder: Recorder | None = None
+        self._completed = 0
+        self._done = False
+        self._tell()
+
+    def begin(self) -> None:
+        if self._done or self._completed + 1 < self._number:
+            return
+        if not self._mine():
+            self._done = True
+            return
+        from .recorder import Recorder
+
+        self._recorder = Recorder(self._pager)
+        try:
+            self._recorder.start()
+        except Exception as error:
+            self._fail(error)
+
+    def end(self, ok: bool) -> None:
+        recorder, self._recorder = self._recorder, None
+        if not ok:
+            if recorder is not None:
+                recorder.abandon()
+            return
+        if self._done and recorder is None:
+            return
+        self._completed += 1
+        if recorder is None:
+            self._tell()
+            return
+        self._done = True
+        try:
+            trace = recorder.finish()
+            write(self._target, trace)
+            self._tell(written=True, ops=trace.ops, tensors=trace.tensors)
+        except Exception as error:
+            self._fail(error)
+
+    def _mine(self) -> bool:
+        """Whether no other pager of this run has begun to record."""
+        if self._claim is None or self._recorder is not None:
+            return True
+        try:
+            self._claim.open("x").close()
+        except FileExistsError:
+            return False
+        except OSError:
+            return True
+        self._claim = None
+        return True
+
+    def _fail(self, error: Exception) -> None:
+        if self._recorder is not None:
+            self._recorder.abandon()
+        self._done, self._recorder = True, None
+        reason = str(error) or type(error).__name__
+        print(f"tensorpager: {self._target} was not written: {reason}", file=sys.stderr)
+        self._tell(error=reason)
+
+    def _tell(self, **facts: object) -> None:
+        """To the command, if there is one."""
+        if self._report is not None:
+            with suppress(OSError):
+                text = json.dumps({"iterations": self._completed, **facts})
+                self._report.write_text(text)

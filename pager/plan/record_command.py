@@ -1,0 +1,145 @@
+"""``tensorpager record``: a trace of a training script that is left as it is."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import click
+
+from ...planner.commands.failures import CheckFailed
+from ...planner.commands.output import output_path
+from ...planner.errors import PagerError
+from .record import DEFAULT_ITERATION, ITERATION_VARIABLE, PATH_VARIABLE, REPORT_VARIABLE
+
+PASSED_ON = ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2")
+FROM_TERMINAL = ("SIGINT", "SIGQUIT")  # which a terminal sends to the command as well
+
+
+@click.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
+@click.option(
+    "-o",
+    "--output",
+    type=click.Path(path_type=Path),
+    default=Path("trace.parquet"),
+    show_default=True,
+    callback=output_path,
+    help="The trace, a Parquet file.",
+)
+@click.option(
+    "--iteration",
+    type=click.IntRange(min=1),
+    default=DEFAULT_ITERATION,
+    show_default=True,
+    help="Which one to record; the first ones are not typical.",
+)
+@click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
+@click.pass_context
+def record(context: click.Context, output: Path, iteration: int, command: Sequence[str]) -> None:
+    """Run a training script and record one of its iterations.
+
+    The script needs no change: it is one that pages with tensorpager and marks its iterations with
+    `with pager.iteration():`. It runs to its end.
+
+    \b
+    Example:
+      tensorpager record -o trace.parquet -- python train.py --steps 10
+
+    Exits as the script does, and with 1 if the script is fine but the trace was not written.
+    """
+    with tempfile.TemporaryDirectory(prefix="tensorpager-record-") as folder:
+        settings = {
+            PATH_VARIABLE: os.path.abspath(output),
+            ITERATION_VARIABLE: str(iteration),
+            REPORT_VARIABLE: folder,
+        }
+        code = _run(command, settings)
+        reports = _reports(Path(folder))
+    written = next((report for report in reports if report.get("written")), None)
+    if written is not None:
+        facts = f"iteration {written['iterations']}, {written['ops']} ops, {written['tensors']}"
+        click.echo(f"tensorpager: wrote {output}: {facts} tensors", err=True)
+        context.exit(code)
+    reason = f"{output} was not written: {_reason(reports, iteration)}"
+    if code == 0:
+        raise CheckFailed(reason)
+    click.echo(f"tensorpager record: {reason} (it ended with exit code {code})", err=True)
+    context.exit(code)
+
+
+def _run(command: Sequence[str], settings: dict[str, str]) -> int:
+    """The command's exit code, 128 + n if signal n ended it."""
+    try:
+        child = subprocess.Popen(command, env={**os.environ, **settings})
+    except FileNotFoundError as error:
+        raise PagerError(
+            f"{command[0]}: no such command; write it as in a shell, after '--'"
+        ) from error
+    except OSError as error:
+        raise PagerError(f"{command[0]}: cannot be run: {error.strerror}") from error
+    with _signals_passed_on(child):
+        code = child.wait()
+    return code if code >= 0 else 128 - code
+
+
+@contextmanager
+def _signals_passed_on(child: subprocess.Popen[bytes]) -> Iterator[None]:
+    """Signals to us are for the child, which decides what becomes of them."""
+
+    def pass_on(number: int, frame: Any) -> None:
+        if signal.Signals(number).name in FROM_TERMINAL and _in_foreground():
+            return
+        with suppress(ProcessLookupError):
+            child.send_signal(number)
+
+    before = {}
+    for name in PASSED_ON:
+        number = getattr(signal, name)
+        before[number] = signal.signal(number, pass_on)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler if handler is not None else signal.SIG_DFL)
+
+
+def _in_foreground() -> bool:
+    """Whether a terminal's keys send signals to our group of processes, the child among them."""
+    try:
+        return sys.stdin is not None and os.tcgetpgrp(sys.stdin.fileno()) == os.getpgrp()
+    except (OSError, ValueError):  # not a terminal, or closed
+        return False
+
+
+def _reports(folder: Path) -> list[dict[str, Any]]:
+    """What each Pager of the run left: ``iterations`` completed, ``written`` or ``error``."""
+    found = []
+    for path in sorted(folder.glob("*.json")):
+        with suppress(OSError, ValueError):  # one that was killed in the middle of it
+            found.append(json.loads(path.read_text()))
+    return found
+
+
+def _reason(reports: list[dict[str, Any]], iteration: int) -> str:
+    errors = [report["error"] for report in reports if "error" in report]
+    if errors:
+        return str(errors[0])
+    if not reports:
+        return "the program made no tensorpager.Pager, so there was nothing to record"
+    done = max(report["iterations"] for report in reports)
+    if done == 0:
+        return (
+            "no iteration was completed; put each one in 'with pager.iteration():' "
+            "(or call pager.record() in the script)"
+        )
+    if done < iteration:
+        return f"only {done} of {iteration} iterations were completed; lower --iteration"
+    return f"iteration {iteration} began and was not completed; record another one (--iteration)"

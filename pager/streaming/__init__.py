@@ -1,0 +1,1 @@
+"""Tensors larger than what fits, slab by slab."""

@@ -1,0 +1,408 @@
+"""Ops on tensors larger than the whole arena: page by page, slab by slab.
+
+An ordinary op pins all pages of its operands. Here only a *part* of a run is pinned (``parts.py``),
+and a *stream* pins one part after another: while one is used the next one is read ahead, and the
+one before leaves when its frames are wanted, before anything else does. ::
+
+    tensor   | leave if wanted | in use | coming | on host or disk ...
+                                 ^ slab k  ^ slab k + 1
+
+Plans know whole runs only. To them a stream is one access, to a workspace of as many frames as two
+slabs take (``workspace.py``); what it brought leaves as soon as a slab is done with. Copies below
+of what is written become void as they do for other writes.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from ...kernels.pieces import Operand, Paged
+from ..budget.fits import frames_anyway
+from ..errors import PagerError
+from ..memory.page_table import Int32
+from ..memory.space import PagedStorage, PageRun
+from ..moves.parts import Part
+from ..moves.read_ahead import ReadAhead, reading_ahead
+from ..tensor.paged_tensor import PagedTensor
+from .workspace import workspace
+
+if TYPE_CHECKING:
+    from ..api import Pager
+
+_SHARE = 3  # a slab takes this fraction of the arena: two are there at once, and others too
+_TABLE_SHARE = 3  # a table that takes less than this fraction is whole (`table_rows.py`)
+
+
+@dataclass(frozen=True, eq=False)
+class Pages:
+    """Some pages of a storage: numbers within it, in order, none twice. ``write``: they will be
+    written."""
+
+    storage: PagedStorage
+    numbers: Int32
+    write: bool = False
+
+    @property
+    def part(self) -> Part:
+        return Part(self.storage.run, (self.numbers + self.storage.run.first).astype(np.int32))
+
+
+def pages_of(
+    of: PagedTensor | PagedStorage, numbers: Iterable[int] | Int32, *, write: bool = False
+) -> Pages:
+    """Pages of a tensor's storage. Raises ``ValueError`` unless they are its own and in order."""
+    storage = of if isinstance(of, PagedStorage) else of._storage
+    if not isinstance(numbers, np.ndarray):
+        numbers = np.fromiter(numbers, np.int32)
+    if len(numbers):
+        low, high = int(numbers.min()), int(numbers.max())
+        if low < 0 or high >= storage.run.count:
+            wrong, last = low if low < 0 else high, storage.run.count - 1
+            raise ValueError(f"page {wrong} of a tensor that has pages 0 to {last}")
+    if (np.diff(numbers) <= 0).any():
+        raise ValueError("page numbers must be in order and none twice; pass np.unique of them")
+    return Pages(storage, numbers.astype(np.int32), write)
+
+
+# -- one part ------------------------------------------------------------------------------------
+@contextmanager
+def part(
+    pager: Pager, of: PagedTensor | PagedStorage, first: int, count: int, *, write: bool = False
+) -> Iterator[Int32]:
+    """Keep pages ``first … first+count`` of a tensor's storage on the device; their frames, int32
+    [count], on the host, in any order. They hold while the block runs.
+
+    ``write``: the block writes to them. Raises ``InfeasibleBudget`` or ``TierFull`` with nothing
+    pinned, ``ValueError`` for pages that the storage does not have.
+    """
+    if count < 1:
+        raise ValueError(f"{count} pages: a part has one at least")
+    wanted = pages_of(of, np.arange(first, first + count, dtype=np.int32), write=write)
+    with page_set(pager, wanted) as frames:
+        yield frames
+
+
+@contextmanager
+def page_set(pager: Pager, wanted: Pages) -> Iterator[Int32]:
+    """:func:`part` for any set of pages, or none: those that hold some rows of a table."""
+    parts = [wanted.part]
+    (frames,) = _pin(pager, [wanted], parts)
+    try:
+        yield frames
+    finally:
+        _unpin(pager, parts)
+
+
+def _pin(
+    pager: Pager, wanted: Sequence[Pages], parts: Sequence[Part], *, streamed: bool = False
+) -> list[Int32]:
+    """Frames of each; pinned, and ready to be written where that is wanted. All or nothing."""
+    pager.check_open()
+    for pages in wanted:
+        if pages.storage.pager is not pager:
+            raise PagerError("the pages are of another Pager; use the tensor's own, tensor.pager")
+    held, turns = pager.residency.parts, pager.turns
+
+    def attempt() -> None:
+        if threading.get_ident() != turns.home:
+            turns.took(parts)
+            if not turns.is_home():
+                pager.note_guest()
+        try:
+            if pager.metering_this() or not held.has(parts):
+                with pager.quiet():
+                    held.pin(parts, streamed=streamed)
+            else:
+                held.hold(parts, streamed=streamed)
+        except BaseException:
+            if threading.get_ident() != turns.home:
+                turns.left(parts)
+            raise
+
+    with pager.lock:
+        pager.backend.note_compute()
+        if turns.queue or pager.metering_this() or not held.has(parts):
+            with _stalled(pager, own=streamed):
+                turns.take(attempt)
+        else:
+            attempt()
+        try:
+            for pages, one in zip(wanted, parts):
+                if pages.write:
+                    _will_write(pager, one)
+        except BaseException:
+            _let_go(pager, parts)
+            raise
+        return [pager.table.frame[one.pages] for one in parts]
+
+
+def _let_go(pager: Pager, parts: Sequence[Part]) -> None:
+    pager.residency.parts.unpin(parts)
+    if threading.get_ident() != pager.turns.home:
+        pager.turns.left(parts)
+    else:
+        pager.turns.unpinned()
+
+
+def _unpin(pager: Pager, parts: Sequence[Part]) -> None:
+    with pager.lock:
+        _let_go(pager, parts)
+        if pager.after_op is not None and pager.closed_reason is None:
+            pager.after_op()
+
+
+def _will_write(pager: Pager, part: Part) -> None:
+    if part.run.kind == "parameter" and not pager.stepping and pager.in_iteration():
+        pager.budget.check()
+    part.run.writes += 1
+    pager.residency.parts.written(part)
+
+
+@contextmanager
+def _stalled(pager: Pager, *, own: bool = False) -> Iterator[None]:
+    """What happens inside is waiting for pages; ``own``: for a stream's, which no plan can move."""
+    start = time.perf_counter()
+    moved = pager.migration.bytes_in + pager.migration.bytes_out
+    try:
+        yield
+        pager.budget.log_frames()
+    finally:
+        seconds = time.perf_counter() - start
+        pager.stall_us += seconds * 1e6
+        if pager.follower is not None:
+            waited = moved != pager.migration.bytes_in + pager.migration.bytes_out
+            pager.follower.stalled(seconds if waited else 0.0, own=own)
+
+
+# -- streams -------------------------------------------------------------------------------------
+def stream(
+    pager: Pager, slabs: Iterable[Sequence[Pages]], *, noted: bool = False
+) -> Generator[list[Int32], None, None]:
+    """Pin the pages of one slab after another; for each, the frames of each of its ``Pages``.
+
+    What is yielded holds until the next slab is asked for, or the stream is closed (leaving a
+    ``for`` loop does that). The slab after the one in use is read ahead, so ``slabs`` is one ahead
+    too. ``noted``: who streams has said what it would take whole (``whole_need.py``); else it is a
+    table, and said here. Raises as :func:`part` does, with nothing pinned.
+    """
+    pager.check_open()
+    began = time.perf_counter()
+    todo = iter(slabs)
+    wanted, upcoming = next(todo, None), next(todo, None)
+    if wanted is None:
+        return
+    first = wanted
+    ahead: ReadAhead
+    two = [[pages.part for pages in slab] for slab in (first, upcoming or ())]
+    with reading_ahead(pager) as ahead, workspace(pager, two, _writes(first)) as frames_kept:
+        with pager.lock:
+            frames_kept.coming(two[0])
+        try:
+            while wanted is not None:
+                parts = [pages.part for pages in wanted]
+                with pager.lock, _stalled(pager, own=True):
+                    ahead.take()
+                frames = _pin(pager, wanted, parts, streamed=True)
+                brought = frames_kept.newest
+                try:
+                    if upcoming is not None:
+                        next_parts = [pages.part for pages in upcoming]
+                        with pager.lock:
+                            frames_kept.coming(next_parts)
+                            ahead.ask(next_parts)
+                    yield frames
+                finally:
+                    _unpin(pager, parts)
+                    ahead.leave(brought)
+                wanted, upcoming = upcoming, None if upcoming is None else next(todo, None)
+        finally:
+            if pager.metering_this() and not noted:
+                _note_whole_need(pager, first, began)
+
+
+def _writes(slab: Sequence[Pages]) -> list[bool]:
+    return [pages.write for pages in slab]
+
+
+def _note_whole_need(pager: Pager, slab: Sequence[Pages], began: float) -> None:
+    """Whole, a table is held, and its gradient is dense."""
+    for pages in slab:
+        run = pages.storage.run
+        of_gradient = pages.storage.nbytes if run.kind == "gradient" else 0
+        pager.budget.whole_needs.note(
+            run.count,
+            share=_TABLE_SHARE,
+            more_dense=of_gradient,
+            began=began,
+            ended=time.perf_counter(),
+        )
+
+
+# -- tensors in step -----------------------------------------------------------------------------
+@dataclass(frozen=True, eq=False)
+class Slab:
+    """Elements ``start … stop`` of each of the tensors that are walked, as operands for kernels
+    over pieces; those in pages are on the device. Valid until the next slab is asked for."""
+
+    start: int
+    stop: int
+    operands: tuple[Operand, ...]
+
+
+def slabs(
+    pager: Pager,
+    tensors: Sequence[torch.Tensor],
+    pages_per_slab: int | None = None,
+    *,
+    write: Sequence[bool] | None = None,
+) -> Iterator[Slab]:
+    """Walk ``tensors`` in step from the first element to the last, as many at once as
+    ``pages_per_slab`` frames hold of all of them together (but never less than a page of the widest
+    dtype).
+
+    tensors : all with the same number of elements, contiguous, paged here or dense.
+    pages_per_slab : default a third of the frames that nobody else has pinned.
+    write : which tensors will be written; default none.
+
+    Raises as :func:`stream` does, and ``ValueError`` for tensors that cannot be walked.
+    """
+    flat = [_Flat.of(pager, tensor) for tensor in tensors]
+    counts = {tensor.numel() for tensor in tensors}
+    if len(counts) > 1:
+        raise ValueError(f"tensors have {sorted(counts)} elements; those walked in step must agree")
+    if write is None:
+        write = [False] * len(flat)
+    if len(write) != len(flat):
+        raise ValueError(f"write names {len(write)} tensors, but {len(flat)} are walked")
+    numel = counts.pop() if counts else 0
+    if pages_per_slab is None:
+        pages_per_slab = fair_share(pager)
+    return _walk(pager, flat, write, numel, _step(flat, numel, pages_per_slab))
+
+
+def _walk(
+    pager: Pager, flat: Sequence[_Flat], write: Sequence[bool], numel: int, step: int
+) -> Iterator[Slab]:
+    borders = range(0, numel, step)
+
+    def wanted() -> Iterator[list[Pages]]:
+        for start in borders:
+            stop = min(start + step, numel)
+            yield [f.pages(start, stop, write=w) for f, w in zip(flat, write) if f.storage]
+
+    with closing(stream(pager, wanted(), noted=True)) as pinned:
+        for start, _ in zip(borders, pinned):
+            stop = min(start + step, numel)
+            yield Slab(start, stop, tuple(f.operand(start, stop) for f in flat))
+
+
+def fair_share(pager: Pager) -> int:
+    """Frames for one slab: with the next one there too, others keep a third of the arena."""
+    with pager.lock:
+        return max(0, frames_anyway(pager) - pager.residency.pinned_pages()) // _SHARE
+
+
+def _step(flat: Sequence[_Flat], numel: int, frames: int) -> int:
+    """Elements of a slab: a power of two below a page of the narrowest dtype, else a multiple of
+    such a page, so that each slab begins at a page border of each tensor, or lies in one page."""
+    sizes = [f.dtype.itemsize for f in flat if f.storage]
+    if not sizes:
+        return max(1, numel)
+    page = next(f.page_bytes for f in flat if f.storage)
+    step, whole = page // max(sizes), page // min(sizes)
+
+    def cost(step: int) -> int:
+        return sum(max(1, step * size // page) for size in sizes)
+
+    while step < whole and cost(2 * step) <= frames:
+        step *= 2
+    if step == whole:
+        step *= max(1, frames // cost(whole))
+    return step
+
+
+@dataclass(frozen=True, eq=False)
+class _Flat:
+    """A contiguous tensor as bytes: ``begin`` … of its storage, or dense memory."""
+
+    storage: PagedStorage | None
+    dense: torch.Tensor | None
+    dtype: torch.dtype
+    begin: int  # within the run
+    nbytes: int
+    page_bytes: int
+
+    @classmethod
+    def of(cls, pager: Pager, tensor: torch.Tensor) -> _Flat:
+        if not tensor.is_contiguous():
+            raise ValueError(
+                f"a tensor of shape {tuple(tensor.shape)} and stride {tensor.stride()} cannot be "
+                "walked; pass it contiguous"
+            )
+        if type(tensor) is not PagedTensor:
+            return cls(None, tensor.view(-1), tensor.dtype, 0, 0, pager.page_size)
+        storage, size = tensor._storage, tensor.dtype.itemsize
+        begin = storage.offset + int(tensor.storage_offset()) * size
+        nbytes = tensor.numel() * size
+        in_one = begin % pager.page_size + nbytes <= pager.page_size
+        if begin % pager.page_size and not in_one:
+            raise ValueError(
+                f"a view that begins at byte {begin} of its pages does not begin at a page border "
+                f"(pages have {pager.page_size} bytes); walk the tensor that it is a view of"
+            )
+        return cls(storage, None, tensor.dtype, begin, nbytes, pager.page_size)
+
+    def pages(self, start: int, stop: int, *, write: bool) -> Pages:
+        """Those that hold these elements."""
+        assert self.storage is not None
+        first = (self.begin + start * self.dtype.itemsize) // self.page_bytes
+        last = (self.begin + stop * self.dtype.itemsize - 1) // self.page_bytes
+        return Pages(self.storage, np.arange(first, last + 1, dtype=np.int32), write)
+
+    def operand(self, start: int, stop: int) -> Operand:
+        """These elements; the pages that hold them are on the device."""
+        if self.dense is not None:
+            return self.dense[start:stop]
+        assert self.storage is not None
+        size = self.dtype.itemsize
+        low, high = self.begin + start * size, self.begin + stop * size
+        return _operand(self.storage.pager, self.storage.run, low, high, self.dtype)
+
+
+def operand(tensor: PagedTensor, first: int, count: int) -> Operand:
+    """What ``tensor`` has in pages ``first … first+count`` of its storage, which are pinned: pages,
+    or a view where it is all inside one page and does not begin with it.
+
+    tensor : contiguous. Raises ``ValueError`` if it begins amid the pages, ``PagerError`` if these
+    are not on the device.
+    """
+    pager = tensor._storage.pager
+    flat = _Flat.of(pager, tensor)
+    low = max(first * pager.page_size, flat.begin)
+    high = min((first + count) * pager.page_size, flat.begin + flat.nbytes)
+    if low >= high:
+        raise ValueError(f"the tensor has no element in pages {first} to {first + count - 1}")
+    return _operand(pager, tensor._storage.run, low, high, tensor.dtype)
+
+
+def _operand(pager: Pager, run: PageRun, low: int, high: int, dtype: torch.dtype) -> Operand:
+    """Bytes ``low … high`` of ``run``."""
+    size = pager.page_size
+    rows = slice(run.first + low // size, run.first - (-high // size))
+    frames = pager.table.frame[rows].copy()
+    if (frames < 0).any():
+        page = low // size + int(np.argmax(frames < 0))
+        raise PagerError(f"page {page} is not on the device; pin it first, with pager.slabs.part")
+    arena = pager.residency.arena
+    if low % size == 0:
+        return Paged(arena, frames, size, dtype, (high - low) // dtype.itemsize)
+    begin = int(frames[0]) * size + low % size
+    return arena[begin : begin + high - low].view(dtype)

@@ -1,0 +1,1 @@
+"""``PagedTensor``: its doors, running ops on views, saved tensors, modules."""

@@ -1,0 +1,245 @@
+"""What autograd saves for backward goes into pages.
+
+*pack* copies a saved tensor's storage into pages and remembers it by the storage that it came
+from, so that q, k and v cut from one projection, or one input of three layers, are stored once.
+*unpack* returns a PagedTensor, never a dense view: a dense view has no end of use, and its frames
+would be reused under a backward op that still reads it.
+
+The memory of a storage is known by a weak reference to it (``StorageWeakRef``). While such a
+reference is held the storage's identity cannot be reused, so an address that was recycled for
+another tensor is never mistaken for the one that was saved.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.weak import TensorWeakRef
+
+from ..memory.space import PagedStorage
+from .paged_tensor import PagedTensor
+from .transforms import PagerHooks
+
+if TYPE_CHECKING:
+    from ..api import Pager
+
+THRESHOLD_BYTES = 32 << 10  # smaller tensors cost more in bookkeeping than they free
+_grad_is_on = torch.is_grad_enabled
+_SPARSE_VIEW = 4  # a view that uses less than 1/4 of its storage is stored by itself
+
+
+class _Origin(NamedTuple):
+    weak: StorageWeakRef
+    version: int
+    storage: Any  # weakref to the PagedStorage
+    first_byte: int
+    root: TensorWeakRef  # whose version counter it is
+    geometry: tuple[Any, ...]
+
+
+class SavedTensors(PagerHooks):
+    """The pack and unpack hooks of one pager, and what they share."""
+
+    def __init__(self, pager: Pager) -> None:
+        super().__init__()
+        self._pager = pager
+        self._device_type = pager.device.type
+        self._origins: dict[int, _Origin] = {}
+        self.dense_allowance = 0  # bytes that may stay dense because everything fits
+        self._dense_bytes = 0  # of these, at most: what died since they were counted is in it
+        self._dense: list[tuple[weakref.ref[torch.Tensor], int]] = []  # tensors, bytes of each
+        self._uncounted = 0  # packed since they were counted
+        # Storages that live on anyway (buffers) and their bytes, by id.
+        self.skip: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def _has_room(self, nbytes: int) -> bool:
+        """Whether ``nbytes`` more may stay dense."""
+        if self._dense_bytes + nbytes <= self.dense_allowance:
+            return True
+        if not self.dense_allowance:
+            return False
+        if 4 * self._uncounted < len(self._dense):  # counting for every tensor would take too long
+            self._uncounted += 1
+            return False
+        self._count_dense()
+        return self._dense_bytes + nbytes <= self.dense_allowance
+
+    def _count_dense(self) -> None:
+        """Without those that have died. (Other threads may pack meanwhile.)"""
+        dense, self._dense = self._dense, []
+        self._dense_bytes = self._uncounted = 0
+        for entry in dense:
+            if entry[0]() is not None:
+                self._dense.append(entry)
+                self._dense_bytes += entry[1]
+
+    def forget(self) -> None:
+        """Drop the memory of storages that are gone. Called between iterations."""
+        self._count_dense()
+        self._origins = {k: o for k, o in self._origins.items() if not o.weak.expired()}
+        self.skip = {k: v for k, v in self.skip.items() if not v[0].expired()}
+
+    def forget_storage(self, memory: torch.UntypedStorage) -> None:
+        """``memory`` may change without its version being counted."""
+        self._origins.pop(memory._cdata, None)
+
+    # -- hooks -----------------------------------------------------------------------------------
+    def pack(self, tensor: torch.Tensor) -> Any:
+        if type(tensor) is not torch.Tensor:
+            if type(tensor) is not PagedTensor:
+                return _keep(tensor)
+            with torch._C.DisableTorchFunctionSubclass():
+                return _keep(tensor)
+        weight = tensor._base
+        if type(weight) is PagedTensor:
+            return _keep_weight(weight, tensor)
+        nbytes = tensor.nbytes if tensor.layout is torch.strided else 0
+        if (
+            nbytes < THRESHOLD_BYTES
+            or tensor.device.type != self._device_type
+            or (tensor.is_leaf and tensor.requires_grad)
+        ):
+            return _keep(tensor)
+        memory = tensor.untyped_storage()
+        if memory._cdata in self.skip:
+            return _keep(tensor)
+        if self._has_room(nbytes):
+            alias = tensor.detach()  # of a leaf too: it lives as long as the graph does
+            self._dense_bytes += nbytes
+            self._uncounted += 1
+            self._dense.append((weakref.ref(alias), nbytes))
+            return alias, tensor._version
+        known = self._known(tensor, memory)
+        if known is not None:
+            return known
+        return self._store(tensor, memory, nbytes)
+
+    def unpack(self, packed: Any) -> torch.Tensor:
+        if _grad_is_on():
+            self._pager.opened.differentiated_twice = True
+        if type(packed) is PagedTensor:
+            return packed
+        if len(packed) == 3:
+            return _give_weight(*packed)
+        tensor: torch.Tensor
+        tensor, version = packed
+        if type(tensor) is not torch.Tensor:
+            with torch._C.DisableTorchFunctionSubclass():
+                now = tensor._version
+        else:
+            now = tensor._version
+        if now != version:
+            raise_modified(tensor, version)
+        return tensor
+
+    # -- storing ---------------------------------------------------------------------------------
+    def _known(self, tensor: torch.Tensor, memory: torch.UntypedStorage) -> PagedTensor | None:
+        origin = self._origins.get(memory._cdata)
+        if origin is None or origin.version != tensor._version:
+            return None
+        # Pieces of one storage may count versions each on its own (unsafe_chunk): trust the number
+        # for views of one base, and for exactly the tensor that was stored.
+        if origin.root() is not _root(tensor) and origin.geometry != _geometry(tensor):
+            return None
+        storage: PagedStorage | None = origin.storage()
+        if storage is None:
+            return None
+        return _view_of(storage, tensor, origin.first_byte)
+
+    def _store(self, tensor: torch.Tensor, memory: torch.UntypedStorage, nbytes: int) -> Any:
+        whole = memory.nbytes()
+        if whole > _SPARSE_VIEW * nbytes:
+            return self._store_range(tensor, nbytes)
+        source = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(memory)
+        storage = self._pager.store_bytes(source, "activation")
+        self._origins[memory._cdata] = _Origin(
+            StorageWeakRef(memory),
+            tensor._version,
+            weakref.ref(storage),
+            0,
+            TensorWeakRef(_root(tensor)),
+            _geometry(tensor),
+        )
+        return _view_of(storage, tensor, 0)
+
+    def _store_range(self, tensor: torch.Tensor, nbytes: int) -> Any:
+        """A small view of a big storage: keep the bytes between its first and last element."""
+        size = tensor.element_size()
+        reach = sum((n - 1) * s for n, s in zip(tensor.size(), tensor.stride())) + 1
+        if reach * size > _SPARSE_VIEW * nbytes:
+            return _keep(tensor)
+        start = int(tensor.storage_offset()) * size
+        span = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+        span.set_(tensor.untyped_storage(), start, (reach * size,), (1,))
+        storage = self._pager.store_bytes(span, "activation")
+        return _view_of(storage, tensor, int(tensor.storage_offset()) * size)
+
+
+def _keep(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """A saved tensor that is not copied, and its version at pack. Never the tensor itself: an
+    output that holds its own graph is a cycle nobody collects."""
+    return tensor if tensor.is_leaf else tensor.detach(), tensor._version
+
+
+def _keep_weight(weight: PagedTensor, tensor: torch.Tensor) -> tuple[Any, ...]:
+    """An open weight (``open_weights.py``), or a view of it, without its memory: the parameter, its
+    version at pack, and size, stride and offset, or ``None`` for those of the parameter itself."""
+    opened = weight._open
+    whole = opened.tensor if opened is not None else None
+    if whole is tensor:
+        return weight, tensor._version, None
+    if whole is not None:
+        dtype = whole.dtype
+    else:  # closed while the op ran
+        with torch._C.DisableTorchFunctionSubclass():
+            dtype = weight.dtype
+    if tensor.dtype is not dtype or tensor.is_neg():  # no view that a geometry describes
+        return _keep(tensor)
+    return weight, tensor._version, (tensor.size(), tensor.stride(), tensor.storage_offset())
+
+
+def _give_weight(weight: PagedTensor, version: int, geometry: Any) -> torch.Tensor:
+    """Plain where the weight is open: it is pinned as long as anybody has the memory."""
+    opened = weight._open
+    tensor = opened.tensor if opened is not None else None
+    if tensor is not None and weight._storage.pager.watch is None:
+        if tensor._version != version:
+            raise_modified(tensor, version)
+        return tensor if geometry is None else tensor.as_strided(*geometry)
+    with torch._C.DisableTorchFunctionSubclass():
+        if weight._version != version:
+            raise_modified(weight, version)
+        size, stride, offset = geometry or (weight.size(), weight.stride(), weight.storage_offset())
+        return PagedTensor(weight._storage, size, stride, int(offset), weight.dtype)
+
+
+def raise_modified(tensor: torch.Tensor, expected: int) -> NoReturn:
+    """PyTorch's error for a saved tensor that is not at the version at which it was saved."""
+    raise RuntimeError(
+        "one of the variables needed for gradient computation has been modified by an inplace "
+        f"operation: [{tensor.type()} {list(tensor.size())}] is at version {tensor._version}; "
+        f"expected version {expected} instead. Hint: enable anomaly detection to find the "
+        "operation that failed to compute its gradient, with "
+        "torch.autograd.set_detect_anomaly(True)."
+    )
+
+
+def _root(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor if tensor._base is None else tensor._base
+
+
+def _geometry(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return tensor.storage_offset(), tensor.size(), tensor.stride(), tensor.dtype
+
+
+def _view_of(storage: PagedStorage, tensor: torch.Tensor, first_byte: int) -> PagedTensor:
+    offset = int(tensor.storage_offset()) - first_byte // tensor.element_size()
+    view = PagedTensor(storage, tensor.size(), tensor.stride(), offset, tensor.dtype)
+    if tensor.is_conj():
+        torch._C._set_conj(view, True)
+    if tensor.is_neg():
+        torch._C._set_neg(view, True)
+    return view

@@ -1,0 +1,309 @@
+"""Runs an op on dense views of its paged operands; no result aliases the arena (rule 1)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..errors import CorruptPage, InfeasibleBudget, PagerError
+from ..memory.space import PageRun
+from .dense_views import dense_view, direct_view, withdraw
+from .geometry import set_geometry, take_over
+from .op_info import OpInfo
+from .page_bytes import copy_unmoved
+from .page_run import is_too_large, run_in_slabs, run_on_pages
+from .paged_tensor import PagedTensor
+
+if TYPE_CHECKING:
+    from ..api import Pager
+
+LISTS = (list, tuple)
+PLAIN = OpInfo("plain", (), ())
+NOT_QUICK = object()
+
+
+def run_quickly(func: Any, args: Any) -> Any:
+    """``run_dense`` for the commonest case: an op that only reads tensors of one pager, all of them
+    on the device with their dense views at hand. ``NOT_QUICK``, and nothing done, otherwise."""
+    paged: list[PagedTensor] = []
+    views: list[torch.Tensor] = []
+    runs: list[PageRun] = []
+    plain = []
+    pager = None
+    for value in args:
+        kind = type(value)
+        if kind is PagedTensor:
+            storage = value._storage
+            run = storage.run
+            if pager is None:
+                pager = storage.pager
+            view = value._view
+            if (
+                view is None
+                or run.base < 0
+                or value._view_generation != run.generation
+                or storage.pager is not pager
+                or value.dtype.is_complex
+            ):
+                return NOT_QUICK
+            if run not in runs:
+                runs.append(run)
+            paged.append(value)
+            views.append(view)
+            plain.append(view)
+        elif kind in LISTS and any(type(item) is PagedTensor for item in value):
+            return NOT_QUICK
+        else:
+            plain.append(value)
+    if pager is None:
+        return NOT_QUICK
+    pager.pin(runs)
+    try:
+        for tensor, view in zip(paged, views):
+            run = tensor._storage.run
+            # It moved just before it was pinned; another thread may have made a view since.
+            if tensor._view is not view or tensor._view_generation != run.generation:
+                if run.base < 0:
+                    return NOT_QUICK
+                plain = [direct_view(t) if type(t) is PagedTensor else t for t in args]
+        out = func(*plain)
+        strided = type(out) is torch.Tensor and out.layout is torch.strided
+        if strided and not 0 <= out.data_ptr() - pager.backend.address < pager.reach_bytes:
+            return out
+        operands = _Operands(pager)
+        operands.twins = {id(t._view): t for t in paged}
+        return _restore(out, operands)
+    except BaseException:
+        withdraw(
+            paged, [view for view in plain if type(view) is torch.Tensor and pager.holds(view)]
+        )
+        raise
+    finally:
+        pager.unpin(runs)
+
+
+def run_dense(func: Any, info: OpInfo, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Run ``func`` on dense views of its paged operands; results never alias the arena.
+
+    What page kernels can do is done by them (``page_run.py``) where frames are scattered, or too
+    few for all operands; other ops get dense copies then, or raise ``InfeasibleBudget``. Copies
+    into plain memory are made without a frame where none can be had (``page_bytes.py``).
+    """
+    try:
+        return _run_dense(func, info, args, kwargs)
+    except (InfeasibleBudget, CorruptPage):
+        raise
+    except PagerError:
+        out = copy_unmoved(func, args, kwargs)
+        if out is NotImplemented:
+            raise
+        return out
+
+
+def _run_dense(func: Any, info: OpInfo, args: Any, kwargs: dict[str, Any]) -> Any:
+    paged = paged_in(args, kwargs)
+    pagers = {id(t._storage.pager): t._storage.pager for t in paged}
+    if len(pagers) > 1:  # operands of another pager become plain copies; written ones must not
+        return _run_across(func, info, args, kwargs, list(pagers.values()))
+    pager = paged[0]._storage.pager
+    operands = _Operands(pager)
+    runs = operands.runs
+    apart = False  # whether some are in scattered frames, or not there
+    for tensor in paged:
+        run = tensor._storage.run
+        if run not in runs:
+            runs.append(run)
+            if run.base < 0:
+                apart = True
+    if apart and pager.migration.disk_refuses:  # no page can make way for another
+        out = copy_unmoved(func, args, kwargs)
+        if out is not NotImplemented:
+            return out
+    if apart and is_too_large(pager, runs):
+        out = run_in_slabs(pager, func, args, kwargs)
+        if out is not NotImplemented:
+            return out
+    writes = _written_by(info, args, kwargs) if info.writes_named else ()
+    try:
+        pager.pin(runs)
+    except InfeasibleBudget:  # beside what others have pinned
+        out = run_in_slabs(pager, func, args, kwargs)
+        if out is NotImplemented:
+            raise
+        return out
+    try:
+        written = []
+        for tensor in writes:
+            run = tensor._storage.run
+            if run not in written:
+                written.append(run)
+                pager.will_write(run)
+        if apart and any(run.base < 0 for run in runs):
+            out = run_on_pages(func, args, kwargs)
+            if out is not NotImplemented:
+                return out
+        dense = operands.dense
+        new_args = [
+            dense(a)
+            if type(a) is PagedTensor
+            else [dense(x) if type(x) is PagedTensor else x for x in a]
+            if type(a) in LISTS
+            else a
+            for a in args
+        ]
+        new_kwargs = {}
+        for name, a in kwargs.items():
+            if type(a) is PagedTensor:
+                a = dense(a)
+            elif type(a) in LISTS:
+                a = [dense(x) if type(x) is PagedTensor else x for x in a]
+            new_kwargs[name] = a
+        try:
+            out = _call(func, paged, new_args, new_kwargs)
+        except RuntimeError as error:
+            if not writes or "not resizable" not in str(error):
+                raise
+            for tensor in writes:  # PyTorch has given its view the new shape before it refused
+                tensor._view = None
+            return _run_resizing(func, args, kwargs, list(writes))
+        if operands.buffers:
+            operands.scatter_back(written)
+        for tensor in writes:
+            _follow(tensor, operands)
+        return _restore(out, operands)
+    except BaseException:
+        withdraw(paged, operands.views)
+        raise
+    finally:
+        pager.unpin(runs)
+
+
+# -- operands and results --------------------------------------------------------------------------
+class _Operands:
+    """The paged operands of one op, pinned while it runs, seen as dense tensors."""
+
+    __slots__ = ("buffers", "pager", "runs", "twins", "views")
+
+    def __init__(self, pager: Pager) -> None:
+        self.pager = pager
+        self.runs: list[PageRun] = []
+        self.twins: dict[int, PagedTensor] = {}  # id(dense view) -> its PagedTensor
+        self.views: list[torch.Tensor] = []
+        self.buffers: dict[int, torch.Tensor] = {}  # run id -> gathered bytes
+
+    def dense(self, tensor: PagedTensor) -> torch.Tensor:
+        run = tensor._storage.run
+        if run.base >= 0:
+            view = direct_view(tensor)
+        else:
+            buffer = self.buffers.get(run.id)
+            if buffer is None:
+                buffer = self.buffers[run.id] = self.pager.gather(run)
+            view = dense_view(tensor, buffer.data_ptr() + tensor._storage.offset)
+        self.twins[id(view)] = tensor
+        self.views.append(view)
+        return view
+
+    def scatter_back(self, written: list[PageRun]) -> None:
+        for run in written:
+            buffer = self.buffers.get(run.id)
+            if buffer is not None:
+                self.pager.scatter(run, buffer)
+
+
+def paged_in(args: Any, kwargs: dict[str, Any]) -> list[PagedTensor]:
+    """The PagedTensors among the arguments, in lists too."""
+    found = []
+    for value in (*args, *kwargs.values()) if kwargs else args:
+        if type(value) is PagedTensor:
+            found.append(value)
+        elif type(value) in LISTS:
+            found.extend(item for item in value if type(item) is PagedTensor)
+    return found
+
+
+def _written_by(info: OpInfo, args: Any, kwargs: dict[str, Any]) -> list[PagedTensor]:
+    values = [args[position] for position in info.writes if position < len(args)]
+    values += [kwargs[name] for name in info.writes_named if name in kwargs]
+    return paged_in(values, {})
+
+
+def _call(func: Any, paged: list[PagedTensor], args: Any, kwargs: dict[str, Any]) -> Any:
+    """``func`` on dense operands, with lazy conjugation at work where there are complex numbers
+    (the dispatcher switches it off below a tensor subclass)."""
+    if not any(tensor.dtype.is_complex for tensor in paged):
+        return func(*args, **kwargs)
+    keys = torch._C.DispatchKey
+    guard = torch._C._SetExcludeDispatchKeyGuard
+    with guard(keys.Conjugate, False), guard(keys.Negative, False):
+        return func(*args, **kwargs)
+
+
+def _follow(tensor: PagedTensor, operands: _Operands) -> None:
+    """A written operand whose dense view the op has given another shape, or conjugated."""
+    view = next((v for v in operands.views if operands.twins.get(id(v)) is tensor), None)
+    if view is None:
+        return
+    if view.size() != tensor.size() or view.stride() != tensor.stride():
+        set_geometry(tensor, view)
+    if view.is_conj() != tensor.is_conj():
+        torch._C._set_conj(tensor, view.is_conj())
+
+
+def _restore(out: Any, operands: _Operands) -> Any:
+    """Dense views among the results become their PagedTensors again; aliases are copied."""
+    if isinstance(out, torch.Tensor):
+        twin = operands.twins.get(id(out))
+        if twin is not None:
+            return twin
+        return out.clone() if operands.pager.holds(out) else out
+    if type(out) in LISTS:
+        return type(out)(_restore(item, operands) for item in out)
+    if isinstance(out, tuple):  # torch.return_types
+        return type(out)([_restore(item, operands) for item in out])
+    return out
+
+
+# -- what cannot be run as it is -------------------------------------------------------------------
+def _run_across(
+    func: Any, info: OpInfo, args: Any, kwargs: dict[str, Any], pagers: list[Pager]
+) -> Any:
+    """Operands of several pagers: those only read become plain copies, one pager's stay."""
+    writes = _written_by(info, args, kwargs)
+    keep = writes[0]._storage.pager if writes else pagers[0]
+    if any(t._storage.pager is not keep for t in writes):
+        raise PagerError(
+            f"{func} writes to PagedTensors of two pagers at once; page both with the same Pager"
+        )
+
+    def foreign(value: Any) -> Any:
+        if type(value) is PagedTensor and value._storage.pager is not keep:
+            return value.detach().to_dense()
+        if type(value) in LISTS:
+            return [foreign(item) for item in value]
+        return value
+
+    return run_dense(
+        func, info, [foreign(a) for a in args], {k: foreign(v) for k, v in kwargs.items()}
+    )
+
+
+def _run_resizing(func: Any, args: Any, kwargs: dict[str, Any], writes: list[PagedTensor]) -> Any:
+    """The op enlarges what it writes: run it on plain copies that can grow, and take them over."""
+    plain = {id(t): t.detach().to_dense() for t in writes}
+
+    def swap(value: Any) -> Any:
+        if type(value) in LISTS:
+            return [swap(item) for item in value]
+        return plain.get(id(value), value)
+
+    new_args, new_kwargs = [swap(a) for a in args], {k: swap(v) for k, v in kwargs.items()}
+    if paged_in(new_args, new_kwargs):
+        out = run_dense(func, PLAIN, new_args, new_kwargs)
+    else:
+        out = func(*new_args, **new_kwargs)
+    for tensor in writes:
+        take_over(tensor, plain[id(tensor)])
+    back = {id(dense): tensor for tensor in writes if (dense := plain[id(tensor)]) is not None}
+    return back.get(id(out), out)

@@ -1,0 +1,124 @@
+"""How PyTorch's calls reach a PagedTensor, and which function runs which kind of op.
+
+It is above all that runs ops, and gives the class its two hooks when it is imported: the modules
+below need the class, and the hooks need the modules. ``api.py`` imports it, and nobody can make
+a PagedTensor without a Pager.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ..streaming.embedding import EMBEDDING, embedding
+from ..streaming.table_ops import TABLE_OPS, run_on_table
+from .activations import SavedTensors
+from .dense_run import NOT_QUICK, PLAIN, paged_in, run_dense, run_quickly
+from .doors import serve_function
+from .linear import LINEAR, linear
+from .op_info import BRANCHES_ON_SUBCLASS, OpInfo, describe
+from .open_weights import TAKE_OPEN, run_opened
+from .out_ops import run_into_out
+from .paged_tensor import PagedTensor
+from .special_ops import run_cast, run_composite, run_elementwise_list, run_like
+from .view_ops import run_inplace_view, run_resize, run_view
+
+_INFO: dict[Any, OpInfo] = {}
+_ATTRIBUTE = type(vars(torch._C.TensorBase)["requires_grad"].__get__)  # of what gets or sets one
+_is_compiling = torch.compiler.is_compiling
+_SPECIAL: dict[str, Callable[[Any, OpInfo, Any, dict[str, Any]], Any]] = {
+    "view": run_view,
+    "inplace_view": run_inplace_view,
+    "resize": run_resize,
+    "elementwise_list": run_elementwise_list,
+    "composite": run_composite,
+    "noted_composite": run_composite,
+    "like": run_like,
+    "cast": run_cast,
+}
+
+
+def _torch_function(
+    cls: type, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+) -> Any:
+    """Composite functions that must not be taken apart; all others reach ``_torch_dispatch``."""
+    if type(func) is _ATTRIBUTE:  # most calls by far: .grad, .requires_grad, .is_leaf
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args)
+    try:
+        compiling = _is_compiling()  # which would trace the ways of our own
+        if func in TAKE_OPEN and not compiling:
+            result = run_opened(func, args, kwargs)
+            if result is not NotImplemented:
+                return result
+        if func is LINEAR and not compiling and not (kwargs and "out" in kwargs):
+            with torch._C.DisableTorchFunctionSubclass():
+                result = linear(*args, **kwargs) if kwargs else linear(*args)
+            if result is not NotImplemented:
+                return result
+        kwargs = kwargs or {}
+        if func is EMBEDDING and not compiling:
+            result = embedding(*args, **kwargs)
+            if result is not NotImplemented:
+                return result
+        if kwargs.get("out") is not None and paged_in((), {"out": kwargs["out"]}):
+            return run_into_out(func, args, kwargs)
+        if func in BRANCHES_ON_SUBCLASS and not _needs_grad(args, kwargs):
+            with torch._C.DisableTorchFunctionSubclass():
+                return run_dense(func, PLAIN, args, kwargs)
+        return serve_function(func, args, kwargs)
+    except torch.OutOfMemoryError as error:
+        refusal = _refusal(args, kwargs, error)
+        if refusal is None:
+            raise
+        raise refusal from error
+
+
+def _torch_dispatch(
+    cls: type, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+) -> Any:
+    """Every op on a PagedTensor, below autograd."""
+    if func in TABLE_OPS:
+        out = run_on_table(func, args, kwargs)
+        if out is not NotImplemented:
+            return out
+    info = _INFO.get(func)
+    if info is None:
+        info = _INFO[func] = describe(func)
+    kind = info.kind
+    if kind == "plain":
+        if not kwargs and not info.writes_named:
+            out = run_quickly(func, args)
+            if out is not NOT_QUICK:
+                return out
+        return run_dense(func, info, args, kwargs or {})
+    return _SPECIAL[kind](func, info, args, kwargs or {})
+
+
+def _refusal(args: Any, kwargs: Any, error: torch.OutOfMemoryError) -> Exception | None:
+    paged = paged_in(args, kwargs or {})
+    return paged[0]._storage.pager.refusal_of_guest(error) if paged else None
+
+
+def _needs_grad(args: Any, kwargs: dict[str, Any]) -> bool:
+    values = (*args, *kwargs.values())
+    return torch.is_grad_enabled() and any(
+        isinstance(value, torch.Tensor) and value.requires_grad for value in values
+    )
+
+
+def hide_from_dynamo(function: Any) -> None:
+    """``torch.compile`` must not trace this, nor anything that it calls: what PyTorch calls below
+    autograd, or when it saves a tensor."""
+    frames = torch._C._dynamo.eval_frame
+    skip = frames._FrameAction.SKIP
+    strategy = frames._FrameExecStrategy(skip, skip)
+    frames.set_code_exec_strategy(function.__code__, strategy)
+
+
+PagedTensor.__torch_function__ = classmethod(_torch_function)  # type: ignore[method-assign, assignment]
+PagedTensor.__torch_dispatch__ = classmethod(_torch_dispatch)  # type: ignore[assignment]
+for _entry in (_torch_dispatch, embedding, linear, SavedTensors.pack, SavedTensors.unpack):
+    hide_from_dynamo(_entry)

@@ -1,0 +1,183 @@
+"""Ways to a tensor's memory that bypass the dispatcher: each is served, or refused by name.
+
+``Doors`` holds the methods and properties of PagedTensor that Python can see; ``guard_data`` closes
+the one that only plain tensors have (``plain.data = paged`` would take over a tensor with no memory
+of its own, and crash at the next read).
+"""
+
+from __future__ import annotations
+
+import weakref
+from types import FunctionType
+from typing import Any, NoReturn
+
+import torch
+
+from ..errors import PagerError
+from ..memory.untyped import PagedTypedStorage
+
+
+def refuse(what: str, remedy: str = "call .to_dense() for a plain copy") -> NoReturn:
+    raise PagerError(
+        f"{what}: a PagedTensor's bytes are in pages, which may move or leave the device at any "
+        f"time; {remedy}, or use 'with tensor.pin() as dense:' for a view of the pages"
+    )
+
+
+class Doors:
+    """Mixin of PagedTensor."""
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """A read-only copy of the values (a NumPy array cannot share pages)."""
+        if self.requires_grad and not force:  # type: ignore[attr-defined]
+            raise RuntimeError(
+                "Can't call numpy() on Tensor that requires grad. Use tensor.detach().numpy() "
+                "instead."
+            )
+        array = self.detach().to_dense().cpu().numpy(force=force)  # type: ignore[attr-defined]
+        array.flags.writeable = False
+        return array
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
+        if copy is False:
+            raise ValueError("a NumPy array cannot share a PagedTensor's pages; pass copy=None")
+        array = self.numpy()
+        return array if dtype is None else array.astype(dtype, copy=False)
+
+    def tolist(self) -> Any:
+        return self.detach().to_dense().tolist()  # type: ignore[attr-defined]
+
+    def data_ptr(self) -> int:
+        """Where the bytes can be read: inside ``pager.saving()``, and always for what
+        ``model.state_dict()`` gives. Raises ``PagerError`` elsewhere. ``saving`` says more."""
+        return self.pager.images.address_of(self)  # type: ignore[attr-defined,no-any-return]
+
+    def __dlpack__(self, *args: Any, **kwargs: Any) -> NoReturn:
+        refuse("DLPack export")
+
+    def share_memory_(self) -> NoReturn:
+        refuse("share_memory_()")
+
+    def is_shared(self) -> bool:
+        return False
+
+    def untyped_storage(self) -> torch.UntypedStorage:
+        """To be compared with others': the same for all that share pages, with an address of its
+        own and the real size. There is no memory at the address (``untyped.py``)."""
+        from .images import untyped_of
+
+        if not self.numel() and self._storage.nbytes == 1:  # type: ignore[attr-defined]
+            return torch.UntypedStorage(0, device=self.device)  # type: ignore[attr-defined]
+        return untyped_of(self)  # type: ignore[arg-type]
+
+    def storage(self) -> torch.TypedStorage:
+        return PagedTypedStorage.of(self.untyped_storage(), self.dtype)  # type: ignore[attr-defined]
+
+    def _typed_storage(self) -> torch.TypedStorage:
+        return self.storage()
+
+    def is_set_to(self, tensor: torch.Tensor) -> bool:
+        if not isinstance(tensor, Doors):
+            return False
+        mine, other = (
+            (id(t._storage), t.storage_offset(), t.size(), t.stride())  # type: ignore[attr-defined]
+            for t in (self, tensor)
+        )
+        return mine == other
+
+    def pin_memory(self, *args: Any, **kwargs: Any) -> NoReturn:
+        refuse("pin_memory()")
+
+    def set_(self, *args: Any, **kwargs: Any) -> NoReturn:
+        refuse("set_()", "use copy_() to change the values")
+
+    def __format__(self, spec: str) -> str:
+        if self.dim() == 0:  # type: ignore[attr-defined]
+            return format(self.item(), spec)  # type: ignore[attr-defined]
+        return object.__format__(self, spec)
+
+    @property
+    def data(self) -> Any:
+        """The same pages without history, with a version counter of its own."""
+        return self.__copy__().requires_grad_(False)  # type: ignore[attr-defined]
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        """Take over the values of ``value`` (a copy: pages cannot be shared with plain memory)."""
+        shape = tuple(self.size()), self.dtype  # type: ignore[attr-defined]
+        if (tuple(value.size()), value.dtype) != shape:
+            raise PagerError(
+                f".data of a PagedTensor of shape {shape[0]}, {shape[1]} cannot become shape "
+                f"{tuple(value.size())}, {value.dtype}; convert a model (half(), …) before "
+                "page_module, or page a new tensor with pager.page()"
+            )
+        self.data.copy_(value.detach())
+
+
+def serve_function(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """``__torch_function__``: composite functions that would read an operand's memory directly, and
+    those that run code which has to come here again."""
+    if func in _RUN_GRAPHS:
+        return _RUN_GRAPHS[func](*args, **kwargs)
+    if func is torch.tensor_split or func is torch.Tensor.tensor_split:
+        args, kwargs = _plain_indices(args, kwargs)
+    elif getattr(func, "__name__", "") in ("from_dlpack", "to_dlpack", "_to_dlpack"):
+        refuse("DLPack export")
+    with torch._C.DisableTorchFunctionSubclass():
+        return func(*args, **kwargs)
+
+
+def _without_overrides(func: Any) -> Any:
+    """A copy of a Python function of PyTorch's that does not ask its arguments for an override."""
+
+    def none(_: Any) -> bool:
+        return False
+
+    names = {**func.__globals__, "has_torch_function": none, "has_torch_function_unary": none}
+    copy = FunctionType(func.__code__, names, func.__name__, func.__defaults__, func.__closure__)
+    copy.__kwdefaults__ = func.__kwdefaults__
+    return copy
+
+
+# A graph runs hooks, recomputes what was checkpointed and calls functions of the user's. There
+# overrides must be on, as in the forward pass: without them a linear has other nodes, for example.
+_RUN_GRAPHS = {
+    func: _without_overrides(func)
+    for func in (torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward)
+}
+
+
+def _plain_indices(args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    def plain(value: Any) -> Any:
+        return value.detach().to_dense() if isinstance(value, Doors) else value  # type: ignore[attr-defined]
+
+    kwargs = {k: v if k in ("input", "self") else plain(v) for k, v in kwargs.items()}
+    return (*args[:1], *(plain(a) for a in args[1:])), kwargs
+
+
+_plain_data: Any = torch._C.TensorBase.data
+
+
+_watchers: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def guard_data(saved: Any) -> None:
+    """``plain.data = paged`` takes a dense copy of the values. Installed once, by the first Pager;
+    plain tensors among themselves behave as before. ``saved`` (SavedTensors) is told whose memory
+    may change through ``.data``, which counts no version."""
+    _watchers.add(saved)
+    if "data" in torch.Tensor.__dict__:
+        return
+
+    def get(self: torch.Tensor) -> torch.Tensor:
+        if type(self) is torch.Tensor and self.layout is torch.strided:
+            for watcher in _watchers:
+                watcher.forget_storage(self.untyped_storage())
+        return _plain_data.__get__(self)  # type: ignore[no-any-return]
+
+    def put(self: torch.Tensor, value: Any) -> None:
+        if isinstance(value, Doors):
+            value = value.detach().to_dense()  # type: ignore[attr-defined]
+        _plain_data.__set__(self, value)
+
+    torch.Tensor.data = property(get, put)  # type: ignore[assignment]

@@ -1,0 +1,458 @@
+"""``F.linear`` with a paged weight, as one node of the graph.
+
+PyTorch makes a linear of a transposed view and a product, in both directions; each is a trip
+through the dispatcher, and the view a new wrapper. Here the function is caught before it is taken
+apart: the product runs on plain views, and backward runs the same products as PyTorch's own
+formulas (``mm_mat1_backward``, ``mm_mat2_backward`` in its FunctionsManual.cpp), so that every bit
+is the same.
+
+Which way a product takes:
+
+| the weight | is read |
+|---|---|
+| takes more than the device budget | slab by slab (``linear_stream.py``) |
+| is in consecutive frames, as nearly always | by a plain view: PyTorch's bits |
+| is in scattered frames | gathered, or where it is: ``kernels/linear_choice.py`` decides |
+| fits, but not beside what others have pinned | slab by slab |
+
+On a CPU scattered frames are gathered unless the copy is larger than all dense memory.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch.autograd import forward_ad
+
+from ...kernels.launch import runs_triton
+from ...kernels.linear import linear_forward
+from ...kernels.linear_choice import choose
+from ...kernels.linear_grad import linear_input_grad
+from ...kernels.paged_matrix import DTYPES, PagedMatrix
+from ..errors import InfeasibleBudget
+from ..streaming.linear_stream import input_grad, is_streamed, linear_in_slabs, product, watched
+from .activations import raise_modified
+from .dense_run import NOT_QUICK, PLAIN, run_dense
+from .dense_views import dense_view, direct_view, withdraw
+from .paged_tensor import PagedTensor
+
+if TYPE_CHECKING:
+    from ..api import Pager
+
+LINEAR = torch.nn.functional.linear
+_STRIDED, _mm = torch.strided, torch.mm
+_MATRIX = "_tensorpager_matrix"  # on a dense view: what `_note_matrix` found
+# Asked before each linear, so without the way through `torch` and `torch._C`.
+_modes = torch._C._len_torch_dispatch_stack
+_any_autocast = torch._C._is_any_autocast_enabled
+_functorch_level = torch._C._functorch.peek_interpreter_stack
+_is_tracing = torch._C._is_tracing
+_grad_is_on = torch.is_grad_enabled
+# A number in the order of nodes that no other node has: making any takes the next one.
+_take_sequence_nr = torch._C._functions.UndefinedGrad
+
+
+def linear(input: Any, weight: Any, bias: Any = None) -> Any:
+    """``F.linear``; ``NotImplemented`` where PyTorch's own way has to be taken. Not to be called
+    while ``torch.compile`` traces.
+
+    input : [..., in_features], contiguous where it has more than two dimensions. Paged ones come
+        from checkpointing, which must see the same node as in the first forward pass.
+    weight : PagedTensor [out_features, in_features], contiguous.
+    bias : ``None``, or [out_features], paged or plain.
+    """
+    inputs = input
+    if type(weight) is not PagedTensor or not isinstance(inputs, torch.Tensor):
+        return NotImplemented
+    storage = weight._storage
+    pager = storage.pager
+    if storage.run.streamed is not False and is_streamed(inputs, weight):
+        return linear_in_slabs(inputs, weight, bias)
+    if _is_watched(pager) or not _fits_together(inputs, weight, bias):
+        return NotImplemented
+    if pager.metering_this():
+        with watched(weight, inputs, bias):
+            return _whole(inputs, weight, bias)
+    return _whole(inputs, weight, bias)
+
+
+def _whole(inputs: torch.Tensor, weight: PagedTensor, bias: Any) -> torch.Tensor:
+    if _grad_is_on() and (
+        weight.requires_grad
+        or inputs.requires_grad
+        or (bias is not None and bias.requires_grad)
+    ):  # fmt: skip
+        rows = inputs if inputs.dim() == 2 else inputs.view(-1, inputs.size(-1))
+        return _apply(rows, bias, weight, (inputs,))  # type: ignore[no-any-return]
+    out: Any = _on_views_at_hand(LINEAR, inputs, weight, bias)
+    return _product_otherwise(inputs, weight, bias) if out is NOT_QUICK else out
+
+
+def _is_watched(pager: Pager) -> bool:
+    """Somebody wants to see, or to change, the ops that a linear is made of."""
+    return bool(
+        pager.watch is not None
+        or _modes()
+        or (_any_autocast() and torch.is_autocast_enabled(pager.device.type))
+        or _functorch_level() is not None
+        or forward_ad._current_level >= 0
+        or _is_tracing()
+    )
+
+
+def _fits_together(inputs: torch.Tensor, weight: PagedTensor, bias: Any) -> bool:
+    """No more than has to be known: what PyTorch refuses, it refuses when the product runs."""
+    matrix: Any = getattr(weight._view, _MATRIX, NOT_QUICK)
+    if matrix is NOT_QUICK:
+        matrix = _note_matrix(weight)
+    if matrix is None or inputs.dtype is not matrix.dtype or inputs.layout is not _STRIDED:
+        return False
+    dims = inputs.dim()
+    if dims != 2 and (dims < 2 or not inputs.is_contiguous()):
+        return False
+    if not inputs.numel():
+        return False
+    if bias is None:
+        return True
+    return (
+        isinstance(bias, torch.Tensor)
+        and bias.dtype is matrix.dtype
+        and bias.numel() == matrix.rows
+        and bias.dim() == 1
+    )
+
+
+class _Matrix(NamedTuple):
+    """Of a weight that a linear can take as it is."""
+
+    rows: int
+    dtype: torch.dtype
+
+
+def _note_matrix(weight: PagedTensor) -> _Matrix | None:
+    """``None`` for no such weight. Remembered on its dense view, which does not outlive a change
+    of its geometry."""
+    view = weight._view
+    found = None
+    if weight.dim() == 2 and weight.dtype.is_floating_point and weight.is_contiguous():
+        found = _Matrix(weight.size(0), weight.dtype)
+    if view is not None:
+        setattr(view, _MATRIX, found)
+    return found
+
+
+def _product_otherwise(inputs: torch.Tensor, weight: PagedTensor, bias: Any) -> torch.Tensor:
+    """Where no views are at hand: pages are brought in, views made; or it goes on pages."""
+    go_together = inputs.size(-1) == weight.size(1) and inputs.device == weight.device
+    try:
+        if go_together and _may_be_read_directly(weight):
+            return _forward_on_pages(inputs, weight, bias)
+        return run_dense(LINEAR, PLAIN, (inputs, weight, bias), {})  # type: ignore[no-any-return]
+    except InfeasibleBudget:  # beside what others have pinned
+        weight._storage.run.streamed = True  # from now on: one way or the other
+        x, b = (t.clone() if type(t) is PagedTensor else t for t in (inputs, bias))
+        out = product(x.reshape(-1, x.size(-1)), weight, b)
+        return out.view(*inputs.shape[:-1], weight.size(0))
+
+
+def _times(rows: torch.Tensor, weight: PagedTensor) -> torch.Tensor:
+    """rows @ weight: the gradient of the inputs."""
+    if weight._storage.pager.metering_this():
+        with watched(weight, rows):
+            return _times_whole(rows, weight)
+    return _times_whole(rows, weight)
+
+
+def _times_whole(rows: torch.Tensor, weight: PagedTensor) -> torch.Tensor:
+    try:
+        if _grad_is_on():
+            return rows.mm(weight)
+        if not _is_watched(weight._storage.pager):
+            out = _on_views_at_hand(_mm, rows, weight)
+            if out is not NOT_QUICK:
+                return out  # type: ignore[no-any-return]
+        if _may_be_read_directly(weight):
+            return _backward_on_pages(rows, weight)
+        return rows.mm(weight)
+    except InfeasibleBudget:
+        weight._storage.run.streamed = True
+        return input_grad(rows, weight)
+
+
+def _of_weight(rows: torch.Tensor, inputs: torch.Tensor, metered: Any) -> torch.Tensor:
+    """rows.T @ inputs: the gradient of the weight, which is ``metered`` in a metered iteration."""
+    if metered is None or not metered._storage.pager.metering_this():
+        return rows.t().mm(inputs)
+    with watched(metered, inputs, of_weight=True) as noted:
+        began = time.perf_counter()
+        found = rows.t().mm(inputs)
+        nbytes = found.numel() * found.dtype.itemsize
+        metered._storage.pager.budget.placement.note_gradient(noted, found, nbytes, began)
+        return found
+
+
+def _on_views_at_hand(
+    func: Callable[..., torch.Tensor], inputs: torch.Tensor, weight: PagedTensor, bias: Any = None
+) -> Any:
+    """``func`` of plain inputs and a weight (and a bias) on the device whose dense views are at
+    hand: by far the commonest case. ``NOT_QUICK``, and nothing done, otherwise.
+
+    ``func`` gives new memory, never its operands'.
+    """
+    run = weight._storage.run
+    if weight._view_generation != run.generation or run.base < 0 or isinstance(inputs, PagedTensor):
+        return NOT_QUICK
+    pager, runs = weight._storage.pager, [run]
+    paged = bias is not None and type(bias) is PagedTensor
+    if paged:
+        other = bias._storage.run
+        if bias._view_generation != other.generation or other.base < 0:
+            return NOT_QUICK
+        if bias._storage.pager is not pager:
+            return NOT_QUICK
+        if other is not run:
+            runs.append(other)
+    pager.pin(runs)
+    try:
+        if run.base < 0 or (paged and other.base < 0):
+            return NOT_QUICK  # to scattered frames, just before it was pinned
+        view = direct_view(weight)
+        if bias is None:
+            return func(inputs, view)
+        return func(inputs, view, direct_view(bias) if paged else bias)
+    except BaseException:
+        tensors = [weight, bias] if paged else [weight]
+        withdraw(tensors, [t._view for t in tensors if t._view is not None])
+        raise
+    finally:
+        pager.unpin(runs)
+
+
+# -- scattered frames ------------------------------------------------------------------------------
+def _may_be_read_directly(weight: PagedTensor) -> bool:
+    """It is not in consecutive frames now, and the kernels on pages can read it."""
+    storage = weight._storage
+    if storage.run.base >= 0 or storage.offset or weight.storage_offset():
+        return False
+    if weight.dtype not in DTYPES or not weight.is_contiguous() or not weight.numel():
+        return False
+    room = _room_bytes(weight)
+    nbytes = weight.numel() * weight.element_size()
+    return runs_triton(weight.device) or (room is not None and nbytes > room)
+
+
+def _room_bytes(weight: PagedTensor) -> int | None:
+    """Dense memory that a gathered copy may take; ``None`` while the border is not settled. On a
+    CPU how much of it is in use is not known: all that there is beside the arena."""
+    pager = weight._storage.pager
+    if not pager.budget.settled:
+        return None
+    if pager.backend.host_addressable:
+        return pager.budget.reserve
+    return max(0, pager.budget.reserve - pager.backend.dense_now())
+
+
+def _forward_on_pages(inputs: torch.Tensor, weight: PagedTensor, bias: Any) -> torch.Tensor:
+    def by_kernel(matrix: PagedMatrix, given: list[torch.Tensor]) -> torch.Tensor:
+        x = inputs.reshape(-1, inputs.size(-1)).contiguous()
+        out = x.new_empty(x.size(0), matrix.rows)
+        linear_forward(x, matrix, out, given[0].contiguous() if given else None)
+        return out.view(*inputs.shape[:-1], matrix.rows)
+
+    others = [] if bias is None else [bias]
+    rows = inputs.numel() // inputs.size(-1)
+    return _on_pages(weight, others, rows, lambda w, o: LINEAR(inputs, w, *o), by_kernel)
+
+
+def _backward_on_pages(rows: torch.Tensor, weight: PagedTensor) -> torch.Tensor:
+    def by_kernel(matrix: PagedMatrix, given: list[torch.Tensor]) -> torch.Tensor:
+        out = rows.new_empty(rows.size(0), matrix.columns)
+        linear_input_grad(rows.contiguous(), matrix, out)
+        return out
+
+    return _on_pages(weight, [], rows.size(0), lambda w, _: rows.mm(w), by_kernel)
+
+
+def _on_pages(
+    weight: PagedTensor,
+    others: list[torch.Tensor],
+    m: int,
+    by_view: Callable[[torch.Tensor, list[torch.Tensor]], torch.Tensor],
+    by_kernel: Callable[[PagedMatrix, list[torch.Tensor]], torch.Tensor],
+) -> torch.Tensor:
+    """A product with m rows by ``by_kernel`` on the pages, or by ``by_view`` on a view of them, or
+    on a gathered copy. ``others``: further operands, paged or plain."""
+    pager, run = weight._storage.pager, weight._storage.run
+    paged = [weight, *(t for t in others if type(t) is PagedTensor)]
+    runs = list({t._storage.run.id: t._storage.run for t in paged}.values())
+    buffers: list[torch.Tensor] = []
+    views: list[torch.Tensor] = []
+
+    def dense(tensor: torch.Tensor) -> torch.Tensor:
+        if type(tensor) is not PagedTensor:
+            return tensor
+        if tensor._storage.run.base >= 0:
+            view = direct_view(tensor)
+        else:
+            buffers.append(pager.gather(tensor._storage.run))
+            view = dense_view(tensor, buffers[-1].data_ptr() + tensor._storage.offset)
+        views.append(view)
+        return view
+
+    pager.pin(runs)
+    try:
+        n, k = weight.size()
+        consecutive, room = run.base >= 0, _room_bytes(weight)
+        path = choose(
+            *(m, n, k, weight.dtype, consecutive),
+            device_type=weight.device.type,
+            room_bytes=room,
+        )
+        if path != "direct":
+            return by_view(dense(weight), [dense(t) for t in others])
+        with pager.lock:
+            pages = -(-n * k * weight.element_size() // pager.page_size)
+            frames = pager.table.device_frames(run.first, pages)
+        matrix = PagedMatrix(pager.residency.arena, frames, pager.page_size, weight.dtype, n, k)
+        return by_kernel(matrix, [dense(t) for t in others])
+    except BaseException:
+        withdraw(paged, views)
+        raise
+    finally:
+        pager.unpin(runs)
+
+
+# -- the graph -------------------------------------------------------------------------------------
+class _Linear(torch.autograd.Function):
+    """Saves what PyTorch's own nodes do: the inputs for the weight's gradient, the weight for that
+    of the inputs. A parameter is kept as it is: autograd would make another wrapper of it for each
+    backward pass."""
+
+    # Arguments as PyTorch's addmm has them, but for its first two: a bias' gradient is then ready
+    # before the weight's, and DistributedDataParallel fills its buckets in that order.
+    # ``given``: the inputs before they were viewed as rows. (As in PyTorch, first and second
+    # derivatives of the inputs meet at that view.)
+    @staticmethod
+    def forward(
+        ctx: Any, rows: torch.Tensor, bias: Any, weight: PagedTensor, given: tuple[torch.Tensor]
+    ) -> torch.Tensor:
+        _take_sequence_nr()  # for `_Late`
+        for_inputs, _, for_weight, _ = ctx.needs_input_grad
+        kept = None
+        ctx.again = None
+        ctx.is_addmm = bias is not None
+        ctx.metered = weight if weight._storage.pager.metering_this() else None
+        if for_inputs:
+            if weight.is_leaf:
+                ctx.parameter = weight, weight._version
+            else:
+                kept = weight
+        if for_weight:
+            ctx.save_for_backward(rows, kept)
+        else:
+            ctx.save_for_backward(None, kept)
+            ctx.is_column_major = _is_column_major(rows)
+        (inputs,) = given
+        out = _on_views_at_hand(LINEAR, inputs, weight, bias)
+        return _product_otherwise(inputs, weight, bias) if out is NOT_QUICK else out
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        inputs, weight = ctx.saved_tensors
+        for_inputs, for_bias, for_weight, _ = ctx.needs_input_grad
+        rows = grad.reshape(-1, grad.size(-1)) if grad.dim() > 2 else grad
+        of_inputs = of_weight = of_bias = more = None
+        if ctx.again is not None:
+            more = ctx.again.taken(torch._C._current_graph_task_id())
+        twice = _grad_is_on()
+        # In PyTorch's order, as second derivatives are summed in the order of these products: its
+        # mm begins with the weight, its addmm with the inputs. Otherwise the weight may leave
+        # before there is a gradient of its size.
+        if twice and for_weight and not ctx.is_addmm:
+            of_weight = _of_weight(rows, inputs, ctx.metered)
+        if for_inputs:
+            if weight is None:
+                weight, version = ctx.parameter
+                if weight._version != version:
+                    raise_modified(weight, version)
+            if twice and for_weight:
+                if ctx.again is None:
+                    ctx.again = _Again()
+                weight = ctx.again.of(weight, ctx)
+            if ctx.is_column_major if inputs is None else _is_column_major(inputs):
+                of_inputs = weight.t().mm(rows.t()).t()
+            else:
+                of_inputs = _times(rows, weight)
+        if for_weight:
+            if of_weight is None:
+                of_weight = _of_weight(rows, inputs, ctx.metered)
+            if more is not None:
+                of_weight = more + of_weight
+        if for_bias:
+            of_bias = rows.sum(0)
+        return of_inputs, of_bias, of_weight, None
+
+
+class _Again:
+    """Where second derivatives of one linear meet its first ones, before both go on to the weight.
+
+    PyTorch's linear is a product with ``weight.t()``, and it is at that view's node that all its
+    contributions to the weight's gradient are added up; where the weight has a third use, another
+    order of additions has other bits. ::
+
+        PyTorch's     weight <- t() <- mm, and what the backward pass of mm made of weight.t()
+        here          weight <- _Linear, to which _Late brings what its backward pass has made
+
+    ``_Late`` runs right before ``_Linear`` in a pass that runs both, and leaves its gradient here;
+    where ``_Linear`` has no part in the pass, it goes straight to the weight.
+    """
+
+    __slots__ = ("_brought", "_late")
+
+    def __init__(self) -> None:
+        self._late: PagedTensor | None = None
+        self._brought: tuple[int, torch.Tensor] | None = None
+
+    def of(self, weight: PagedTensor, node: Any) -> PagedTensor:
+        """``weight`` for the backward pass of ``node``, whose context this is."""
+        if self._late is None:
+            late: Any = _Late.apply(weight, node)  # type: ignore[no-untyped-call]
+            late.grad_fn._set_sequence_nr(node._sequence_nr() + 1)  # higher ones run first
+            self._late = late
+        return self._late
+
+    def bring(self, grad: torch.Tensor) -> None:
+        self._brought = torch._C._current_graph_task_id(), grad
+
+    def taken(self, graph_task: int) -> torch.Tensor | None:
+        """What was brought in this pass; once."""
+        brought, self._brought = self._brought, None
+        return brought[1] if brought is not None and brought[0] == graph_task else None
+
+
+class _Late(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weight: PagedTensor, node: Any) -> torch.Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.node = weakref.ref(node)  # which has this node's result: no cycle
+        return weight.view_as(weight)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor | None) -> Any:
+        node = ctx.node()
+        if grad is None or node is None or not torch._C._will_engine_execute_node(node):
+            return grad, None
+        node.again.bring(grad)
+        return None, None
+
+
+# Past what `Function.apply` does for functorch, which is refused above.
+_apply: Any = super(torch.autograd.Function, _Linear).apply
+
+
+def _is_column_major(matrix: torch.Tensor) -> bool:
+    return matrix.stride() == (1, matrix.size(0))

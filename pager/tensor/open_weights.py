@@ -1,0 +1,297 @@
+"""Weights as plain tensors, while everything fits.
+
+Where nothing has to leave the device, an iteration need not ask before each op where a weight is.
+In such an iteration a weight is *opened* when it is first used: its pages are pinned, and the ops
+of ``TAKE_OPEN`` are given a plain tensor over them. To autograd that is a view of the parameter
+(one ``AliasBackward`` node before its ``AccumulateGrad``), with its version counter, so graphs,
+hooks and errors are PyTorch's own, and below the op no Python of ours runs in either direction but
+for the hooks on saved tensors.
+
+::
+
+    iteration begins    what was open in the last one is opened again, all at once
+    a weight is used    opened, if it is not
+    pages have to move  all are closed: ``Residency.still`` asks for it before anything moves
+    iteration ends      all are closed
+
+The plain tensor never reaches the user: ops of ``TAKE_OPEN`` give new memory and write to no
+operand, and what autograd saves of it becomes the parameter again (``activations.py``). Closing may
+happen at any time. What still uses the memory then (an op of another thread, a graph that saved it
+past our hooks) is known by the storage's use count, and until it is gone the pages stay pinned.
+
+Where a graph is differentiated twice, this is left alone from the next iteration on: second
+derivatives would meet the first ones of their op at its ``AliasBackward``, and PyTorch adds all of
+a weight's up at its ``AccumulateGrad``, in another order.
+
+An iteration that began with everything fitting keeps to PyTorch's nodes to its end, open or not:
+activation checkpointing must see the same nodes again in the backward pass.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch.nn import functional as F
+
+from ..memory.space import PageRun
+from .dense_views import dense_view
+from .paged_tensor import PagedTensor
+
+if TYPE_CHECKING:
+    from ..api import Pager
+
+# Their results are new memory, and they write to no operand. (Embeddings do with ``max_norm``.)
+TAKE_OPEN = frozenset(
+    {
+        F.linear, F.layer_norm, F.rms_norm, F.group_norm, F.embedding,
+        F.conv1d, F.conv2d, F.conv3d, F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d,
+        torch.mm, torch.matmul, torch.addmm, torch.bmm,
+        torch.Tensor.mm, torch.Tensor.matmul, torch.Tensor.__matmul__, torch.Tensor.bmm,
+        torch.mul, torch.Tensor.mul, torch.add, torch.Tensor.add,
+    }
+)  # fmt: skip
+_PROMPTLY = 2**64 - 1  # AccumulateGrad's place in the order of nodes: before all that can wait
+_ALIAS = torch.ops.aten.alias.default
+# Asked before each op, so without the way through `torch` and `torch._C`.
+_modes = torch._C._len_torch_dispatch_stack
+_any_autocast = torch._C._is_any_autocast_enabled
+_grad_is_on = torch.is_grad_enabled
+_functorch_level = torch._C._functorch.peek_interpreter_stack
+_is_tracing = torch._C._is_tracing
+_no_overrides = torch._C.DisableTorchFunctionSubclass
+_uses: Any = torch._C._storage_Use_Count
+
+
+class _Memory:
+    """A plain tensor over the pages of a weight, in a storage of its own, for as long as they stay
+    where they are. Without any other tensor over it ``storage`` has two uses."""
+
+    __slots__ = ("dense", "generation", "storage")
+
+    def __init__(self, paged: PagedTensor) -> None:
+        where = paged._storage
+        self.generation = where.run.generation
+        self.dense = dense_view(paged, where.pager.address_of(where))
+        self.storage = self.dense.untyped_storage()
+
+    @property
+    def in_use(self) -> bool:
+        return int(_uses(self.storage._cdata)) > 2  # by `dense`, by `storage`
+
+
+class OpenWeight:
+    """``tensor``: what the latest op was given, ``None`` once it is closed. ``uses``: by ops that
+    may have a graph still."""
+
+    __slots__ = ("memory", "paged", "requires_grad", "run", "tensor", "uses")
+
+    def __init__(self, paged: PagedTensor, memory: _Memory) -> None:
+        self.paged = paged
+        self.run: PageRun = paged._storage.run
+        self.memory = memory
+        self.requires_grad = paged.requires_grad
+        self.uses = 0
+        self.tensor: torch.Tensor | None = self._alias()
+
+    def _alias(self) -> torch.Tensor:
+        paged = self.paged
+        paged._opening = threading.get_ident(), self.memory.dense
+        try:
+            alias: torch.Tensor = _ALIAS(paged)
+        finally:
+            paged._opening = None
+        if self.requires_grad:
+            node: Any = alias.grad_fn
+            node._set_sequence_nr(_PROMPTLY)
+        return alias
+
+    def take(self) -> torch.Tensor | None:
+        """For one op; ``None`` if it is closed. Each op of a graph has a node of its own: gradients
+        that met in one would be added up before they meet those of ops that do without it, and a
+        sum in another order has other bits."""
+        if self.requires_grad and self.tensor is not None and _grad_is_on():
+            if self.uses:
+                self.tensor = self._alias()
+            self.uses += 1
+        return self.tensor
+
+
+class _Known(NamedTuple):
+    paged: weakref.ref[PagedTensor]
+    memory: _Memory
+
+
+class OpenWeights:
+    """Of one pager. ``native``: this iteration keeps to PyTorch's nodes. ``differentiated_twice``:
+    a backward pass made a graph of itself."""
+
+    def __init__(self, pager: Pager) -> None:
+        self._pager = pager
+        self.native = self.differentiated_twice = False
+        self._open: list[OpenWeight] = []
+        self._known: dict[int, _Known] = {}  # opened in iterations before, by id
+        self._lingering: list[tuple[_Memory, PageRun]] = []  # closed, still in use
+
+    def begin(self) -> None:
+        """An iteration begins."""
+        pager = self._pager
+        self.native = pager.fits and pager.after_op is None and not self.differentiated_twice
+        with pager.lock, _no_overrides():
+            self.close()
+            if not self.native:
+                return
+            with torch.inference_mode(False), torch.enable_grad():
+                for key, known in list(self._known.items()):
+                    paged = known.paged()
+                    if paged is None or not is_candidate(paged):
+                        del self._known[key]
+                    elif self._can_open(paged):
+                        self._open_now(paged)
+
+    def end(self) -> None:
+        """The iteration is over."""
+        self.native = False
+        if self._open or self._lingering:
+            with self._pager.lock:
+                self.close()
+
+    def stop(self) -> None:
+        """The pager is being closed, under its lock: nothing is opened any more."""
+        self.native = False
+        self.close()
+
+    def disown(self) -> None:
+        """In a forked child, which has no arena: nothing is open. Without the lock, which a thread
+        of the parent may have held."""
+        self.native = False
+        for weight in self._open:
+            weight.paged._open = None
+        self._open.clear()
+
+    def open(self, paged: PagedTensor) -> OpenWeight | None:
+        """Open a candidate (:func:`is_candidate`); ``None`` where that cannot be now. To be called
+        without torch functions of subclasses."""
+        with self._pager.lock:
+            if not self._can_open(paged):
+                return None
+            before = paged._open
+            if before is not None:  # for another value of requires_grad
+                self._open.remove(before)
+                self._close(before)
+            with torch.inference_mode(False), torch.enable_grad():
+                return self._open_now(paged)
+
+    def _can_open(self, paged: PagedTensor) -> bool:
+        pager = self._pager
+        return paged._storage.run.base >= 0 and pager.fits and pager.watch is None
+
+    def _open_now(self, paged: PagedTensor) -> OpenWeight:
+        run = paged._storage.run
+        known = self._known.get(id(paged))
+        if known is None or known.paged() is not paged or known.memory.generation != run.generation:
+            known = self._known[id(paged)] = _Known(weakref.ref(paged), _Memory(paged))
+        opened = paged._open = OpenWeight(paged, known.memory)
+        run.pins += 1
+        self._open.append(opened)
+        return opened
+
+    def forget(self, paged: PagedTensor) -> None:
+        """``paged`` has another geometry now."""
+        with self._pager.lock:
+            self._known.pop(id(paged), None)
+            if paged._open is not None:
+                self.close()
+
+    def close(self) -> None:
+        """Close all, under the pager's lock: pages may move again, but for what is in use."""
+        opened, self._open = self._open, []
+        for weight in opened:
+            self._close(weight)
+        closed, self._lingering = self._lingering, []
+        for memory, run in closed:
+            if memory.in_use:
+                self._lingering.append((memory, run))
+            else:
+                run.pins -= 1
+
+    def _close(self, weight: OpenWeight) -> None:
+        weight.paged._open = None
+        weight.tensor = None
+        self._lingering.append((weight.memory, weight.run))
+
+    @property
+    def in_use(self) -> bool:
+        """After :meth:`close`: somebody still has a tensor over pages."""
+        return bool(self._lingering)
+
+
+def backward_is_over(parameter: torch.Tensor) -> None:
+    """For one that was used once, so that the next use needs no other node."""
+    opened = getattr(parameter, "_open", None)
+    if opened is not None and opened.uses == 1:
+        opened.uses = 0
+
+
+def is_candidate(tensor: PagedTensor) -> bool:
+    """Whether ``tensor`` is opened in iterations in which everything fits. Always says the same of
+    a tensor while a graph has it. To be called without torch functions of subclasses."""
+    return (
+        tensor.is_leaf
+        and tensor._storage.pager.opened.native
+        and (tensor._storage.run.kind == "parameter" or tensor.requires_grad)
+        and not (tensor.dtype.is_complex or tensor.is_neg() or tensor.is_inference())
+    )
+
+
+def run_opened(func: Any, args: Any, kwargs: dict[str, Any] | None) -> Any:
+    """An op of ``TAKE_OPEN`` with weights opened; ``NotImplemented``, and nothing done, where there
+    are none, or somebody wants to see, or to change, what the op is made of.
+
+    Weights that cannot be opened now, and other paged operands, are used through the dispatcher.
+    """
+    with _no_overrides():
+        found = _with_opened(args, native=False)
+        if found is None or _modes() or _any_autocast():
+            return NotImplemented
+        if _functorch_level() is not None or _is_tracing():
+            return NotImplemented
+        given, native = found
+        if not kwargs and func is not F.embedding:
+            return func(*given) if native else NotImplemented
+        kwargs = kwargs or {}
+        if _may_write(func, given, kwargs):
+            return NotImplemented
+        found = _with_opened(kwargs.values(), native=native)
+        if found is None or not found[1]:
+            return NotImplemented
+        return func(*given, **dict(zip(kwargs, found[0])))
+
+
+def _may_write(func: Any, given: list[Any], kwargs: dict[str, Any]) -> bool:
+    """Into an operand, which would have to be known as a write to pages."""
+    if "out" in kwargs or kwargs.get("max_norm") is not None:
+        return True
+    return func is F.embedding and len(given) > 3 and given[3] is not None
+
+
+def _with_opened(values: Iterable[Any], *, native: bool) -> tuple[list[Any], bool] | None:
+    """``values`` with weights as plain tensors; and whether a pager among theirs keeps to PyTorch's
+    nodes, or ``native``. ``None`` if the first one does not."""
+    given = []
+    for value in values:
+        if type(value) is PagedTensor:
+            weight = value._open
+            if weight is None or weight.requires_grad is not value.requires_grad:
+                opened = value._storage.pager.opened
+                if not native and not opened.native:
+                    return None
+                weight = opened.open(value) if is_candidate(value) else None
+            native = True
+            if weight is not None and (tensor := weight.take()) is not None:
+                value = tensor
+        given.append(value)
+    return given, native
