@@ -195,7 +195,7 @@ def link_rates() -> dict[str, float]:
 def load_libraries(options: Options, corpus: Corpus) -> None:
     """Train a toy, so that code, thread pools and the GPU's context are not taken for the model.
     The pager imports its planner's side late, and that would be."""
-    for module in ("calibration.measure", "planning"):
+    for module in ("machine.calibration.measure", "plan.planning"):
         importlib.import_module(f"tensorpager.pager.{module}")
     toy = replace(options, preset="tiny", batch=1, seq=8)
     Trainer(toy, PlainMemory(options.device, measure=False), corpus).step()
