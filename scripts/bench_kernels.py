@@ -13,7 +13,7 @@ the floor is of), and of the whole call with all that the host does for it (whic
 torch). Below what fits in L2 (marked *) a share of the copy rate says little.
 
 Then paged linear by rows of x, directly, gathered and through cuBLAS, with the crossover for
-kernels/linear_choice.py; copies between host and device; zero copy by size of blocks; and the
+kernels/linear_choice.py; copies between host and device; and the
 goals, reached or missed.
 
 Without a GPU it says so, checks all cases on the CPU references at tiny sizes, and times these.
@@ -49,7 +49,7 @@ CPU_CHECKED = (  # a partial last page, whole pages, and a single one
     Setting("cpu", 8 * CPU_PAGE, CPU_PAGE),
     Setting("cpu", CPU_PAGE, CPU_PAGE),
 )
-SWEEPS = ("link", "fetches", "linear_sweep")
+SWEEPS = ("link", "linear_sweep")
 NAMES = (*(case.name for case in CASES), *SWEEPS)
 
 
@@ -58,7 +58,7 @@ class Extent:
     """How much a run on a GPU does.
 
     seconds : for timing one case in one setting. shapes, ms : of paged linear, N and K, and M.
-    link_bytes : copied between host and device. repeats : of each block size of zero copy.
+    link_bytes : copied between host and device.
     """
 
     seconds: float
@@ -142,7 +142,6 @@ class GpuRun:
             "rows": self.bench.rows,
             "products": [],
             "link": None,
-            "fetches": None,
             "failures": self.failures,
             "goals": [],
         }
@@ -153,7 +152,6 @@ class GpuRun:
         """Returns the exit code. The short sweeps first, so that a run that is cut short has
         all that goals need."""
         self._attempt("link", self._link)
-        self._attempt("fetches", self._fetches)
         self._attempt("linear_sweep", self._products)
         if self.choice.cases:
             print(report.HEAD)
@@ -184,11 +182,6 @@ class GpuRun:
         link = link_sweep.sweep_link(self.clock, setting, 2 * self.extent.seconds)
         self.record["link"] = link
         report.print_link(link)
-
-    def _fetches(self) -> None:
-        found = link_sweep.sweep_fetches(self.clock.device, repeats=self.extent.repeats)
-        self.record["fetches"] = found
-        report.print_fetches(found)
 
     def _products(self) -> None:
         extent, over = self.extent, self.choice.over

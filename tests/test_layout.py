@@ -167,7 +167,6 @@ plan/op_clock > api
 plan/record > api
 plan/recorder > api
 plan/recording > api
-streaming/host_rows > api
 streaming/slabs > api
 streaming/workspace > api
 tensor/activations > api

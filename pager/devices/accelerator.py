@@ -63,7 +63,6 @@ class Kit(Protocol):
     def host_memory(self, nbytes: int) -> list[HostMemory]: ...
     def register_host(self, memory: Bytes) -> None: ...
     def unregister_host(self, memory: Bytes) -> None: ...
-    def seen_at(self, memory: Bytes) -> int | None: ...
 
     def limit_dense(self, nbytes: int | None) -> None:
         """A cap on all that PyTorch's allocator holds on the device."""
@@ -146,9 +145,6 @@ class Accelerator:
 
     def unregister_host(self, memory: Bytes) -> None:
         self.kit.unregister_host(memory)
-
-    def seen_at(self, memory: Bytes) -> int | None:
-        return self.kit.seen_at(memory)
 
     # -- streams ---------------------------------------------------------------------------------
     def _here(self) -> torch.Stream:

@@ -69,10 +69,6 @@ class Cpu:
     def unregister_host(self, memory: Bytes) -> None:
         pass
 
-    def seen_at(self, memory: Bytes) -> int:
-        address: int = memory.ctypes.data
-        return address
-
     def copy_out(self, copies: Sequence[Copy]) -> None:
         for offset, host in copies:
             torch.from_numpy(host).copy_(self.arena[offset : offset + len(host)])

@@ -214,12 +214,6 @@ class CudaMemory:
             with self._in_context():
                 self._cuda.cuMemHostUnregister(memory.ctypes.data)
 
-    def seen_at(self, memory: Bytes) -> int | None:
-        """On some systems at another address than the CPU's."""
-        with self._in_context():
-            code, mapped = self._cuda.cuMemHostGetDevicePointer(memory.ctypes.data, 0)
-        return int(mapped) if int(code) == 0 else None
-
     @contextmanager
     def _in_context(self) -> Iterator[None]:
         """In any thread, and whatever device is current there, the driver's calls inside are for

@@ -22,12 +22,7 @@ below means for every stream that was noted.
    then copies on a stream of its own, and is complete when the call returns. The mark of an out is
    made when it starts, after the last use was queued; that of an in is the latest one of its
    frames, made when they were given back.
-7. A kernel on *compute* may read host slots (``host_rows.py``). It is queued under the pager's
-   lock, together with the look at the page table: a valid slot loses its page only under it.
-   Whoever fills the slot again took it later and waits for *compute*, by rule 1 or by its mark. An
-   empty ``copy_in`` behind the kernel makes *in* wait for it, so ``host_ready``, which comes before
-   host memory is given back, does too.
-8. Disk I/O straight on device frames is no stream's work. ``wait`` blocks its thread until the
+7. Disk I/O straight on device frames is no stream's work. ``wait`` blocks its thread until the
    mark of rule 6 has been reached (for a fault: one made then), and what is queued after the I/O
    has returned finds the bytes there. Memory that cuFile knows (``register_frames``) is known from
    after it was mapped until before it is unmapped.
@@ -125,10 +120,6 @@ class Device(Protocol):
     def unregister_host(self, memory: Bytes) -> None:
         """Undo ``register_host``."""
 
-    def seen_at(self, memory: Bytes) -> int | None:
-        """The address at which kernels see the first of these bytes, which are of ``host_memory``
-        or registered; ``None`` if they cannot."""
-
     def stamp(self) -> Any:
         """A moment in the order of what the calling thread queues. ``None`` where ops are over when
         they return, or the device has no clock: the host's clock is as good then."""
@@ -154,7 +145,7 @@ class Device(Protocol):
         ``None`` where calls complete when they return. Any thread."""
 
     def wait(self, mark: Any) -> None:
-        """Block the caller, without the GIL, until ``mark`` is reached (rule 8). Any thread."""
+        """Block the caller, without the GIL, until ``mark`` is reached (rule 7). Any thread."""
 
     def carry_out(self, copies: Sequence[Copy], mark: Any) -> None:
         """Arena → host, after ``mark``; complete when it returns. Any thread, without the GIL

@@ -108,9 +108,6 @@ class PlainMemory:
     def unregister_host(self, memory: Bytes) -> None:
         pass
 
-    def seen_at(self, memory: Bytes) -> None:
-        return None
-
     # -- dense memory ----------------------------------------------------------------------------
     def limit_dense(self, nbytes: int | None) -> None:
         pass

@@ -11,8 +11,6 @@ import numpy.typing as npt
 from ..devices.device import Bytes, Device, HostMemory
 from .frame_pool import FramePool, merge
 
-Int64 = npt.NDArray[np.int64]
-
 
 class HostTier:
     """``slots`` (a pool of page slots) over memory that copies to and from the device run on at
@@ -28,7 +26,6 @@ class HostTier:
         self._backend = backend
         self._pieces: list[HostMemory] = []
         self._starts: list[int] = []  # each one's first slot
-        self._seen_at: list[int | None] = []
         self.grow(capacity_bytes)
 
     @property
@@ -67,16 +64,6 @@ class HostTier:
             for first, here in self.cut(slot, count):
                 yield place + first - slot, self.view(first, here)
 
-    def device_addresses(self, slots: Int64) -> Int64 | None:
-        """Where kernels see ``slots``; ``None`` if they cannot."""
-        known = np.array([base for base in self._seen_at if base is not None], np.int64)
-        if not len(known) or len(known) < len(self._pieces):
-            return None
-        starts = np.array(self._starts, np.int64)
-        number = np.searchsorted(starts, slots, "right") - 1
-        found: Int64 = known[number] + (slots - starts[number]) * self.page_size
-        return found
-
     def grow(self, capacity_bytes: int) -> None:
         """Enlarge to ``capacity_bytes``. Contents and slot numbers stay, and so does all if it
         fails."""
@@ -87,7 +74,6 @@ class HostTier:
             self._starts.append(start)
             start += len(piece.bytes) // self.page_size
         self._pieces += fresh
-        self._seen_at += [self._backend.seen_at(piece.bytes) for piece in fresh]
         self.slots.resize(count)
 
     def close(self) -> None:

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any
 
 from ..budget import ranks
 from ..plan.names import streamed_names
-from ..streaming.host_rows import host_row_bytes
 
 if TYPE_CHECKING:
     from ..api import Pager
@@ -56,7 +55,6 @@ def counters(pager: Pager) -> dict[str, Any]:
         "channel_bytes": dict(migration.moved),
         "stall_us": pager.stall_us,
         "gathers": pager.gathers,
-        "host_row_bytes": host_row_bytes(pager),
         "compactions": residency.compactions,
         "whole_peak_bytes": budget.most_whole,
         "fits": pager.fits,

@@ -249,7 +249,7 @@ class Migration:
     def _disk_batches(
         self, frames: Int32, slots: Int32, user: str
     ) -> Iterator[tuple[list[Copy], list[tuple[int, Any]]]]:
-        """Disk I/O in one batch straight on the frames (rule 8 of ``devices/device.py``), or piece
+        """Disk I/O in one batch straight on the frames (rule 7 of ``devices/device.py``), or piece
         by piece through ``user``'s staging buffer."""
         size = self.page_size
         if user not in self._staging:

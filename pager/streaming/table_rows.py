@@ -2,7 +2,7 @@
 
 A table that takes more than a share of the arena is not pinned as a whole. The pages of the rows
 that are looked up come in groups, as many at once as may be held, and the next group is read ahead
-(``slabs.stream``). What is only read, and little of it, stays in host memory (``host_rows.py``). ::
+(``slabs.stream``). ::
 
     rows wanted   | 3   4 | 91    92 93 |      sorted; a row may straddle two pages
     pages         | 0   1 | 17       18 |      two groups, of two pages each
@@ -14,7 +14,6 @@ import weakref
 from collections.abc import Generator
 from contextlib import closing
 from dataclasses import dataclass
-from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -26,7 +25,6 @@ from ...kernels.rows import gather_rows, pages_of_rows, row_blocks
 from ..budget.fits import fits
 from ..memory.space import PagedStorage
 from ..tensor.paged_tensor import PagedTensor
-from .host_rows import may_read_in_place, paying_for_pages, read_in_place
 from .slabs import fair_share, pages_of, stream
 
 SHARE = 3  # a table of more than this fraction of the arena is large
@@ -152,91 +150,25 @@ def look_up(table: PagedTensor, indices: torch.Tensor) -> torch.Tensor:
 
     indices : int64 [...], on the table's device. On CUDA the call waits for them: which pages hold
         the rows must be known on the host.
-
-    Pages of which few bytes are wanted are read in host memory, if they are there; the others come.
     """
     shape = *indices.shape, table.size(1)
     result = torch.empty(shape, dtype=table.dtype, device=table.device)
     out, indices = result.view(-1, table.size(1)), indices.reshape(-1)
-    wanted = _Wanted(indices.cpu().numpy())
-    rest = np.arange(len(wanted.rows))
-    pager = table._storage.pager
-    pager.check_open()
-    if may_read_in_place(pager) and len(rest):
-        _check_rows(table, wanted.rows)
-        read = read_in_place(table, wanted.rows, wanted.first_places(), out)
-        _repeat_rows(out, *wanted.repeats(read))
-        rest = np.flatnonzero(~read)
-    if not len(rest) and len(wanted.rows) and pager.follower is not None:
-        _note_access(table)
-    with paying_for_pages(pager), closing(row_groups(table, wanted.rows[rest])) as groups:
+    places = indices.cpu().numpy()
+    rows = np.unique(places)
+    table._storage.pager.check_open()
+    with closing(row_groups(table, rows)) as groups:
         for group in groups:
-            mine = rest[group.start : group.stop]
-            if len(mine) == len(wanted.rows):
+            if group.stop - group.start == len(rows):
                 gather_rows(group.table, indices, out)
                 break
-            places = torch.from_numpy(wanted.places(mine))
-            for some in upload(places, out.device).split(max(1, _CHUNK_ELEMENTS // out.shape[1])):
+            mine = rows[group.start], rows[group.stop - 1]
+            here = torch.from_numpy(np.flatnonzero((places >= mine[0]) & (places <= mine[1])))
+            for some in upload(here, out.device).split(max(1, _CHUNK_ELEMENTS // out.shape[1])):
                 part = out.new_empty(len(some), out.shape[1])
                 gather_rows(group.table, indices[some], part)
                 out.index_copy_(0, some, part)
     return result
-
-
-def _note_access(table: PagedTensor) -> None:
-    """A lookup is a stream in the access log even if it needs no page: whether it does depends on
-    the rows, and iterations that differ in nothing else should follow one plan."""
-    with closing(stream(table._storage.pager, [[pages_of(table, ())]])) as pinned:
-        next(pinned)
-
-
-class _Wanted:
-    """What is looked up. ``rows``: int64 [n], ascending, each once; where in the lookup each of
-    them is, is worked out when asked for."""
-
-    def __init__(self, indices: Int64) -> None:
-        self._indices = indices
-        self.rows: Int64 = np.unique(indices)
-
-    @cached_property
-    def _sorted(self) -> tuple[Int64, Int64]:
-        """Places by row, and where those of each row begin; one more for the end."""
-        order = np.argsort(self._indices, kind="stable")
-        starts = np.searchsorted(self._indices[order], self.rows)
-        return order, np.append(starts, len(order))
-
-    def places(self, which: Int64) -> Int64:
-        """All places of ``rows[which]``."""
-        order, starts = self._sorted
-        chosen = np.zeros(len(self.rows), np.bool_)
-        chosen[which] = True
-        found: Int64 = order[np.repeat(chosen, np.diff(starts))]
-        return found
-
-    def first_places(self) -> Int64:
-        """[n], where each row is first."""
-        order, starts = self._sorted
-        found: Int64 = order[starts[:-1]]
-        return found
-
-    def repeats(self, chosen: npt.NDArray[np.bool_]) -> tuple[Int64, Int64]:
-        """Places of ``rows[chosen]`` but the first of each, and that first place for each."""
-        order, starts = self._sorted
-        counts = np.diff(starts)
-        again = np.repeat(chosen, counts)
-        again[starts[:-1]] = False
-        return order[again], np.repeat(order[starts[:-1]], counts)[again]
-
-
-def _repeat_rows(out: torch.Tensor, places: Int64, sources: Int64) -> None:
-    """``out[places] = out[sources]``, a little at a time."""
-    step = max(1, _CHUNK_ELEMENTS // 16 // out.shape[1])
-    for start in range(0, len(places), step):
-        to, source = (
-            upload(torch.from_numpy(some[start : start + step]), out.device)
-            for some in (places, sources)
-        )
-        out.index_copy_(0, to, out.index_select(0, source))
 
 
 def put_rows(table: Paged, rows: torch.Tensor, values: torch.Tensor) -> None:

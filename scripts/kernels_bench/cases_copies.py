@@ -1,8 +1,7 @@
-"""Cases that move bytes: whole pages, rows of tables, blocks of host memory, checksums."""
+"""Cases that move bytes: whole pages, rows of tables, checksums."""
 
 from __future__ import annotations
 
-import numpy as np
 import torch
 from torch.nn import functional as F
 
@@ -13,12 +12,10 @@ from tensorpager.kernels.move import move_pages
 from tensorpager.kernels.row_sums import add_rows, group_rows, sum_rows
 from tensorpager.kernels.rows import gather_rows
 from tensorpager.kernels.scatter import scatter_pages
-from tensorpager.kernels.zero_copy import block_table, fetch_blocks
 
 from .case import Case, Job, Setting, Work, close, same
 from .pages import Pages
 
-FETCHED_BYTES = 4096
 SUM_ERROR = 2.0**-20  # of the sum of magnitudes, for sums of up to 8 float32
 WORDS_AT_ONCE = 1 << 22
 
@@ -205,34 +202,6 @@ def _add_rows(setting: Setting) -> Job:
     )
 
 
-def _fetch(setting: Setting) -> Job:
-    count = max(1, setting.nbytes // FETCHED_BYTES)
-    host = torch.empty(
-        2 * count, FETCHED_BYTES, dtype=torch.uint8, pin_memory=setting.device != "cpu"
-    )
-    host.random_(generator=torch.Generator().manual_seed(setting.seed))
-    chosen = torch.randperm(2 * count, generator=torch.Generator().manual_seed(1))[:count]
-    out = torch.zeros(count, FETCHED_BYTES, dtype=torch.uint8, device=setting.device)
-    twin = torch.ones_like(out)
-    blocks = block_table(
-        host.data_ptr() + chosen.numpy() * FETCHED_BYTES,
-        out.data_ptr() + np.arange(count) * FETCHED_BYTES,
-        np.full(count, FETCHED_BYTES),
-    ).to(out.device)
-    staged = torch.empty_like(host[:count], pin_memory=setting.device != "cpu")
-
-    def peer() -> None:
-        torch.index_select(host, 0, chosen, out=staged)
-        twin.copy_(staged, non_blocking=True)
-
-    return Job(
-        run=lambda: fetch_blocks(blocks),
-        peer=peer,
-        compare=lambda: same("blocks", out, twin),
-        work=Work(memory_bytes=out.nbytes, link_bytes=out.nbytes),
-    )
-
-
 COPIES = (
     Case("gather", frozenset({"gather.gather_pages"}), "copy_", _gather),
     Case("scatter", frozenset({"scatter.scatter_pages"}), "copy_", _scatter),
@@ -242,5 +211,4 @@ COPIES = (
     Case("gather_rows", frozenset({"rows.gather_rows"}), "F.embedding", _gather_rows),
     Case("sum_rows", frozenset({"row_sums.sum_rows"}), "embedding backward", _sum_rows),
     Case("add_rows", frozenset({"row_sums.add_rows"}), "index_add_", _add_rows),
-    Case("fetch_blocks", frozenset({"zero_copy.fetch_blocks"}), "index_select, copy_", _fetch),
 )

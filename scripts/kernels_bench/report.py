@@ -76,18 +76,6 @@ def print_link(link: dict[str, Any]) -> None:
         )
 
 
-def print_fetches(fetches: dict[str, Any]) -> None:
-    heads = ("block", "blocks", "kernel", "copy engine")
-    table = Table(*heads, title="zero copy, from queueing to arrival", title_justify="left")
-    for row in fetches["rows"]:
-        sizes = [format_bytes(row["block_bytes"]), str(row["blocks"])]
-        table.add_row(*sizes, _ms(row["kernel"]), _ms(row["engine"]))
-    _console().print(table)
-    found = fetches["crossover"]
-    size = format_bytes(found["block_bytes"])
-    print(f"the kernel wins up to blocks of {size}, from {found['blocks']} of them on")
-
-
 def print_goals(goals: Sequence[dict[str, Any]]) -> None:
     table = Table("goal", "at least", "figure", "", "where", title="goals", title_justify="left")
     for goal in goals:

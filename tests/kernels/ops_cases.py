@@ -94,12 +94,6 @@ def page_checksums() -> Args:
     return gather_pages()[:3]
 
 
-def fetch_blocks() -> Args:
-    src = torch.arange(200, dtype=torch.uint8)
-    offsets = [torch.tensor(x) for x in ([150, 0], [3, 70], [50, 33])]
-    return src, offsets[0], torch.zeros(120, dtype=torch.uint8), offsets[1], offsets[2]
-
-
 def elementwise() -> Args:
     memory = Memory()
     numels, outs = _three(memory)
@@ -232,8 +226,7 @@ CASES: dict[str, Callable[[], Args]] = {
     make.__name__.rstrip("_"): make
     for make in (
         *(gather_pages, gather_pages_into, scatter_pages, move_pages, fill_pages),
-        *(page_checksums, fetch_blocks),
-        *(elementwise, reduce, total_norm, non_finite_check_and_unscale),
+        *(page_checksums, elementwise, reduce, total_norm, non_finite_check_and_unscale),
         *(adam_step, sgd_step, quantize, dequantize),
         *(linear, linear_into, linear_input_grad, linear_input_grad_into, linear_weight_grad),
         *(gather_rows, group_rows_, sum_rows, add_rows, softmax_update, softmax_grad),

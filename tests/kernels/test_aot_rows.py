@@ -14,7 +14,6 @@ from aot_gate import TARGETS, MachineCode, Variant, compile_variant, recorded_la
 from tensorpager.kernels.pieces import Paged
 from tensorpager.kernels.row_sums import group_rows
 from tensorpager.kernels.softmax_slabs import new_state
-from tensorpager.kernels.zero_copy import block_table
 
 pytestmark = pytest.mark.aot
 GATED = {
@@ -23,7 +22,6 @@ GATED = {
     "row_sums.add_rows",
     "softmax_slabs.softmax_update",
     "softmax_slabs.softmax_grad",
-    "zero_copy.fetch_blocks",
 }
 FULL, HALF = torch.float32, torch.bfloat16
 Drive = Callable[[Any, torch.dtype, int], None]
@@ -79,19 +77,12 @@ def _grad(module: Any, dtype: torch.dtype, row: int) -> None:
     module.softmax_grad_(torch.empty(3, row, dtype=dtype), 0, INDICES, torch.empty(4, 3))
 
 
-def _fetch(module: Any, dtype: torch.dtype, row: int) -> None:
-    nbytes = row * dtype.itemsize
-    address = 0 if nbytes % 16 == 0 else 1
-    module.fetch_blocks(block_table([address], [address], [nbytes]))
-
-
 GATES = {
     "rows.gather_rows": Gate(_gather, loads=8, stores=8, scalars=13),
     "row_sums.sum_rows": Gate(_sum, loads=4, stores=1, scalars=6),
     "row_sums.add_rows": Gate(_add, loads=6, stores=2, scalars=9),
     "softmax_slabs.softmax_update": Gate(_update, loads=2, stores=0, scalars=5, narrow_stores=4),
     "softmax_slabs.softmax_grad": Gate(_grad, loads=2, stores=2, scalars=5),
-    "zero_copy.fetch_blocks": Gate(_fetch, loads=4, stores=4, scalars=16, narrow_stores=2),
 }
 assert set(GATES) == GATED
 
@@ -189,7 +180,7 @@ def test_gate_notices_rows_without_alignment() -> None:
 
 
 def test_gate_notices_spills() -> None:
-    aligned = _variants("zero_copy.fetch_blocks")["fp32"].with_option("maxnreg", 16)
+    aligned = _variants("rows.gather_rows")["fp32"].with_option("maxnreg", 16)
     code = compile_variant(aligned, TARGETS["sm_90"])
     with pytest.raises(AssertionError):
-        _check(code, replace(GATES["zero_copy.fetch_blocks"], registers=255), 32)
+        _check(code, replace(GATES["rows.gather_rows"], registers=255), 32)

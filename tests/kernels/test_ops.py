@@ -14,7 +14,7 @@ from tensorpager.kernels.paged_matrix import PagedMatrix
 
 # No input of these is floating-point, so none can require a gradient.
 INTEGERS_ONLY = {
-    *("move_pages", "fill_pages", "page_checksums", "gather_pages", "fetch_blocks"),
+    *("move_pages", "fill_pages", "page_checksums", "gather_pages"),
     *("gather_rows", "group_rows"),
 }
 DIFFERENTIABLE = {"linear", "linear_input_grad"}
@@ -32,9 +32,6 @@ WITHOUT_AN_OP = {
     "softmax_slabs.new_state": "torch's ops alone, which compile as they are",
     "softmax_slabs.gradient_factors": "torch's ops alone, which compile as they are",
     "softmax_slabs.loss_of": "torch's ops alone, which compile as they are",
-    "zero_copy.block_table": "makes addresses, which no op takes; fetch_blocks takes offsets",
-    "zero_copy.row_blocks_of": "makes addresses, which no op takes; fetch_blocks takes offsets",
-    "zero_copy.calibrate_crossover": "measures the machine",
 }
 RENAMED = {
     "linear_forward": "linear",

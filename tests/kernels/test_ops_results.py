@@ -40,21 +40,6 @@ def test_pages_come_go_move_and_fill() -> None:
     assert torch.equal(out, values(1500, seed=1).view(30, 50))
 
 
-def test_blocks_are_fetched_by_offset_and_never_beyond_the_ends() -> None:
-    src, dst = torch.arange(200, dtype=torch.uint8), torch.zeros(120, dtype=torch.uint8)
-    here, there, lengths = (torch.tensor(x) for x in ([150, 0], [3, 70], [50, 33]))
-    ops.fetch_blocks(src, here, dst, there, lengths)
-    expected = torch.zeros_like(dst)
-    expected[3:53], expected[70:103] = src[150:], src[:33]
-    assert torch.equal(dst, expected)
-    for name, offsets in (("src", (here + 1, there)), ("dst", (here, there + 18))):
-        with pytest.raises(ValueError, match=f"blocks reach from .* of {name}"):
-            ops.fetch_blocks(src, offsets[0], dst, offsets[1], lengths)
-    with pytest.raises(ValueError, match=r"dst_offsets is torch.int64 \(1,\) for \(2,\) lengths"):
-        ops.fetch_blocks(src, here, dst, there[:1], lengths)
-    assert torch.equal(dst, expected)
-
-
 def _elementwise(op: str, kinds: str, tensors: list[Operand], numbers: list[float]) -> Any:
     """Two outs, one paged, one dense; `tensors` are their pairs, and those for both."""
     memory = Memory()

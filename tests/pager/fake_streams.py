@@ -99,7 +99,7 @@ class FakeKit:
         self._streams, self._cpu = streams, cpu
         self.arena, self.address = cpu.arena, cpu.address
         self.reserved_bytes = cpu.reserved_bytes
-        self.commit, self.remake, self.seen_at = cpu.commit, cpu.remake, cpu.seen_at
+        self.commit, self.remake = cpu.commit, cpu.remake
         self.register_host = self.unregister_host = cpu.register_host
         self.limit_dense, self.close = cpu.limit_dense, cpu.close
 

@@ -13,8 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import tensorpager as tp
-from tensorpager.pager.streaming import host_rows, table_ops
-from tensorpager.pager.streaming.host_rows import host_row_bytes
+from tensorpager.pager.streaming import table_ops
 
 from .. import programs
 from .models import PAGE_BYTES, World, assert_same, make_pager, mlp
@@ -39,17 +38,6 @@ TEN_TIMES = 10 * FRAMES
 @pytest.fixture(autouse=True)
 def _seed(one_thread: None) -> None:
     torch.manual_seed(3)
-
-
-@pytest.fixture(autouse=True)
-def _rows_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As much as is ever read in place; without this it would depend on the machine."""
-    read_in_place(monkeypatch, PAGE_BYTES // 2)
-
-
-def read_in_place(monkeypatch: pytest.MonkeyPatch, most_bytes: int) -> None:
-    """Of a page."""
-    monkeypatch.setattr(host_rows, "most_bytes_of", lambda pager, row_bytes: most_bytes)
 
 
 def slow(value: Any) -> Any:
@@ -79,13 +67,8 @@ def gradients_of(table: torch.Tensor, indices: torch.Tensor, **options: Any) -> 
 # -- the same bits ---------------------------------------------------------------------------------
 @pytest.mark.parametrize("lane", ["chaos", *map(slow, ("plain", "scattered"))])
 @pytest.mark.parametrize("padding", ["a row", *map(slow, ("none", "the last"))])
-@pytest.mark.parametrize("way", ["rows in place", slow("pages")])
-def test_ten_times_the_arena(
-    monkeypatch: pytest.MonkeyPatch, lane: str, padding: str, way: str
-) -> None:
+def test_ten_times_the_arena(lane: str, padding: str) -> None:
     """Forward, backward, and one more backward pass that adds to the gradient."""
-    if way == "pages":
-        read_in_place(monkeypatch, 0)
     dense = torch.randn(ROWS, WIDTH)
     plain = nn.Parameter(dense.clone())
     indices = lookups(rows=ROWS - 1)
@@ -96,7 +79,6 @@ def test_ten_times_the_arena(
         before = pager.gathers
         found = gradients_of(table, indices, padding_idx=row)
         assert pager.gathers == before
-        assert (host_row_bytes(pager) > 0) == (way == "rows in place")
         assert_same(found, gradients_of(plain, indices, padding_idx=row))
         assert is_paged(table.grad)
 
@@ -224,8 +206,7 @@ def test_errors_are_pytorchs() -> None:
 
 
 # -- what moves ------------------------------------------------------------------------------------
-def test_only_the_pages_of_the_rows_come_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    read_in_place(monkeypatch, 0)
+def test_only_the_pages_of_the_rows_come_in() -> None:
     with tight() as pager:
         table = paged_table(pager, torch.arange(ROWS * WIDTH).view(ROWS, WIDTH).float())
         scramble(pager)
@@ -382,7 +363,6 @@ def test_a_table_ten_times_the_arena_trains(optimizer: str, lane: str) -> None:
                 losses.append(loss.item())
             results.append([losses, read_table(table)])
         assert pager.stats()["dense_peak_bytes"] < dense.nbytes
-        assert host_row_bytes(pager) > 0
     assert_same(*results)
 
 

@@ -384,14 +384,6 @@ def test_copies_between_host_and_device_are_checked() -> None:
     }
 
 
-def test_fetches_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
-    fetches = link_sweep.Fetches("cpu", blocks=4)
-    fetches.check(256, 4)
-    monkeypatch.setattr(link_sweep, "fetch_blocks", lambda _table: None)
-    with pytest.raises(ResultError, match="kernel"):
-        fetches.check(256, 4)
-
-
 TINY = bench_kernels.Extent(
     seconds=0.0,
     sizes=Sizes((5 * PAGE,), (PAGE,)),
@@ -408,12 +400,8 @@ def test_gpu_run_from_end_to_end(
 ) -> None:
     """With a CPU's clock: the order, the record after each step, and the exit code."""
     monkeypatch.setitem(rates.COPY_BYTES, "cpu", 1 << 16)
-    sweep = link_sweep.sweep_fetches
-    monkeypatch.setattr(
-        link_sweep, "sweep_fetches", lambda device, repeats: sweep(device, (256,), repeats, 4)
-    )
     records: list[dict[str, Any]] = []
-    chosen = ("link", "fetches", "linear_sweep", "gather", "adamw")
+    chosen = ("link", "linear_sweep", "gather", "adamw")
     choice = bench_kernels.Choice(chosen, time.monotonic() + 600, peers=True)
     run = bench_kernels.GpuRun(
         "a CPU",
@@ -423,9 +411,8 @@ def test_gpu_run_from_end_to_end(
         lambda record: records.append(json.loads(json.dumps(record))),
     )
     code = run.run()
-    assert len(records) == 3 + 2 + 1
+    assert len(records) == 2 + 2 + 1
     assert records[0]["link"]
-    assert not records[0]["fetches"]
     last = records[-1]
     assert [row["case"] for row in last["rows"]] == ["adamw", "gather"]
     assert all(row["status"] == "right" for row in [*last["rows"], *last["products"]])
