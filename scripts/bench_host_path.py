@@ -16,7 +16,7 @@ its own:
 Times are CPU time of the whole process (--steps steps after warm-up, median), and of it the time of
 the thread that trains (autograd has one of its own). The library counts calls. The floor is what as
 many calls cost through PyTorch with nothing around them: a launch, a copy, an event's record, a
-wait for an event, each timed alone.
+wait for an event, each timed alone; for copies that are queued in batches, a share of a batch.
 """
 
 import ctypes
@@ -34,6 +34,12 @@ from typing import Any
 
 import click
 import torch
+from cuda.bindings.driver import (
+    CUdeviceptr,
+    CUmemcpyAttributes,
+    CUmemcpySrcAccessOrder,
+    cuMemcpyBatchAsync,
+)
 from lm.measure import MOST_WARM_UP_STEPS, WARM_UP_STEPS
 from lm.model import PRESETS, VOCABULARY, meta_model
 from lm.report import run_facts, write_json
@@ -44,8 +50,9 @@ MODES = ("plain", "fits", "planned", "lru")
 SEQUENCE = 512
 TOTAL_BYTES = 1 << 38  # of the pretended GPU: 7B fits twice
 CALLS = 2000  # timed for the cost of one
-COUNTED = ("launches", "copies", "pageable_copies", "synchronizations", "event_records")
-COUNTED += ("event_waits", "event_creations", "mallocs")
+BATCH = 16  # copies of a batch that is timed
+COUNTED = ("launches", "copies", "batches", "batched_copies", "pageable_copies")
+COUNTED += ("synchronizations", "event_records", "event_waits", "event_creations", "mallocs")
 
 Record = dict[str, Any]
 
@@ -74,9 +81,18 @@ def costs() -> dict[str, float]:
     host = torch.zeros(256).pin_memory()
     event, stream = torch.cuda.Event(), torch.cuda.current_stream()
     event.record()
+    to, from_ = ([CUdeviceptr(one.data_ptr())] * BATCH for one in (device, host))
+    how = CUmemcpyAttributes()
+    how.srcAccessOrder = CUmemcpySrcAccessOrder.CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
+    aside = torch.cuda.Stream().cuda_stream
+
+    def batch() -> None:
+        cuMemcpyBatchAsync(to, from_, [4] * BATCH, BATCH, [how], [0], 1, aside)
+
     return {
         "launches": cost_us(lambda: device.add_(1)),
         "copies": cost_us(lambda: device.copy_(host, non_blocking=True)),
+        "batched_copies": cost_us(batch) / BATCH,
         "event_records": cost_us(lambda: event.record(stream)),
         "event_waits": cost_us(lambda: stream.wait_event(event)),
     }

@@ -59,7 +59,7 @@ print(".".join(importlib.metadata.version("nvidia-cuda-runtime").split(".")[:2])
 exec {lock}<"$home"
 flock "$lock"
 [ "$(cat "$home/installed" 2>/dev/null)" = "$wanted" ] || install
-library=$home/library-$(cat tests/fakecuda/*.{h,cpp,py} | sha256sum | cut -c1-16)
+library=$home/library-$(cat tests/fakecuda/{*.h,*.cpp,build.py} | sha256sum | cut -c1-16)
 if [ ! -f "$library/libcuda.so" ]; then
   "$home/venv/bin/python" tests/fakecuda/build.py "$library" >&2 || cannot 'the library does not compile'
 fi

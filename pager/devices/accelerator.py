@@ -42,6 +42,7 @@ class Kit(Protocol):
     caps_dense: bool
     knows_dense: bool
     takes_drives: bool
+    batches_copies: bool
 
     @staticmethod
     def lacking(device: torch.device) -> list[str]:
@@ -63,6 +64,10 @@ class Kit(Protocol):
     def host_memory(self, nbytes: int) -> list[HostMemory]: ...
     def register_host(self, memory: Bytes) -> None: ...
     def unregister_host(self, memory: Bytes) -> None: ...
+
+    def copy_batch(self, copies: Sequence[tuple[int, int, int]], stream: torch.Stream) -> None:
+        """Where ``batches_copies``: queue copies ``(source address, target address, bytes)``, in
+        any order among them, by one call."""
 
     def limit_dense(self, nbytes: int | None) -> None:
         """A cap on all that PyTorch's allocator holds on the device."""
@@ -95,6 +100,7 @@ class Accelerator:
         self.granularity, self.reserved_bytes = kit.granularity, kit.reserved_bytes
         self.can_unmap, self.caps_dense = kit.can_unmap, kit.caps_dense
         self.knows_dense, self.takes_drives = kit.knows_dense, kit.takes_drives
+        self.batches_copies = kit.batches_copies
         self._out, self._in, self._carry_out, self._carry_in = (
             torch.Stream(device) for _ in range(4)
         )
@@ -194,6 +200,14 @@ class Accelerator:
 
     # -- copies ----------------------------------------------------------------------------------
     def _copy(self, stream: torch.Stream, copies: Sequence[Copy], *, to_device: bool) -> None:
+        if self.batches_copies and len(copies) > 1:
+            batch = []
+            for offset, host in copies:
+                frame, slot = self.address + offset, host.ctypes.data
+                ends = (slot, frame) if to_device else (frame, slot)
+                batch.append((*ends, len(host)))
+            self.kit.copy_batch(batch, stream)
+            return
         with on_stream(stream):
             for offset, host in copies:
                 frames, bytes_ = self.arena[offset : offset + len(host)], torch.from_numpy(host)

@@ -31,7 +31,7 @@ class Cpu:
     """Implements :class:`~.device.Device`; copies are complete when the call returns."""
 
     host_addressable = can_unmap = knows_dense = True
-    caps_dense = takes_drives = False
+    caps_dense = takes_drives = batches_copies = False
     granularity, alignment = 1, 64
 
     def __init__(self, reserved_bytes: int, committed_bytes: int) -> None:

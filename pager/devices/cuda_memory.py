@@ -8,8 +8,9 @@ PyTorch's allocator, or takes it, without copying anything.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -40,6 +41,19 @@ def _checked(result: Any, what: str) -> Any:
             "processes hold (nvidia-smi lists them)"
         )
     return values[0] if len(values) == 1 else values
+
+
+@cache
+def has_batches() -> bool:
+    """Whether many copies can be one call. Bindings of a newer CUDA than the driver's know a newer
+    form of it, which this driver may lack."""
+    try:
+        cuda = _driver()
+    except PagerError:
+        return False
+    code, version = cuda.cuDriverGetVersion()
+    known = hasattr(cuda, "cuMemcpyBatchAsync") and int(code) == 0
+    return known and version >= max(12080, cuda.CUDA_VERSION // 1000 * 1000)
 
 
 class _MappedRange:
@@ -137,6 +151,7 @@ class CudaMemory:
             self._cuda.cuDevicePrimaryCtxRetain(device.index), "taking the GPU's context"
         )
         self._cuda.cuDevicePrimaryCtxRelease(device.index)  # PyTorch keeps it to the end
+        self.batches_copies = has_batches()
         self._range = _MappedRange(device, reserved_bytes)
         try:
             self._range.commit(committed_bytes)
@@ -153,7 +168,9 @@ class CudaMemory:
 
     @staticmethod
     def lacking(device: torch.device) -> list[str]:
-        return []
+        if has_batches():
+            return []
+        return ["batched copies (driver and cuda-bindings of CUDA 12.8 or newer have them)"]
 
     # -- the border ------------------------------------------------------------------------------
     def commit(self, nbytes: int) -> None:
@@ -223,6 +240,26 @@ class CudaMemory:
             yield
         finally:
             self._cuda.cuCtxPopCurrent()
+
+    def copy_batch(self, copies: Sequence[tuple[int, int, int]], stream: torch.Stream) -> None:
+        cuda = self._cuda
+        handle = torch.cuda.Stream(
+            stream_id=stream.stream_id,
+            device_index=stream.device_index,
+            device_type=stream.device_type,
+        ).cuda_stream
+        how = cuda.CUmemcpyAttributes()
+        how.srcAccessOrder = cuda.CUmemcpySrcAccessOrder.CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
+        how.flags = cuda.CUmemcpyFlags.CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE
+        sources = [cuda.CUdeviceptr(source) for source, _, _ in copies]
+        targets = [cuda.CUdeviceptr(target) for _, target, _ in copies]
+        sizes = [nbytes for _, _, nbytes in copies]
+        with self._in_context():
+            code, *_ = cuda.cuMemcpyBatchAsync(
+                targets, sources, sizes, len(copies), [how], [0], 1, handle
+            )
+        if int(code) != 0:
+            raise PagerError(f"queueing {len(copies)} copies failed with {code.name}")
 
     # -- dense memory ----------------------------------------------------------------------------
     def limit_dense(self, nbytes: int | None) -> None:

@@ -8,6 +8,7 @@ comes in pieces of such sizes, which together are what was asked for.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -27,7 +28,7 @@ class PlainMemory:
 
     name = "plain"
     granularity = 1
-    can_unmap = caps_dense = takes_drives = False
+    can_unmap = caps_dense = takes_drives = batches_copies = False
 
     def __init__(self, device: torch.device, reserved_bytes: int, committed_bytes: int) -> None:
         self._device = device
@@ -107,6 +108,9 @@ class PlainMemory:
 
     def unregister_host(self, memory: Bytes) -> None:
         pass
+
+    def copy_batch(self, copies: Sequence[tuple[int, int, int]], stream: torch.Stream) -> None:
+        raise NotImplementedError("batches_copies says that this cannot be")
 
     # -- dense memory ----------------------------------------------------------------------------
     def limit_dense(self, nbytes: int | None) -> None:

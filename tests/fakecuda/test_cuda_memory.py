@@ -9,9 +9,13 @@ import pytest
 import torch
 
 import tensorpager as tp
-from tensorpager.pager.devices.cuda_memory import CudaMemory
+from tensorpager.pager.devices.accelerator import Accelerator
+from tensorpager.pager.devices.choice import make_device
+from tensorpager.pager.devices.cuda_memory import CudaMemory, has_batches
+from tensorpager.pager.devices.device import Bytes, Copy
 
 MIB = 1 << 20
+Counted = Callable[[Callable[[], object]], dict[str, int]]
 SetLimit = Callable[[ctypes.c_size_t], object]
 NO_LIMIT = ctypes.c_size_t(-1)
 
@@ -59,3 +63,56 @@ def test_any_thread_may_page_lock(kit: CudaMemory) -> None:
     thread.start()
     thread.join()
     assert done == [True, False]
+
+
+def every_second_frame(host: Bytes) -> list[Copy]:
+    """Every second MiB of the arena beside every MiB of ``host``."""
+    return [Copy(2 * i * MIB, host[i * MIB : (i + 1) * MIB]) for i in range(len(host) // MIB)]
+
+
+@pytest.mark.parametrize("batches", [True, False])
+def test_copies_of_one_call_are_one_call_of_the_driver(batches: bool, counted: Counted) -> None:
+    device = make_device(torch.device("cuda:1"), 16 * MIB, 16 * MIB)
+    assert isinstance(device, Accelerator)
+    assert device.batches_copies
+    device.batches_copies = batches
+    (memory,) = device.host_memory(8 * MIB)
+    before = np.arange(8 * MIB, dtype=np.uint8)
+    memory.bytes[:] = before
+    copies = every_second_frame(memory.bytes)
+
+    def both_ways() -> None:
+        device.carry_in(copies, None)
+        memory.bytes[:] = 0
+        device.carry_out(copies, device.mark())
+
+    found = counted(both_ways)
+    assert np.array_equal(memory.bytes, before)
+    assert found["pageable_copies"] == 0
+    assert found["copied_bytes"] == 2 * 8 * MIB
+    calls = {name: found[name] for name in ("batches", "batched_copies", "copies")}
+    expected = {"batches": 2, "batched_copies": 16, "copies": 0}
+    assert calls == (expected if batches else {"batches": 0, "batched_copies": 0, "copies": 16})
+    memory.give_back()
+    device.close()
+
+
+@pytest.mark.parametrize(
+    ("version", "bindings", "expected"),
+    [(13000, 13050, True), (13020, 12090, True), (12080, 12080, True), (12060, 12090, False),
+     (12090, 13000, False)],
+)  # fmt: skip
+def test_batches_need_a_driver_that_the_bindings_can_ask(
+    version: int, bindings: int, expected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from cuda.bindings import driver
+
+    monkeypatch.setattr(driver, "CUDA_VERSION", bindings)
+    monkeypatch.setattr(driver, "cuDriverGetVersion", lambda: (driver.CUresult(0), version))
+    has_batches.cache_clear()
+    assert has_batches() is expected
+    lacking = CudaMemory.lacking(torch.device("cuda:0"))
+    assert lacking == ([] if expected else [lacking[0]])
+    assert expected or "12.8" in lacking[0]
+    monkeypatch.undo()
+    has_batches.cache_clear()

@@ -93,7 +93,7 @@ class FakeKit:
 
     name, granularity, counted_bytes = "fake", 1, 0
     can_unmap = knows_dense = True
-    caps_dense = takes_drives = False
+    caps_dense = takes_drives = batches_copies = False
 
     def __init__(self, streams: Streams, cpu: Cpu) -> None:
         self._streams, self._cpu = streams, cpu
@@ -114,6 +114,9 @@ class FakeKit:
     @staticmethod
     def lacking(device: torch.device) -> list[str]:
         return []
+
+    def copy_batch(self, *copies: Any) -> None:
+        raise NotImplementedError
 
     def register_frames(self, registration: Any) -> None:
         raise NotImplementedError
