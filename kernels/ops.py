@@ -5,8 +5,8 @@ written, fake implementations, and derivatives where there are any; `torch.libra
 The runtime calls the launchers themselves, since the dispatcher costs time.
 
 ======================  ===========================================================================
-`ops_copy`              gather_pages, gather_pages_into, scatter_pages, move_pages, fill_pages,
-                        page_checksums
+`ops_copy`              gather_pages, gather_pages_into, scatter_pages, move_pages, slide_pages,
+                        fill_pages, page_checksums
 `ops_elementwise`       elementwise, reduce, total_norm, non_finite_check_and_unscale
 `ops_optim`             adam_step, sgd_step, quantize, dequantize
 `ops_linear`            linear, linear_input_grad (both differentiable), linear_into,

@@ -13,7 +13,7 @@ import torch
 from .checksum import page_checksums
 from .fill import fill_pages
 from .gather import gather_pages
-from .move import move_pages
+from .move import move_pages, slide_pages
 from .ops_define import define
 from .scatter import scatter_pages
 
@@ -85,6 +85,10 @@ define(
 define(
     "move_pages(Tensor(a!) arena, Tensor src_frames, Tensor dst_frames, int page_bytes) -> ()",
     move_pages,
+)
+define(
+    "slide_pages(Tensor(a!) arena, int src_frame, int dst_frame, int pages, int page_bytes) -> ()",
+    slide_pages,
 )
 define("fill_pages(Tensor(a!) arena, Tensor frames, int page_bytes, int value) -> ()", fill_pages)
 define(

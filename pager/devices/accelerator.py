@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 import torch
 
+from ...kernels.move import slide_pages
 from ..errors import PagerError
 from .dense_meter import Timeline
 from .dense_refusal import Peak
@@ -253,13 +254,9 @@ class Accelerator:
         self._copy(stream, copies, to_device=to_device)
         stream.synchronize()
 
-    def slide(self, moves: Sequence[tuple[int, int, int]]) -> None:
-        for source, target, nbytes in moves:
-            step = min(nbytes, source - target)  # pieces that do not overlap themselves
-            for start in range(0, nbytes, step):
-                length = min(step, nbytes - start)
-                piece = self.arena[source + start : source + start + length]
-                self.arena[target + start : target + start + length].copy_(piece)
+    def slide(self, source: int, target: int, pages: int, page_size: int) -> None:
+        end = (source + pages) * page_size
+        slide_pages(self.arena[:end], source, target, pages, page_size)
 
     def reuse_frames(self) -> None:
         self._here().wait_stream(self._out)

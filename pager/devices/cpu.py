@@ -103,9 +103,9 @@ class Cpu:
         for offset, host in copies:
             ctypes.memmove(self.address + offset, host.ctypes.data, len(host))
 
-    def slide(self, moves: Sequence[tuple[int, int, int]]) -> None:
-        for source, target, nbytes in moves:
-            ctypes.memmove(self.address + target, self.address + source, nbytes)
+    def slide(self, source: int, target: int, pages: int, page_size: int) -> None:
+        to, from_ = (self.address + frame * page_size for frame in (target, source))
+        ctypes.memmove(to, from_, pages * page_size)
 
     def reuse_frames(self) -> None:
         pass

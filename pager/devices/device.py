@@ -155,9 +155,9 @@ class Device(Protocol):
     def carry_in(self, copies: Sequence[Copy], mark: Any) -> None:
         """Host → arena, likewise."""
 
-    def slide(self, moves: Sequence[tuple[int, int, int]]) -> None:
-        """Arena copies ``(source offset, destination offset, bytes)`` towards lower addresses, in
-        order; source and destination of one move may overlap. Compute-stream order."""
+    def slide(self, source: int, target: int, pages: int, page_size: int) -> None:
+        """Copy frames from ``source`` on to those from ``target`` on, which is lower; the two runs
+        may overlap. Compute-stream order."""
 
     def reuse_frames(self) -> None:
         """Rule 2 for frames that ops will write."""

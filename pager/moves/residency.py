@@ -511,7 +511,7 @@ class Residency:
             with self.backend.on_compute():  # a channel's thread may ask for it
                 self.backend.reuse_frames()
                 for source, target, count in merge(sources, targets):
-                    self.backend.slide([(source * size, target * size, count * size)])
+                    self.backend.slide(source, target, count, size)
                     self._slid(source, target, count)
         finally:
             for owner in np.unique(self.table.owner[pages]).tolist():

@@ -97,6 +97,15 @@ def test_copies_of_one_call_are_one_call_of_the_driver(batches: bool, counted: C
     device.close()
 
 
+def test_a_run_slides_by_one_launch(counted: Counted) -> None:
+    device = make_device(torch.device("cuda:1"), 32 * MIB, 32 * MIB)
+    found = counted(lambda: device.slide(1, 0, 15, 2 * MIB))
+    assert (found["launches"], found["copies"]) == (1, 0)
+    found = counted(lambda: device.slide(5, 0, 6, 2 * MIB))
+    assert (found["launches"], found["copies"]) == (0, 2)
+    device.close()
+
+
 @pytest.mark.parametrize(
     ("version", "bindings", "expected"),
     [(13000, 13050, True), (13020, 12090, True), (12080, 12080, True), (12060, 12090, False),

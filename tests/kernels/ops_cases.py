@@ -85,6 +85,11 @@ def move_pages() -> Args:
     return arena, frames, torch.tensor([2, 0], dtype=torch.int32), page
 
 
+def slide_pages() -> Args:
+    arena, _frames, page, _size, _dtype = gather_pages()
+    return arena, 1, 0, arena.numel() // page - 1, page
+
+
 def fill_pages() -> Args:
     arena, frames, page, _size, _dtype = gather_pages()
     return arena, frames, page, 7
@@ -225,7 +230,7 @@ def softmax_grad() -> Args:
 CASES: dict[str, Callable[[], Args]] = {
     make.__name__.rstrip("_"): make
     for make in (
-        *(gather_pages, gather_pages_into, scatter_pages, move_pages, fill_pages),
+        *(gather_pages, gather_pages_into, scatter_pages, move_pages, slide_pages, fill_pages),
         *(page_checksums, elementwise, reduce, total_norm, non_finite_check_and_unscale),
         *(adam_step, sgd_step, quantize, dequantize),
         *(linear, linear_into, linear_input_grad, linear_input_grad_into, linear_weight_grad),

@@ -74,6 +74,11 @@ def _drive_move(module: Any, arena: torch.Tensor, page_bytes: int) -> None:
         module.move_pages(arena, table, table, page_bytes)
 
 
+def _drive_slide(module: Any, arena: torch.Tensor, page_bytes: int) -> None:
+    arena = torch.empty(8 * page_bytes, dtype=torch.uint8, device=arena.device)
+    module.slide_pages(arena, 1, 0, 7, page_bytes)
+
+
 def _drive_fill(module: Any, arena: torch.Tensor, page_bytes: int) -> None:
     for value in (0, 1, 255):
         for table in _tables():
@@ -84,6 +89,7 @@ GATES = {
     "gather.gather_pages": Gate(_drive_gather, 3, vectors=8, narrow_loads=2, narrow_stores=1),
     "scatter.scatter_pages": Gate(_drive_scatter, 3, vectors=8, narrow_loads=2, narrow_stores=1),
     "move.move_pages": Gate(_drive_move, 2, vectors=4, narrow_loads=2, narrow_stores=0),
+    "move.slide_pages": Gate(_drive_slide, 2, vectors=4, narrow_loads=0, narrow_stores=0),
     "fill.fill_pages": Gate(
         _drive_fill, 2, vectors=4, narrow_loads=1, narrow_stores=0, has_loads=False
     ),

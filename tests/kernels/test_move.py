@@ -1,10 +1,10 @@
-"""move_pages on every implementation."""
+"""move_pages and slide_pages on every implementation."""
 
 import pytest
 import torch
 from page_suite import MIB, Backend, FrameCase, Guarded, distant_frame, frame_cases
 
-from tensorpager.kernels.move import move_pages, move_pages_reference
+from tensorpager.kernels.move import move_pages, move_pages_reference, slide_pages
 
 
 @frame_cases
@@ -75,3 +75,32 @@ def test_reference_asserts_that_copies_do_not_race(src: list, dst: list, message
     tables = (torch.tensor(src, dtype=torch.int32), torch.tensor(dst, dtype=torch.int32))
     with pytest.raises(AssertionError, match=message):
         move_pages_reference(arena, *tables, 4096)
+
+
+@pytest.mark.parametrize("page_bytes", [4096, 32768])
+@pytest.mark.parametrize(
+    ("src", "dst", "pages"),
+    [(1, 0, 9), (3, 1, 9), (7, 2, 21), (5, 1, 3), (5, 4, 1), (2, 0, 0)],
+)
+def test_a_run_slides_over_itself(
+    backend: Backend, src: int, dst: int, pages: int, page_bytes: int
+) -> None:
+    arena = Guarded((src + pages) * page_bytes, backend)
+    before = arena.bytes()
+    moved = slice(dst * page_bytes, (dst + pages) * page_bytes)
+    expected = bytearray(before)
+    expected[moved] = before[src * page_bytes :]
+    backend.run(
+        slide_pages,
+        *(arena.tensor, src, dst, pages, page_bytes),
+        reads=[arena.tensor[src * page_bytes :]],
+        writes=[arena.tensor[moved]],
+    )
+    arena.assert_is(bytes(expected))
+
+
+@pytest.mark.parametrize(("src", "dst", "pages"), [(1, 1, 1), (0, 1, 1), (2, -1, 1), (2, 1, 3)])
+def test_what_cannot_slide_is_refused(src: int, dst: int, pages: int) -> None:
+    arena = torch.zeros(4 * 4096, dtype=torch.uint8)
+    with pytest.raises(ValueError, match=f"frames {src} to {src + pages} cannot slide to {dst}"):
+        slide_pages(arena, src, dst, pages, 4096)

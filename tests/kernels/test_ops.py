@@ -14,7 +14,7 @@ from tensorpager.kernels.paged_matrix import PagedMatrix
 
 # No input of these is floating-point, so none can require a gradient.
 INTEGERS_ONLY = {
-    *("move_pages", "fill_pages", "page_checksums", "gather_pages"),
+    *("move_pages", "slide_pages", "fill_pages", "page_checksums", "gather_pages"),
     *("gather_rows", "group_rows"),
 }
 DIFFERENTIABLE = {"linear", "linear_input_grad"}
