@@ -90,8 +90,7 @@ class Pager:
             plan is there it pages on demand, as ``"lru"`` always does.
         verify: check a checksum on every way in from the host too (disk is always checked).
         metrics: ``True`` publishes what ``tensorpager top`` shows while the training runs, in
-            memory that ends with the process. A path: in that file too (mode 0600), for readers in
-            other containers; it is removed at close and exit, a kill leaves it to the next run.
+            memory that ends with the process, however it ends.
             ``pager.metrics.log("loss", value)`` adds numbers of your own.
         io_engine: how the disk is read and written: ``"posix"``; ``"kvikio"`` (NVIDIA's KvikIO,
             GPUDirect Storage where the machine has it; ``pip install 'tensorpager[gds]'``); or
@@ -115,7 +114,7 @@ class Pager:
         device: str | torch.device | None = None,
         policy: str = "lp",
         verify: bool = False,
-        metrics: bool | str | os.PathLike[str] | None = None,
+        metrics: bool | None = None,
         io_engine: str = "auto",
         io_timeout: float = 60.0,
     ) -> None:
@@ -171,7 +170,7 @@ class Pager:
         try:
             recording_from_environment(self)
             if given.metrics:
-                self.metrics.open(given.metrics_path)
+                self.metrics.open()
         except BaseException:
             self.close()
             raise

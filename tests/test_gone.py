@@ -10,6 +10,8 @@ ROOT = Path(__file__).parents[1]
 MODULES = (
     "kernels.zero_copy",
     "pager.machine.calibration.rows",
+    "pager.metrics.format",
+    "pager.metrics.outputs",
     "pager.streaming.host_rows",
 )
 
@@ -17,6 +19,7 @@ MODULES = (
 NAMES = (
     "fetch_blocks",
     "host_row_bytes",
+    "metrics_path",
     "seen_at",
 )
 

@@ -12,7 +12,7 @@ from ...planner.sizes import parse_bytes
 from ..devices.choice import resolve
 from ..disk.engine import check_name
 from ..errors import InfeasibleBudget
-from .ranks import about_share, own_path, ranks_sharing, share_of
+from .ranks import about_share, ranks_sharing, share_of
 
 _MIN_PAGE, _MAX_PAGE = 64 << 10, 16 << 20
 _POLICIES = ("lp", "lru")
@@ -20,8 +20,8 @@ _POLICIES = ("lp", "lru")
 
 class Arguments(NamedTuple):
     """What a user asked for; bytes are this rank's part (``ranks.py``). ``reserve``: bytes for
-    dense temporaries, ``None`` if they are to be measured; ``frames``: what the arena begins with;
-    ``metrics``: whether to publish them, and ``metrics_path`` a file to publish them in too."""
+    dense temporaries, ``None`` if they are to be measured; ``frames``: what the arena begins
+    with."""
 
     budget_bytes: dict[str, int]
     page_size: int
@@ -30,7 +30,6 @@ class Arguments(NamedTuple):
     disk_path: Path | None
     device: torch.device
     metrics: bool
-    metrics_path: Path | None
     io_engine: str
 
 
@@ -43,7 +42,7 @@ def check_arguments(
     dense_reserve: int | str,
     device: str | torch.device | None,
     policy: str,
-    metrics: bool | str | os.PathLike[str] | None,
+    metrics: bool | None,
     io_engine: str,
 ) -> Arguments:
     """Raises ``InfeasibleBudget`` or ``ValueError`` for what cannot work; see ``Pager``."""
@@ -67,29 +66,12 @@ def check_arguments(
             f"disk_budget={disk_budget!r} needs a disk_path: the folder for the paging file"
         )
     folder = Path(disk_path) if budget_bytes["disk"] and disk_path is not None else None
-    publish, metrics_path = _check_metrics(metrics)
+    if metrics is not None and not isinstance(metrics, bool):
+        raise ValueError(f"metrics={metrics!r} must be True, False or None")
     return Arguments(
-        budget_bytes, page_bytes, reserve, frames, folder, device, publish, metrics_path,
+        budget_bytes, page_bytes, reserve, frames, folder, device, bool(metrics),
         check_name(io_engine),
     )  # fmt: skip
-
-
-def _check_metrics(metrics: bool | str | os.PathLike[str] | None) -> tuple[bool, Path | None]:
-    """Whether to publish, and a file for it. What cannot be written is refused before the tiers
-    are reserved."""
-    if metrics is None or isinstance(metrics, bool):
-        return bool(metrics), None
-    if not isinstance(metrics, (str, os.PathLike)) or not os.fspath(metrics):
-        raise ValueError(f"metrics={metrics!r} must be True, None or the path of a file to write")
-    path = Path(metrics)
-    if path.is_dir():
-        raise ValueError(f"metrics={os.fspath(path)!r} is a folder; name a file in it")
-    if not path.absolute().parent.is_dir():
-        raise ValueError(
-            f"metrics={os.fspath(path)!r}: there is no folder {path.absolute().parent}; make it "
-            "first, or pass True"
-        )
-    return True, own_path(path)
 
 
 def _check_page_size(size: int) -> int:

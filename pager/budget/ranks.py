@@ -12,7 +12,6 @@ does not set it, or ``LOCAL_WORLD_SIZE=1``, makes each process a node of its own
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
 VARIABLE = "LOCAL_WORLD_SIZE"
 _MOST = 1 << 16  # ranks of a node; beyond it somebody has put another number there
@@ -56,14 +55,6 @@ def about_share(tier: str, device_type: str) -> str:
         f" These are the figures of one of {ranks} ranks: {tier}_budget is of the node and divided "
         f"by {VARIABLE}, so give {ranks} times as much."
     )
-
-
-def own_path(path: Path) -> Path:
-    """A file of this rank beside the others': ``run.metrics`` is ``run.3.metrics`` in rank 3."""
-    rank = os.environ.get("LOCAL_RANK", "").strip()
-    if ranks_on_node() == 1 or not rank.isdigit():
-        return path
-    return path.with_name(f"{path.stem}.{rank}{path.suffix}")
 
 
 def facts(device_type: str) -> dict[str, int]:

@@ -1,41 +1,37 @@
 """What a training says of itself while it runs, for ``tensorpager top`` and other readers.
 
-The training thread publishes a record when an iteration ends, at most fifty a second; what plans
+The training thread publishes a snapshot when an iteration ends, at most fifty a second; what plans
 say is looked up only then. In between a thread publishes twice a second, so that readers see that
 the training lives and what moves inside a long iteration. It reads counters without the pager's
-lock, so figures of one record may be of slightly different instants.
+lock, so figures of one snapshot may be of slightly different instants.
+
+Note: why nothing is left behind
+--------------------------------
+A snapshot is JSON in a ``memfd`` of mode 0600. It is in no folder, and however the process ends, it
+is gone. Each is written into a fresh one, which then takes the place of the last under the same
+descriptor (``dup2``), so a reader that opens that descriptor sees a whole one.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import threading
 import time
 import weakref
-from pathlib import Path
-from typing import TYPE_CHECKING
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
 
-from .format import (
-    CHANNELS,
-    COUNTERS,
-    LOGGED,
-    NAME_BYTES,
-    RECENT,
-    TIERS,
-    TIMES,
-    Record,
-    Tier,
-    encode,
-)
-from .outputs import Outputs
+from .reader import CHANNELS, COUNTERS, LINK, NAME, TIERS, TIMES, VERSION, MetricsError
 from .stats import counters, plan_figures
 
 if TYPE_CHECKING:
     from ..api import Pager
 
 PERIOD_SECONDS = 0.5
-_LEAST_SECONDS = 0.02  # between records at the ends of iterations: short ones are not slowed down
+RECENT = 60  # iteration times kept
+_LEAST_SECONDS = 0.02  # between snapshots at the ends of iterations: short ones are not slowed down
 
 
 class Metrics:
@@ -44,121 +40,141 @@ class Metrics:
 
     def __init__(self, pager: Pager) -> None:
         self._pager = pager
-        self._outputs: Outputs | None = None
+        self._fd: int | None = None
         self._lock = threading.RLock()  # a signal handler may close the pager inside publish()
-        self._sequence = 0
-        self._pid, self._script, self._device = 0, "", ""
-        self._started_ns = time.time_ns()
-        self._began_ns = self._published_ns = 0
-        self._recent: tuple[float, ...] = ()  # seconds
+        self._started = time.time()
+        self._began = self._published = 0.0
+        self._recent_us: list[float] = []
         self._iterations_us = 0.0
         self._plan_us: dict[str, float | None] = dict.fromkeys(TIMES)
         self._logged: dict[str, float] = {}
         self._stop = threading.Event()
         self._finalizer: weakref.finalize[..., Metrics] | None = None
 
-    # -- the program's side ----------------------------------------------------------------------
     def log(self, name: str, value: float) -> None:
         """Publish a number of the program's own, such as ``"loss"`` or ``"tokens_per_second"``.
 
         The latest value of each name counts. ``value`` may be a tensor of one element; one on CUDA
         is waited for. Does nothing where the Pager was made without ``metrics``. Raises
-        ``ValueError`` for a name of more than 32 bytes, and for more than 16 names.
+        ``ValueError`` for a name that is not printable text.
         """
-        if self._outputs is None:
+        if self._fd is None:
             return
-        if not name or not name.isprintable() or len(name.encode()) > NAME_BYTES:
-            raise ValueError(f"name={name!r} must be 1 to {NAME_BYTES} bytes of printable text")
-        if name not in self._logged and len(self._logged) == LOGGED:
-            raise ValueError(f"name={name!r} is one too many: {LOGGED} names can be logged")
+        if not name or not name.isprintable():
+            raise ValueError(f"name={name!r} must be printable text")
         self._logged[name] = float(value)
 
-    # -- the pager's side ------------------------------------------------------------------------
-    def open(self, path: Path | None) -> None:
-        """Begin to publish; also to the file ``path`` if one is given. Raises ``MetricsError``."""
-        self._outputs = Outputs(path)
-        self._pid, self._script, self._device = os.getpid(), _script(), str(self._pager.device)
-        self._finalizer = weakref.finalize(self, self._outputs.close)  # also at exit
+    def open(self) -> None:
+        """Begin to publish. Raises ``MetricsError`` where the system cannot."""
+        if not hasattr(os, "memfd_create"):
+            raise MetricsError("metrics need memfd_create, which only Linux has; use metrics=None")
+        self._fd = _memory(b"")
+        self._finalizer = weakref.finalize(self, os.close, self._fd)
+        self._finalizer.atexit = False  # the process's end closes it, when nobody writes any more
         self._stop = threading.Event()
         self.publish()
         thread = threading.Thread(
             target=_publish_now_and_then,
             args=(weakref.ref(self), self._stop),
-            name="tensorpager-metrics",
+            name=NAME,
             daemon=True,
         )
         thread.start()
 
     def begin(self) -> None:
         """An iteration begins."""
-        if self._outputs is not None:
-            self._began_ns = time.monotonic_ns()
+        if self._fd is not None:
+            self._began = time.monotonic()
 
     def end(self) -> None:
         """It is over, and all went well."""
-        if self._outputs is None or not self._began_ns:
+        if self._fd is None or not self._began:
             return
-        seconds = (time.monotonic_ns() - self._began_ns) / 1e9
-        self._recent = (*self._recent, seconds)[-RECENT:]
-        self._iterations_us += seconds * 1e6
-        if time.monotonic_ns() - self._published_ns >= _LEAST_SECONDS * 1e9:
+        us = (time.monotonic() - self._began) * 1e6
+        self._recent_us = [*self._recent_us, us][-RECENT:]
+        self._iterations_us += us
+        if time.monotonic() - self._published >= _LEAST_SECONDS:
             self._plan_us = plan_figures(self._pager.follower)
             self.publish()
 
-    def publish(self, *, closed: bool = False) -> None:
-        """Write a record of this moment. Any thread may call it."""
+    def publish(self) -> None:
+        """Write a snapshot of this moment. Any thread may call it."""
         with self._lock:
-            if self._outputs is not None:
-                self._sequence += 1
-                self._published_ns = time.monotonic_ns()
-                self._outputs.write(encode(self._record(closed), self._sequence))
+            if self._fd is None:
+                return
+            self._published = time.monotonic()
+            fresh = _memory(json.dumps(self._snapshot()).encode())
+            if self._fd is not None:  # unless a signal handler has closed it
+                os.dup2(fresh, self._fd, inheritable=False)
+            os.close(fresh)
 
     def close(self) -> None:
-        """Say that it is over, and leave nothing behind. Idempotent."""
+        """Leave nothing behind. Idempotent."""
         with self._lock:
-            self.publish(closed=True)
             self._stop.set()
-            self._outputs = None
+            self._fd = None
             if self._finalizer is not None:
                 self._finalizer()
 
     def forget(self) -> None:
         """In a forked child, which has the parent's descriptors and none of its threads."""
-        if self._outputs is not None and self._finalizer is not None:
-            self._finalizer.detach()
-            self._outputs.forget()
-        self._outputs = None
-        self._lock = threading.RLock()
+        self._lock = threading.RLock()  # the other may be held by a thread that is not here
+        if self._fd is None or self._finalizer is None:
+            return
+        self._finalizer.detach()
+        self._fd = None
+        for name in os.listdir("/proc/self/fd"):  # also one that was about to take its place
+            with suppress(OSError):
+                if os.readlink(f"/proc/self/fd/{name}") == LINK:
+                    os.close(int(name))
 
-    def _record(self, closed: bool) -> Record:
-        pager = self._pager
+    def _snapshot(self) -> dict[str, Any]:
+        """As ``reader.checked`` wants it."""
+        pager, recent = self._pager, self._recent_us
         found = {**counters(pager), "page_size": pager.page_size}
-        recent = self._recent
         times = {
             **self._plan_us,
             "stall_us": found["stall_us"],
             "iterations_us": self._iterations_us,
-            "iteration_us": recent[-1] * 1e6 if recent else None,
+            "iteration_us": recent[-1] if recent else None,
         }
         used, peak, budget = found["used_bytes"], found["peak_bytes"], found["budget_bytes"]
-        return Record(
-            pid=self._pid,
-            script=self._script,
-            device=self._device,
-            mode=found["mode"],
-            closed=closed,
-            started_ns=self._started_ns,
-            updated_ns=time.time_ns(),
-            monotonic_ns=time.monotonic_ns(),
-            began_ns=self._began_ns if pager._inside else 0,
+        return {
+            "version": VERSION,
+            "script": _script(),
+            "device": str(pager.device),
+            "mode": found["mode"],
+            "started": self._started,
+            "updated": time.time(),
+            "clock": time.monotonic(),
+            "began": self._began if pager._inside else 0,
             # What is on its way counts as used, and for the peak when it has arrived.
-            tiers={n: Tier(used[n], max(used[n], peak[n]), budget[n]) for n in TIERS},
-            channel_bytes={name: found["channel_bytes"][name] for name in CHANNELS},
-            counters={name: found[name] for name in COUNTERS},
-            times_us={name: times[name] for name in TIMES},
-            recent_s=recent,
-            logged=dict(self._logged),
-        )
+            "tiers": {
+                tier: {
+                    "used_bytes": used[tier],
+                    "peak_bytes": max(used[tier], peak[tier]),
+                    "budget_bytes": budget[tier],
+                }
+                for tier in TIERS
+            },
+            "channel_bytes": {name: found["channel_bytes"][name] for name in CHANNELS},
+            **{name: found[name] for name in COUNTERS},
+            **{name: times[name] for name in TIMES},
+            "recent_iteration_us": recent,
+            "logged": dict(self._logged),
+        }
+
+
+def _memory(data: bytes) -> int:
+    """A descriptor of memory that holds ``data``."""
+    cloexec, noexec_seal = 1, 8
+    try:
+        fd = os.memfd_create(NAME, cloexec | noexec_seal)
+    except OSError:  # before Linux 6.3 there is no such flag
+        fd = os.memfd_create(NAME, cloexec)
+    os.fchmod(fd, 0o600)
+    os.write(fd, data)
+    return fd
 
 
 def _publish_now_and_then(reference: weakref.ref[Metrics], stop: threading.Event) -> None:

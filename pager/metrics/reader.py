@@ -1,191 +1,167 @@
-"""Finds trainings that publish metrics, and reads them, without torch and out of their way.
+"""Finds trainings that publish metrics and reads what they say, without torch and out of their way.
 
-Everything read here is somebody else's: a process may name its memory as ours, a file may be
-anything. ``decode`` checks every byte, and what is not this user's is not opened.
+A training keeps its latest snapshot, one JSON object, in memory that is in no folder
+(``publisher.py``). Who may look into the process finds it as ``/proc/PID/fd/N``. What is read may
+be anything that a process of this user has named like ours, so every value is checked.
 """
 
 from __future__ import annotations
 
+import json
 import os
-import time
-import weakref
-from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from .format import RECORD_BYTES, MetricsError, Record, decode
-from .outputs import NAME, is_locked, open_own, remove_if_same
+from ...planner.errors import PagerError
 
-_LINK = f"/memfd:{NAME} (deleted)"
-_TRIES, _TRY_SECONDS = 50, 0.002
+NAME, VERSION = "tensorpager-metrics", 1
+LINK = f"/memfd:{NAME} (deleted)"
+TIERS = ("device", "host", "disk")
+TIER_KEYS = ("used_bytes", "peak_bytes", "budget_bytes")
+CHANNELS = ("host-out", "disk-out", "host-in", "disk-in")
+COUNTERS = (
+    "iterations", "faults", "gathers", "compactions", "prefetches", "prefetch_hits",
+    "planned_iterations", "departures", "bytes_out", "bytes_in", "disk_bytes_written",
+    "overlap_updates", "arena_bytes", "dense_peak_bytes", "live_bytes", "page_size",
+)  # fmt: skip
+# µs. Since start: waiting for pages; in iterations. Of one iteration: the latest one, and what it
+# waited; by the plan; no plan is faster; with no waiting; median of the latest planned ones.
+TIMES = (
+    "stall_us", "iterations_us", "iteration_us", "iteration_stall_us",
+    "predicted_us", "bound_us", "ideal_us", "measured_us",
+)  # fmt: skip
+CLOCKS = ("started", "updated", "clock", "began")  # s: two since the epoch, two monotonic
+TEXTS = ("script", "device", "mode")
+_MOST_BYTES = 1 << 20
 _PROC = Path("/proc")
 
-
-class Training:
-    """One Pager of a running process, or of one that has just ended: what was read stays readable.
-
-    ``pid``: of the process as it is seen from here; ``record``: the latest that was read. ``name``
-    is what the command line calls it: the PID, with ``.2`` for the second Pager of a process.
-    """
-
-    def __init__(self, fd: int, path: Path) -> None:
-        """Takes over ``fd``, open on ``path``. Raises ``MetricsError`` if there is no record."""
-        self._fd = fd
-        self.close = weakref.finalize(self, os.close, fd)  # also of one that nobody closes
-        self.path = path
-        try:
-            self.record = self.read()
-        except BaseException:
-            self.close()
-            raise
-        self.pid = self.record.pid
-        self.name = str(self.pid)
-
-    def read(self) -> Record:
-        """What is published now. Raises ``MetricsError`` for what is no record."""
-        for _ in range(_TRIES):
-            # One byte more than there should be, so that a longer file is noticed.
-            data = os.pread(self._fd, RECORD_BYTES + 1, 0)
-            record = decode(data) if data else None
-            if record is not None:
-                self.record = record
-                return record
-            time.sleep(_TRY_SECONDS)
-        raise MetricsError("holds no whole record; it is damaged, or its writer was stopped midway")
-
-    @property
-    def ended(self) -> bool:
-        """Whether the Pager was closed, or its process has ended in any way."""
-        if self.record.closed:
-            return True
-        if self.path.parent.parent.parent != _PROC:
-            return not is_locked(self._fd)
-        try:
-            return not os.path.samestat(os.stat(self.path), os.fstat(self._fd))
-        except OSError:
-            return True
+Snapshot = dict[str, Any]
 
 
-# -- finding -------------------------------------------------------------------------------------
-def find_trainings() -> list[Training]:
-    """All that this user runs, oldest first. What cannot be read is left out."""
-    found = []
-    for entry in os.scandir(_PROC):
-        if entry.name.isdecimal():
-            with suppress(MetricsError):
-                found += _trainings_of(int(entry.name))
-    return sorted(found, key=lambda training: training.record.started_ns)
-
-
-def open_training(target: str) -> Training:
-    """By PID (``"1234"``, ``"1234.2"`` for its second Pager) or by the path of a metrics file.
-
-    Raises ``NoSuchProcess`` for a PID that is not there (any more), and ``MetricsError``.
-    """
-    pid, dot, number = target.partition(".")
-    if not pid.isdecimal() or (dot and not number.isdecimal()):
-        return _open_file(Path(target))
-    found = _trainings_of(int(pid), complain=True)
-    index = int(number) - 1 if dot else 0
-    if not found:
-        raise MetricsError(
-            f"process {pid} publishes no metrics; make its Pager with metrics=True (train_lm.py: "
-            "--metrics)"
-        )
-    if not 0 <= index < len(found):
-        _close(found)
-        raise MetricsError(f"process {pid} has {len(found)} Pagers; there is no {target}")
-    chosen = found.pop(index)
-    _close(found)
-    return chosen
+class MetricsError(PagerError):
+    """There is nothing to read, or it is no snapshot of a training."""
 
 
 class NoSuchProcess(MetricsError):  # noqa: N818 (an answer, not a fault)
     """There is no process of that PID: it has ended, or never was."""
 
 
-def _close(trainings: list[Training]) -> None:
-    for training in trainings:
-        training.close()
+@dataclass
+class Training:
+    """One Pager of a process. ``name`` is what the command line calls it: the PID, with ``.2`` for
+    the second Pager. ``latest``: what was read last, which stays when the training has ended."""
+
+    pid: int
+    name: str
+    latest: Snapshot
+    ended: bool = False
+
+    def read(self) -> Snapshot:
+        """What is published now."""
+        found: list[Snapshot] = []
+        with suppress(OSError):
+            found = _snapshots(self.pid)
+        mine = [each for each in found if each["started"] == self.latest["started"]]
+        self.ended = not mine
+        self.latest = mine[0] if mine else self.latest
+        return self.latest
 
 
-def _trainings_of(pid: int, *, complain: bool = False) -> list[Training]:
-    """The Pagers of a process in the order in which they were made. ``complain``: raise if it is
-    not ours to read, or what it holds is no record."""
-    folder = _PROC / str(pid)
-    found: list[Training] = []
+def find_trainings() -> list[Training]:
+    """All of this user, oldest first. What cannot be read is left out."""
+    found = []
+    for entry in os.scandir(_PROC):
+        if entry.name.isdecimal():
+            with suppress(OSError):
+                if entry.stat().st_uid == os.geteuid():
+                    found += _trainings(int(entry.name))
+    return sorted(found, key=lambda training: float(training.latest["started"]))
+
+
+def open_training(target: str) -> Training:
+    """By PID: ``"1234"``, or ``"1234.2"`` for its second Pager.
+
+    Raises ``NoSuchProcess`` for a PID that is not there (any more), and ``MetricsError``.
+    """
+    pid, dot, number = target.partition(".")
+    if not pid.isdecimal() or (dot and not number.isdecimal()):
+        raise MetricsError(f"{target!r} is no PID; write for example 1234, or 1234.2")
     try:
-        _check_owner(folder)
-        inner = _inner_pid(folder)
-        for path in _memories(folder):
-            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-            try:
-                training = Training(fd, path)
-            except MetricsError as error:
-                if complain:
-                    _close(found)
-                    raise MetricsError(f"the metrics of process {pid}: {error}") from error
-                continue
-            if not training.ended and inner in (None, training.record.pid):
-                training.pid = pid
-                found.append(training)
-            else:  # over, or a forked child has inherited it
-                training.close()
-    except FileNotFoundError:  # it ends right now
-        found = []
-    except OSError as error:
-        if complain:
-            raise MetricsError(f"process {pid} cannot be looked into: {error.strerror}") from error
-    found.sort(key=lambda training: training.record.started_ns)
-    for number, training in enumerate(found, 1):
-        training.name = str(pid) if number == 1 else f"{pid}.{number}"
-    return found
-
-
-def _check_owner(folder: Path) -> None:
-    try:
-        owner = folder.stat().st_uid
+        found = _trainings(int(pid))
     except FileNotFoundError as error:
-        reason = f"there is no process {folder.name}: it has ended, or never was"
-        raise NoSuchProcess(reason) from error
-    if owner != os.geteuid():
+        raise NoSuchProcess(f"there is no process {pid}: it has ended, or never was") from error
+    except OSError as error:
         raise MetricsError(
-            f"process {folder.name} belongs to user {owner} and you are {os.geteuid()}; run "
-            "tensorpager top as that user"
+            f"process {pid} cannot be looked into ({error.strerror}); run tensorpager top as its "
+            "user"
+        ) from error
+    if not found:
+        raise MetricsError(
+            f"process {pid} publishes no metrics; make its Pager with metrics=True (train_lm.py: "
+            "--metrics)"
         )
+    index = int(number) - 1 if dot else 0
+    if not 0 <= index < len(found):
+        raise MetricsError(f"process {pid} has {len(found)} Pagers; there is no {target}")
+    return found[index]
 
 
-def _memories(folder: Path) -> Iterator[Path]:
-    """Descriptors of a process that are open on published memory, one for each memory."""
-    seen = set()
-    for entry in sorted((folder / "fd").iterdir(), key=lambda path: int(path.name)):
-        with suppress(FileNotFoundError):
-            if os.readlink(entry) == _LINK and (inode := entry.stat().st_ino) not in seen:
-                seen.add(inode)
-                yield entry
+def _trainings(pid: int) -> list[Training]:
+    """The Pagers of a process in the order in which they were made. Raises ``OSError``."""
+    return [
+        Training(pid, str(pid) if number == 1 else f"{pid}.{number}", snapshot)
+        for number, snapshot in enumerate(_snapshots(pid), 1)
+    ]
 
 
-def _inner_pid(folder: Path) -> int | None:
-    """What the process itself takes its PID to be: another one in a container."""
-    for line in (folder / "status").read_text(errors="replace").splitlines():
-        if line.startswith("NSpid:"):
-            return int(line.split()[-1])
-    return None
+def _snapshots(pid: int) -> list[Snapshot]:
+    """The latest of each Pager, the oldest Pager first. Raises ``OSError``."""
+    found: dict[float, Snapshot] = {}
+    for entry in (_PROC / str(pid) / "fd").iterdir():
+        with suppress(FileNotFoundError, ValueError):  # replaced just now, or written just now
+            if os.readlink(entry) != LINK:
+                continue
+            with open(os.open(entry, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb") as file:
+                snapshot = checked(file.read(_MOST_BYTES))
+            other = found.setdefault(snapshot["started"], snapshot)
+            if other["clock"] < snapshot["clock"]:
+                found[snapshot["started"]] = snapshot
+    return [found[started] for started in sorted(found)]
 
 
-def _open_file(path: Path) -> Training:
-    """Raises ``MetricsError``; with the path in its message."""
-    fd = open_own(path, os.O_RDONLY)
+def checked(data: bytes) -> Snapshot:
+    """The snapshot in ``data``. Raises ``ValueError`` for what no training of this version wrote,
+    so that nothing in it makes readers fail later."""
     try:
-        return Training(fd, path)
-    except MetricsError as error:
-        raise MetricsError(f"{path} {error}") from error
+        values = json.loads(data)
+        sound = (
+            _is_number(values["version"])
+            and values["version"] == VERSION
+            and isinstance(values["recent_iteration_us"], list)
+            and all(_is_number(values[name]) for name in (*COUNTERS, *CLOCKS))
+            and all(values[name] is None or _is_number(values[name]) for name in TIMES)
+            and all(isinstance(values[name], str) for name in TEXTS)
+            and all(_is_number(values["channel_bytes"][name]) for name in CHANNELS)
+            and all(_is_number(values["tiers"][t][key]) for t in TIERS for key in TIER_KEYS)
+            and all(_is_number(us) for us in values["recent_iteration_us"])
+            and all(isinstance(value, (int, float)) for value in values["logged"].values())
+        )
+    except (KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ValueError("is no snapshot of a training") from error
+    if not sound:
+        raise ValueError("is no snapshot of a training")
+    for name in TEXTS:
+        values[name] = _printable(values[name])
+    values["logged"] = {_printable(name): float(v) for name, v in values["logged"].items()}
+    return dict(values)
 
 
-def remove_left_over(training: Training) -> bool:
-    """Remove the file that a killed training left; whether there was one."""
-    path = training.path
-    if path.is_relative_to(_PROC) or training.record.closed or is_locked(training._fd):
-        return False
-    remove_if_same(path, training._fd)
-    return True
+def _is_number(value: object) -> bool:
+    return type(value) in (int, float) and 0 <= value < 1e300  # type: ignore[operator]
+
+
+def _printable(text: str) -> str:
+    """No control characters reach the terminal, whatever was written."""
+    return "".join(letter if letter.isprintable() else "?" for letter in text)

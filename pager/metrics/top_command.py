@@ -5,8 +5,7 @@ from __future__ import annotations
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import suppress
 from typing import Any
 
 import click
@@ -15,16 +14,9 @@ from ...planner.commands.options import json_option
 from ...planner.commands.output import PIPE_WIDTH, emit, emit_json, emit_text
 from ...planner.errors import PagerError
 from .rates import History, description
-from .reader import (
-    NoSuchProcess,
-    Training,
-    find_trainings,
-    open_training,
-    remove_left_over,
-)
+from .reader import NoSuchProcess, Training, find_trainings, open_training
 from .view import Screen, format_duration, frame, listing
 
-_KEY_SECONDS = 0.1  # between two looks at the keyboard and at the size of the terminal
 _SECOND_RECORD_SECONDS = 2.0  # a training that lives publishes four times in this time
 
 
@@ -48,7 +40,7 @@ def _seconds(context: click.Context, option: click.Parameter, value: float) -> f
 
 
 @click.command()
-@click.argument("target", metavar="[PID|PATH]", required=False)
+@click.argument("target", metavar="[PID]", required=False)
 @click.option(
     "--interval",
     type=float,
@@ -64,7 +56,8 @@ def _seconds(context: click.Context, option: click.Parameter, value: float) -> f
     "--prometheus",
     metavar="[HOST:]PORT",
     callback=_address,
-    help="Serve http://HOST:PORT/metrics for Prometheus (host: 127.0.0.1).",
+    help="Serve http://HOST:PORT/metrics for Prometheus (host: 127.0.0.1); needs "
+    "tensorpager[prometheus].",
 )
 def top(
     target: str | None,
@@ -76,8 +69,8 @@ def top(
     """Show a training while it runs: tiers, traffic, stalls, iterations.
 
     Finds the trainings of this user that were made with `Pager(..., metrics=True)`; where there are
-    several, it lists them, and a PID chooses (`1234.2`: the second Pager of process 1234). q or
-    Ctrl-C ends it; the training is not touched.
+    several, it lists them, and a PID chooses (`1234.2`: the second Pager of process 1234). Ctrl-C
+    ends it; the training is not touched.
 
     \b
     Example:
@@ -89,7 +82,7 @@ def top(
     if prometheus is not None:
         if once or as_json:
             raise click.UsageError("--prometheus serves until it is ended; drop --once and --json.")
-        _serve(target, *prometheus, interval)
+        _serve(target, *prometheus)
         return
     try:
         trainings = [open_training(target)] if target is not None else find_trainings()
@@ -99,64 +92,53 @@ def top(
         else:
             click.echo(str(reason))
         return
-    with ExitStack() as stack:
-        for training in trainings:
-            stack.callback(training.close)
-        if not trainings:
-            raise PagerError(
-                "no training of this user publishes metrics; make its Pager with metrics=True "
-                "(train_lm.py: --metrics)"
-            )
-        if len(trainings) > 1:
-            _choose(trainings, json=as_json)
-        else:
-            _show(trainings[0], interval, once=once, json=as_json)
+    if not trainings:
+        raise PagerError(
+            "no training of this user publishes metrics; make its Pager with metrics=True "
+            "(train_lm.py: --metrics)"
+        )
+    if len(trainings) > 1:
+        _choose(trainings, json=as_json)
+    else:
+        _show(trainings[0], interval, once=once, json=as_json)
 
 
 def _choose(trainings: list[Training], *, json: bool) -> None:
     if json:
-        emit_json({"trainings": [_described(training) for training in trainings]})
+        emit_json({"trainings": [description(t, History(t.latest)) for t in trainings]})
         return
     names = f"tensorpager top {trainings[-1].name}"
     emit(listing(trainings), "", f"Several trainings run; choose one: {names}")
 
 
-def _described(training: Training) -> dict[str, Any]:
-    history = History()
-    history.add(training.record)
-    return description(training, history)
-
-
 def _show(training: Training, interval: float, *, once: bool, json: bool) -> None:
-    if training.ended:
-        _say_ended(training, json=json)
-        return
-    history = History()
-    history.add(training.record)
+    history = History(training.latest)
     if once or json:
         _second_record(training, history, interval)
         if json:
             emit_json(description(training, history))
-        elif training.ended:
-            _say_ended(training, json=False)
-        else:
+            return
+        if not training.ended:
             emit(frame(training, history, _screen()))
-        return
-    with suppress(KeyboardInterrupt):
-        if sys.stdout.isatty():
-            _live(training, history, interval)
-        else:
-            _frames(training, history, interval)
+    else:
+        with suppress(KeyboardInterrupt):
+            if sys.stdout.isatty():
+                _live(training, history, interval)
+            else:
+                _frames(training, history, interval)
     if training.ended:
-        _say_ended(training, json=False)
+        latest = training.latest
+        ran = format_duration(latest["updated"] - latest["started"])
+        emit_text(
+            f"{latest['script']} (PID {training.name}) has ended, after "
+            f"{latest['iterations']:,} iterations and {ran}"
+        )
 
 
 def _second_record(training: Training, history: History, interval: float) -> None:
     """Wait until rates over ``interval`` are known; not for ever, the training may be stopped."""
     deadline = time.monotonic() + interval + _SECOND_RECORD_SECONDS
-    while history.span_seconds < interval and time.monotonic() < deadline:
-        if training.ended:
-            return
+    while history.span_seconds < interval and time.monotonic() < deadline and not training.ended:
         time.sleep(min(interval, 0.1))
         history.add(training.read())
 
@@ -169,21 +151,6 @@ def _screen() -> Screen:
 
 def _plain() -> bool:
     return not (sys.stdout.encoding or "").lower().startswith("utf")
-
-
-def _say_ended(training: Training, *, json: bool) -> None:
-    record = training.record
-    removed = remove_left_over(training)
-    if json:
-        emit_json(_described(training))
-        return
-    ran = format_duration((record.updated_ns - record.started_ns) / 1e9)
-    how = "" if record.closed else " without closing its Pager"
-    text = (
-        f"{record.script} (PID {training.name}) has ended{how}, after "
-        f"{record.counters['iterations']:,} iterations and {ran}"
-    )
-    emit_text(text + (f"; removed {training.path}, which it left" if removed else ""))
 
 
 # -- frame after frame ---------------------------------------------------------------------------
@@ -200,103 +167,35 @@ def _live(training: Training, history: History, interval: float) -> None:
     from rich.live import Live
 
     console = Console(markup=False, emoji=False, highlight=False)
-    with (
-        _keyboard() as key,
-        Live(
-            console=console,
-            screen=True,
-            auto_refresh=False,
-            redirect_stdout=False,
-            redirect_stderr=False,
-        ) as live,
-    ):
+    with Live(console=console, screen=True, auto_refresh=False) as live:
         while not training.ended:
-            size = console.size
-            screen = Screen(size.width, size.height, plain=_plain())
-            view = frame(training, history, screen, keys=True)
-            live.update(view, refresh=True)
-            until = time.monotonic() + interval
-            while (left := until - time.monotonic()) > 0 and console.size == size:
-                if key(min(left, _KEY_SECONDS)) in ("q", "Q", "\x03", "\x04"):
-                    return
+            screen = Screen(console.size.width, console.size.height, plain=_plain())
+            live.update(frame(training, history, screen), refresh=True)
+            time.sleep(interval)
             history.add(training.read())
 
 
-@contextmanager
-def _keyboard() -> Iterator[Callable[[float], str | None]]:
-    """A function that waits so many seconds for a key. The terminal is as before afterwards."""
-    import os
-    import select
+def _serve(target: str | None, host: str, port: int) -> None:
+    """Until Ctrl-C."""
+    from .prometheus import serve
 
-    if not sys.stdin.isatty():
-        yield lambda seconds: time.sleep(seconds)
-        return
-    import termios
-    import tty
-
-    terminal = sys.stdin.fileno()
-    before = termios.tcgetattr(terminal)
-
-    def key(seconds: float) -> str | None:
-        ready, _, _ = select.select([terminal], [], [], seconds)
-        return os.read(terminal, 1).decode(errors="replace") or "q" if ready else None
-
-    try:
-        tty.setcbreak(terminal)
-        yield key
-    finally:
-        termios.tcsetattr(terminal, termios.TCSADRAIN, before)
-
-
-# -- Prometheus ----------------------------------------------------------------------------------
-def _serve(target: str | None, host: str, port: int, interval: float) -> None:
-    """Until Ctrl-C, or until ``target`` has ended."""
-    from .prometheus import Server, render
-
-    def scrape() -> str:
-        trainings = find_trainings() if target is None else _one(target)
+    def find() -> list[Training]:
         try:
-            return render(trainings)
-        finally:
-            for training in trainings:
-                training.close()
+            return find_trainings() if target is None else [open_training(target)]
+        except NoSuchProcess:
+            return []
 
-    if not _goes_on(target):
-        click.echo(f"training {target} has ended")
-        return
     try:
-        server = Server(host, port, scrape)
+        server, thread = serve(host, port, find)
+    except ImportError as error:
+        raise PagerError(
+            "--prometheus needs its client library: pip install 'tensorpager[prometheus]'"
+        ) from error
     except OSError as error:
         raise PagerError(
             f"--prometheus {host}:{port} cannot be served: {error.strerror}; take another port"
         ) from error
-    with server:
-        click.echo(f"serving {server.url}; Ctrl-C ends it", err=True)
-        server.timeout = interval
-        try:
-            while _goes_on(target):
-                server.handle_request()
-        except KeyboardInterrupt:
-            return
-    click.echo(f"training {target} has ended")
-
-
-def _goes_on(target: str | None) -> bool:
-    if target is None:
-        return True
-    found = _one(target)
-    for training in found:
-        training.close()
-    return bool(found)
-
-
-def _one(target: str) -> list[Training]:
-    """The training, or nothing if it has ended."""
-    try:
-        training = open_training(target)
-    except NoSuchProcess:
-        return []
-    if training.ended:
-        training.close()
-        return []
-    return [training]
+    click.echo(f"serving http://{host}:{server.server_port}/metrics; Ctrl-C ends it", err=True)
+    with suppress(KeyboardInterrupt):
+        thread.join()
+    server.server_close()

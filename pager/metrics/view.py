@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING
 
 from ...planner.commands.tables import format_us, short
 from ...planner.sizes import format_bytes
-from .format import Record, Tier
 from .rates import History, Rates, age_seconds, hit_rate, state
-from .reader import Training
+from .reader import TEXTS, TIER_KEYS, TIERS, Snapshot, Training
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -31,6 +30,7 @@ _WAYS = {
     "disk-in": "from disk",
 }
 _LEAST_WIDTH, _MOST_WIDTH = 40, 120
+Tier = tuple[int, ...]  # bytes: used by pages now; at most so far; budget
 
 
 @dataclass(frozen=True)
@@ -47,20 +47,18 @@ class Screen:
         return max(_LEAST_WIDTH, min(self.width, _MOST_WIDTH))
 
 
-def frame(training: Training, history: History, screen: Screen, *, keys: bool = False) -> Text:
-    """The whole view. ``keys``: say how to leave it."""
+def frame(training: Training, history: History, screen: Screen) -> Text:
+    """The whole view."""
     from rich.text import Text
 
-    record, rates = training.record, history.rates()
+    record, rates = training.latest, history.rates()
     lines: list[Text] = [_head(training), _where(record), Text()]
     lines += _tiers(record, screen)
     lines += [Text(), *_traffic(record, rates)]
     lines += [Text(), *_waits(record, rates)]
     lines += [Text(), *_iterations(record, rates, screen)]
-    if record.logged:
+    if record["logged"]:
         lines += [Text(), _logged(record)]
-    if keys:
-        lines += [Text(), Text("q quits", style="dim")]
     lines = _fitting(lines, screen.height)
     for line in lines:
         line.truncate(screen.columns, overflow="ellipsis" if not screen.plain else "crop")
@@ -79,43 +77,42 @@ def _fitting(lines: list[Text], height: int | None) -> list[Text]:
 def _head(training: Training) -> Text:
     from rich.text import Text
 
-    record, now = training.record, state(training)
+    record, now = training.latest, state(training)
     text = Text.assemble(
-        (short(record.script, 30), "bold"), f"  pid {training.name}  {record.device}  ",
-        (record.mode, "bold"), "  ", (now, _STATES[now]),
+        (short(record["script"], 30), "bold"), f"  pid {training.name}  {record['device']}  ",
+        (record["mode"], "bold"), "  ", (now, _STATES[now]),
     )  # fmt: skip
     if now == "silent":
         text.append(f" for {format_duration(age_seconds(record))}", style="red")
     return text
 
 
-def _where(record: Record) -> Text:
+def _where(record: Snapshot) -> Text:
     from rich.text import Text
 
-    counters = record.counters
-    runs = format_duration((record.updated_ns - record.started_ns) / 1e9)
-    done = f"{counters['iterations']:,} iterations"
-    if counters["planned_iterations"]:
-        done += f", {counters['planned_iterations']:,} of them planned"
-    pages = format_bytes(counters["page_size"])
+    runs = format_duration(record["updated"] - record["started"])
+    done = f"{record['iterations']:,} iterations"
+    if record["planned_iterations"]:
+        done += f", {record['planned_iterations']:,} of them planned"
+    pages = format_bytes(record["page_size"])
     return Text(f"runs for {runs}, {done}, pages of {pages}", style="dim")
 
 
 # -- tiers ---------------------------------------------------------------------------------------
-def _tiers(record: Record, screen: Screen) -> Iterator[Text]:
+def _tiers(record: Snapshot, screen: Screen) -> Iterator[Text]:
     from rich.text import Text
 
-    counters = record.counters
-    for name, tier in record.tiers.items():
-        if tier.budget:
-            dense = counters["dense_peak_bytes"] if name == "device" else 0
-            used, budget, peak = (format_bytes(n) for n in (tier.used, tier.budget, tier.peak))
+    for name in TIERS:
+        tier = tuple(record["tiers"][name][key] for key in TIER_KEYS)
+        if tier[-1]:
+            dense = record["dense_peak_bytes"] if name == "device" else 0
+            used, peak, budget = map(format_bytes, tier)
             amounts = f" {used:>11} of {budget:>11}, peak {peak:>11}"
             width = max(8, screen.columns - 7 - len(amounts))
             cells = bar(tier, dense, width, plain=screen.plain)
             yield Text.assemble(f"{name:<7}", cells, amounts)
-    arena = format_bytes(counters["arena_bytes"])
-    beside = format_bytes(counters["dense_peak_bytes"])
+    arena = format_bytes(record["arena_bytes"])
+    beside = format_bytes(record["dense_peak_bytes"])
     pages, dense_cells, _, mark = _cells(plain=screen.plain)
     legend = f"{pages} pages (arena {arena})  {dense_cells} dense, {beside} at most  {mark} peak"
     yield Text(f"       {legend}", style="dim")
@@ -130,55 +127,56 @@ def bar(tier: Tier, dense: int, width: int, *, plain: bool) -> Text:
     """``width`` cells for the budget."""
     from rich.text import Text
 
+    used_bytes, peak_bytes, budget_bytes = tier
     full, rest, free, mark = _cells(plain=plain)
 
     def cells(nbytes: float) -> int:
-        return max(0, min(width, round(width * nbytes / tier.budget)))
+        return max(0, min(width, round(width * nbytes / budget_bytes)))
 
-    used = cells(tier.used)
-    both = cells(tier.used + dense)
-    peak = min(width - 1, max(0, math.ceil(width * min(1.0, tier.peak / tier.budget)) - 1))
+    used = cells(used_bytes)
+    both = cells(used_bytes + dense)
+    peak = min(width - 1, max(0, math.ceil(width * min(1.0, peak_bytes / budget_bytes)) - 1))
     text = Text.assemble((full * used, "cyan"), (rest * (both - used), "blue"))
-    if not tier.peak or peak < both:
+    if not peak_bytes or peak < both:
         return text.append(free * (width - both), "dim")
     text.append(free * (peak - both), "dim").append(mark, "bold")
     return text.append(free * (width - 1 - peak), "dim")
 
 
 # -- what moves and what waits -------------------------------------------------------------------
-def _traffic(record: Record, rates: Rates) -> Iterator[Text]:
+def _traffic(record: Snapshot, rates: Rates) -> Iterator[Text]:
     from rich.text import Text
 
-    for name, nbytes in record.channel_bytes.items():
+    for name, nbytes in record["channel_bytes"].items():
         tier = name.partition("-")[0]
-        if not record.tiers[tier].budget:
+        if not record["tiers"][tier]["budget_bytes"]:
             continue
         rate = rates.bytes_per_s[name]
         now = f"{format_bytes(rate)}/s" if rate is not None else "-"
         yield Text(f"{_WAYS[name]:<10} {now:>13}   {format_bytes(nbytes):>11} in all")
 
 
-def _waits(record: Record, rates: Rates) -> Iterator[Text]:
+def _waits(record: Snapshot, rates: Rates) -> Iterator[Text]:
     from rich.text import Text
 
     share = rates.stall_share
     stalled = "stalled    " + (f"{share:>11.1%}" if share is not None else f"{'-':>11}")
-    total = format_us(record.times_us["stall_us"] or 0.0)
+    total = format_us(record["stall_us"] or 0.0)
     style = "red" if share is not None and share > 0.25 else ""
     yield Text.assemble((stalled, style), f"     {total:>11} in all")
-    hits, counters = hit_rate(record), record.counters
+    hits = hit_rate(record)
     if hits is not None:
-        count = f"{counters['prefetches']:,}"
+        count = f"{record['prefetches']:,}"
         yield Text(f"in time    {hits:>11.1%}     of {count} prefetches")
     faults = rates.faults_per_s
     now = f"{faults:.1f}/s" if faults is not None else "-"
-    yield Text(f"faults     {now:>11}     {counters['faults']:>11,} in all")
+    yield Text(f"faults     {now:>11}     {record['faults']:>11,} in all")
 
 
-def _iterations(record: Record, rates: Rates, screen: Screen) -> Iterator[Text]:
+def _iterations(record: Snapshot, rates: Rates, screen: Screen) -> Iterator[Text]:
     from rich.text import Text
 
-    latest, times = record.times_us["iteration_us"], record.times_us
+    latest = record["iteration_us"]
     if latest is None:
         running = _running(record)
         yield Text(f"iteration  the first one runs{running}" if running else "no iteration yet")
@@ -188,24 +186,24 @@ def _iterations(record: Record, rates: Rates, screen: Screen) -> Iterator[Text]:
         text += f"     {rates.iterations_per_s:.3g} per second"
     yield Text(text + (f", the next runs{running}" if (running := _running(record)) else ""))
     known = [
-        (what, times[key])
+        (what, record[key])
         for what, key in (("plan", "predicted_us"), ("bound", "bound_us"), ("ideal", "ideal_us"))
     ]
     told = [f"{what} {format_us(us)}" for what, us in known if us is not None]
     if told:
         yield Text("           " + ", ".join(told), style="dim")
-    recent = list(record.recent_s)[-(screen.columns - 11) :]
+    recent = record["recent_iteration_us"][-(screen.columns - 11) :]
     if len(recent) > 1:
         if not screen.plain:
             yield Text("           " + sparkline(recent), style="cyan")
-        low, high = format_us(min(recent) * 1e6), format_us(max(recent) * 1e6)
+        low, high = format_us(min(recent)), format_us(max(recent))
         yield Text(f"           last {len(recent)}: {low} to {high}", style="dim")
 
 
-def _running(record: Record) -> str:
+def _running(record: Snapshot) -> str:
     """How long the iteration has run that runs, where that is long enough to be of interest."""
-    seconds = (record.monotonic_ns - record.began_ns) / 1e9
-    return f" for {format_duration(seconds)}" if record.began_ns and seconds >= 1 else ""
+    seconds = record["clock"] - record["began"]
+    return f" for {format_duration(seconds)}" if record["began"] and seconds >= 1 else ""
 
 
 def sparkline(values: Sequence[float]) -> str:
@@ -216,10 +214,10 @@ def sparkline(values: Sequence[float]) -> str:
     return "".join(_BLOCKS[min(7, int(8 * max(0.0, value) / top))] for value in values)
 
 
-def _logged(record: Record) -> Text:
+def _logged(record: Snapshot) -> Text:
     from rich.text import Text
 
-    return Text("  ".join(f"{name} {number(value)}" for name, value in record.logged.items()))
+    return Text("  ".join(f"{name} {number(value)}" for name, value in record["logged"].items()))
 
 
 def number(value: float) -> str:
@@ -249,17 +247,14 @@ def listing(trainings: Sequence[Training]) -> Table:
 
     rows = []
     for training in trainings:
-        record = training.record
-        device = record.tiers["device"]
+        record = training.latest
         rows.append(
             (
                 training.name,
-                record.script,
-                record.device,
-                record.mode,
-                f"{record.counters['iterations']:,}",
-                format_us(record.times_us["iteration_us"] or 0.0),
-                format_bytes(device.budget),
+                *(record[name] for name in TEXTS),
+                f"{record['iterations']:,}",
+                format_us(record["iteration_us"] or 0.0),
+                format_bytes(record["tiers"]["device"]["budget_bytes"]),
             )
         )
     heads = ("PID", "<script", "<device", "<mode", "iterations", "latest", "budget")

@@ -147,16 +147,6 @@ def test_what_is_no_number_of_ranks(text: str, monkeypatch: pytest.MonkeyPatch) 
         tp.Pager("64MiB", device="cpu")
 
 
-def test_ranks_have_files_of_their_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    with tp.Pager("16MiB", device="cpu", metrics=tmp_path / "run.metrics") as one:
-        monkeypatch.setenv("LOCAL_RANK", "1")
-        with tp.Pager("16MiB", device="cpu", metrics=tmp_path / "run.metrics") as two:
-            found = sorted(path.name for path in tmp_path.iterdir())
-            assert one.stats()["budget_bytes"] == two.stats()["budget_bytes"]
-    assert found == ["run.1.metrics", "run.metrics"]
-
-
 def test_without_a_launcher_it_is_all_ours(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     assert ranks.ranks_on_node() == 1
