@@ -77,7 +77,7 @@ def hit_rate(snapshot: Snapshot) -> float | None:
 
 def age_seconds(snapshot: Snapshot) -> float:
     """How old it is. The clock is the machine's, so this is true across processes."""
-    return max(0.0, time.monotonic() - snapshot["clock"])
+    return max(0.0, time.monotonic() - float(snapshot["clock"]))
 
 
 def state(training: Training) -> str:
