@@ -41,7 +41,6 @@ from .whole_need import WholeNeeds
 
 _MARGIN = 16
 _MARGIN_BYTES = 1 << 20
-_LENIENCE, _LENIENCE_BYTES = 64, 256 << 10
 _GRAIN = 4096  # of minima that are named
 
 
@@ -73,14 +72,16 @@ class DeviceBudget:
         self.checked = False
         self.changed = False  # a weight that was whole streams from now on
         self._before: tuple[int, Peak | str, tuple[int, int]] = 0, "", (0, 0)
-        self._peak_before = 0
+        self._most_before = 0
         self.most_whole = 0  # bytes taken by an iteration that found out what has to stream
         self.dense_baseline = 0  # dense tensors that live on: buffers of paged modules
+        self.made_anew = 0  # bytes of these that are freed, and counted when they are made again
         self.dense_peak = 0
+        self._at_step = 0  # dense bytes beside an optimizer's step, of what was made before it
         self._at_peak: Peak | str = ""  # what made it, in words, where that is known
         self._stuck = False  # the metered arena could not be made smaller
         self._frames_log: list[tuple[float, int]] = []  # while metering: when, frames in use
-        self._metered_peak = 0
+        self._most = 0
         self._peak_outside: int | None = None  # in steps outside of iterations
         self.unpaged: weakref.ref[Any] | None = None  # an optimizer that has stepped without pages
         self.placement = Placement()
@@ -167,7 +168,7 @@ class DeviceBudget:
         """Most device bytes in use so far: frames in use and dense bytes beside them."""
         size = self.page_size
         steady = self.residency.peak_frames * size + self.dense_peak if self.settled else 0
-        return max(steady, self._metered_peak, self._peak_outside or 0)
+        return max(steady, self._most, self._peak_outside or 0)
 
     def note_step_outside(self) -> None:
         """A step is taken outside of iterations. Dense memory is counted from the first one on,
@@ -178,15 +179,16 @@ class DeviceBudget:
         dense = self.backend.meter_level()
         if self._peak_outside is None:
             self._peak_outside = frames
-            self.backend.meter_stop()  # what was there before is none of it
+            self.backend.count_anew()
         elif dense is not None:
             self._peak_outside = max(self._peak_outside, frames + self.dense_baseline + dense)
 
     # -- the metered iteration -------------------------------------------------------------------
-    def start(self) -> None:
-        """Begin to meter; the border may move again."""
+    def start(self, *, go_on: bool = False) -> None:
+        """Begin to meter; the border may move again. ``go_on``: the iteration has begun, and what
+        it has made counts."""
         self._before = self.dense_peak, self._at_peak, self.residency.needs
-        self._peak_before = self._metered_peak
+        self._most_before = self._most
         self.placement.start(self.dense_peak)
         of_ops = self.residency.rigid_need  # a step takes more again when its way is chosen
         self.residency.needs = self.placement.choices(of_ops)[0].frames, of_ops
@@ -195,18 +197,17 @@ class DeviceBudget:
         self.settled = False
         self.whole_needs.clear()
         self.backend.limit_dense(None)
-        self.backend.meter_start()
+        self.backend.meter_start(go_on=go_on)
         self._give_way()
 
     def check(self, optimizer: Any = None) -> None:
         """Before the first parameter changes: raise ``InfeasibleBudget`` if the budget is below
         what the forward and backward passes took and ``optimizer``'s step will take."""
-        if not self.metering and optimizer is not None:
-            self.backend.count_anew()
         if not self.metering or self.checked:
             return
         self.checked = True
         dense = self._note_peak()
+        self._at_step = self.dense_baseline + self.backend.meter_alive()
         self.placement.measure(self.backend.meter_timeline(), self.dense_baseline, dense)
         # A step taken inside backward cannot be measured there; its dense bytes are not foreseen.
         measurable = optimizer is not None and not in_backward()
@@ -215,7 +216,7 @@ class DeviceBudget:
         for choice in self.placement.choices(rigid):
             self._count(choice, None)
             if own is not None:
-                self._step = step_room(optimizer, self._measure)
+                self._step = step_room(optimizer, self.backend.dense_of)
                 room = self._step.room if self._step is not None else Room(own.frames, 0)
             self._count(choice, room)
             if self.dense_peak > choice.dense:
@@ -231,7 +232,7 @@ class DeviceBudget:
         self._keep_to(choice, then, room=room, rigid=rigid)
         if own is not None and room is not None:
             own.frames = room.frames
-        self.backend.meter_start()  # the rest of the iteration
+        self.backend.meter_start(go_on=True)  # the rest of the iteration
 
     def step_of(self, optimizer: Any) -> StepFrames:
         """What its steps take, for as long as they go the same way."""
@@ -246,7 +247,7 @@ class DeviceBudget:
         """What is needed if these weights are whole, and an optimizer's step takes ``room``."""
         dense, frames = choice.dense, choice.frames
         if room is not None:
-            dense = max(dense, self.dense_baseline + room.dense + 1)
+            dense = max(dense, self._at_step + room.dense)
             frames = max(frames, room.frames)
         self.dense_peak, self.residency.needs = dense, (frames, self.residency.rigid_need)
 
@@ -299,7 +300,7 @@ class DeviceBudget:
             choice = self.placement.choice(under, rigid)
             dense, frames = max(dense, choice.dense), max(frames, choice.frames)
             if room is not None:
-                dense = max(dense, self.dense_baseline + room.dense + 1)
+                dense = max(dense, self._at_step + room.dense)
                 frames = max(frames, room.frames)
             dense, frames = self.whole_needs.least(dense, frames, reserve)
             if whole == len(choice.whole):
@@ -308,7 +309,7 @@ class DeviceBudget:
 
     def has_room(self, room: Room) -> bool:
         """Whether an optimizer's step finds ``room`` beside what was measured so far."""
-        dense = max(self.dense_peak, self.dense_baseline + room.dense + 1)
+        dense = max(self.dense_peak, self._at_step + room.dense)
         frames = max(self.residency.largest_need, room.frames)
         most = self.bytes if self.fixed_reserve is None else self.fixed_reserve
         beside = max(dense, self.fixed_reserve or 0)
@@ -346,7 +347,7 @@ class DeviceBudget:
     def begin(self) -> None:
         """An iteration begins that is not metered: dense memory has the reserve. What goes beyond
         it asks ``make_dense_room``, in the middle of an op."""
-        self._cap = self.reserve - self.dense_baseline
+        self._cap = self._foreseen
         self.backend.cap_dense(self._cap, self.make_dense_room)
 
     def count_from_here(self) -> None:
@@ -357,21 +358,21 @@ class DeviceBudget:
             self.backend.meter_start()
 
     def can_give(self, missing: int) -> bool:
-        """Whether dense memory may have so many bytes more than its cap: beside the frames that one
-        op needs and what is pinned now, or a little above that, as Python's garbage makes it come
-        and go."""
+        """Whether dense memory may have so many bytes more than its cap, beside the frames that one
+        op needs and what is pinned now."""
         frames = 0 if self.fixed_reserve is not None else self.residency.pool.count
         stay = max(self._least_frames, self.residency.pinned_pages())
         room = max(0, frames - stay) * self.page_size
-        return self._beyond(missing) <= room + self._lenience
-
-    @property
-    def _lenience(self) -> int:
-        return self.bytes // _LENIENCE + _LENIENCE_BYTES
+        return self._beyond(missing) <= room
 
     def _beyond(self, missing: int) -> int:
         """Bytes beyond the reserve, where ``missing`` are wanted beyond the cap."""
-        return self._cap + missing - (self.reserve - self.dense_baseline)
+        return self._cap + missing - self._foreseen
+
+    @property
+    def _foreseen(self) -> int:
+        """Dense bytes that are counted in an iteration, at most, as far as they were foreseen."""
+        return self.reserve - self.dense_baseline + self.made_anew
 
     def give(self, missing: int) -> bool:
         """Move the border for ``missing`` bytes and a margin, with no page moving but by the
@@ -381,6 +382,7 @@ class DeviceBudget:
         if not self.can_give(missing):
             return False
         frames = self.residency.pool.count
+        self._note_both()
         if self.fixed_reserve is None:
             self.backend.raise_cap(None)  # moving pages takes some
             more = self._beyond(missing) + max(self.dense_peak // _MARGIN, _MARGIN_BYTES)
@@ -391,8 +393,10 @@ class DeviceBudget:
                 return False
             finally:
                 self.backend.raise_cap(self._cap)
-        self.gave = self.gave or self.residency.pool.count < frames
-        self.reserve = self.bytes - self.residency.pool.count * self.page_size
+        pool = self.residency.pool
+        self.gave = self.gave or pool.count < frames
+        self.residency.peak_frames = pool.count - pool.free_count
+        self.reserve = self.bytes - pool.count * self.page_size
         self.backend.limit_dense(self.reserve)
         self.let_pass(missing)
         return True
@@ -400,16 +404,22 @@ class DeviceBudget:
     def let_pass(self, missing: int) -> None:
         """Raise the cap to the reserve, or by so many bytes if that is not enough."""
         beyond = self._beyond(missing)
-        self._cap = self.reserve - self.dense_baseline + max(0, beyond)
+        self._cap = self._foreseen + max(0, beyond)
         self.backend.raise_cap(self._cap)
-        if beyond > self._lenience:
+        if beyond > 0:
             frames = self.residency.pool.count - self.residency.pool.free_count
             both = frames * self.page_size + self.reserve + beyond
-            self._metered_peak = max(self._metered_peak, both)
+            self._most = max(self._most, both)
+
+    def _note_both(self) -> None:
+        """Frames in use and dense bytes, at their peaks since the border was moved."""
+        dense = self.dense_baseline + self.backend.dense_peak()
+        self._most = max(self._most, self.residency.peak_frames * self.page_size + dense)
 
     def grown(self) -> int:
         """The end of what :meth:`begin` began: dense bytes at its peak, if they went beyond the
         reserve and the border can follow, else 0."""
+        self._note_both()
         dense = self.dense_baseline + self.backend.dense_peak()
         self.backend.cap_dense(None)
         room = self.bytes - self._least_frames * self.page_size
@@ -465,8 +475,8 @@ class DeviceBudget:
         self.place(dense_extra, roomy=roomy)
         if self.changed:  # what streams from now on was not metered so
             self.settled = False
-            self.most_whole = max(self.most_whole, self._metered_peak)
-            self._metered_peak = self._peak_before
+            self.most_whole = max(self.most_whole, self._most)
+            self._most = self._most_before
 
     def frames_at_least(self) -> int:
         """Frames that the arena has for good, as far as is known now."""
@@ -528,7 +538,7 @@ class DeviceBudget:
         if dense > self.dense_peak:
             self.dense_peak = dense
             self._at_peak = self.backend.meter_peak() or ""
-        self._metered_peak = max(self._metered_peak, self._peak_of_both(dense))
+        self._most = max(self._most, self._peak_of_both(dense))
         self.whole_needs.measure(self.backend.meter_timeline(), self.dense_baseline, dense)
         self._frames_log.clear()
         return dense
@@ -548,12 +558,3 @@ class DeviceBudget:
         at_turn = current[np.maximum(np.searchsorted(when, turns, "right") - 1, 0)]
         both = max(int((at_alloc * size + current).max()), int((frames * size + at_turn).max()))
         return both + self.dense_baseline
-
-    def _measure(self, action: Callable[[], None]) -> int:
-        """Of a small stand-in; the result will be multiplied."""
-        self.backend.meter_start()
-        try:
-            action()
-        finally:
-            peak = self.backend.meter_stop(of_tensors=True)
-        return peak

@@ -80,11 +80,11 @@ class HeapLevels:
         self.sample = no_sample if profiling else self._look
         self._until = math.inf if profiling else 0.0
 
-        def give_way() -> None:
+        def give_way(*, go_on: bool = False) -> None:
             if self._until == math.inf:
                 self._stop()
                 self.sample, self.source = self._look, "allocator events, then C heap"
-            theirs()
+            theirs(go_on=go_on)
 
         backend.meter_start = give_way  # type: ignore[method-assign]
         try:

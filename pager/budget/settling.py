@@ -7,6 +7,7 @@ was metered, or it is metered again.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -52,7 +53,7 @@ class Settling:
         self._fresh_shapes.clear()
         budget = self._pager.budget
         if not budget.settled:
-            self._meter()
+            self._meter(go_on=False)
             return
         if budget.gave:  # to an iteration that was cut short
             self._place()
@@ -72,11 +73,11 @@ class Settling:
             return
         self._fresh_shapes.add((kind, dims))
         if self._pager.budget.settled:
-            self._meter()
+            self._meter(go_on=True)
 
-    def _meter(self) -> None:
+    def _meter(self, *, go_on: bool) -> None:
         with self._about_to_resize():
-            self._pager.budget.start()
+            self._pager.budget.start(go_on=go_on)
 
     @contextmanager
     def _about_to_resize(self) -> Iterator[None]:
@@ -97,11 +98,11 @@ class Settling:
         foreseen: the arena gives frames away, so that both together stay inside the budget.
         ``False`` where that cannot be."""
         pager, budget = self._pager, self._pager.budget
+        if not budget.can_give(missing):
+            return self._collect_garbage(missing)
         if pager.lock._is_owned():  # type: ignore[attr-defined]
-            if budget.can_give(missing):  # when the pages are there that are being moved now
-                budget.let_pass(missing)
-                return True
-            return False
+            budget.let_pass(missing)  # until the pages are there that are being moved now
+            return True
         before = pager.fits, pager.saved.dense_allowance
         with self._about_to_resize():
             given = budget.give(missing)
@@ -111,6 +112,13 @@ class Settling:
             with pager.lock:
                 pager.follower.arena_resized()
         return given
+
+    def _collect_garbage(self, missing: int) -> bool:
+        """Whether so many dense bytes were held by nothing but Python's garbage. When that goes is
+        no matter of the program, so it is no reason to refuse one."""
+        before = self._pager.backend.dense_now()
+        gc.collect()
+        return self._pager.backend.dense_now() <= before - missing
 
     def end(self) -> None:
         """End of an iteration: where it was metered, or took more dense memory than was known,

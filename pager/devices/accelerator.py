@@ -109,8 +109,8 @@ class Accelerator:
         self._others: list[torch.Stream] = []  # that pages were used on before
         self._noting = threading.Lock()
         self._has_clock = self._try_clock()
-        self._alive = 0  # dense bytes when the last measurement began
-        self._alive_before = 0  # and before the first one of an iteration
+        self._alive = 0  # dense bytes that are not counted: they were there before
+        self._alive_before = 0  # the same, when dense memory was measured last
 
     @property
     def arena(self) -> torch.Tensor:
@@ -270,9 +270,7 @@ class Accelerator:
 
     # -- dense memory ----------------------------------------------------------------------------
     def limit_dense(self, nbytes: int | None, *, counted: int = 0, roomy: bool = False) -> None:
-        if nbytes is None:
-            self._alive_before = self.dense_now()
-        else:
+        if nbytes is not None:
             nbytes += max(0, self._alive_before - counted)
         self.kit.limit_dense(nbytes)
 
@@ -283,13 +281,14 @@ class Accelerator:
         pass
 
     def cap_dense(self, nbytes: int | None, make_room: Callable[[int], bool] | None = None) -> None:
-        pass  # limit_dense is a cap already
+        if make_room is not None:  # limit_dense is a cap already
+            self.count_anew()
 
     def raise_cap(self, nbytes: int | None) -> None:
         pass
 
     def count_anew(self) -> None:
-        pass
+        self._alive = self.dense_now()
 
     def dense_now(self) -> int:
         return self._memory("allocated", "current") - self.kit.counted_bytes
@@ -307,21 +306,35 @@ class Accelerator:
         stats = torch._C._accelerator_getDeviceStats(index)
         return int(stats[f"{what}_bytes"]["all"][which])
 
-    def meter_start(self) -> None:
+    def meter_start(self, *, go_on: bool = False) -> None:
         if not self.knows_dense:
             return
         torch.accelerator.empty_cache()  # what is cached now is not what an iteration needs
         torch.accelerator.reset_peak_memory_stats(self.device)
-        self._alive = self.dense_now()
+        if not go_on:
+            self.count_anew()
+        self._alive_before = self._alive
 
     def meter_sample(self) -> None:
         pass  # the allocator keeps its peak
 
-    def meter_stop(self, *, of_tensors: bool = False) -> int:
+    def meter_stop(self) -> int:
         # A cap counts what the allocator holds, the rest of its segments included. Where there is
         # none it may keep any number of them, and what tensors take is all that can be said.
-        counted = "reserved" if self.caps_dense and not of_tensors else "allocated"
+        counted = "reserved" if self.caps_dense else "allocated"
         return max(0, self._memory(counted, "peak") - self.kit.counted_bytes - self._alive)
+
+    def meter_alive(self) -> int:
+        return max(0, self.dense_now() - self._alive)
+
+    def dense_of(self, action: Callable[[], None]) -> int:
+        if not self.knows_dense:
+            action()
+            return 0
+        torch.accelerator.reset_peak_memory_stats(self.device)
+        before = self._memory("allocated", "current")
+        action()
+        return max(0, self._memory("allocated", "peak") - before)
 
     def meter_peak(self) -> Peak | None:
         return None

@@ -44,7 +44,6 @@ class Cpu:
         allocator = load()
         self._account = Account(allocator) if allocator is not None else None
         self._keep = 0  # bytes that stay mapped for dense tensors
-        self._peak = 0
         self._meter = AllocatorMeter(self._account, places=True) if self._account else DenseMeter()
         take_first_root()
 
@@ -135,12 +134,10 @@ class Cpu:
             self._account.add_guest()
 
     def cap_dense(self, nbytes: int | None, make_room: Callable[[int], bool] | None = None) -> None:
-        if self._account is None:
-            return
         if make_room is not None:
-            self._peak = 0
-            self._account.reset()
-            self._account.ask(make_room)
+            self.count_anew()
+            if self._account is not None:
+                self._account.ask(make_room)
         self.raise_cap(nbytes)
 
     def raise_cap(self, nbytes: int | None) -> None:
@@ -149,27 +146,45 @@ class Cpu:
 
     def count_anew(self) -> None:
         if self._account is not None:
-            self._peak = max(self._peak, self._account.peak)
             self._account.reset()
+        elif isinstance(self._meter, DenseMeter):
+            self._meter.begin()
 
     def dense_now(self) -> int:
         allocator = loaded()
         return allocated_bytes() if allocator is None else allocator.totals().live
 
     def dense_peak(self) -> int:
-        return max(self._peak, self._account.peak) if self._account is not None else 0
+        return self._account.peak if self._account is not None else 0
 
     def refusal(self) -> str:
         return self._account.refusal if self._account is not None else ""
 
-    def meter_start(self) -> None:
-        self._meter.start()
+    def meter_start(self, *, go_on: bool = False) -> None:
+        self._meter.start(go_on=go_on)
 
     def meter_sample(self) -> None:
         self._meter.sample()
 
-    def meter_stop(self, *, of_tensors: bool = False) -> int:
+    def meter_stop(self) -> int:
         return self._meter.stop()
+
+    def meter_alive(self) -> int:
+        return self._meter.alive
+
+    def dense_of(self, action: Callable[[], None]) -> int:
+        if self._account is not None:
+            self._account.restart()
+            before = self._account.peak
+            action()
+            return self._account.peak - before
+        before = self._meter.alive
+        self._meter.start(go_on=True)
+        try:
+            action()
+        finally:
+            peak = self._meter.stop()
+        return max(0, peak - before)
 
     def meter_peak(self) -> Peak | None:
         return self._meter.at_peak if isinstance(self._meter, AllocatorMeter) else None

@@ -35,7 +35,7 @@ constexpr uint64_t kGuest = uint64_t{1} << 63; // in a birth: a guest has made i
 struct Event {
   double seconds; // CLOCK_MONOTONIC, which Python calls perf_counter
   int64_t bytes; // from then on
-  uint64_t birth; // of the block that was made or freed
+  uint64_t birth; // of the block that was made or freed; 0 for small ones from before the log
 };
 
 struct Account {
@@ -99,7 +99,7 @@ inline Peak peak_of(const std::vector<Event>& log) {
   std::unordered_map<uint64_t, int64_t> there;
   int64_t before = 0;
   for (auto event = log.begin(); event != log.end() && event <= highest; ++event) {
-    if (event->bytes > before) {
+    if (event->bytes > before && event->birth != 0) {
       there.emplace(event->birth, event->bytes - before);
     } else {
       there.erase(event->birth);

@@ -387,6 +387,34 @@ void tp_dense_reset(int account, int logging) {
   std::vector<dense::Event>().swap(a.log);
 }
 
+// Go on counting; the peak and the log begin anew with what is there now.
+void tp_dense_restart(int account, int logging) {
+  auto& s = state();
+  std::lock_guard<std::mutex> guard(s.mutex);
+  auto& a = s.accounts.items[account];
+  a.peak = a.current - a.of_guests;
+  a.logging = logging != 0;
+  std::vector<dense::Event>().swap(a.log);
+  if (!a.logging) {
+    return;
+  }
+  std::vector<std::pair<uint64_t, int64_t>> large;
+  int64_t bytes = a.peak; // of the others, which have no birth here
+  for (const auto& [address, block] : s.live) {
+    if (dense::counts(a, block.birth) && (block.birth & dense::kGuest) == 0) {
+      large.emplace_back(block.birth, static_cast<int64_t>(block.nbytes));
+      bytes -= large.back().second;
+    }
+  }
+  std::sort(large.begin(), large.end());
+  double moment = dense::now();
+  a.log.push_back({moment, bytes, 0});
+  for (const auto& [birth, nbytes] : large) {
+    bytes += nbytes;
+    a.log.push_back({moment, bytes, birth});
+  }
+}
+
 int64_t tp_dense_current(int account) {
   auto& s = state();
   std::lock_guard<std::mutex> guard(s.mutex);

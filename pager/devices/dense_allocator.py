@@ -30,6 +30,7 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "open": (_int, []),
     "close": (None, [_int]),
     "reset": (None, [_int, _int]),
+    "restart": (None, [_int, _int]),
     "current": (_long, [_int]),
     "peak": (_long, [_int]),
     "limit": (None, [_int, _long, _long]),
@@ -101,6 +102,11 @@ class Account:
         if self.close.alive:
             self._calls["reset"](self._number, int(log))
 
+    def restart(self, *, log: bool = False) -> None:
+        """Go on counting, with a new peak and, if ``log``, a new log, both of what is there now."""
+        if self.close.alive:
+            self._calls["restart"](self._number, int(log))
+
     @property
     def current(self) -> int:
         return int(self._calls["current"](self._number)) if self.close.alive else 0
@@ -136,10 +142,8 @@ class Account:
         self._call_back(refusals=True)
 
     def note_places(self, on: bool) -> None:
-        """From now on, and from empty, note in ``places`` where this thread makes blocks of 64 KiB
-        or more, or no longer."""
-        if on:
-            self.places = {}
+        """From now on note in ``places`` where this thread makes blocks of 64 KiB or more, or no
+        longer."""
         self._call_back(places=on)
 
     def _call_back(self, *, refusals: bool = False, places: bool = False) -> None:
@@ -210,14 +214,19 @@ class AllocatorMeter:
         self.account = account
         self.timeline: Timeline = (np.empty(0), np.empty(0, np.int64))
         self.at_peak: Peak | None = None
+        self.alive = 0
         self._places = places
 
     def sample(self) -> None:
         pass  # the allocator keeps its peak
 
-    def start(self) -> None:
+    def start(self, *, go_on: bool = False) -> None:
         self.timeline = np.empty(0), np.empty(0, np.int64)
-        self.account.reset(log=True)
+        if go_on:
+            self.account.restart(log=True)
+        else:
+            self.account.reset(log=True)
+            self.account.places = {}
         if self._places:
             self.account.note_places(True)
 
@@ -227,7 +236,8 @@ class AllocatorMeter:
             self.at_peak = self.account.at_peak()
             self.account.note_places(False)
         self.timeline = self.account.timeline()
-        self.account.reset()
+        self.alive = int(self.timeline[1][-1]) if len(self.timeline[1]) else 0
+        self.account.restart()
         return peak
 
 

@@ -84,6 +84,8 @@ class DenseMeter:
     def __init__(self) -> None:
         self._start = mapped_bytes()
         self._sampled = 0
+        self._before = 0  # bytes that were alive at ``start``, and count
+        self.alive = 0  # bytes at ``stop``, of those that were counted
         self._measurement: _Measurement | None = None
         # Of the last measurement: times (``time.perf_counter``) and the dense bytes from then on.
         self.timeline: Timeline = (np.empty(0), np.empty(0, np.int64))
@@ -97,7 +99,11 @@ class DenseMeter:
         """Look at the C heap, for when the profiler is not to be had."""
         self._sampled = max(self._sampled, mapped_bytes() - self._start)
 
-    def start(self) -> None:
+    def begin(self) -> None:
+        """What is alive now will not count in a measurement that goes on."""
+        self._start, self.alive = mapped_bytes(), 0
+
+    def start(self, *, go_on: bool = False) -> None:
         here = _here.measurement
         if here is not None:
             if here is self._measurement and in_backward():
@@ -105,31 +111,31 @@ class DenseMeter:
             if (here is self._measurement or here.over) and not in_backward():
                 _switch_off()
         self._let_go()
-        self._start = mapped_bytes()
-        self._sampled = 0
+        if not go_on:
+            self.begin()
+        self._before, self._sampled = self.alive, 0
         self.timeline = np.empty(0), np.empty(0, np.int64)
         self._measurement = None if in_backward() else _switch_on()
 
     def stop(self) -> int:
         measurement = self._measurement
-        if measurement is None:
-            return self._sampled
-        if measurement is not _here.measurement:
-            self._let_go()
-            return self._sampled
-        if in_backward():
+        if measurement is None or measurement is not _here.measurement or in_backward():
+            if measurement is not None and measurement is not _here.measurement:
+                self._let_go()
+            self.alive = max(0, mapped_bytes() - self._start)
             return self._sampled
         self._measurement = None
         times, dense = [], []
         for thread in _switch_off():
-            current = 0
+            current = self._before
             for event in thread:
                 if str(event.kind()) == "memory_alloc":
                     current += event.cpu_memory_usage()
                     times.append(measurement.started + thread[0].cpu_elapsed_us(event) / 1e6)
                     dense.append(current)
         self.timeline = np.array(times), np.array(dense, np.int64)
-        return max(dense, default=0)
+        self.alive = dense[-1] if dense else self._before
+        return max(dense, default=self._before)
 
     def _let_go(self) -> None:
         if self._measurement is not None:

@@ -170,9 +170,9 @@ class Device(Protocol):
 
     def limit_dense(self, nbytes: int | None, *, counted: int = 0, roomy: bool = False) -> None:
         """Make ``nbytes`` a hard cap of dense memory where the device can; ``None`` lifts it. On
-        top of them is what was alive when the last one was lifted, but for ``counted``: dense bytes
-        of that which are among ``nbytes``. ``roomy``: there is plenty, so the allocator may
-        keep freed memory for reuse."""
+        top of them is what was alive, and not measured, when the last measurement began, but for
+        ``counted``: dense bytes of that which are among ``nbytes``. ``roomy``: there is plenty, so
+        the allocator may keep freed memory for reuse."""
 
     def limit_guests(self, nbytes: int | None) -> None:
         """No thread is a guest any more. From now on a guest is refused what brings all dense
@@ -192,8 +192,7 @@ class Device(Protocol):
         """Another cap from now on, ``None`` for none, of what has been counted so far too."""
 
     def count_anew(self) -> None:
-        """What is alive now was counted; count from 0 on, as a metered iteration does when the
-        optimizer steps."""
+        """Count from 0 on; what is alive now is not counted any more."""
 
     def dense_now(self) -> int:
         """Dense bytes that are alive, of whoever's; to be compared with what it was before."""
@@ -204,15 +203,23 @@ class Device(Protocol):
     def refusal(self) -> str:
         """What was refused last, in words; empty where not known."""
 
-    def meter_start(self) -> None:
-        """Begin to measure the peak of dense memory (temporaries inside ops included)."""
+    def meter_start(self, *, go_on: bool = False) -> None:
+        """Begin to measure the peak of dense memory (temporaries inside ops included). ``go_on``:
+        what has been counted since ``cap_dense`` or an earlier start, and is alive, counts too."""
 
     def meter_sample(self) -> None:
         """Look now, where a peak can only be found by looking often."""
 
-    def meter_stop(self, *, of_tensors: bool = False) -> int:
-        """Peak dense bytes since ``meter_start``, on top of what was alive then. ``of_tensors``:
-        without what an allocator holds beyond them, which is at least 2 MiB on CUDA."""
+    def meter_stop(self) -> int:
+        """Peak dense bytes since ``meter_start``, on top of what was alive then and does not
+        count."""
+
+    def meter_alive(self) -> int:
+        """Bytes that were alive at ``meter_stop``, of those that it counted."""
+
+    def dense_of(self, action: Callable[[], None]) -> int:
+        """Peak dense bytes of tensors that ``action`` makes, while nothing is measured; not what an
+        allocator holds beyond them, which is at least 2 MiB on CUDA."""
 
     def meter_peak(self) -> Peak | None:
         """What made the peak of the last measurement; ``None`` where not known."""

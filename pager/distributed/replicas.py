@@ -66,6 +66,7 @@ def note_replicas(pager: Pager) -> None:
     if known is not None and known._cdata in pager.saved.skip:
         if pager._inside and ddp._has_rebuilt_buckets and ddp not in _rebuilt:
             _rebuilt.add(ddp)
+            pager.budget.made_anew -= pager.saved.skip[known._cdata][1]
             pager.budget.count_from_here()
         return
     _refuse_unsuitable(ddp)
@@ -73,6 +74,8 @@ def note_replicas(pager: Pager) -> None:
     memory = _buckets.setdefault(ddp, torch.UntypedStorage(0))
     nbytes = sum(p.numel() * p.element_size() for p in wanted)
     pager.saved.skip[memory._cdata] = StorageWeakRef(memory), nbytes
+    if (ddp.static_graph or not ddp.find_unused_parameters) and ddp not in _rebuilt:
+        pager.budget.made_anew += nbytes
     pager._count_buffers()
     for ref in pager.optimizers:
         optimizer: Any = ref()

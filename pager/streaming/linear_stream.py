@@ -303,6 +303,7 @@ def _product(x: torch.Tensor, weight: PagedTensor, bias: torch.Tensor | None) ->
                     torch.mm(x, rows, out=out[:, first:stop])
                 else:
                     torch.addmm(bias[first:stop], x, rows, out=out[:, first:stop])
+                del rows  # before there is the next one
     return out
 
 
@@ -324,6 +325,7 @@ def _input_grad(grad: torch.Tensor, weight: PagedTensor) -> torch.Tensor:
                     total += torch.mm(here, rows.to(grad.dtype), out_dtype=wide)
                 else:
                     total.addmm_(here.to(wide), rows.to(grad.dtype).to(wide))
+                del rows
     return total.to(grad.dtype)
 
 
@@ -450,13 +452,14 @@ class _Held:
         return found
 
     def block(self, first: int, stop: int) -> torch.Tensor:
-        """Rows ``first … stop``: a view of the arena, or a copy as well aligned as a view."""
-        matrix = self.matrix
+        """Rows ``first … stop``: a view of the arena, or a copy as well aligned as a view. Where
+        its frames will lie is not known in advance, so a metered iteration takes the copy."""
+        matrix, pager = self.matrix, self.matrix.storage.pager
         pieces = self.pieces(first, stop)
         flat = pieces[0]
-        if len(pieces) > 1:
-            matrix.storage.pager.gathers += 1
-            ahead = matrix.byte(first) % matrix.storage.pager.backend.alignment
+        if len(pieces) > 1 or (len(matrix.pages(first, stop)) > 1 and pager.metering_this()):
+            pager.gathers += 1
+            ahead = matrix.byte(first) % pager.backend.alignment
             nbytes = (stop - first) * matrix.row_bytes
             flat = torch.empty(ahead + nbytes, dtype=torch.uint8, device=flat.device)[ahead:]
             torch.cat(pieces, out=flat)

@@ -143,7 +143,7 @@ class FakeAccelerator(Accelerator):
             *("limit_dense", "cap_dense", "raise_cap", "count_anew"),
             *("dense_now", "dense_peak", "refusal"),
             *("meter_start", "meter_sample", "meter_stop", "meter_peak"),
-            *("meter_level", "meter_timeline"),
+            *("meter_level", "meter_timeline", "meter_alive", "dense_of"),
         ):
             setattr(self, name, getattr(cpu, name))
         self.written: dict[str, set[int]] = {"fault": set(), "planned": set()}

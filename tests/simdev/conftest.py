@@ -39,7 +39,7 @@ def kernels(built: Machine) -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def _one_thread() -> Iterator[None]:
-    """Sums have the same order in the plain run and in threads of the device. For all tests at once:
+    """Sums have one order, in the plain run and in threads of the device. For all tests at once:
     autograd's threads keep the number that holds when they start, and MKL has one for all."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
