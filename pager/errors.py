@@ -12,7 +12,6 @@ class TierFull(PagerError):  # noqa: N818 (public name, fixed by the design)
 class CorruptPage(PagerError):  # noqa: N818
     """A page that comes back is not the one that was written. It was not used.
 
-    ``kind``: ``damaged``, ``torn``, ``stale``, ``misplaced`` or ``unwritten`` (``integrity.py``).
     ``tier``: ``host`` or ``disk``. ``slot`` of that tier; ``page``: virtual page, and ``tensor``:
     its name, where known.
     """
@@ -21,14 +20,12 @@ class CorruptPage(PagerError):  # noqa: N818
         self,
         message: str,
         *,
-        kind: str = "damaged",
         tier: str = "disk",
         slot: int = -1,
         page: int = -1,
         tensor: str | None = None,
     ) -> None:
         super().__init__(message)
-        self.kind = kind
         self.tier = tier
         self.slot = slot
         self.page = page

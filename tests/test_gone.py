@@ -9,7 +9,10 @@ ROOT = Path(__file__).parents[1]
 
 MODULES = (
     "kernels.zero_copy",
+    "pager.devices.first_root",
+    "pager.disk.engine_rows",
     "pager.machine.calibration.rows",
+    "pager.machine.fio",
     "pager.metrics.format",
     "pager.metrics.outputs",
     "pager.streaming.host_rows",
@@ -17,6 +20,7 @@ MODULES = (
 
 # Names that sources of ours must not have any more, wherever they are.
 NAMES = (
+    "_old_rows",
     "fetch_blocks",
     "host_row_bytes",
     "metrics_path",

@@ -13,7 +13,6 @@ from .dense_allocator import Account, AllocatorMeter, load, loaded
 from .dense_meter import DenseMeter, Timeline, allocated_bytes
 from .dense_refusal import Peak
 from .device import Bytes, Copy, HostMemory
-from .first_root import take_first_root
 from .heap import ROOMY_BYTES, TIGHT_BYTES, map_blocks_from
 from .memory import Region
 
@@ -25,6 +24,17 @@ def private_memory(nbytes: int) -> HostMemory:
     """A range of its own, of the size of the budget and no larger."""
     region = Region(nbytes, nbytes)
     return HostMemory(region.array(), region.close)
+
+
+def warm_up() -> None:
+    """Take the process's first square root, in one thread.
+
+    torch hands square roots of CPU tensors to MKL's vector mathematics. Where the first one of a
+    process was that of a first AdamW step, by two threads, 4 of 100 processes had other last bits
+    in it than the same step gives ever after; of 101 that had taken one before, none. (torch 2.13,
+    MKL, two cores. What that first call sets up was not found out.)
+    """
+    torch.ones(64, dtype=torch.float32, device="cpu").sqrt_()
 
 
 class Cpu:
@@ -45,7 +55,7 @@ class Cpu:
         self._account = Account(allocator) if allocator is not None else None
         self._keep = 0  # bytes that stay mapped for dense tensors
         self._meter = AllocatorMeter(self._account, places=True) if self._account else DenseMeter()
-        take_first_root()
+        warm_up()
 
     def commit(self, nbytes: int) -> None:
         self._region.commit(nbytes)

@@ -9,8 +9,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from .integrity import ROW
-
 Slots = npt.NDArray[np.int64]
 Checksums = npt.NDArray[np.uint64]
 
@@ -32,13 +30,13 @@ Measured likewise, on a virtual disk and two cores: 1 thread reaches 86 % of the
 
 @dataclass
 class Task:
-    """Buffers for consecutive slots, moved by one thread. ``checksums``: of each page, the row of
-    its stamp (``integrity.page_rows``)."""
+    """Buffers for consecutive slots, moved by one thread. ``checksums``: of each page,
+    uint64."""
 
     first_slot: int
     page_count: int = 0
     buffers: list[Any] = field(default_factory=list)
-    checksums: Checksums = field(default_factory=lambda: np.empty((0, ROW), np.uint64))
+    checksums: Checksums = field(default_factory=lambda: np.empty(0, np.uint64))
 
     @property
     def end_slot(self) -> int:

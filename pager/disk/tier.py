@@ -31,7 +31,7 @@ from ..memory.frame_pool import FramePool
 from . import file as disk_io
 from .batch import TASK_BYTES, THREADS, Batch, SlotRun, Slots, Task, share_out, slots_of, split
 from .engine import Engine, Wrap, check_name, make_engine, registration_of
-from .integrity import ROW, Rows, Stamps, page_rows
+from .integrity import Stamps, Sums, page_sums
 from .rate_limit import RateLimit
 from .threads import IoThreads
 
@@ -84,7 +84,7 @@ class DiskTier:
         self._bounce = disk_io.BounceBuffers()
         self._fd = disk_io.open_unlinked(self._directory, self.capacity_bytes)
         self._close_fd = weakref.finalize(self, os.close, self._fd)
-        self.stamps = Stamps(self.slots.count, page_size, "disk", self._directory)
+        self.stamps = Stamps(self.slots.count, "disk", self._directory)
         _tiers.add(self)
         is_direct = direct is not False and disk_io.enable_direct(
             self._fd, page_size, self.capacity_bytes
@@ -179,11 +179,11 @@ class DiskTier:
         tasks = split(runs, self._page_size)
         slots = self._slots_of(tasks)
         assert (np.diff(slots) > 0).all(), "a slot is written twice in one batch"
-        rows = np.empty((slots.size, ROW), np.uint64)
-        share_out(tasks, rows)
+        sums = np.empty(slots.size, np.uint64)
+        share_out(tasks, sums)
 
         def on_success() -> None:
-            self.stamps.wrote(slots, rows)
+            self.stamps.wrote(slots, sums)
 
         self.stamps.begin(slots)
         return self._submit("written", tasks, on_success, here=here)
@@ -198,7 +198,7 @@ class DiskTier:
         tasks = split(runs, self._page_size)
         slots = self._slots_of(tasks)
         try:
-            share_out(tasks, self.stamps.rows(slots))
+            share_out(tasks, self.stamps.sums(slots))
         except CorruptPage as error:
             failed: Future[None] = Future()
             failed.set_exception(error)
@@ -303,7 +303,7 @@ class DiskTier:
             bounce = self._bounce.get(task.page_count * self._page_size)
             np.concatenate(buffers, out=bounce)
             buffers = [bounce]
-        np.concatenate([self._rows(buffer) for buffer in buffers], out=task.checksums)
+        np.concatenate([self._sums(buffer) for buffer in buffers], out=task.checksums)
         self.engine.write(buffers, self._offset(task))
         with self._lock:
             self.bytes_written += task.page_count * self._page_size
@@ -316,32 +316,25 @@ class DiskTier:
         with self._lock:
             self.bytes_read += task.page_count * self._page_size
         sums = np.concatenate([self._sums(buffer) for buffer in buffers])
-        for index in np.flatnonzero(sums != task.checksums[:, 0]).tolist():
+        for index in np.flatnonzero(sums != task.checksums).tolist():
             page = next(itertools.islice(self._pages(buffers), index, None))
-            if not self._matches(page, task.checksums[index, 0]):
-                self._read_again(task.first_slot + index, page, task.checksums[index, 0])
+            if not self._matches(page, task.checksums[index]):
+                self._read_again(task.first_slot + index, page, task.checksums[index])
         if buffers is not task.buffers:
             ends = np.cumsum([target.nbytes for target in task.buffers])
             for target, part in zip(task.buffers, np.split(buffers[0], ends), strict=False):
                 target[:] = part
 
-    def _rows(self, buffer: Any) -> Rows:
+    def _sums(self, buffer: Any) -> Sums:
         """Of all pages in ``buffer``, made where it is."""
         if isinstance(buffer, np.ndarray):
-            return page_rows(buffer.reshape(-1, self._page_size))
-        return self._device_rows(buffer)
+            return page_sums(buffer.reshape(-1, self._page_size))
+        return self._device_sums(buffer)
 
-    def _sums(self, buffer: Any) -> Rows:
-        """The checksums of these rows alone."""
-        if isinstance(buffer, np.ndarray):
-            pages = self._pages([buffer])
-            return np.fromiter((xxhash.xxh3_64_intdigest(page) for page in pages), np.uint64)
-        return self._device_rows(buffer)[:, 0]
+    def _device_sums(self, pages: Any) -> Sums:
+        from .engine_sums import device_sums  # needs PyTorch
 
-    def _device_rows(self, pages: Any) -> Rows:
-        from .engine_rows import device_rows  # needs PyTorch
-
-        return device_rows(pages, self._page_size)
+        return device_sums(pages, self._page_size)
 
     def _matches(self, page: Any, checksum: np.uint64) -> bool:
         """Whether ``page`` has it, although it was made of other memory: of the device's for what
@@ -349,16 +342,14 @@ class DiskTier:
         if not self.engine.takes_device:
             return False
         if isinstance(page, np.ndarray):
-            return bool(self._device_rows(page)[0, 0] == checksum)
+            return bool(self._device_sums(page)[0] == checksum)
         return bool(xxhash.xxh3_64_intdigest(page.cpu().numpy()) == checksum)
 
     def _read_again(self, slot: int, page: Any, checksum: np.uint64) -> None:
         """What came is not what was written; once more, in case it was changed on the way."""
         self.engine.read([page], slot * self._page_size)
         if self._sums(page)[0] != checksum and not self._matches(page, checksum):
-            if isinstance(page, np.ndarray):
-                raise self.stamps.mismatch(slot, page)
-            raise self.stamps.mismatch(slot, page.cpu().numpy(), self._device_rows)
+            raise self.stamps.wrong(slot)
         with self._lock:
             self.rereads += 1
 

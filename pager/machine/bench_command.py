@@ -20,8 +20,6 @@ from ..errors import PagerError
 if TYPE_CHECKING:
     from .bench import Results, Setting
 
-Shares = dict[str, dict[str, float]]
-
 
 @click.command("bench-io")
 @click.argument("path", type=click.Path(path_type=Path))
@@ -48,7 +46,6 @@ Shares = dict[str, dict[str, float]]
     show_default=True,
     help="How long one measurement may take.",
 )
-@click.option("--fio/--no-fio", "with_fio", default=True, help="Compare with fio, if installed.")
 @json_option
 @click.pass_context
 def bench_io(
@@ -57,7 +54,6 @@ def bench_io(
     size_bytes: int,
     rounds: int,
     seconds: float,
-    with_fio: bool,
     as_json: bool,
 ) -> None:
     """Measure how fast pages move to and from a disk.
@@ -81,25 +77,19 @@ def bench_io(
         from ..disk.kvikio import why_not
         from .bench import LARGEST, BenchFile, sweep
         from .calibration.disk_threads import remember_threads
-        from .fio import has_fio, shares_of_fio
 
         size_bytes -= size_bytes % LARGEST
         _refuse(path, size_bytes, least=LARGEST)
         why_no_kvikio = why_not()
         engines = ["posix"] if why_no_kvikio else ["posix", "kvikio"]
-        fio: Shares | None = None
         with BenchFile(path, size_bytes) as file, progress_bar() as report:
             results, best = sweep(file, engines, rounds=rounds, seconds=seconds, report=report)
-            if with_fio and has_fio():
-                if report is not None:
-                    report("fio", 0.98)
-                fio = shares_of_fio(file, best, rounds=rounds, seconds=seconds)
         kept = remember_threads(path, best.threads)
         if as_json:
-            content = _content(path, size_bytes, results, best, fio, why_no_kvikio)
+            content = _content(path, size_bytes, results, best, why_no_kvikio)
             emit_json({**content, "threads_remembered": kept})
         else:
-            emit(*_lines(path, size_bytes, results, best, fio, why_no_kvikio, with_fio=with_fio))
+            emit(*_lines(path, size_bytes, results, best, why_no_kvikio))
             emit(_threads(best.threads, kept=kept))
 
 
@@ -125,7 +115,6 @@ def _content(
     size_bytes: int,
     results: Results,
     best: Setting,
-    fio: Shares | None,
     why_no_kvikio: str | None,
 ) -> dict[str, Any]:
     return {
@@ -137,7 +126,6 @@ def _content(
             for setting, rates in results.items()
         ],
         "recommended": asdict(best),
-        "fio_bytes_per_s": fio,
         "kvikio_missing": why_no_kvikio,
     }
 
@@ -147,10 +135,7 @@ def _lines(
     size_bytes: int,
     results: Results,
     best: Setting,
-    fio: Shares | None,
     why_no_kvikio: str | None,
-    *,
-    with_fio: bool,
 ) -> list[Any]:
     columns = ("<engine", "<cache", "block", "threads", "write", "read", "write", "read", "<")
     rows = [
@@ -167,14 +152,6 @@ def _lines(
     title = f"{path.absolute()}, {format_bytes(size_bytes)}: GB/s one way alone, then both at once"
     lines: list[Any] = [table(columns, rows, title=title), ""]
     lines += _recommendation(results, best)
-    if fio is not None:
-        lines += [
-            f"fio with the same settings, {way}: {_gb(by['fio'])} GB/s; ours is "
-            f"{by['ours'] / by['fio']:.0%} of that, with checksums"
-            for way, by in fio.items()
-        ]
-    elif with_fio:
-        lines.append("fio is not installed, so there is no comparison with it.")
     if why_no_kvikio:
         lines.append(f"kvikio was not measured: {why_no_kvikio}.")
     return lines

@@ -9,7 +9,7 @@ import numpy as np
 
 from ...planner.sizes import format_bytes
 from ..devices.device import Bytes, Copy, Device, HostMemory
-from ..disk.integrity import Rows, Stamps, page_rows
+from ..disk.integrity import Stamps, Sums, page_sums
 from ..disk.tier import DiskTier
 from ..disk.watch import IoWatch
 from ..errors import PagerError, TierFull
@@ -55,7 +55,7 @@ class Migration:
         self.bytes_out = self.bytes_in = 0
         self.peak_host_slots = self.peak_disk_slots = 0
         # Of host slots, where pages are verified on their way in from there too.
-        self.host_stamps = Stamps(host.slots.count, page_size, "host") if verify else None
+        self.host_stamps = Stamps(host.slots.count, "host") if verify else None
         # Bytes that each channel has moved, by the planner's names.
         self.moved = dict.fromkeys(("host-out", "disk-out", "host-in", "disk-in"), 0)
         # Page-locked buffers between device and disk: of faults, planned outs and planned ins. None
@@ -208,7 +208,7 @@ class Migration:
         stamps = self.host_stamps
         assert stamps is not None
         stamps.claim(slots, pages, self.table.version[pages])
-        stamps.wrote(slots, self._host_rows(slots))
+        stamps.wrote(slots, self._host_sums(slots))
 
     def _verify_host(self, pages: Int32, slots: Int32) -> None:
         """Raises ``CorruptPage`` if a host slot does not hold what was written there."""
@@ -217,16 +217,16 @@ class Migration:
             return
         stamps.expect(slots, pages, self.table.version[pages])
         self.backend.host_ready()
-        wrong = stamps.rows(slots)[:, 0] != self._host_rows(slots)[:, 0]
+        wrong = stamps.sums(slots) != self._host_sums(slots)
         for slot in slots[wrong].tolist():
-            raise stamps.mismatch(slot, self.host.view(slot, 1))
+            raise stamps.wrong(slot)
 
-    def _host_rows(self, slots: Int32) -> Rows:
-        rows = [
-            page_rows(view.reshape(-1, self.page_size))
+    def _host_sums(self, slots: Int32) -> Sums:
+        sums = [
+            page_sums(view.reshape(-1, self.page_size))
             for _, view in self.host.stretches(slots, slots)
         ]
-        return np.concatenate(rows)
+        return np.concatenate(sums)
 
     def _read_disk(self, pages: Int32, frames: Int32) -> None:
         assert self.disk is not None

@@ -11,7 +11,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from tensorpager.pager.checkpoint.optimizer_states import load_optimizer
 from tensorpager.pager.checkpoint.tensor_bytes import chunks
-from tensorpager.pager.devices.first_root import take_first_root
+from tensorpager.pager.devices.cpu import warm_up
 
 from .data import Corpus
 from .memory import Memory
@@ -26,7 +26,7 @@ FINAL_LR_SHARE = 0.1
 def make_deterministic(seed: int) -> None:
     """Same seed, same machine, same thread count: the same bits."""
     torch.manual_seed(seed)
-    take_first_root()
+    warm_up()
     # Not "warn only": flash attention's backward is deterministic where errors are asked for. The
     # memory-efficient one has no deterministic backward; PyTorch takes its own products instead.
     torch.use_deterministic_algorithms(True)

@@ -12,9 +12,8 @@ import pytest
 from click.testing import CliRunner, Result
 
 from tensorpager.pager.disk.batch import THREADS
-from tensorpager.pager.errors import CorruptPage, PagerError
+from tensorpager.pager.errors import CorruptPage
 from tensorpager.pager.machine import bench
-from tensorpager.pager.machine import fio as io_engine_fio
 from tensorpager.pager.machine.bench import BenchFile, Rates, Setting, cheapest_of_the_best
 from tensorpager.pager.machine.bench_command import bench_io
 from tensorpager.pager.machine.calibration import cache, disk_threads
@@ -47,7 +46,7 @@ def few(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench, "THREADS", (2, 4))
 
 
-QUICK = ["--size", "16MiB", "--rounds", "1", "--seconds", "0.02", "--no-fio"]
+QUICK = ["--size", "16MiB", "--rounds", "1", "--seconds", "0.02"]
 
 
 def test_the_table(few: None, tmp_path: Path) -> None:
@@ -73,7 +72,6 @@ def test_json(few: None, tmp_path: Path) -> None:
     assert {row["threads"] for row in tried} == {2, 4}
     for row in content["bytes_per_s"]:
         assert min(row["write"], row["read"], row["write_beside"], row["read_beside"]) > 0
-    assert content["fio_bytes_per_s"] is None
 
 
 # What it is remembered for
@@ -186,27 +184,3 @@ def test_the_cheaper_setting_wins_among_equals() -> None:
 
 def test_reading_and_writing_equally_much() -> None:
     assert Rates(9, 9, 1.0, 3.0).together == pytest.approx(1.5)
-
-
-def test_fio_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fio = tmp_path / "bin" / "fio"
-    fio.parent.mkdir()
-    fio.write_text("#!/bin/sh\necho 'fio: no such engine' >&2\nexit 3\n")
-    fio.chmod(0o755)
-    monkeypatch.setenv("PATH", str(fio.parent))
-    assert io_engine_fio.has_fio()
-    with (
-        BenchFile(tmp_path, 16 * MIB) as file,
-        pytest.raises(PagerError, match="fio ended with 3: fio: no such engine; pass --no-fio"),
-    ):
-        io_engine_fio.shares_of_fio(file, DEFAULT, rounds=1, seconds=0.1)
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not io_engine_fio.has_fio(), reason="fio is not installed")
-def test_fio(tmp_path: Path) -> None:
-    with BenchFile(tmp_path, 32 * MIB) as file:
-        shares = io_engine_fio.shares_of_fio(file, DEFAULT, rounds=1, seconds=0.1)
-        assert all(rate > 0 for by in shares.values() for rate in by.values())
-        with file.engine(DEFAULT) as engine:
-            file.measure(engine, DEFAULT, 0.1)  # what fio wrote is gone

@@ -25,7 +25,7 @@ if ENGINE != "posix":
 
 import torch
 
-from tensorpager.pager.disk.engine_rows import device_rows
+from tensorpager.pager.disk.engine_sums import device_sums
 
 from .fake_streams import Event, Streams, streams  # noqa: F401
 from .models import PAGE_BYTES, make_pager
@@ -88,30 +88,12 @@ def test_a_page_comes_back_in_the_other_memory(device_tier: DiskTier, to_device:
         device_tier.read([(2, tensors[1] if to_device else back)])
 
 
-def test_what_is_wrong_with_a_page_is_told_on_the_device_too(device_tier: DiskTier) -> None:
-    pages = on_device(4)
-    device_tier.write([(0, pages)])
-    damage = {
-        "damaged": pages[:PAGE].numpy().copy(),
-        "misplaced": pages[PAGE : 2 * PAGE].numpy(),
-        "stale": np.zeros(PAGE, np.uint8),
-    }
-    damage["damaged"][1234] ^= 1
-    for kind, what in damage.items():
-        block = aligned_bytes(PAGE)
-        block[:] = what
-        assert os.pwrite(device_tier.fileno(), block, 0) == PAGE
-        with pytest.raises(CorruptPage) as caught:
-            device_tier.read([(0, on_device(1))])
-        assert caught.value.kind == kind
-
-
-def test_rows_depend_on_the_bytes_alone() -> None:
+def test_checksums_depend_on_the_bytes_alone() -> None:
     pages = random_pages(3)
-    rows = device_rows(torch.from_numpy(pages), PAGE)
-    np.testing.assert_array_equal(rows, device_rows(pages, PAGE))
-    np.testing.assert_array_equal(rows[1:2], device_rows(pages[PAGE : 2 * PAGE], PAGE))
-    assert len(np.unique(rows[:, 0])) == 3
+    sums = device_sums(torch.from_numpy(pages), PAGE)
+    np.testing.assert_array_equal(sums, device_sums(pages, PAGE))
+    np.testing.assert_array_equal(sums[1:2], device_sums(pages[PAGE : 2 * PAGE], PAGE))
+    assert len(np.unique(sums)) == 3
 
 
 @pytest.mark.parametrize(

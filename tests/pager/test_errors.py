@@ -64,6 +64,6 @@ def test_they_survive_pickling(kind: type[BaseException]) -> None:
 
 def test_what_they_know_survives_too() -> None:
     budget = InfeasibleBudget("too small", minimum=12345)
-    page = CorruptPage("torn", kind="torn", tier="host", slot=3, page=4, tensor="weight")
+    page = CorruptPage("torn", tier="host", slot=3, page=4, tensor="weight")
     assert pickle.loads(pickle.dumps(budget)).minimum == 12345
     assert vars(pickle.loads(pickle.dumps(page))) == vars(page)

@@ -322,6 +322,6 @@ def test_errors_come_whole_out_of_other_processes() -> None:
     for twin in (pickle.loads(pickle.dumps(error)), copy.copy(error), copy.deepcopy(error)):
         assert type(twin) is tp.InfeasibleBudget
         assert (str(twin), twin.minimum, twin.__notes__) == ("too little", 5, ["in the test"])
-    page = tp.CorruptPage("torn", kind="torn", tier="host", slot=3, page=4, tensor="w")
+    page = tp.CorruptPage("torn", tier="host", slot=3, page=4, tensor="w")
     twin = pickle.loads(pickle.dumps(page))
     assert (str(twin), vars(twin)) == ("torn", vars(page))
