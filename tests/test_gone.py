@@ -16,6 +16,7 @@ MODULES = (
     "pager.metrics.format",
     "pager.metrics.outputs",
     "pager.streaming.host_rows",
+    "pager.tensor.page_lists",
 )
 
 # Names that sources of ours must not have any more, wherever they are.

@@ -188,7 +188,6 @@ tensor/new_pages > streaming/slabs
 tensor/open_weights > api
 tensor/operands > api
 tensor/operands > streaming/slabs
-tensor/page_lists > api
 tensor/page_run > api
 tensor/page_run > streaming/slabs
 tensor/paged_tensor > api

@@ -5,7 +5,6 @@
     operands pinned, all consecutive      dense views        dense_run.py, as ever
     operands pinned, some scattered       ``run_on_pages``   one launch, no copies
     more operands than the arena holds    ``run_in_slabs``   a launch per slab, reading ahead
-    a list, some elements scattered       ``page_lists.py``   a launch for as many as may be held
 
 ``NotImplemented`` from these means that nothing was done, and that the op needs dense operands.
 """
@@ -82,25 +81,20 @@ def run_on_pages(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         call = call_of(func, args, kwargs)
         if call is None:
             return NotImplemented
-        return _as_torch_returns(func, call, do_together([call])[0])
+        return _as_torch_returns(func, call, _launch(call))
 
 
-def do_together(calls: Sequence[Call]) -> list[torch.Tensor | None]:
-    """Calls of one kind and op in one launch, on pinned operands; their results."""
-    first = calls[0]
-    if isinstance(first, Elementwise):
-        outs = [_operand(call.target) for call in calls]  # type: ignore[union-attr]
-        columns = [
-            [_input(call.inputs[i]) for call in calls]  # type: ignore[union-attr]
-            for i in range(len(first.inputs))
-        ]
-        elementwise_op(first.op, outs, columns)
-        return [call.target for call in calls]  # type: ignore[union-attr]
-    operands = [_operand(call.tensor) for call in calls]  # type: ignore[union-attr]
-    if isinstance(first, Unscale):
-        non_finite_check_and_unscale(operands, first.found_inf, first.inv_scale)
-        return [None] * len(calls)
-    return list(reduce(operands, first.how, first.p, first.dtype).unbind())
+def _launch(call: Call) -> torch.Tensor | None:
+    """On pinned operands; its result."""
+    if isinstance(call, Elementwise):
+        columns = [[_input(value)] for value in call.inputs]
+        elementwise_op(call.op, [_operand(call.target)], columns)
+        return call.target
+    operands = [_operand(call.tensor)]
+    if isinstance(call, Unscale):
+        non_finite_check_and_unscale(operands, call.found_inf, call.inv_scale)
+        return None
+    return reduce(operands, call.how, call.p, call.dtype)[0]
 
 
 def elementwise_op(

@@ -9,7 +9,6 @@ import torch
 from .dense_run import LISTS, paged_in, run_dense
 from .geometry import meta_twin
 from .op_info import OpInfo
-from .page_lists import ListRun, knows_list
 from .paged_tensor import PagedTensor
 
 _COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
@@ -19,8 +18,7 @@ _NOTING = torch._C.DispatchKey.ADInplaceOrView
 
 def run_elementwise_list(func: Any, info: OpInfo, args: Any, kwargs: dict[str, Any]) -> Any:
     """``_foreach_*``, ``_fused_*``, AMP's check: element by element, so that only one element's
-    pages need to be on the device at a time. The results are the same bits. Elements that are there
-    in scattered frames are done together, as many as may be (``page_lists.py``)."""
+    pages need to be on the device at a time. The results are the same bits."""
     lengths = {len(a) for a in args if type(a) in LISTS} - {0}  # what is not wanted may be empty
     count = max(lengths, default=0)
     if count <= 1 or len(lengths) > 1:  # which PyTorch refuses
@@ -33,26 +31,14 @@ def run_elementwise_list(func: Any, info: OpInfo, args: Any, kwargs: dict[str, A
             return value[index : index + 1]  # scalars of addcmul and addcdiv
         return value
 
-    group = ListRun(func) if knows_list(func) else None
     results: list[Any] = []
-    try:
-        for index in range(count):
-            part = [element(a, index) for a in args]
-            named = {name: element(a, index) for name, a in kwargs.items()}
-            paged = paged_in(part, named)
-            if group is not None:
-                taken = group.take(part, named, paged) if paged else None
-                if taken is not None:
-                    results.append(taken)
-                    continue
-                group.flush()  # it may be about the same tensors
-            if paged:
-                results.append(run_dense(func, info, part, named))
-            else:
-                results.append(func(*part, **named))
-    finally:
-        if group is not None:
-            group.flush()
+    for index in range(count):
+        part = [element(a, index) for a in args]
+        named = {name: element(a, index) for name, a in kwargs.items()}
+        if paged_in(part, named):
+            results.append(run_dense(func, info, part, named))
+        else:
+            results.append(func(*part, **named))
     if not func._schema.returns:
         return None
     if results and type(results[0]) in LISTS:

@@ -16,12 +16,10 @@ import torch
 
 import tensorpager as tp
 from tensorpager.pager.debug.check import check_invariants
-from tensorpager.pager.tensor.page_lists import knows_list
 
 from .models import assert_same, make_pager, plain
 from .page_ops_suite import (
     BF16,
-    FLOATS,
     FP16,
     FP32,
     FP64,
@@ -375,28 +373,6 @@ def test_lists(lane: str) -> None:
                 assert_same(plain([result, given]), plain([expected, expected_in]))
 
 
-def test_a_list_takes_few_launches(monkeypatch: pytest.MonkeyPatch) -> None:
-    from tensorpager.pager.tensor import page_run
-
-    launches = []
-    kernel = page_run.elementwise_as_torch
-
-    def counted(op: str, outs: Any, *rest: Any) -> None:
-        launches.append(len(outs))
-        kernel(op, outs, *rest)
-
-    monkeypatch.setattr(page_run, "elementwise_as_torch", counted)
-    with scattered_pager(frames=120) as pager:
-        tensors = [pager.page(values(i, shape=(4 * FLOATS,))) for i in range(12)]
-        torch._foreach_mul_(tensors, 0.5)
-        assert launches == [10, 2]  # of 4 pages each, and a third of the arena is 40
-        launches.clear()
-        pager.residency.largest_need = 0
-        torch._foreach_addcmul_(tensors[:6], tensors[6:], tensors[6:])
-        assert launches == [5, 1]
-        assert pager.residency.largest_need <= 40
-
-
 def test_norms_of_a_list() -> None:
     with scattered_pager() as pager:
         given, dense = lists(pager)[0], lists(None)[0]
@@ -422,11 +398,3 @@ def test_unscaling(broken: float | None) -> None:
         check(dense, expected_found, torch.tensor(0.125))
         assert found.item() == expected_found.item() == float(broken is not None)
         assert_same(plain(given), plain(dense))
-
-
-def test_which_lists_are_known() -> None:
-    aten = torch.ops.aten
-    assert knows_list(aten._foreach_lerp_.Scalar)
-    assert knows_list(aten._foreach_norm.Scalar)
-    assert not knows_list(aten._foreach_exp_.default)
-    assert not knows_list(aten._fused_adamw_.default)
