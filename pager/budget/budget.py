@@ -152,9 +152,8 @@ class DeviceBudget:
     def log_frames(self) -> None:
         """Note how many frames are in use now, while metering."""
         if self.metering:
-            pool = self.residency.pool
             self.backend.meter_sample()
-            self._frames_log.append((time.perf_counter(), pool.count - pool.free_count))
+            self._frames_log.append((time.perf_counter(), self.residency.frames_used))
 
     def _minimum(self, frames: int) -> int:
         fixed = self.fixed_reserve
@@ -360,9 +359,8 @@ class DeviceBudget:
     def can_give(self, missing: int) -> bool:
         """Whether dense memory may have so many bytes more than its cap, beside the frames that one
         op needs and what is pinned now."""
-        frames = 0 if self.fixed_reserve is not None else self.residency.pool.count
-        stay = max(self._least_frames, self.residency.pinned_pages())
-        room = max(0, frames - stay) * self.page_size
+        frames = 0 if self.fixed_reserve is not None else self.residency.frames
+        room = max(0, frames - self._frames_to_stay()) * self.page_size
         return self._beyond(missing) <= room
 
     def _beyond(self, missing: int) -> int:
@@ -374,42 +372,40 @@ class DeviceBudget:
         """Dense bytes that are counted in an iteration, at most, as far as they were foreseen."""
         return self.reserve - self.dense_baseline + self.made_anew
 
+    def _frames_to_stay(self) -> int:
+        return max(self._least_frames, self.residency.pinned_pages())
+
     def give(self, missing: int) -> bool:
-        """Move the border for ``missing`` bytes and a margin, with no page moving but by the
-        caller. There may be room, but what is pinned in the way of the border: then the op has its
-        bytes all the same. ``False`` if it cannot have them, or the tiers below have no room for
-        what should leave; the border is where it was then."""
+        """Frames for ``missing`` bytes and a margin, with no page moving but by the caller.
+        ``False`` if they cannot be had, or the tiers below have no room for what should leave."""
         if not self.can_give(missing):
             return False
-        frames = self.residency.pool.count
         self._note_both()
+        residency, frames = self.residency, self.residency.frames
         if self.fixed_reserve is None:
             self.backend.raise_cap(None)  # moving pages takes some
             more = self._beyond(missing) + max(self.dense_peak // _MARGIN, _MARGIN_BYTES)
-            least = min(frames, self._least_frames)
+            least = min(frames, self._frames_to_stay())
             try:
-                self.residency.resize(max(least, frames - -(-more // self.page_size)))
+                residency.shrink(max(least, frames - -(-more // self.page_size)))
             except TierFull:
                 return False
             finally:
+                self.gave = self.gave or residency.frames < frames
+                residency.peak_frames = residency.frames_used
+                self.reserve = self.bytes - residency.frames * self.page_size
+                self.backend.limit_dense(self.reserve)
                 self.backend.raise_cap(self._cap)
-        pool = self.residency.pool
-        self.gave = self.gave or pool.count < frames
-        self.residency.peak_frames = pool.count - pool.free_count
-        self.reserve = self.bytes - pool.count * self.page_size
-        self.backend.limit_dense(self.reserve)
-        self.let_pass(missing)
+        self._cap = self._foreseen
+        self.backend.raise_cap(self._cap)
         return True
 
     def let_pass(self, missing: int) -> None:
-        """Raise the cap to the reserve, or by so many bytes if that is not enough."""
-        beyond = self._beyond(missing)
-        self._cap = self._foreseen + max(0, beyond)
+        """In the middle of a move of pages, which are not to be moved otherwise then."""
+        self._cap += missing
         self.backend.raise_cap(self._cap)
-        if beyond > 0:
-            frames = self.residency.pool.count - self.residency.pool.free_count
-            both = frames * self.page_size + self.reserve + beyond
-            self._most = max(self._most, both)
+        both = self.residency.frames_used * self.page_size + self.dense_baseline + self._cap
+        self._most = max(self._most, both)
 
     def _note_both(self) -> None:
         """Frames in use and dense bytes, at their peaks since the border was moved."""
@@ -481,10 +477,10 @@ class DeviceBudget:
     def frames_at_least(self) -> int:
         """Frames that the arena has for good, as far as is known now."""
         if self.settled or self.fixed_reserve is not None:
-            return self.residency.pool.count
+            return self.residency.frames
         beside = self._frames_beside(self.dense_peak)
         # While metering it is small on purpose, and grows when the tiers below are full.
-        return beside if self.metering else min(self.residency.pool.count, beside)
+        return beside if self.metering else min(self.residency.frames, beside)
 
     def _frames_beside(self, reserve: int) -> int:
         frames = (self.bytes - reserve) // self.page_size
@@ -510,9 +506,8 @@ class DeviceBudget:
                 self.residency.resize(least)
             self.residency.fit()
         finally:  # if there is no memory for the arena, it is what it was before
-            pool = self.residency.pool
-            self.residency.peak_frames = pool.count - pool.free_count
-            self.reserve = self.bytes - pool.count * self.page_size
+            self.residency.peak_frames = self.residency.frames_used
+            self.reserve = self.bytes - self.residency.frames * self.page_size
             self._limit(roomy=roomy)
 
     def _limit(self, *, roomy: bool = False) -> None:

@@ -34,7 +34,7 @@ def most_frames(pager: Pager, dense_bytes: int = 0) -> int:
     """Frames that the arena may have. ``dense_bytes``: that are sure to be needed beside them."""
     budget = pager.budget
     if budget.settled:
-        return pager.residency.pool.count
+        return pager.residency.frames
     beside = max(budget.dense_peak, budget.fixed_reserve or 0, dense_bytes)
     return max(0, budget.bytes - beside) // pager.page_size
 
@@ -50,5 +50,5 @@ def frames_anyway(pager: Pager) -> int:
     foreseen for a step."""
     residency = pager.residency
     if not pager.budget.metering:
-        return residency.pool.count
+        return residency.frames
     return max(residency.rigid_need, residency.step.frames if residency.step is not None else 0)

@@ -106,7 +106,7 @@ class Settling:
         before = pager.fits, pager.saved.dense_allowance
         with self._about_to_resize():
             given = budget.give(missing)
-        if not given or self._most_pages() <= pager.residency.pool.count:
+        if not given or self._most_pages() <= pager.residency.frames:
             pager.fits, pager.saved.dense_allowance = before
         if budget.gave and pager.follower is not None:
             with pager.lock:

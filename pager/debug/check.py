@@ -42,10 +42,11 @@ def _check(pager: Pager) -> None:
     inverse = np.full(len(table.frame_page), -1, np.int32)
     inverse[frames] = np.flatnonzero(resident)
     assert (inverse == table.frame_page).all(), "frame_page is not the inverse of frame"
-    _check_pool(residency.pool.runs(), frames, residency.pool.count, "frame")
+    held = np.concatenate([frames, residency._lent])
+    _check_pool(residency.pool.runs(), held, residency.pool.count, "frame")
     budget = pager.budget_bytes["device"]
     if pager.budget.settled:
-        assert residency.pool.count * pager.page_size <= budget, "the arena exceeds its budget"
+        assert residency.frames * pager.page_size <= budget, "the arena exceeds its budget"
 
     # Slots of each tier below likewise; only live pages hold any.
     tiers = [("host", table.host, pager.host.slots)]

@@ -126,6 +126,9 @@ class Accelerator:
             self._settle()
         self.kit.commit(nbytes)
 
+    def discard(self, start: int, nbytes: int) -> None:
+        raise NotImplementedError("dense memory asks for nothing in the middle of an op")
+
     def remake(self, nbytes: int) -> None:
         self._settle()
         self.kit.remake(nbytes)

@@ -60,6 +60,9 @@ class Cpu:
     def commit(self, nbytes: int) -> None:
         self._region.commit(nbytes)
 
+    def discard(self, start: int, nbytes: int) -> None:
+        self._region.discard(start, nbytes)
+
     def remake(self, nbytes: int) -> None:
         raise NotImplementedError("the border moves")
 

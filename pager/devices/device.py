@@ -97,6 +97,9 @@ class Device(Protocol):
         """Move the border between arena and dense memory. All or nothing: if it raises, what could
         be touched before can be touched still."""
 
+    def discard(self, start: int, nbytes: int) -> None:
+        """These bytes of the arena are lost, and take no memory until they are written again."""
+
     def remake(self, nbytes: int) -> None:
         """Where not ``can_unmap``: an arena of ``nbytes`` in place of this one, the same bytes in
         it as far as it goes. No view of the old one may be in use; ``arena`` and ``address`` are

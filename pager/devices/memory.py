@@ -126,6 +126,11 @@ class Region:
             _check(_libc.mprotect(start, length, _PROT_NONE), "giving back memory", length)
         self.committed_bytes = nbytes
 
+    def discard(self, start: int, nbytes: int) -> None:
+        """Committed bytes, whole pages of the system, are lost and take no memory until written."""
+        result = _libc.madvise(self.address + start, nbytes, mmap.MADV_DONTNEED)
+        _check(result, "giving back memory", nbytes)
+
     def array(self) -> npt.NDArray[np.uint8]:
         """The whole reserved range as bytes; only what is committed may be touched."""
         if self.reserved_bytes == 0:

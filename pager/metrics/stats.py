@@ -30,7 +30,7 @@ def counters(pager: Pager) -> dict[str, Any]:
         "mode": follower.mode if follower is not None else "demand",
         "iterations": pager.iterations,
         "used_bytes": {
-            "device": _used(residency.pool) * size,
+            "device": max(0, residency.frames_used) * size,
             "host": _used(pager.host.slots) * size,
             "disk": _used(pager.disk.slots) * size if pager.disk is not None else 0,
         },
@@ -42,7 +42,7 @@ def counters(pager: Pager) -> dict[str, Any]:
         "budget_bytes": dict(pager.budget_bytes),
         "needed_bytes": pages * size + dense,
         "dense_peak_bytes": dense,
-        "arena_bytes": residency.pool.count * size,
+        "arena_bytes": residency.frames * size,
         "live_bytes": pager.space.live_pages * size,
         "faults": residency.faults,
         "overlap_updates": pager.overlap.updates,

@@ -109,6 +109,7 @@ class Residency:
         self.whole: Weight | None = None  # whose product is under way, in a metered iteration
         self._moving_dead: list[PageRun] = []
         self._asking: set[PageRun] = set()  # runs of the access that begins now
+        self._lent: Int32 = np.empty(0, np.int32)  # frames, see `shrink`
         self._marks: dict[int, Any] = {}  # frame → when what it held was last used
         self.scattered = False  # debug lane: never hand out consecutive frames
         self.make_room: Callable[[int], bool] = lambda frames: False
@@ -116,6 +117,15 @@ class Residency:
         self.before_pinning: Callable[[], None] = lambda: None
         self.let_go: Callable[[], None] = lambda: None
         self.minimum_bytes: Callable[[int], int] = lambda frames: frames * page_size
+
+    @property
+    def frames(self) -> int:
+        """That pages may be in."""
+        return self.pool.count - len(self._lent)
+
+    @property
+    def frames_used(self) -> int:
+        return self.frames - self.pool.free_count
 
     # -- pinning ---------------------------------------------------------------------------------
     def touch(self, run: PageRun) -> None:
@@ -194,15 +204,15 @@ class Residency:
         mine = self.turns.mine()
         if mine is not None:
             need = whole + _pages_in(mine, runs)
-        if need > self.pool.count and not self.make_room(need):
+        if need > self.frames and not self.make_room(need):
             minimum = self.minimum_bytes(need)
             raise InfeasibleBudget(
                 f"one operation needs {need} pages of {self.page_size} bytes on the device at "
-                f"once and the arena has {self.pool.count}; raise device_budget to at least "
+                f"once and the arena has {self.frames}; raise device_budget to at least "
                 f"{minimum} bytes.{about_share('device', self.backend.device.type)}",
                 minimum=minimum * ranks_sharing("device", self.backend.device.type),
             )
-        if together > self.pool.count:
+        if together > self.frames:
             raise Crowded(self._refusal_beside(need, together))
         if not self.turns.is_home():
             return
@@ -237,7 +247,7 @@ class Residency:
         return InfeasibleBudget(
             f"one operation needs {need} pages of {self.page_size} bytes on the device at once "
             f"beside {together - need} that other threads have pinned, the arena has "
-            f"{self.pool.count}, and none of these threads gives any back; raise device_budget to "
+            f"{self.frames}, and none of these threads gives any back; raise device_budget to "
             f"at least {minimum} bytes, or end their pins before."
             f"{about_share('device', self.backend.device.type)}",
             minimum=minimum * ranks_sharing("device", self.backend.device.type),
@@ -311,7 +321,7 @@ class Residency:
             self.settle(run)
             raise
         self.settle(run)
-        self.peak_frames = max(self.peak_frames, self.pool.count - self.pool.free_count)
+        self.peak_frames = max(self.peak_frames, self.frames_used)
 
     def _open_blank(self, run: PageRun, pages: Int32, frames: Int32) -> None:
         """Pages that were never written get ``frames``. What another tensor left there is erased
@@ -391,6 +401,7 @@ class Residency:
             ages[(pages >= 0) & ((self.table.flags[pages] & DIRTY) != 0)] += _LATER
         ages[self.parts.awaited_frames()] = _AWAITED
         ages[self.parts.frames()] = _PINNED
+        ages[self._lent] = _PINNED
         for run in self.space.runs.values():
             if run.pins:
                 frames = self._frames_of(run)
@@ -489,12 +500,14 @@ class Residency:
         that part pins hold."""
         self.compactions += 1
         pages_of = self.table.frame_page
-        held = set(self.parts.frames().tolist())
+        held, lent = set(self.parts.frames().tolist()), set(self._lent.tolist())
         target, sources, targets = 0, [], []
         for frame in np.flatnonzero(pages_of >= 0).tolist():
             if frame in held or int(self.table.owner[pages_of[frame]]) in fixed:
                 target = frame + 1
                 continue
+            while target in lent:
+                target += 1
             if frame > target:
                 sources.append(frame)
                 targets.append(target)
@@ -571,7 +584,25 @@ class Residency:
             self.take_back()
             self._resize(frames)
 
+    def shrink(self, frames: int) -> None:
+        """Have no more than so many frames, in the middle of an op: no fewer than are pinned. What
+        is pinned stays where it is, so the border may be in its way. Then frames below it are
+        *lent*: no page gets there, and their memory is given back, until the border is moved the
+        next time. Raises ``TierFull``; there may be fewer frames than before then."""
+        with self.still():
+            self.take_back()
+            if not len(self._lent):
+                self._resize(frames)
+            if self.frames > frames:
+                lent = np.sort(self.claim_any(self.frames - frames))
+                for start, _, count in merge(lent, lent):
+                    self.backend.discard(start * self.page_size, count * self.page_size)
+                self._lent = np.concatenate([self._lent, lent])
+
     def _resize(self, frames: int) -> None:
+        for start, _, length in merge(lent := np.sort(self._lent), lent):
+            self.pool.free(start, length)
+        self._lent = lent[:0]
         old = self.pool.count
         frames = max(frames, int(self.parts.frames().max(initial=-1)) + 1)
         for run in self.space.runs.values():
@@ -641,7 +672,7 @@ class Residency:
     def arrived(self, run: PageRun) -> None:
         """Pages of ``run`` were placed."""
         self.settle(run)
-        self.peak_frames = max(self.peak_frames, self.pool.count - self.pool.free_count)
+        self.peak_frames = max(self.peak_frames, self.frames_used)
 
     def mark_of(self, frames: Int32) -> Any:
         """See ``Device``'s rule 6: the latest mark of ``frames``."""

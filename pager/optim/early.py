@@ -274,7 +274,7 @@ def _fits_at_once(optimizer: Any) -> bool:
     with pager.lock:
         runs = {tensor._storage.run for tensor in paged_operands(optimizer)}
         pinned = pager.residency.pinned_pages(besides=list(runs))
-        return sum(run.count for run in runs) + pinned <= pager.residency.pool.count
+        return sum(run.count for run in runs) + pinned <= pager.residency.frames
 
 
 def _by_kernels(optimizer: Any, group: dict[str, Any], parameter: torch.Tensor) -> bool:

@@ -141,7 +141,7 @@ class FakeAccelerator(Accelerator):
         self._streams = streams
         for name in (
             *("limit_dense", "cap_dense", "raise_cap", "count_anew"),
-            *("dense_now", "dense_peak", "refusal"),
+            *("dense_now", "dense_peak", "refusal", "discard"),
             *("meter_start", "meter_sample", "meter_stop", "meter_peak"),
             *("meter_level", "meter_timeline", "meter_alive", "dense_of"),
         ):

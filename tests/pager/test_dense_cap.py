@@ -201,7 +201,7 @@ def test_what_was_not_foreseen_gets_room(pager: tp.Pager, allocator: DenseAlloca
 def taken(pager: tp.Pager) -> int:
     """Frames that are committed, and dense bytes, now."""
     account = pager.backend._account
-    return pager.residency.pool.count * pager.page_size + account.current
+    return pager.residency.frames * pager.page_size + account.current
 
 
 def test_the_arena_gives_frames_while_the_op_runs(
@@ -260,17 +260,30 @@ def test_what_is_pinned_stays(pager: tp.Pager, allocator: DenseAllocator) -> Non
 def test_a_pin_in_the_way_of_the_border_is_no_refusal(
     pager: tp.Pager, allocator: DenseAllocator
 ) -> None:
-    """There are bytes enough, and frames cannot be given away from below it: what that took
-    is told."""
+    """Frames below what is pinned are lent: no page gets there, and they take no memory."""
     model, optimizer = make(pager)
     step(pager, model, optimizer)
-    others = [pager.page(torch.ones(100_000)) for _ in range(20)]  # 8 MB
+    values = plain(list(model.parameters()))
+    others = [pager.page(torch.full((100_000,), float(i))) for i in range(20)]  # 8 MB
     high = max(others, key=lambda tensor: tensor._storage.run.base)
-    others.clear()
-    with pager.iteration(), high.pin():
-        torch.zeros(BUDGET * 5 // 8 // 4)
-    assert pager.stats()["peak_bytes"]["device"] > BUDGET
+    with pager.iteration():
+        with high.pin() as dense:
+            expected = dense.clone()
+            more = [torch.zeros(BUDGET // 4 // 4), torch.zeros(BUDGET // 8 // 4)]
+            assert taken(pager) <= BUDGET
+            lent = pager.residency._lent.tolist()
+            assert lent
+            assert not any(pager.residency.arena.view(-1, pager.page_size)[lent].any(1))
+            check_invariants(pager)
+            assert [int(other[0]) for other in others] == list(range(20))
+            assert taken(pager) <= BUDGET
+            assert torch.equal(dense, expected)
+        assert all(torch.equal(a, b) for a, b in zip(values, plain(list(model.parameters()))))
+        assert more[0].nbytes == BUDGET // 4
+    assert pager.stats()["peak_bytes"]["device"] <= BUDGET
     check_invariants(pager)
+    others.clear()
+    del more, high
     model.more = BUDGET * 5 // 8
     model.look = lambda: seen.append(taken(pager))
     seen: list[int] = []
