@@ -56,7 +56,7 @@ from .tensor import module as _module
 from .tensor import new_pages as _new_pages
 from .tensor.activations import SavedTensors
 from .tensor.dense_views import pinned_view
-from .tensor.doors import guard_data
+from .tensor.doors import guard_data, guard_dlpack
 from .tensor.images import Images
 from .tensor.meta_buffers import fill_buffers
 from .tensor.open_weights import OpenWeights, backward_is_over
@@ -163,6 +163,7 @@ class Pager:
         self.metrics = Metrics(self)
         self.closed_reason = None
         guard_data(self.saved)
+        guard_dlpack()
         guard_transforms()
         guard_interrupts()
         watch_steps()

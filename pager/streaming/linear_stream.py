@@ -169,7 +169,6 @@ def _is_taken_apart() -> bool:
     return bool(
         _functorch_level() is not None
         or forward_ad._current_level >= 0
-        or torch._C._is_tracing()
         or torch.compiler.is_compiling()
     )
 

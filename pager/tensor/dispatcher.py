@@ -11,12 +11,14 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
+from torch.utils._pytree import tree_map_only
 
 from ..streaming.embedding import EMBEDDING, embedding
 from ..streaming.table_ops import TABLE_OPS, run_on_table
 from .activations import SavedTensors
 from .dense_run import NOT_QUICK, PLAIN, paged_in, run_dense, run_quickly
-from .doors import serve_function
+from .doors import refuse_script, serve_function
 from .linear import LINEAR, linear
 from .op_info import BRANCHES_ON_SUBCLASS, OpInfo, describe
 from .open_weights import TAKE_OPEN, run_opened
@@ -28,6 +30,11 @@ from .view_ops import run_inplace_view, run_resize, run_view
 _INFO: dict[Any, OpInfo] = {}
 _ATTRIBUTE = type(vars(torch._C.TensorBase)["requires_grad"].__get__)  # of what gets or sets one
 _is_compiling = torch.compiler.is_compiling
+_is_tracing = torch._C._is_tracing
+_functorch_level = torch._C._functorch.peek_interpreter_stack
+_modes = torch._C._len_torch_dispatch_stack
+_get_mode: Any = torch._C._get_dispatch_mode
+_FAKE, _PROXY = torch._C._TorchDispatchModeKey.FAKE, torch._C._TorchDispatchModeKey.PROXY
 _SPECIAL: dict[str, Callable[[Any, OpInfo, Any, dict[str, Any]], Any]] = {
     "view": run_view,
     "inplace_view": run_inplace_view,
@@ -48,6 +55,8 @@ def _torch_function(
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args)
     try:
+        if _is_tracing():
+            refuse_script(*paged_in(args, kwargs or {})[:1])
         compiling = _is_compiling()  # which would trace the ways of our own
         if func in TAKE_OPEN and not compiling:
             result = run_opened(func, args, kwargs)
@@ -65,7 +74,7 @@ def _torch_function(
                 return result
         if kwargs.get("out") is not None and paged_in((), {"out": kwargs["out"]}):
             return run_into_out(func, args, kwargs)
-        if func in BRANCHES_ON_SUBCLASS and not _needs_grad(args, kwargs):
+        if func in BRANCHES_ON_SUBCLASS and not _is_differentiated(args, kwargs):
             with torch._C.DisableTorchFunctionSubclass():
                 return run_dense(func, PLAIN, args, kwargs)
         return serve_function(func, args, kwargs)
@@ -80,6 +89,8 @@ def _torch_dispatch(
     cls: type, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
 ) -> Any:
     """Every op on a PagedTensor, below autograd."""
+    if _modes() and (_get_mode(_PROXY) is not None or _get_mode(_FAKE) is not None):
+        return _without_values(func, args, kwargs or {})
     if func in TABLE_OPS:
         out = run_on_table(func, args, kwargs)
         if out is not NotImplemented:
@@ -97,12 +108,34 @@ def _torch_dispatch(
     return _SPECIAL[kind](func, info, args, kwargs or {})
 
 
+def _without_values(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """An op that is traced into a graph of ops, or that gives no values: modes leave both to those
+    whose tensor it is. A graph holds the PagedTensor, as it would a plain parameter; where nothing
+    has values, pages have none either."""
+    proxies = _get_mode(_PROXY)
+    if proxies is not None:
+        from torch.fx import Proxy
+        from torch.fx.experimental.proxy_tensor import has_proxy_slot, track_tensor
+
+        tracer = proxies.tracer
+        for tensor in paged_in(args, kwargs):
+            if not has_proxy_slot(tensor, tracer):
+                known = Proxy(tracer.create_arg(tensor), tracer)
+                track_tensor(tensor, known, constant=None, tracer=tracer)
+    else:
+        args, kwargs = tree_map_only(PagedTensor, _get_mode(_FAKE).from_tensor, (args, kwargs))
+    return func(*args, **kwargs)
+
+
 def _refusal(args: Any, kwargs: Any, error: torch.OutOfMemoryError) -> Exception | None:
     paged = paged_in(args, kwargs or {})
     return paged[0]._storage.pager.refusal_of_guest(error) if paged else None
 
 
-def _needs_grad(args: Any, kwargs: dict[str, Any]) -> bool:
+def _is_differentiated(args: Any, kwargs: dict[str, Any]) -> bool:
+    """In either direction, or its operands are those of a function transform."""
+    if forward_ad._current_level >= 0 or _functorch_level() is not None:
+        return True
     values = (*args, *kwargs.values())
     return torch.is_grad_enabled() and any(
         isinstance(value, torch.Tensor) and value.requires_grad for value in values

@@ -1,12 +1,13 @@
 """Ways to a tensor's memory that bypass the dispatcher: each is served, or refused by name.
 
-``Doors`` holds the methods and properties of PagedTensor that Python can see; ``guard_data`` closes
-the one that only plain tensors have (``plain.data = paged`` would take over a tensor with no memory
-of its own, and crash at the next read).
+``Doors`` holds the methods and properties of PagedTensor that Python can see. Two doors are
+elsewhere, and have guards: ``plain.data = paged`` would take over a tensor with no memory of its
+own, and crash at the next read; ``to_dlpack`` reads the memory of any tensor.
 """
 
 from __future__ import annotations
 
+import functools
 import weakref
 from types import FunctionType
 from typing import Any, NoReturn
@@ -16,12 +17,30 @@ import torch
 from ..errors import PagerError
 from ..memory.untyped import PagedTypedStorage
 
+VIEW = "or use 'with tensor.pin() as dense:' for a view of the pages"
 
-def refuse(what: str, remedy: str = "call .to_dense() for a plain copy") -> NoReturn:
+
+def refuse(
+    tensor: Any, what: str, remedy: str = f"call .to_dense() for a plain copy, {VIEW}"
+) -> NoReturn:
+    """``PagerError`` that names the tensor, the call and the remedy."""
+    label = tensor._storage.label
+    called = f"{label!r}, a PagedTensor" if label else "a PagedTensor"
+    with torch._C.DisableTorchFunctionSubclass():
+        geometry = f"{[int(n) for n in tensor.size()]}, {tensor.dtype}"
     raise PagerError(
-        f"{what}: a PagedTensor's bytes are in pages, which may move or leave the device at any "
-        f"time; {remedy}, or use 'with tensor.pin() as dense:' for a view of the pages"
+        f"{what} of {called} ({geometry}): its bytes are in pages, which may move or leave the "
+        f"device at any time; {remedy}"
     )
+
+
+def refuse_script(tensor: Any = None) -> NoReturn:
+    """What TorchScript makes would read the memory of paged parameters, and crash where it is
+    saved. ``tensor``: one that an op was traced on; else a module is compiled."""
+    remedy = "use a plain model that has loaded pager.state_dict(), or torch.export"
+    if tensor is not None:
+        refuse(tensor, "torch.jit.trace (or torch.onnx.export with dynamo=False)", remedy)
+    raise PagerError(f"torch.jit.script of a module with parameters in pages; {remedy}")
 
 
 class Doors:
@@ -52,11 +71,16 @@ class Doors:
         ``model.state_dict()`` gives. Raises ``PagerError`` elsewhere. ``saving`` says more."""
         return self.pager.images.address_of(self)  # type: ignore[attr-defined,no-any-return]
 
-    def __dlpack__(self, *args: Any, **kwargs: Any) -> NoReturn:
-        refuse("DLPack export")
+    const_data_ptr = data_ptr
+
+    def __dlpack__(self, *, copy: bool | None = None, **kwargs: Any) -> Any:
+        """Of a plain copy, where the other side asks for one. Raises ``PagerError`` elsewhere."""
+        if not copy:
+            refuse(self, "DLPack export", f"ask for copy=True, {VIEW}")
+        return self.to_dense().__dlpack__(**kwargs)  # type: ignore[attr-defined]
 
     def share_memory_(self) -> NoReturn:
-        refuse("share_memory_()")
+        refuse(self, "share_memory_()")
 
     def is_shared(self) -> bool:
         return False
@@ -86,10 +110,14 @@ class Doors:
         return mine == other
 
     def pin_memory(self, *args: Any, **kwargs: Any) -> NoReturn:
-        refuse("pin_memory()")
+        refuse(self, "pin_memory()")
 
-    def set_(self, *args: Any, **kwargs: Any) -> NoReturn:
-        refuse("set_()", "use copy_() to change the values")
+    def set_(self, source: Any = None, *args: Any, **kwargs: Any) -> Any:
+        """Of a tensor of the same shape and dtype: its values, as ``.data =`` takes them."""
+        if not isinstance(source, torch.Tensor) or args or kwargs:
+            refuse(self, "set_()", f"use copy_() to change the values, {VIEW}")
+        self.data = source
+        return self
 
     def __format__(self, spec: str) -> str:
         if self.dim() == 0:  # type: ignore[attr-defined]
@@ -99,7 +127,9 @@ class Doors:
     @property
     def data(self) -> Any:
         """The same pages without history, with a version counter of its own."""
-        return self.__copy__().requires_grad_(False)  # type: ignore[attr-defined]
+        alias = self.__copy__().requires_grad_(False)  # type: ignore[attr-defined]
+        alias._is_param = False
+        return alias
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
@@ -114,6 +144,23 @@ class Doors:
         self.data.copy_(value.detach())
 
 
+def _asked_in_a_list(name: str) -> Any:
+    """``torch.tensor([a, b])`` asks its elements for their values while no subclass is asked what
+    an op on it does."""
+    ask = getattr(torch.Tensor, name)
+
+    @functools.wraps(ask)
+    def method(self: Any) -> Any:
+        with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.Python, False):
+            return ask(self)
+
+    return method
+
+
+for _name in ("__bool__", "__complex__", "__float__", "__index__", "__int__", "__iter__"):
+    setattr(Doors, _name, _asked_in_a_list(_name))
+
+
 def serve_function(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """``__torch_function__``: composite functions that would read an operand's memory directly, and
     those that run code which has to come here again."""
@@ -121,8 +168,6 @@ def serve_function(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         return _RUN_GRAPHS[func](*args, **kwargs)
     if func is torch.tensor_split or func is torch.Tensor.tensor_split:
         args, kwargs = _plain_indices(args, kwargs)
-    elif getattr(func, "__name__", "") in ("from_dlpack", "to_dlpack", "_to_dlpack"):
-        refuse("DLPack export")
     with torch._C.DisableTorchFunctionSubclass():
         return func(*args, **kwargs)
 
@@ -159,6 +204,26 @@ _plain_data: Any = torch._C.TensorBase.data
 
 
 _watchers: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def guard_dlpack() -> None:
+    """``to_dlpack(paged)``, which asks nobody, is refused by name. Called by every Pager; the first
+    one puts the guard on."""
+    for module in (torch, torch.utils.dlpack):
+        export = module.to_dlpack
+        if not hasattr(export, "without_pages"):
+            module.to_dlpack = _guarded(export)  # type: ignore[attr-defined]
+
+
+def _guarded(export: Any) -> Any:
+    @functools.wraps(export)
+    def to_dlpack(tensor: torch.Tensor) -> Any:
+        if isinstance(tensor, Doors):
+            refuse(tensor, "to_dlpack()")
+        return export(tensor)
+
+    to_dlpack.without_pages = True  # type: ignore[attr-defined]
+    return to_dlpack
 
 
 def guard_data(saved: Any) -> None:

@@ -36,7 +36,7 @@ from ..checkpoint.tensor_bytes import BUFFER_BYTES, chunks
 from ..devices.memory import make_read_only, map_bytes, map_memory
 from ..memory.space import PagedStorage
 from ..memory.untyped import PagedUntypedStorage, Range, bytes_at
-from .doors import refuse
+from .doors import VIEW, refuse
 from .paged_tensor import PagedTensor
 
 IN_MEMORY_BYTES = BUFFER_BYTES
@@ -190,7 +190,8 @@ class Images:
         tensor._storage.pager.check_open()
         saved = tensor._saved
         if saved is None and not self._blocks:
-            refuse("data_ptr()", "read it inside 'with pager.saving():', as libraries that save do")
+            remedy = "read it inside 'with pager.saving():', as libraries that save do"
+            refuse(tensor, "data_ptr()", f"{remedy}, {VIEW}")
         untyped = untyped_of(tensor)
         if tensor.device.type == "cpu":
             with self._alone():

@@ -50,7 +50,6 @@ _MATRIX = "_tensorpager_matrix"  # on a dense view: what `_note_matrix` found
 _modes = torch._C._len_torch_dispatch_stack
 _any_autocast = torch._C._is_any_autocast_enabled
 _functorch_level = torch._C._functorch.peek_interpreter_stack
-_is_tracing = torch._C._is_tracing
 _grad_is_on = torch.is_grad_enabled
 # A number in the order of nodes that no other node has: making any takes the next one.
 _take_sequence_nr = torch._C._functions.UndefinedGrad
@@ -100,7 +99,6 @@ def _is_watched(pager: Pager) -> bool:
         or (_any_autocast() and torch.is_autocast_enabled(pager.device.type))
         or _functorch_level() is not None
         or forward_ad._current_level >= 0
-        or _is_tracing()
     )
 
 

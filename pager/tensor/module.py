@@ -10,6 +10,7 @@ import torch
 
 from ..distributed import collectives as _collectives  # noqa: F401 - serves them, from here on
 from ..distributed.replicas import note_replicas, refuse_sharding, refuse_wrapped
+from .doors import refuse_script
 from .images import mark_saved
 from .paged_tensor import PagedTensor
 
@@ -76,6 +77,8 @@ def page_module(pager: Pager, module: torch.nn.Module) -> None:
             setattr(child, name, paged)
         if mark_saved not in child._state_dict_hooks.values():
             child.register_state_dict_post_hook(mark_saved)
+        if any(type(parameter) is PagedTensor for parameter in child._parameters.values()):
+            child.__prepare_scriptable__ = refuse_script  # as torch.jit.script calls it
 
 
 def is_dtensor(parameter: torch.Tensor) -> bool:

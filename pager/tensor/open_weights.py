@@ -61,7 +61,6 @@ _modes = torch._C._len_torch_dispatch_stack
 _any_autocast = torch._C._is_any_autocast_enabled
 _grad_is_on = torch.is_grad_enabled
 _functorch_level = torch._C._functorch.peek_interpreter_stack
-_is_tracing = torch._C._is_tracing
 _no_overrides = torch._C.DisableTorchFunctionSubclass
 _uses: Any = torch._C._storage_Use_Count
 
@@ -254,10 +253,10 @@ def run_opened(func: Any, args: Any, kwargs: dict[str, Any] | None) -> Any:
     Weights that cannot be opened now, and other paged operands, are used through the dispatcher.
     """
     with _no_overrides():
-        found = _with_opened(args, native=False)
-        if found is None or _modes() or _any_autocast():
+        if _modes() or _any_autocast() or _functorch_level() is not None:
             return NotImplemented
-        if _functorch_level() is not None or _is_tracing():
+        found = _with_opened(args, native=False)
+        if found is None:
             return NotImplemented
         given, native = found
         if not kwargs and func is not F.embedding:

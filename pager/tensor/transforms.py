@@ -2,10 +2,11 @@
 
 ``grad``, ``vjp``, ``jacrev`` and ``hessian`` work without hooks on saved tensors, and refuse to
 begin while any are on, before they do anything else; PyTorch has no way to tell them that some may
-be left out. So the first Pager puts a guard on the two functions that they begin with: the hooks
-of pagers are taken off until the transform is done, and what is saved meanwhile stays dense. Hooks
-of others are refused as before. (A guard on ``disable_saved_tensors_hooks``, which refuses, would
-be in the way of ``torch.compile``: that knows this function by its identity.)
+be left out. ``jvp`` and ``jacfwd`` give the hooks tensors without memory. So the first Pager puts a
+guard on the functions that these begin with: the hooks of pagers are taken off until the transform
+is done, and what is saved meanwhile stays dense. Hooks of others are refused as before. (A guard on
+``disable_saved_tensors_hooks``, which refuses, would be in the way of ``torch.compile``: that knows
+this function by its identity.)
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import torch
 from torch._functorch import eager_transforms
 
 _autograd: Any = torch._C._autograd
-_BEGIN = "grad_and_value_impl", "_vjp_with_argnums"
+_BEGIN = "grad_and_value_impl", "_vjp_with_argnums", "_jvp_with_argnums"
 _Pair = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
 
 
