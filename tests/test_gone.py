@@ -11,6 +11,7 @@ MODULES = (
     "kernels.zero_copy",
     "pager.devices.first_root",
     "pager.disk.engine_rows",
+    "pager.disk.rate_limit",
     "pager.machine.calibration.rows",
     "pager.machine.fio",
     "pager.metrics.format",
@@ -26,6 +27,7 @@ NAMES = (
     "host_row_bytes",
     "metrics_path",
     "seen_at",
+    "set_rate_limit",
 )
 
 

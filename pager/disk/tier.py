@@ -11,8 +11,8 @@ Rules, beside those of disk/file.py:
    second time too, raises CorruptPage; it never gives wrong numbers.
 4. A forked child has no disk tier: its descriptor is closed there at once, because a file without
    a name takes up space for as long as any process has it open.
-5. Reads and writes have threads of their own, and each a rate limit of its own: what is queued in
-   one direction does not hold up the other.
+5. Reads and writes have threads of their own: what is queued in one direction does not hold up the
+   other.
 """
 
 import itertools
@@ -32,7 +32,6 @@ from . import file as disk_io
 from .batch import TASK_BYTES, THREADS, Batch, SlotRun, Slots, Task, share_out, slots_of, split
 from .engine import Engine, Wrap, check_name, make_engine, registration_of
 from .integrity import Stamps, Sums, page_sums
-from .rate_limit import RateLimit
 from .threads import IoThreads
 
 _tiers: weakref.WeakSet["DiskTier"] = weakref.WeakSet()
@@ -46,9 +45,8 @@ class DiskTier:
     O_DIRECT; by default wherever that works. ``threads``: how many read, and how many write (what
     suits a disk: ``calibration/disk_threads.py``). ``registration``: of the frames, where the
     engine moves them straight; for their backend.
-    ``bytes_per_s``: a limit for reads and another, of the same rate, for writes. ``io_engine``: see
-    ``io_engine.make_engine``; ``on_cuda``: whether the pages come from device memory. ``engine``:
-    what to put around the engine (tests put faults there).
+    ``io_engine``: see ``engine.make_engine``; ``on_cuda``: whether the pages come from device
+    memory. ``engine``: what to put around the engine (tests put faults there).
 
     Raises PagerError, and leaves nothing behind, if the file cannot be had.
     """
@@ -61,7 +59,6 @@ class DiskTier:
         *,
         threads: int = THREADS,
         direct: bool | None = None,
-        bytes_per_s: float | None = None,
         io_engine: str = "auto",
         on_cuda: bool = False,
         engine: Wrap | None = None,
@@ -69,7 +66,6 @@ class DiskTier:
         if page_size <= 0 or threads <= 0:
             raise ValueError(f"{page_size=} and {threads=} must be positive")
         check_name(io_engine)
-        self._read_limit, self._write_limit = RateLimit(bytes_per_s), RateLimit(bytes_per_s)
         self._page_size = page_size
         self.threads = threads
         self._directory = os.path.abspath(directory)
@@ -129,19 +125,6 @@ class DiskTier:
     def direct(self) -> bool:
         """Whether transfers bypass the page cache."""
         return self.engine.direct
-
-    @property
-    def rate_limit(self) -> float | None:
-        """Bytes per second that reads may reach, and writes; ``None`` if there is no limit."""
-        return self._read_limit.bytes_per_s
-
-    def set_rate_limit(self, bytes_per_s: float | None) -> None:
-        """Another rate limit for transfers that are submitted from now on; ``None``: none.
-
-        Raises ``ValueError``, and changes nothing, for a rate that is not a finite number above 0.
-        """
-        self._read_limit.set(bytes_per_s)
-        self._write_limit.set(bytes_per_s)
 
     def describe(self) -> dict[str, str | int | bool | None]:
         """How pages are moved here, for people. ``note``: what could not be had, and why."""
@@ -267,14 +250,12 @@ class DiskTier:
     ) -> Future[None]:
         writes = verb == "written"
         move = self._write_task if writes else self._read_task
-        limit = self._write_limit if writes else self._read_limit
         pool = self._writers if writes else self._readers
         batch = Batch(tasks, on_success)
 
-        def run(task: Task, slot_end: float) -> None:
+        def run(task: Task) -> None:
             try:
                 move(task)
-                limit.wait_until(slot_end)
             except OSError as error:
                 failure = self._failed(verb, task, f"{error.strerror} (errno {error.errno})")
                 failure.__cause__ = error
@@ -284,15 +265,14 @@ class DiskTier:
             else:
                 batch.task_ended()
 
-        ends = [limit.reserve(task.page_count * self._page_size) for task in tasks]
         # One thread moves a task of device memory at a time, and one would leave the drive idle.
         if here and not self.engine.takes_device:
             for task in tasks:
-                run(task, ends[-1] if task is tasks[-1] else 0.0)
+                run(task)
             return batch.future
-        for task, slot_end in zip(tasks, ends):
+        for task in tasks:
             try:
-                pool.submit(run, task, slot_end)
+                pool.submit(run, task)
             except RuntimeError as error:  # closed meanwhile, or no thread to be had
                 batch.task_ended(self._failed(verb, task, str(error)))
         return batch.future

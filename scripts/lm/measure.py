@@ -23,6 +23,7 @@ from .memory import Memory, PagedMemory, PlainMemory
 from .options import Options, parse_options
 from .peers import Fsdp2Offload, OverlapMemory, UnavailableError, make_peer
 from .report import write_json
+from .slow_disk import slow_down
 from .trainer import Trainer
 
 PLANNED = ("planned", "overlap")
@@ -135,7 +136,7 @@ def open_memory(spec: Spec, options: Options, stack: ExitStack) -> tuple[Memory,
     )
     stack.enter_context(pager)
     if pager.disk is not None and spec.case.disk_rate:
-        pager.disk.set_rate_limit(spec.case.disk_rate * 1e6)
+        slow_down(pager.disk, spec.case.disk_rate * 1e6)
     return (OverlapMemory if mode == "overlap" else PagedMemory)(pager), pager
 
 

@@ -218,6 +218,7 @@ def _train(job: Job) -> None:
     from lm.memory import PagedMemory
     from lm.model import PRESETS
     from lm.options import parse_options
+    from lm.slow_disk import slow_down
     from lm.trainer import Trainer
 
     import tensorpager as tp
@@ -245,7 +246,7 @@ def _train(job: Job) -> None:
         host = pager.host.view(0, 1).ctypes.data if job.host else 0
         _say(places={"arena": arena, "host": (host, pager.host.capacity_bytes)})
         if pager.disk is not None and job.disk_rate:
-            pager.disk.set_rate_limit(job.disk_rate * 1e6)
+            slow_down(pager.disk, job.disk_rate * 1e6)
         trainer = Trainer(options, PagedMemory(pager), corpus)
         losses = []
         for _ in range(job.steps):

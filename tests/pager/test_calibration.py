@@ -145,18 +145,6 @@ def test_scratch_memory_is_small_and_smaller_for_small_budgets(
     assert 2 * page_size <= made[0] <= most
 
 
-def test_a_limited_disk_is_measured_as_what_it_may_do(
-    backend: Device, host: HostTier, tmp_path: Path
-) -> None:
-    limit = 64e6
-    disk = DiskTier(tmp_path, 8 * MIB, PAGE, bytes_per_s=limit)
-    rates = measure(backend=backend, host=host, disk=disk, page_size=PAGE)
-    disk.close()
-    for name, value in asdict(rates).items():
-        if name.startswith("disk_") and name.endswith("_per_s"):
-            assert 0 < value <= limit, name
-
-
 def test_rates_to_count_on_are_the_lower_ones(
     backend: Device, host: HostTier, disk: DiskTier, monkeypatch: pytest.MonkeyPatch
 ) -> None:

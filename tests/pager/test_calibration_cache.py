@@ -120,15 +120,6 @@ def test_switched_off(
     assert not folder.exists()
 
 
-def test_a_limited_disk_is_never_remembered(machine: Machine, folder: Path) -> None:
-    machine.calibrate()
-    machine.disk.set_rate_limit(1e6)
-    machine.calibrate()
-    machine.calibrate()
-    assert machine.times == 3
-    assert len(list(folder.iterdir())) == 1
-
-
 def test_what_makes_another_machine_or_channel(
     machine: Machine, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

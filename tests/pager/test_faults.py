@@ -360,12 +360,13 @@ def test_no_thread_holds_the_interpreter(tmp_path: Path) -> None:
 
 STOPPED = """
 import sys, torch
+from tests.pager.faulty_engine import break_disk
 from tests.pager.test_faults import Training, disk_pager, expected_after
 torch.set_num_threads(1)
 steps = 6
 losses, _ = expected_after(steps)
 with disk_pager(sys.argv[1], io_timeout=1.0) as pager:
-    pager.disk.set_rate_limit(30e6)
+    break_disk(pager).delay_seconds = 0.01
     training = Training(pager)
     seen = []
     for step in range(steps):

@@ -94,10 +94,9 @@ def calibrate(
 ) -> Calibration:
     """The rates of these tiers: from this machine's cache, or measured and put there.
 
-    ``use_cache``: whether to look there and to write there; a disk with a rate limit is never
-    cached. ``fresh``: measure, whatever the cache has. Otherwise as :func:`measure`.
+    ``use_cache``: whether to look there and to write there. ``fresh``: measure, whatever the cache
+    has. Otherwise as :func:`measure`.
     """
-    use_cache = use_cache and (disk is None or disk.rate_limit is None)
     key = cache.machine_key(backend.device, disk, page_size) if use_cache else {}
     if use_cache and not fresh:
         known = _from_cache(key, disk)
