@@ -13,52 +13,54 @@ import shutil
 import statistics
 import subprocess
 import sys
+from contextlib import closing
 from pathlib import Path
 
 import click
 
-from tensorpager.pager.machine.bench import LARGEST, BenchFile, Setting, sweep
+from tensorpager.pager.disk.tier import DiskTier
+from tensorpager.pager.machine.bench import LARGEST, Setting, measure, open_tier, sweep
 
 
 def compare(
-    file: BenchFile, setting: Setting, rounds: int, seconds: float
+    path: Path, size_bytes: int, setting: Setting, rounds: int, seconds: float
 ) -> dict[str, dict[str, float]]:
     """Medians in bytes per second, ``{"write": {"ours": …, "fio": …}, …}``. Raises
     ``click.ClickException`` if fio fails."""
     rates: dict[str, dict[str, list[float]]] = {
         way: {"ours": [], "fio": []} for way in ("write", "read")
     }
-    with file.engine(setting) as engine:
+    with closing(open_tier(path, size_bytes, setting)) as tier:
         for _ in range(rounds):
-            rates["write"]["fio"].append(fio(file, setting, "write", seconds))
-            file.fill()
-            ours = file.measure(engine, setting, seconds)
-            rates["write"]["ours"].append(ours.write)
-            rates["read"]["ours"].append(ours.read)
-            rates["read"]["fio"].append(fio(file, setting, "read", seconds))
+            rates["write"]["fio"].append(fio(tier, "write", seconds))
+            ours = measure(tier, seconds)
+            rates["write"]["ours"].append(ours.write_alone)
+            rates["read"]["ours"].append(ours.read_alone)
+            rates["read"]["fio"].append(fio(tier, "read", seconds))
     return {
         way: {who: statistics.median(values) for who, values in by.items()}
         for way, by in rates.items()
     }
 
 
-def fio(file: BenchFile, setting: Setting, way: str, seconds: float) -> float:
-    part = file.size_bytes // setting.block_bytes // setting.threads * setting.block_bytes
+def fio(tier: DiskTier, way: str, seconds: float) -> float:
+    block, threads = tier.page_size, tier.threads
+    part = tier.capacity_bytes // block // threads * block
     command = [
         "fio",
         "--name=tensorpager",
-        f"--filename=/proc/{os.getpid()}/fd/{file.fd}",
+        f"--filename=/proc/{os.getpid()}/fd/{tier.fileno()}",
         f"--rw={way}",
-        f"--direct={int(setting.direct)}",
+        f"--direct={int(tier.direct)}",
         "--ioengine=psync",
-        f"--bs={setting.block_bytes}",
+        f"--bs={block}",
         f"--size={part}",
         f"--offset_increment={part}",
-        f"--numjobs={setting.threads}",
+        f"--numjobs={threads}",
         f"--runtime={max(1, round(seconds))}",
         *("--thread", "--group_reporting", "--fallocate=none", "--allow_file_create=0"),
         *("--iomem_align=2M", "--output-format=json"),
-        *(["--end_fsync=1"] if way == "write" and not setting.direct else []),
+        *(["--end_fsync=1"] if way == "write" and not tier.direct else []),
     ]
     environment = {**os.environ, "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
@@ -80,9 +82,9 @@ def fio(file: BenchFile, setting: Setting, way: str, seconds: float) -> float:
 def main(path: Path, mib: int, rounds: int, seconds: float) -> None:
     if shutil.which("fio") is None:
         sys.exit("fio is not installed (apt-get install fio)")
-    with BenchFile(path, max(LARGEST, (mib << 20) // LARGEST * LARGEST)) as file:
-        _, best = sweep(file, ["posix"], rounds=rounds, seconds=seconds, report=None)
-        found = compare(file, best, rounds, seconds)
+    size = max(LARGEST, (mib << 20) // LARGEST * LARGEST)
+    _, best, _ = sweep(path, size, ["posix"], rounds=rounds, seconds=seconds)
+    found = compare(path, size, best, rounds, seconds)
     print(best)
     for way, by in found.items():
         share = by["ours"] / by["fio"]

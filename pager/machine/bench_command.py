@@ -59,11 +59,11 @@ def bench_io(
     """Measure how fast pages move to and from a disk.
 
     Writes and reads a nameless file in the folder PATH, one way at a time and both at once, and
-    varies block size, threads, O_DIRECT and engine. Checksums are made and checked, as in training.
+    varies page size, threads and engine. Checksums are made and checked, as in training.
     The file is gone when the command ends, however it ends.
 
-    Nothing is read from the page cache: reads use O_DIRECT, or come after the cache was told to
-    let go of the file. A drive's own cache counts as the drive.
+    Nothing is read from the page cache where the file system has O_DIRECT, as in training. A
+    drive's own cache counts as the drive.
 
     How many threads were best is remembered: for a week, trainings use as many on that disk. The
     other settings are yours to pass.
@@ -75,21 +75,40 @@ def bench_io(
     """
     with in_one_line(context):
         from ..disk.kvikio import why_not
-        from .bench import LARGEST, BenchFile, sweep
+        from .bench import LARGEST, sweep, together
         from .calibration.disk_threads import remember_threads
 
         size_bytes -= size_bytes % LARGEST
         _refuse(path, size_bytes, least=LARGEST)
         why_no_kvikio = why_not()
         engines = ["posix"] if why_no_kvikio else ["posix", "kvikio"]
-        with BenchFile(path, size_bytes) as file, progress_bar() as report:
-            results, best = sweep(file, engines, rounds=rounds, seconds=seconds, report=report)
+        with progress_bar() as report:
+            results, best, direct = sweep(
+                path, size_bytes, engines, rounds=rounds, seconds=seconds, report=report
+            )
         kept = remember_threads(path, best.threads)
         if as_json:
-            content = _content(path, size_bytes, results, best, why_no_kvikio)
-            emit_json({**content, "threads_remembered": kept})
+            emit_json(
+                {
+                    "path": os.fspath(path.absolute()),
+                    "size_bytes": size_bytes,
+                    "cores": os.cpu_count(),
+                    "direct": direct,
+                    "bytes_per_s": [
+                        {**asdict(setting), **rates._asdict(), "together": together(rates)}
+                        for setting, rates in results.items()
+                    ],
+                    "recommended": asdict(best),
+                    "kvikio_missing": why_no_kvikio,
+                    "threads_remembered": kept,
+                }
+            )
         else:
-            emit(*_lines(path, size_bytes, results, best, why_no_kvikio))
+            emit(*_lines(path, size_bytes, results, best))
+            if not direct:
+                emit("There is no O_DIRECT here, so the page cache is measured with the disk.")
+            if why_no_kvikio:
+                emit(f"kvikio was not measured: {why_no_kvikio}.")
             emit(_threads(best.threads, kept=kept))
 
 
@@ -110,62 +129,23 @@ def _refuse(path: Path, size_bytes: int, *, least: int) -> None:
         raise PagerError(f"{path} cannot be written; make it writable, or name another folder")
 
 
-def _content(
-    path: Path,
-    size_bytes: int,
-    results: Results,
-    best: Setting,
-    why_no_kvikio: str | None,
-) -> dict[str, Any]:
-    return {
-        "path": os.fspath(path.absolute()),
-        "size_bytes": size_bytes,
-        "cores": os.cpu_count(),
-        "bytes_per_s": [
-            {**asdict(setting), **asdict(rates), "together": rates.together}
-            for setting, rates in results.items()
-        ],
-        "recommended": asdict(best),
-        "kvikio_missing": why_no_kvikio,
-    }
-
-
-def _lines(
-    path: Path,
-    size_bytes: int,
-    results: Results,
-    best: Setting,
-    why_no_kvikio: str | None,
-) -> list[Any]:
-    columns = ("<engine", "<cache", "block", "threads", "write", "read", "write", "read", "<")
+def _lines(path: Path, size_bytes: int, results: Results, best: Setting) -> list[Any]:
+    columns = ("<engine", "page", "threads", "write", "read", "write", "read", "<")
     rows = [
         (
             setting.engine,
-            "bypassed" if setting.direct else "used",
             f"{setting.block_bytes >> 10} KiB",
             str(setting.threads),
-            *map(_gb, (rates.write, rates.read, rates.write_beside, rates.read_beside)),
+            *map(_gb, (found.write_alone, found.read_alone, found.write_beside, found.read_beside)),
             "best" if setting == best else "",
         )
-        for setting, rates in results.items()
+        for setting, found in results.items()
     ]
     title = f"{path.absolute()}, {format_bytes(size_bytes)}: GB/s one way alone, then both at once"
-    lines: list[Any] = [table(columns, rows, title=title), ""]
-    lines += _recommendation(results, best)
-    if why_no_kvikio:
-        lines.append(f"kvikio was not measured: {why_no_kvikio}.")
-    return lines
-
-
-def _recommendation(results: Results, best: Setting) -> list[str]:
-    """What to pass to ``Pager``, and what else the figures say."""
     kib = best.block_bytes >> 10
     page = f"{kib >> 10}MiB" if kib % 1024 == 0 else f"{kib}KiB"
     arguments = f'page_size="{page}", io_engine="{best.engine}"'
-    lines = [f"Recommended: Pager(..., {arguments})"]
-    if not best.direct and any(setting.direct for setting in results):
-        lines.append("The page cache helps here; it takes memory beside the host budget.")
-    return lines
+    return [table(columns, rows, title=title), "", f"Recommended: Pager(..., {arguments})"]
 
 
 def _threads(count: int, *, kept: bool) -> str:

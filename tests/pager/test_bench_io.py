@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import stat
 from pathlib import Path
 from typing import Any
 
@@ -12,19 +10,18 @@ import pytest
 from click.testing import CliRunner, Result
 
 from tensorpager.pager.disk.batch import THREADS
-from tensorpager.pager.errors import CorruptPage
 from tensorpager.pager.machine import bench
-from tensorpager.pager.machine.bench import BenchFile, Rates, Setting, cheapest_of_the_best
+from tensorpager.pager.machine.bench import Setting, cheapest_of_the_best, together
 from tensorpager.pager.machine.bench_command import bench_io
 from tensorpager.pager.machine.calibration import cache, disk_threads
 from tensorpager.pager.machine.calibration.cache import machine_key
+from tensorpager.pager.machine.calibration.disk_rates import DiskRates
 from tensorpager.pager.machine.calibration.disk_threads import remember_threads, threads_for
 
 from .disk_suite import open_below
 from .models import make_pager
 
 MIB = 1 << 20
-DEFAULT = Setting("posix", False, 1 * MIB, 2)
 
 
 def run(*arguments: str) -> Result:
@@ -64,14 +61,15 @@ def test_json(few: None, tmp_path: Path) -> None:
     content = json.loads(result.stdout)
     assert content["size_bytes"] == 16 * MIB
     tried = [
-        {key: row[key] for key in ("engine", "direct", "block_bytes", "threads")}
+        {key: row[key] for key in ("engine", "block_bytes", "threads")}
         for row in content["bytes_per_s"]
     ]
     assert content["recommended"] in tried
     assert {row["block_bytes"] for row in tried} == {256 << 10, 1024 << 10}
     assert {row["threads"] for row in tried} == {2, 4}
     for row in content["bytes_per_s"]:
-        assert min(row["write"], row["read"], row["write_beside"], row["read_beside"]) > 0
+        ways = ("write_alone", "read_alone", "write_beside", "read_beside", "together")
+        assert min(row[way] for way in ways) > 0
 
 
 # What it is remembered for
@@ -134,53 +132,26 @@ def test_refusals(tmp_path: Path, path: str, size: str, message: str) -> None:
     assert [entry.name for entry in tmp_path.iterdir()] == ["file"]
 
 
-def test_the_file_has_no_name_and_goes_with_an_error(tmp_path: Path) -> None:
-    with pytest.raises(KeyboardInterrupt), BenchFile(tmp_path, 16 * MIB) as file:  # noqa: PT012
-        status = os.fstat(file.fd)
-        assert (status.st_nlink, stat.S_IMODE(status.st_mode)) == (0, 0o600)
+def test_nothing_is_left_after_an_error(
+    few: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*given: Any) -> None:
         assert list(tmp_path.iterdir()) == []
+        assert len(open_below(tmp_path)) == 1
         raise KeyboardInterrupt
+
+    monkeypatch.setattr(bench, "measure", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        bench.sweep(tmp_path, 16 * MIB, ["posix"], rounds=1, seconds=0.1)
     assert open_below(tmp_path) == []
 
 
-def test_bytes_that_are_not_what_was_written(tmp_path: Path) -> None:
-    with BenchFile(tmp_path, 16 * MIB) as file, file.engine(DEFAULT) as engine:
-        jobs = [("read", range(16))]
-        (rate,) = file._timed(engine, DEFAULT, jobs, 1)
-        assert rate > 0
-        os.pwrite(file.fd, b"x", 5 * MIB)
-        with pytest.raises(CorruptPage, match=f"{MIB} bytes at {5 * MIB} are not what was written"):
-            file._timed(engine, DEFAULT, jobs, 60)
-
-
-def test_every_block_is_moved_once(tmp_path: Path) -> None:
-    moved: dict[str, list[int]] = {"write": [], "read": []}
-
-    class Noting:
-        def write(self, buffers: list[Any], offset: int) -> None:
-            moved["write"].append(offset)
-
-        def read(self, buffers: list[Any], offset: int) -> None:
-            moved["read"].append(offset)
-            buffers[0][:] = file._at(file._source, offset, buffers[0].nbytes)
-
-    with BenchFile(tmp_path, 32 * MIB) as file:
-        engine: Any = Noting()
-        file._timed(engine, DEFAULT, [("write", range(32))], 60)
-        file._timed(engine, DEFAULT, [("read", range(32))], 60)
-        everything = [index * MIB for index in range(32)]
-        assert sorted(moved["write"]) == sorted(moved["read"]) == everything
-        moved["write"].clear()
-        file._timed(engine, DEFAULT, [("write", range(1)), ("read", range(1, 32))], 60)
-        assert moved["write"] == [0]
-
-
 def test_the_cheaper_setting_wins_among_equals() -> None:
-    settings = [Setting("posix", True, block, 4) for block in (1, 2, 3, 4)]
+    settings = [Setting("posix", block, 4) for block in (1, 2, 3, 4)]
     speeds = dict(zip(settings, (60.0, 98.0, 100.0, 99.0)))
-    results = {setting: Rates(1, 1, speed, speed) for setting, speed in speeds.items()}
+    results = {setting: DiskRates(1, 1, speed, speed, 0) for setting, speed in speeds.items()}
     assert cheapest_of_the_best(settings, results) == settings[1]
 
 
 def test_reading_and_writing_equally_much() -> None:
-    assert Rates(9, 9, 1.0, 3.0).together == pytest.approx(1.5)
+    assert together(DiskRates(9, 9, 1.0, 3.0, 0)) == pytest.approx(1.5)

@@ -130,13 +130,13 @@ def test_scratch_memory_is_small_and_smaller_for_small_budgets(
     monkeypatch: pytest.MonkeyPatch, arena: int, page_size: int, most: int
 ) -> None:
     made: list[int] = []
-    real = calibration._private_bytes
+    real = calibration.private_bytes
 
     def counted(nbytes: int) -> npt.NDArray[np.uint8]:
         made.append(nbytes)
         return real(nbytes)
 
-    monkeypatch.setattr(calibration, "_private_bytes", counted)
+    monkeypatch.setattr(calibration, "private_bytes", counted)
     backend = make_device(torch.device("cpu"), arena, page_size)
     host = HostTier(0, page_size, backend)
     measure(backend=backend, host=host, disk=None, page_size=page_size)
@@ -276,7 +276,7 @@ def test_no_two_reads_share_memory(disk: DiskTier, monkeypatch: pytest.MonkeyPat
                 busy.remove(address)
 
     monkeypatch.setattr(os, "preadv", watched)
-    source, *lanes = np.split(calibration._private_bytes(8 * PAGE), 4)
+    source, *lanes = np.split(calibration.private_bytes(8 * PAGE), 4)
     source[:] = np.arange(len(source)) % 251
     rates = measure_disk(disk, [(0, 40), (50, 30)], source, lanes, Waiter(IoWatch(math.inf)))
     assert min(rates[:4]) > 0

@@ -16,7 +16,7 @@ from ...errors import HungDisk
 from ...memory.frame_pool import Run
 from .timing import PHASE_S, ROUNDS, median_seconds, since
 
-_ROUND_S = 0.06  # a round is as many transfers as should take so long
+_ROUND_S = 0.06
 _WRITES_QUEUED = 8
 _SINGLES = 64
 
@@ -70,13 +70,14 @@ def measure_disk(
     source: Bytes,
     lanes: Sequence[Bytes],
     waiter: Waiter,
+    round_s: float = _ROUND_S,
 ) -> DiskRates:
     """Rates of transfers between memory and ``runs`` of slots, which are the caller's to lose.
 
     ``source``, one transfer of whole pages, is what is written; each of ``lanes``, as long as it,
     takes one read at a time. No transfer uses them any more when this returns or raises, but for
-    ``waiter.left``. Raises ``PagerError`` or ``CorruptPage`` if the disk fails, and ``HungDisk`` if
-    it does not answer.
+    ``waiter.left``. A round is as many transfers as should take ``round_s``. Raises ``PagerError``
+    or ``CorruptPage`` if the disk fails, and ``HungDisk`` if it does not answer.
     """
     size = disk.page_size
     slots = sum(count for _, count in runs)
@@ -91,7 +92,7 @@ def measure_disk(
         return _stream(disk.submit_read, what, lanes, size, waiter)
 
     first = write(pieces[:1])
-    pieces = pieces[: max(2, int(_ROUND_S / first))]
+    pieces = pieces[: max(2, int(round_s / first))]
     if first > PHASE_S:  # one transfer says enough about a slow disk
         some, write_alone = pieces[:1], _nbytes(pieces[:1], size) / first
     else:

@@ -278,7 +278,7 @@ def scratch_room(backend: Device) -> int:
 @contextmanager
 def scratch(backend: Device, nbytes: int) -> Iterator[Bytes]:
     """Memory that can be copied like that of the host tier."""
-    memory = _private_bytes(nbytes)
+    memory = private_bytes(nbytes)
     backend.register_host(memory)
     try:
         yield memory
@@ -286,7 +286,7 @@ def scratch(backend: Device, nbytes: int) -> Iterator[Bytes]:
         backend.unregister_host(memory)
 
 
-def _private_bytes(nbytes: int) -> Bytes:
+def private_bytes(nbytes: int) -> Bytes:
     """Memory like that of the tiers (see ``memory.py``), gone with the last array that shows it: an
     error's traceback may be looked at later."""
     memory = mmap.mmap(-1, nbytes + _HUGE_PAGE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
