@@ -8,7 +8,7 @@ from torch.nn import functional as F
 from tensorpager.kernels.checksum import page_checksums
 from tensorpager.kernels.fill import fill_pages
 from tensorpager.kernels.gather import gather_pages
-from tensorpager.kernels.move import move_pages
+from tensorpager.kernels.move import move_pages, slide_pages
 from tensorpager.kernels.row_sums import add_rows, group_rows, sum_rows
 from tensorpager.kernels.rows import gather_rows
 from tensorpager.kernels.scatter import scatter_pages
@@ -69,6 +69,21 @@ def _move(setting: Setting) -> Job:
         peer=lambda: twin.copy_(before),
         compare=compare,
         work=Work(2 * size),
+    )
+
+
+def _slide(setting: Setting) -> Job:
+    """By one frame: as little as can be, so in as many steps as can be."""
+    page, count = setting.page_bytes, max(1, setting.nbytes // setting.page_bytes)
+    arena = torch.empty((count + 1) * page, dtype=torch.uint8, device=setting.device)
+    arena.random_(generator=setting.generator())
+    before = arena[page:].clone()
+    twin = torch.zeros_like(before)
+    return Job(
+        run=lambda: slide_pages(arena, 1, 0, count, page),
+        peer=lambda: twin.copy_(before),
+        compare=lambda: same("frames", arena[:-page], twin),
+        work=Work(2 * before.nbytes),
     )
 
 
@@ -148,17 +163,19 @@ def _gather_rows(setting: Setting) -> Job:
 
 
 def _lookups(setting: Setting, lookups: int, distinct: int) -> torch.Tensor:
-    """Every row at least once where there are enough, up to 8 times, in random order."""
+    """On the host. Every row at least once where there are enough, up to 8 times, in random
+    order."""
     generator = torch.Generator().manual_seed(setting.seed + 1)
     numbers = torch.arange(lookups) % distinct
-    return numbers[torch.randperm(lookups, generator=generator)].to(setting.device)
+    return numbers[torch.randperm(lookups, generator=generator)]
 
 
 def _sum_rows(setting: Setting) -> Job:
     grad, count, width = _rows(setting, torch.float32)
     distinct = max(1, count // 4)
-    indices = _lookups(setting, count, distinct)
-    groups = group_rows(indices)
+    lookups = _lookups(setting, count, distinct)
+    groups = group_rows(lookups).to(grad.device)
+    indices = lookups.to(grad.device)
     out = torch.full((distinct, width), torch.nan, device=setting.device)
 
     def peer() -> torch.Tensor:
@@ -182,8 +199,9 @@ def _sum_rows(setting: Setting) -> Job:
 def _add_rows(setting: Setting) -> Job:
     table, count, width = _rows(setting, torch.float32)
     distinct = max(1, count // 2)
-    indices = _lookups(setting, count, distinct) * 2 % count
-    groups = group_rows(indices)
+    lookups = _lookups(setting, count, distinct) * 2 % count
+    groups = group_rows(lookups).to(table.device)
+    indices = lookups.to(table.device)
     grad = table.flip(0)
     pages = Pages(table, setting.page_bytes, setting.seed)
     before = table.clone()
@@ -206,6 +224,7 @@ COPIES = (
     Case("gather", frozenset({"gather.gather_pages"}), "copy_", _gather),
     Case("scatter", frozenset({"scatter.scatter_pages"}), "copy_", _scatter),
     Case("move", frozenset({"move.move_pages"}), "copy_", _move),
+    Case("slide", frozenset({"move.slide_pages"}), "copy_", _slide),
     Case("fill", frozenset({"fill.fill_pages"}), "fill_", _fill),
     Case("checksum", frozenset({"checksum.page_checksums"}), "", _checksum),
     Case("gather_rows", frozenset({"rows.gather_rows"}), "F.embedding", _gather_rows),
