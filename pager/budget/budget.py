@@ -12,8 +12,9 @@ parameter would change the smallest budget that works is known exactly:
     minimum = peak of dense bytes + page_size × (frames that one op pins, at most)
 
 (rounded up, see ``to_name``). If the budget is below it, ``InfeasibleBudget`` is raised there and
-nothing has changed. A metered iteration may use more than the budget to find that out, but never
-more than the minimum that it names. Otherwise the border moves once, at the end of the iteration,
+nothing has changed. Dense memory takes the frames of pages that are not pinned, before a metered
+iteration goes beyond the budget; it may to find that out, but never uses more than the minimum that
+it names. Otherwise the border moves once, at the end of the iteration,
 to what was measured plus a margin. An iteration with larger inputs than before is metered again.
 In those that are not, dense memory that goes beyond the reserve moves the border in the middle of
 an op, where the device can ask.
@@ -80,6 +81,7 @@ class DeviceBudget:
         self._at_step = 0  # dense bytes beside an optimizer's step, of what was made before it
         self._at_peak: Peak | str = ""  # what made it, in words, where that is known
         self._stuck = False  # the metered arena could not be made smaller
+        self._is_capped = False  # dense memory, in a metered iteration
         self._frames_log: list[tuple[float, int]] = []  # while metering: when, frames in use
         self._most = 0
         self._peak_outside: int | None = None  # in steps outside of iterations
@@ -104,6 +106,7 @@ class DeviceBudget:
         if self.settled or frames > self._most_frames():
             return False
         self.residency.resize(frames)
+        self._cap_metered()
         return True
 
     def _make_way(self, frames: int) -> bool:
@@ -114,6 +117,7 @@ class DeviceBudget:
             return False
         self._stuck = True
         self.residency.resize(min(most, count + frames))
+        self._cap_metered()
         return True
 
     def _most_frames(self) -> int:
@@ -138,6 +142,7 @@ class DeviceBudget:
                 self.residency.resize(frames)
             except TierFull:  # the tiers below cannot take it, so it stays
                 self._stuck = True
+            self._cap_metered()
         self.log_frames()
 
     def _frames_to_spare(self) -> int:
@@ -196,8 +201,38 @@ class DeviceBudget:
         self.settled = False
         self.whole_needs.clear()
         self.backend.limit_dense(None)
+        if not go_on:
+            self.backend.cap_dense(None, self.make_dense_room)
         self.backend.meter_start(go_on=go_on)
+        self._is_capped = self.fixed_reserve is None
+        self._cap_metered()
         self._give_way()
+
+    def _cap_metered(self) -> None:
+        """Dense memory has what the frames leave of the budget, while it is metered too. What goes
+        beyond that asks ``make_dense_room``."""
+        if self.metering and self._is_capped:
+            self._cap = max(0, self.bytes - self.residency.frames * self.page_size)
+            self._cap = max(0, self._cap - self.dense_baseline)
+            self.backend.raise_cap(self._cap)
+
+    def give_while_metering(self, missing: int) -> None:
+        """Frames that are not pinned, for ``missing`` bytes, with no page moving but by the caller.
+        If that is not enough, or the tiers below have no room for what should leave, there is no
+        cap any more: the budget is refused when it is known which one would do, or weights stream
+        from then on."""
+        residency = self.residency
+        frames = residency.frames - -(-missing // self.page_size)
+        try:
+            self._is_capped = frames >= residency.pinned_pages()
+            if self._is_capped:
+                residency.shrink(frames)
+        except TierFull:
+            self._is_capped = False
+        self.log_frames()
+        self._cap_metered()
+        if not self._is_capped:
+            self.backend.raise_cap(None)
 
     def check(self, optimizer: Any = None) -> None:
         """Before the first parameter changes: raise ``InfeasibleBudget`` if the budget is below
@@ -471,8 +506,9 @@ class DeviceBudget:
         self.place(dense_extra, roomy=roomy)
         if self.changed:  # what streams from now on was not metered so
             self.settled = False
-            self.most_whole = max(self.most_whole, self._most)
-            self._most = self._most_before
+            if self._most > self.bytes:
+                self.most_whole = max(self.most_whole, self._most)
+                self._most = self._most_before
 
     def frames_at_least(self) -> int:
         """Frames that the arena has for good, as far as is known now."""

@@ -98,6 +98,13 @@ class Settling:
         foreseen: the arena gives frames away, so that both together stay inside the budget.
         ``False`` where that cannot be."""
         pager, budget = self._pager, self._pager.budget
+        if budget.metering:
+            if pager.lock._is_owned():  # type: ignore[attr-defined]
+                budget.let_pass(missing)
+                return True
+            with pager.quiet():
+                budget.give_while_metering(missing)
+            return True
         if not budget.can_give(missing):
             return self._collect_garbage(missing)
         if pager.lock._is_owned():  # type: ignore[attr-defined]

@@ -94,6 +94,7 @@ class Account:
         self.close = weakref.finalize(self, self._calls["close"], self._number)
         self.refusal = ""  # the last one: what asked, and what was there
         self._make_room: Callable[[int], bool] = lambda missing: False
+        self._asks = False
         self.places: dict[int, Place] = {}  # where blocks were made, by their births
         _accounts[self._number] = self
 
@@ -138,17 +139,17 @@ class Account:
         are missing, which raises the limit or returns ``False``; ``refusal`` says who asked then.
         (Others may be waited for by who holds the GIL, so Python cannot look there.)"""
         self.refusal = ""
-        self._make_room = make_room
-        self._call_back(refusals=True)
+        self._make_room, self._asks = make_room, True
+        self._call_back(places=False)
 
     def note_places(self, on: bool) -> None:
         """From now on note in ``places`` where this thread makes blocks of 64 KiB or more, or no
         longer."""
         self._call_back(places=on)
 
-    def _call_back(self, *, refusals: bool = False, places: bool = False) -> None:
+    def _call_back(self, *, places: bool) -> None:
         if self.close.alive:
-            self._calls["calls"](self._number, int(refusals), int(places))
+            self._calls["calls"](self._number, int(self._asks), int(places))
 
     def timeline(self) -> Timeline:
         """When (``time.perf_counter``), and how many bytes there were from then on."""
