@@ -546,25 +546,29 @@ class Pager:
         if self.closed_reason is not None:
             self.check_open()
         with self.lock:
-            self.backend.note_compute()
-            if get_ident() != self.turns.home:
+            if get_ident() == self.turns.home:
+                self._pin_at_home(runs)
+            else:
                 self._pin_beside(runs)
-                return
-            if self.watch is not None:
-                self.watch.pinning(runs)
-            follower, residency = self.follower, self.residency
-            if follower is not None and follower.log is not None:
-                follower.pinning(runs)
-            if not (self.budget.metering or self.turns.queue):
+            # Now: while this thread waited for its turn, others may have noted theirs.
+            self.backend.note_compute()
+
+    def _pin_at_home(self, runs: Sequence[PageRun]) -> None:
+        if self.watch is not None:
+            self.watch.pinning(runs)
+        follower, residency = self.follower, self.residency
+        if follower is not None and follower.log is not None:
+            follower.pinning(runs)
+        if not (self.budget.metering or self.turns.queue):
+            for run in runs:
+                if run.base < 0:
+                    break
+            else:
                 for run in runs:
-                    if run.base < 0:
-                        break
-                else:
-                    for run in runs:
-                        run.pins += 1
-                        residency.touch(run)
-                    return
-            self._bring(runs)
+                    run.pins += 1
+                    residency.touch(run)
+                return
+        self._bring(runs)
 
     def _pin_beside(self, runs: Sequence[PageRun]) -> None:
         """The same in another thread than the one whose iteration runs or ran last. Only what
@@ -776,7 +780,7 @@ class Pager:
             )
             return
         with self.lock:
-            self.backend.host_ready()
+            self.backend.wait(self.backend.mark())
             self.backend.limit_dense(None)
             self.migration.close()
             if self.disk is not None:

@@ -47,7 +47,7 @@ def scramble(pager: Pager) -> None:
                 continue
             frames = pager.residency.evict_run(run)
             if len(frames):
-                pager.backend.reuse_frames()
-                on_device = upload(torch.from_numpy(frames), pager.device)
-                fill_pages(pager.residency.arena, on_device, pager.page_size, _NAN_BYTE)
+                with pager.backend.on_compute():
+                    on_device = upload(torch.from_numpy(frames), pager.device)
+                    fill_pages(pager.residency.arena, on_device, pager.page_size, _NAN_BYTE)
                 pager.residency.note_use(frames)

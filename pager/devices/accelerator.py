@@ -14,7 +14,7 @@ from __future__ import annotations
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -132,7 +132,7 @@ class Accelerator:
     def remake(self, nbytes: int) -> None:
         self._settle()
         self.kit.remake(nbytes)
-        self._settle()
+        torch.accelerator.empty_cache()
 
     def _settle(self) -> None:
         """Nothing uses memory that is about to be given back, and PyTorch's cache keeps none that
@@ -168,18 +168,30 @@ class Accelerator:
             before, self._compute = self._compute, here
             others = [stream for stream in self._others if stream != here]
             self._others = others if before == here else [*others, before]
-            for stream in (*self._others, self._out, self._in):
-                here.wait_stream(stream)
+            self._after_ops(here)
 
-    def _after_compute(self, stream: torch.Stream) -> None:
-        """``stream`` waits for all uses of pages so far. What was queued on another stream after
-        that was noted is waited for too: a thread may be between noting its own and its op."""
-        stream.wait_stream(self._compute)
-        for other in self._others:
-            stream.wait_stream(other)
+    def _of_ops(self) -> Iterator[torch.Stream]:
+        """All streams that were noted. On one that is not the latest there may be ops that were
+        queued after another was noted: a thread may be between noting its own and its op."""
+        yield self._compute
+        yield from self._others
 
-    def on_compute(self) -> AbstractContextManager[Any]:
-        return on_stream(self._compute)
+    def _after_ops(self, stream: torch.Stream) -> None:
+        """``stream`` waits for all uses of pages so far."""
+        for other in self._of_ops():
+            if other != stream:
+                stream.wait_stream(other)
+
+    @contextmanager
+    def on_compute(self) -> Iterator[None]:
+        with on_stream(self._compute):
+            self.reuse_frames()
+            yield
+
+    def reuse_frames(self) -> None:
+        """What *compute* does next may write to frames that were given back (rule 2)."""
+        self._after_ops(self._compute)
+        self._compute.wait_stream(self._out)
 
     # -- time ------------------------------------------------------------------------------------
     def _try_clock(self) -> bool:
@@ -204,6 +216,13 @@ class Accelerator:
 
     # -- copies ----------------------------------------------------------------------------------
     def _copy(self, stream: torch.Stream, copies: Sequence[Copy], *, to_device: bool) -> None:
+        try:
+            self._queue(stream, copies, to_device=to_device)
+        except BaseException:
+            stream.synchronize()  # frames and slots are given back, and some may be queued
+            raise
+
+    def _queue(self, stream: torch.Stream, copies: Sequence[Copy], *, to_device: bool) -> None:
         if self.batches_copies and len(copies) > 1:
             batch = []
             for offset, host in copies:
@@ -221,27 +240,25 @@ class Accelerator:
                     bytes_.copy_(frames, non_blocking=True)
 
     def copy_out(self, copies: Sequence[Copy]) -> None:
-        self.note_compute()
-        self._after_compute(self._out)
+        self._after_ops(self._out)
         self._copy(self._out, copies, to_device=False)
 
     def copy_in(self, copies: Sequence[Copy]) -> None:
-        self.note_compute()
         self._in.wait_stream(self._out)
-        self._after_compute(self._in)
+        self._after_ops(self._in)
         self._copy(self._in, copies, to_device=True)
 
-    def mark(self) -> torch.Event:
-        self._compute.wait_stream(self._out)  # copies of faults leave frames that look free
-        for other in self._others:
-            self._compute.wait_stream(other)
-        event = torch.Event(self.device)
-        event.record(self._compute)
-        return event
+    def mark(self) -> list[torch.Event]:
+        events = []
+        for stream in self._of_ops():
+            events.append(torch.Event(self.device))
+            events[-1].record(stream)
+        return events
 
     def wait(self, mark: Any) -> None:
-        if mark is not None:
-            mark.synchronize()
+        for event in mark or ():
+            event.synchronize()
+        self._out.synchronize()
 
     def carry_out(self, copies: Sequence[Copy], mark: Any) -> None:
         self._carry(self._carry_out, copies, mark, to_device=False)
@@ -252,8 +269,9 @@ class Accelerator:
     def _carry(
         self, stream: torch.Stream, copies: Sequence[Copy], mark: Any, *, to_device: bool
     ) -> None:
-        if mark is not None:
-            stream.wait_event(mark)
+        stream.wait_stream(self._out)
+        for event in mark or ():
+            stream.wait_event(event)
         self._copy(stream, copies, to_device=to_device)
         stream.synchronize()
 
@@ -261,11 +279,8 @@ class Accelerator:
         end = (source + pages) * page_size
         slide_pages(self.arena[:end], source, target, pages, page_size)
 
-    def reuse_frames(self) -> None:
-        self._here().wait_stream(self._out)
-
     def use_frames(self) -> None:
-        self._here().wait_stream(self._in)
+        self._compute.wait_stream(self._in)
 
     def host_ready(self) -> None:
         self._out.synchronize()
@@ -349,7 +364,6 @@ class Accelerator:
         return np.empty(0), np.empty(0, np.int64)
 
     def close(self) -> None:
-        torch.accelerator.synchronize(self.device)
         try:
             self.kit.close()
         except PagerError as error:

@@ -119,9 +119,6 @@ class Cpu:
         to, from_ = (self.address + frame * page_size for frame in (target, source))
         ctypes.memmove(to, from_, pages * page_size)
 
-    def reuse_frames(self) -> None:
-        pass
-
     def use_frames(self) -> None:
         pass
 

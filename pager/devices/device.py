@@ -11,21 +11,24 @@ below means for every stream that was noted.
 1. ``copy_out`` makes *out* wait for everything queued on *compute* so far: the last use of a page
    is complete before its bytes leave.
 2. A frame that was emptied is filled again only after its bytes have left and its last use is
-   complete: ``copy_in`` makes *in* wait for *out* and for *compute*, and ``reuse_frames`` makes
-   *compute* wait for *out*.
+   complete, and a host slot is read only after its bytes have come: ``copy_in`` makes *in* wait for
+   *out* and for *compute*, and what the runtime itself queues on *compute*, in ``on_compute``,
+   waits for *out*.
 3. ``use_frames`` makes *compute* wait for *in*: an op never sees a page that is still arriving.
 4. The CPU touches host slots (disk I/O, checksums) only after ``host_ready``.
 5. A host slot given back by a write may be filled again at once: by rule 3 the copy-in that last
    read it precedes that write on *compute*, and by rule 1 the next copy-out waits for *compute*.
 
-6. Planned moves run on threads of their own (``carry_out``, ``carry_in``): each waits for a *mark*,
-   then copies on a stream of its own, and is complete when the call returns. The mark of an out is
-   made when it starts, after the last use was queued; that of an in is the latest one of its
-   frames, made when they were given back.
-7. Disk I/O straight on device frames is no stream's work. ``wait`` blocks its thread until the
-   mark of rule 6 has been reached (for a fault: one made then), and what is queued after the I/O
-   has returned finds the bytes there. Memory that cuFile knows (``register_frames``) is known from
-   after it was mapped until before it is unmapped.
+6. Planned moves run on threads of their own (``carry_out``, ``carry_in``): each waits for *out*, as
+   rule 2 has it, and for a *mark*, then copies on a stream of its own, and is complete when the
+   call returns. The mark of an out is made when it starts, after the last use was queued; that of
+   an in is the latest one of its frames, made when they were given back.
+7. Disk I/O straight on device frames is no stream's work. ``wait`` blocks its thread until *out*
+   is empty and the mark of rule 6 has been reached (for a fault: one made then), and what is queued
+   after the I/O has returned finds the bytes there. Memory that cuFile knows (``register_frames``)
+   is known from after it was mapped until before it is unmapped. The same wait, with a mark made
+   then, comes before host memory and the arena are given back at the end: by rule 3 nothing is
+   coming in then that *compute* does not wait for.
 
 On the CPU every copy is complete when the call returns, so the waits do nothing.
 """
@@ -139,17 +142,19 @@ class Device(Protocol):
 
     def note_compute(self) -> None:
         """The calling thread's current stream is the one that ops run on from now on. To be called
-        before pages are used. Any thread."""
+        when pages are there, before they are used. Any thread."""
 
     def on_compute(self) -> AbstractContextManager[Any]:
-        """What the calling thread queues inside goes to the stream of ops."""
+        """What the calling thread queues inside goes to the stream of ops, and may write to frames
+        that were given back (rule 2)."""
 
     def mark(self) -> Any:
-        """A point in the order of work: all that was queued so far by ops and by copies of faults.
-        ``None`` where calls complete when they return. Any thread."""
+        """A point in the order of work: all that ops have queued so far. ``None`` where calls
+        complete when they return. Any thread."""
 
     def wait(self, mark: Any) -> None:
-        """Block the caller, without the GIL, until ``mark`` is reached (rule 7). Any thread."""
+        """Block the caller, without the GIL, until ``mark`` is reached and copies to the host are
+        complete (rule 7). Any thread."""
 
     def carry_out(self, copies: Sequence[Copy], mark: Any) -> None:
         """Arena → host, after ``mark``; complete when it returns. Any thread, without the GIL
@@ -161,9 +166,6 @@ class Device(Protocol):
     def slide(self, source: int, target: int, pages: int, page_size: int) -> None:
         """Copy frames from ``source`` on to those from ``target`` on, which is lower; the two runs
         may overlap. Compute-stream order."""
-
-    def reuse_frames(self) -> None:
-        """Rule 2 for frames that ops will write."""
 
     def use_frames(self) -> None:
         """Rule 3."""
@@ -234,4 +236,4 @@ class Device(Protocol):
         """When dense memory was how large in the last measurement; empty where not known."""
 
     def close(self) -> None:
-        """Give everything back. Idempotent."""
+        """Give everything back; nothing that is queued uses it any more. Idempotent."""

@@ -89,6 +89,7 @@ class PlainMemory:
             self.arena[:keep].copy_(aside)
             return
         arena[:keep].copy_(old[:keep])
+        torch.accelerator.synchronize(self._device)  # the old one may be memory of another stream
         self.arena = arena
 
     def register_frames(self, registration: Registration) -> None:

@@ -328,7 +328,6 @@ class Residency:
         unless the maker of the run writes all of it anyway."""
         size = self.page_size
         with self.backend.on_compute():
-            self.backend.reuse_frames()
             if not run.overwritten:
                 for start, _, count in merge(frames, frames):
                     self.arena[start * size : (start + count) * size].zero_()
@@ -522,7 +521,6 @@ class Residency:
         pages, size = self.table.frame_page[sources], self.page_size
         try:
             with self.backend.on_compute():  # a channel's thread may ask for it
-                self.backend.reuse_frames()
                 for source, target, count in merge(sources, targets):
                     self.backend.slide(source, target, count, size)
                     self._slid(source, target, count)
@@ -558,7 +556,6 @@ class Residency:
         old = self.table.frame[pages].copy()
         device = self.backend.device
         with self.backend.on_compute():  # a channel's thread may ask for it
-            self.backend.reuse_frames()
             move_pages(
                 self.arena,
                 upload(torch.from_numpy(old), device),
@@ -645,9 +642,7 @@ class Residency:
 
     def _remake(self, nbytes: int) -> None:
         """Nobody has an address in the arena; addresses that were known are wrong afterwards."""
-        with self.backend.on_compute():
-            self.backend.reuse_frames()
-            self.backend.remake(nbytes)
+        self.backend.remake(nbytes)
         for run in self.space.runs.values():
             self.settle(run)
 

@@ -95,7 +95,6 @@ class Follower:
     def begin(self) -> None:
         """An iteration begins; it is expected to be of the kind that came here before."""
         pager = self._pager
-        pager.backend.note_compute()
         pager.residency.collect()
         self._poll()
         self._began = time.perf_counter()

@@ -128,12 +128,12 @@ def _pin(
             raise
 
     with pager.lock:
-        pager.backend.note_compute()
         if turns.queue or pager.metering_this() or not held.has(parts):
             with _stalled(pager, own=streamed):
                 turns.take(attempt)
         else:
             attempt()
+        pager.backend.note_compute()
         try:
             for pages, one in zip(wanted, parts):
                 if pages.write:

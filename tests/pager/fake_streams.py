@@ -30,7 +30,7 @@ class Stream:
 
     def __init__(self, streams: Streams) -> None:
         self.seen: dict[Stream, int] = {self: 0}
-        self._streams = streams
+        self.streams = streams
 
     def wait_stream(self, other: Stream) -> None:
         self._wait_for(other.seen)
@@ -39,12 +39,12 @@ class Stream:
         self._wait_for(event.seen)
 
     def _wait_for(self, seen: dict[Stream, int]) -> None:
-        if not self._streams.forgetful:
+        if not self.streams.forgetful:
             for stream, count in seen.items():
                 self.seen[stream] = max(self.seen.get(stream, 0), count)
 
     def synchronize(self) -> None:
-        self._streams.run_before(self)
+        self.streams.run_before(self)
 
 
 class Event:
@@ -52,7 +52,10 @@ class Event:
         self.seen: dict[Stream, int] = {}
 
     def record(self, stream: Stream) -> None:
-        self.seen = dict(stream.seen)
+        self.seen, self._streams = dict(stream.seen), stream.streams
+
+    def synchronize(self) -> None:
+        self._streams.run_before(self)
 
 
 class Streams:
@@ -80,10 +83,10 @@ class Streams:
             self.compute.seen[self.compute] += 1
             self.pending.append((self.compute.seen[self.compute], kernel))
 
-    def run_before(self, stream: Stream) -> None:
-        """What ``stream`` has to wait for."""
+    def run_before(self, when: Stream | Event) -> None:
+        """What a stream has to wait for, or comes before an event."""
         with self._lock:
-            reach = stream.seen.get(self.compute, 0)
+            reach = when.seen.get(self.compute, 0)
             while self.pending and self.pending[0][0] <= reach:
                 self.pending.pop(0)[1]()
 

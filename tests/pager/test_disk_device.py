@@ -131,7 +131,6 @@ def engines(
         return made[-1]
 
     monkeypatch.setattr(disk, "make_engine", make)
-    monkeypatch.setattr(Event, "synchronize", lambda e: streams.run_before(e), raising=False)
     return made
 
 
@@ -158,6 +157,7 @@ def test_a_page_leaves_after_what_ops_have_queued(
     streams: Streams,  # noqa: F811
     tmp_path: Path,
     one_thread: None,
+    monkeypatch: pytest.MonkeyPatch,
     forgetful: bool,
 ) -> None:
     with make_pager(frames=4, host_budget=0, disk_budget="16MiB", disk_path=tmp_path) as pager:
@@ -168,7 +168,7 @@ def test_a_page_leaves_after_what_ops_have_queued(
         frame = pager.backend.frames_view(int(pager.table.frame[run.first]) * PAGE_BYTES, 4)
         streams.defer(lambda: frame.fill_(7))
         if forgetful:  # would it be noticed?
-            Event.synchronize = lambda event: None  # type: ignore[attr-defined]
+            monkeypatch.setattr(Event, "synchronize", lambda event: None)
         for other in others:
             other.add_(1)
         assert pager.table.frame[run.first] < 0

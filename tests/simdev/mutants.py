@@ -1,16 +1,14 @@
-"""Faults in the runtime's own ordering, one line each, to see that the lanes here find them.
-
-``python -m simdev.mutants CASE...``, with a broken copy of the package in front of PYTHONPATH,
-prints what is found as a JSON object: how ("race", "bytes", "error"), in which case, and the text;
-all null where nothing is.
-"""
+"""Faults in the runtime's own ordering, one line each, to see that the tests here find them."""
 
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,133 +21,183 @@ class Mutant(NamedTuple):
     file: str
     line: str
     fault: str
-    case: str  # a training that finds it, under the schedule "lazy"
+    case: str  # of orders.py, or a training, that finds it under the schedule "lazy"
     before: str = ""  # what precedes the line, if that is there more than once
 
 
+class Finding(NamedTuple):
+    """``how``: "race", "bytes" or "error"; ``None`` where nothing is wrong."""
+
+    how: str | None
+    text: str = ""
+
+
 ACCELERATOR = "pager/devices/accelerator.py"
+MIGRATION = "pager/moves/migration.py"
+RESIDENCY = "pager/moves/residency.py"
+ON_COMPUTE = "        with self.backend.on_compute():"
+HERE = "        if True:"
 MUTANTS = {
+    # -- copies of faults
     "an out-copy waits for no op": Mutant(
         ACCELERATOR,
-        "        self._after_compute(self._out)\n",
+        "        self._after_ops(self._out)\n",
         "",
-        "tight",
+        "pages_take_turns_in_one_frame",
     ),
     "an in-copy waits for no op": Mutant(
         ACCELERATOR,
-        "        self._after_compute(self._in)\n",
+        "        self._after_ops(self._in)\n",
         "",
-        "tight",
+        "a_late_op_and_a_page_that_comes",
+    ),
+    "an in-copy waits for no out-copy": Mutant(
+        ACCELERATOR,
+        "        self._in.wait_stream(self._out)\n",
+        "",
+        "pages_take_turns_in_one_frame",
     ),
     "an op does not wait for in-copies": Mutant(
         ACCELERATOR,
-        "        self._here().wait_stream(self._in)\n",
+        "        self._compute.wait_stream(self._in)\n",
         "        pass\n",
-        "tight",
+        "pages_take_turns_in_one_frame",
     ),
+    "what comes in may be used at once": Mutant(
+        MIGRATION,
+        "        self.backend.use_frames()\n",
+        "",
+        "pages_take_turns_in_one_frame",
+    ),
+    "copies are queued among the ops": Mutant(
+        ACCELERATOR,
+        "        with on_stream(stream):\n",
+        HERE + "\n",
+        "a_buffer_of_the_disk_is_filled_again",
+    ),
+    "copies go on when one has failed": Mutant(
+        ACCELERATOR,
+        "            stream.synchronize()"
+        "  # frames and slots are given back, and some may be queued\n",
+        "",
+        "a_copy_fails_behind_others",
+    ),
+    # -- the host
     "the host does not wait for out-copies": Mutant(
         ACCELERATOR,
         "        self._out.synchronize()\n",
         "",
-        "disk",
+        "a_buffer_of_the_disk_is_filled_again",
+        "    def host_ready(self) -> None:\n",
     ),
     "the host does not wait for in-copies": Mutant(
         ACCELERATOR,
         "        self._in.synchronize()\n",
         "",
-        "disk",
-    ),
-    "a mark is of no moment": Mutant(
-        ACCELERATOR,
-        "        event.record(self._compute)\n",
-        "",
-        "lp",
-    ),
-    "a mark is made of another stream": Mutant(
-        ACCELERATOR,
-        "        event.record(self._compute)\n",
-        "        event.record(self._in)\n",
-        "tight",
-    ),
-    "a new stream of ops does not wait for the others": Mutant(
-        ACCELERATOR,
-        "                here.wait_stream(stream)\n",
-        "                pass\n",
-        "side stream",
-    ),
-    "a planned copy does not wait for its mark": Mutant(
-        ACCELERATOR,
-        "            stream.wait_event(mark)\n",
-        "            pass\n",
-        "lp",
-    ),
-    "a planned copy ends before its bytes have moved": Mutant(
-        ACCELERATOR,
-        "        stream.synchronize()\n",
-        "",
-        "lp",
-    ),
-    "copies are queued among the ops": Mutant(
-        ACCELERATOR,
-        "        with on_stream(stream):\n",
-        "        if True:\n",
-        "disk",
-    ),
-    "ops of the runtime are queued wherever": Mutant(
-        ACCELERATOR,
-        "        return on_stream(self._compute)\n",
-        "        return on_stream(torch.Stream(self.device))\n",
-        "lp",
-    ),
-    "the stream of ops is not looked at": Mutant(
-        "pager/api.py",
-        "            self.backend.note_compute()\n",
-        "",
-        "side stream",
-        "    def pin(self, runs: Sequence[PageRun]) -> None:\n"
-        '        """Bring ``runs`` onto the device and keep them there until :meth:`unpin`."""\n'
-        "        if self.closed_reason is not None:\n"
-        "            self.check_open()\n"
-        "        with self.lock:\n",
-    ),
-    "frames are given back without a mark": Mutant(
-        "pager/moves/residency.py",
-        "        self.note_use(frames)\n",
-        "",
-        "lp",
-        "    def _give_back(self, frames: Int32) -> None:\n",
-    ),
-    "what comes in may be used at once": Mutant(
-        "pager/moves/migration.py",
-        "        self.backend.use_frames()\n",
-        "",
-        "tight",
+        "a_buffer_of_the_disk_is_filled_again",
     ),
     "the disk writes before its bytes are there": Mutant(
-        "pager/moves/migration.py",
+        MIGRATION,
         "                    self.backend.host_ready()\n",
         "",
         "disk",
         "                    self.backend.copy_out(batch)\n",
     ),
     "a staging buffer is filled again while it is read": Mutant(
-        "pager/moves/migration.py",
+        MIGRATION,
         "                self.backend.host_ready()\n",
         "",
         "disk",
         "                self.backend.copy_in(batch)\n",
     ),
-    "a planned out-copy is given no mark": Mutant(
-        "pager/moves/transfers.py",
-        "                to_device=False, mark=self._backend.mark(),\n",
-        "                to_device=False, mark=None,\n",
-        "lp",
+    "a checksum is made of bytes that have not arrived": Mutant(
+        MIGRATION,
+        "                self.backend.host_ready()\n",
+        "",
+        "pages_are_verified",
+        "            if self.host_stamps is not None:\n",
     ),
-    "a planned in-copy is given no mark": Mutant(
-        "pager/moves/transfers.py",
-        "            to_device=True, mark=self._residency.mark_of(together),\n",
-        "            to_device=True, mark=None,\n",
-        "lp",
+    "a page is saved before it has arrived": Mutant(
+        MIGRATION,
+        "        self.backend.host_ready()\n",
+        "",
+        "a_page_is_saved_from_where_it_is",
+        "        self._verify_host(pages[on_host], table.host[pages[on_host]])\n",
+    ),
+    "the clock is read before the work is done": Mutant(
+        ACCELERATOR,
+        "        after.synchronize()\n",
+        "",
+        "the_clock_is_read_when_the_work_is_done",
+    ),
+    "the link is measured while it is at work": Mutant(
+        "pager/machine/calibration/link.py",
+        "        ended.synchronize()  # so nothing uses the memory on either side any more\n",
+        "",
+        "the_link_is_measured",
+    ),
+    # -- several streams of ops
+    "a new stream of ops does not wait for the others": Mutant(
+        ACCELERATOR,
+        "            self._after_ops(here)\n",
+        "",
+        "a_page_is_used_on_two_streams",
+    ),
+    "only the latest stream of ops counts": Mutant(
+        ACCELERATOR,
+        "        yield from self._others\n",
+        "",
+        "a_late_op_and_a_page_that_leaves",
+    ),
+    "the stream of ops is not looked at": Mutant(
+        "pager/api.py",
+        "            self.backend.note_compute()\n",
+        "",
+        "a_page_is_used_on_two_streams",
+    ),
+    "nor where a part is pinned": Mutant(
+        "pager/streaming/slabs.py",
+        "        pager.backend.note_compute()\n",
+        "",
+        "a_part_is_used_on_another_stream",
+    ),
+    # -- what the runtime queues among the ops
+    "a frame is written while its page leaves": Mutant(
+        ACCELERATOR,
+        "        self._compute.wait_stream(self._out)\n",
+        "",
+        "a_new_page_takes_the_frame_of_one_that_leaves",
+    ),
+    "a frame is written while a late op uses it": Mutant(
+        ACCELERATOR,
+        "        self._after_ops(self._compute)\n",
+        "",
+        "a_late_op_and_a_new_page",
+    ),
+    "ops of the runtime are queued wherever": Mutant(
+        ACCELERATOR,
+        "        with on_stream(self._compute):\n",
+        "        with on_stream(torch.Stream(self.device)):\n",
+        "a_new_page_takes_the_frame_of_one_that_leaves",
+    ),
+    "a new page takes its frame at once": Mutant(
+        RESIDENCY,
+        ON_COMPUTE + "\n            if not run.overwritten:\n",
+        HERE + "\n            if not run.overwritten:\n",
+        "a_new_page_takes_the_frame_of_one_that_leaves",
+    ),
+    "a page slides at once": Mutant(
+        RESIDENCY,
+        "    " + ON_COMPUTE,
+        "    " + HERE,
+        "pages_slide_to_the_frames_of_one_that_leaves",
+    ),
+    "a page moves at once": Mutant(
+        RESIDENCY,
+        ON_COMPUTE,
+        HERE,
+        "a_page_moves_to_the_frame_of_one_that_leaves",
+        "        device = self.backend.device\n",
     ),
     "a kernel reads the frames of later": Mutant(
         "pager/memory/page_table.py",
@@ -158,10 +206,197 @@ MUTANTS = {
         "        return upload(torch.from_numpy(self.frame[:count]), self._device)\n",
         "scattered",
     ),
+    # -- planned moves
+    "a mark is of no moment": Mutant(
+        ACCELERATOR,
+        "            events[-1].record(stream)\n",
+        "",
+        "a_planned_page_leaves_and_comes",
+    ),
+    "a mark is made of another stream": Mutant(
+        ACCELERATOR,
+        "            events[-1].record(stream)\n",
+        "            events[-1].record(self._in)\n",
+        "a_planned_page_leaves_and_comes",
+    ),
+    "a planned copy does not wait for its mark": Mutant(
+        ACCELERATOR,
+        "            stream.wait_event(event)\n",
+        "            pass\n",
+        "a_planned_page_leaves_and_comes",
+    ),
+    "a planned copy does not wait for those of faults": Mutant(
+        ACCELERATOR,
+        "        stream.wait_stream(self._out)\n",
+        "",
+        "a_page_that_left_by_a_fault_comes_as_planned",
+    ),
+    "a planned copy ends before its bytes have moved": Mutant(
+        ACCELERATOR,
+        "        stream.synchronize()\n",
+        "",
+        "a_planned_page_leaves_and_comes",
+        "        self._copy(stream, copies, to_device=to_device)\n",
+    ),
+    "a planned out-copy is given no mark": Mutant(
+        "pager/moves/transfers.py",
+        "                to_device=False, mark=self._backend.mark(),\n",
+        "                to_device=False, mark=None,\n",
+        "a_planned_page_leaves_and_comes",
+    ),
+    "a planned in-copy is given no mark": Mutant(
+        "pager/moves/transfers.py",
+        "            to_device=True, mark=self._residency.mark_of(together),\n",
+        "            to_device=True, mark=None,\n",
+        "a_planned_page_comes_to_a_frame_that_was_in_use",
+    ),
+    "a planned in-copy is given the oldest mark of its frames": Mutant(
+        RESIDENCY,
+        "        return max(marks, key=lambda mark: mark[0])[1] if marks else None\n",
+        "        return min(marks, key=lambda mark: mark[0])[1] if marks else None\n",
+        "frames_of_a_planned_page_were_given_back_one_by_one",
+    ),
+    "frames are given back without a mark": Mutant(
+        RESIDENCY,
+        "        self.note_use(frames)\n",
+        "",
+        "a_planned_page_comes_to_a_frame_that_was_in_use",
+        "    def _give_back(self, frames: Int32) -> None:\n",
+    ),
+    "a page moves, and its frames have no mark": Mutant(
+        RESIDENCY,
+        "        self.note_use(old)\n",
+        "",
+        "a_planned_page_comes_to_a_frame_that_one_has_moved_from",
+    ),
+    "a page slides, and its frames have no mark": Mutant(
+        RESIDENCY,
+        "            self.note_use(sources)\n",
+        "",
+        "a_planned_page_comes_to_a_frame_that_one_has_slid_from",
+    ),
+    "a planned out-copy to the host has no mark": Mutant(
+        MIGRATION,
+        "        self.backend.carry_out(copies, mark)\n",
+        "        self.backend.carry_out(copies, None)\n",
+        "a_planned_page_leaves_and_comes",
+    ),
+    "a planned in-copy from the host has no mark": Mutant(
+        MIGRATION,
+        "        self.backend.carry_in(copies, mark)\n",
+        "        self.backend.carry_in(copies, None)\n",
+        "a_planned_page_comes_to_a_frame_that_was_in_use",
+    ),
+    "a planned out-copy to the disk has no mark": Mutant(
+        MIGRATION,
+        "                    self.backend.carry_out(batch, mark)\n",
+        "                    self.backend.carry_out(batch, None)\n",
+        "planned_pages_pass_through_the_disks_buffers",
+    ),
+    "a planned in-copy from the disk has no mark": Mutant(
+        MIGRATION,
+        "                    self.backend.carry_in(batch, mark)\n",
+        "                    self.backend.carry_in(batch, None)\n",
+        "planned_pages_pass_through_the_disks_buffers",
+    ),
+    # -- a disk that moves frames itself
+    "the disk writes frames that are in use": Mutant(
+        MIGRATION,
+        "                    self.backend.wait(self.backend.mark())\n",
+        "                    pass\n",
+        "the_disk_moves_frames",
+        "                else:\n",
+    ),
+    "the disk reads into frames that are in use": Mutant(
+        MIGRATION,
+        "                self.backend.wait(self.backend.mark())\n",
+        "                pass\n",
+        "the_disk_fills_a_frame_that_was_in_use",
+        "            if not batch:\n",
+    ),
+    "the disk writes frames before their mark": Mutant(
+        MIGRATION,
+        "                    self.backend.wait(mark)\n",
+        "                    pass\n",
+        "the_disk_moves_frames_as_planned",
+        "                else:\n",
+    ),
+    "the disk reads into frames before their mark": Mutant(
+        MIGRATION,
+        "                    self.backend.wait(mark)\n",
+        "                    pass\n",
+        "the_disk_moves_frames_as_planned",
+        "                if not batch:\n",
+    ),
+    "the host does not wait for a mark": Mutant(
+        ACCELERATOR,
+        "            event.synchronize()\n",
+        "            pass\n",
+        "the_disk_moves_frames",
+    ),
+    "the disk does not wait for a page that leaves for the host": Mutant(
+        ACCELERATOR,
+        "            event.synchronize()\n        self._out.synchronize()\n",
+        "            event.synchronize()\n",
+        "the_disk_fills_a_frame_whose_page_leaves",
+    ),
+    # -- memory that is given back
+    "the border moves under ops": Mutant(
+        ACCELERATOR,
+        "        if self.can_unmap:\n            self._settle()\n",
+        "",
+        "the_border_moves_under_what_is_queued",
+    ),
+    "memory is given back under copies": Mutant(
+        ACCELERATOR,
+        "        torch.accelerator.synchronize(self.device)\n",
+        "",
+        "the_border_moves_under_what_is_queued",
+    ),
+    "the arena is made anew under copies": Mutant(
+        ACCELERATOR,
+        "        self._settle()\n        self.kit.remake(nbytes)\n",
+        "        self.kit.remake(nbytes)\n",
+        "the_arena_is_made_anew_under_what_is_queued",
+    ),
+    "the old arena is given back while it is read": Mutant(
+        "pager/devices/plain_memory.py",
+        "        torch.accelerator.synchronize(self._device)"
+        "  # the old one may be memory of another stream\n",
+        "",
+        "the_arena_is_made_anew_on_another_stream",
+    ),
+    "the pager is closed under copies": Mutant(
+        "pager/api.py",
+        "            self.backend.wait(self.backend.mark())\n",
+        "",
+        "host_memory_is_given_back_under_what_is_queued",
+    ),
+    "the pager is closed under ops": Mutant(
+        "pager/api.py",
+        "            self.backend.wait(self.backend.mark())\n",
+        "            self.backend.host_ready()\n",
+        "the_arena_is_given_back_under_what_is_queued",
+    ),
 }
 
 
-def broken_copy(mutant: Mutant | None, folder: Path) -> None:
+def found(mutants: Sequence[Mutant]) -> list[Finding]:
+    """What is found in the case of each, in a process of its own.
+
+    They are forked off one that has loaded PyTorch and nothing of the package.
+    """
+    given = json.dumps(mutants)
+    done = subprocess.run(
+        [sys.executable, "-m", "simdev.mutants"],
+        env={**os.environ, "PYTHONPATH": str(ROOT / "tests")},
+        input=given, capture_output=True, text=True, timeout=1800,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return [Finding(*finding) for finding in json.loads(done.stdout)]
+
+
+def _broken_copy(mutant: Mutant, folder: Path) -> None:
     """The package in ``folder``, with one line changed."""
     for name in ("pager", "kernels", "planner"):
         shutil.copytree(
@@ -171,41 +406,62 @@ def broken_copy(mutant: Mutant | None, folder: Path) -> None:
         )
     for path in (ROOT / "tensorpager").glob("*.py"):
         shutil.copy(path, folder / "tensorpager")
-    if mutant is not None:
-        path = folder / "tensorpager" / mutant.file
-        text, old = path.read_text(), mutant.before + mutant.line
-        assert text.count(old) == 1, f"{old!r} is {text.count(old)} times in {mutant.file}"
-        path.write_text(text.replace(old, mutant.before + mutant.fault))
+    path = folder / "tensorpager" / mutant.file
+    text, old = path.read_text(), mutant.before + mutant.line
+    assert text.count(old) == 1, f"{old!r} is {text.count(old)} times in {mutant.file}"
+    path.write_text(text.replace(old, mutant.before + mutant.fault))
 
 
-def look(names: list[str], folder: Path) -> dict[str, str | None]:
-    """The first case in which something is wrong."""
+def _look(name: str, folder: Path) -> Finding:
+    """What is wrong in this case."""
     import pytest
     import torch
 
     from .device import simulated
+    from .orders import SCRIPTS
     from .references import queue_references
     from .trainings import CASES, expected_of, run
 
     torch.set_num_threads(1)
     machine = simulated()
     queue_references(machine, pytest.MonkeyPatch())
-    for name in names:
-        case = CASES[name]
-        expected = expected_of(case, machine, folder) if case.like_plain else None
-        machine.schedule("lazy")
-        try:
-            outcome = run(case, machine, folder)
-            races = machine.races()
-        except Exception as error:
-            return {"how": "error", "case": name, "text": f"{type(error).__name__}: {error}"}
-        if races:
-            return {"how": "race", "case": name, "text": races[0]}
-        if expected is not None and not outcome.same(expected):
-            return {"how": "bytes", "case": name, "text": ""}
-    return {"how": None, "case": None, "text": None}
+    wrong = False
+    try:
+        if name in SCRIPTS:
+            machine.schedule("lazy")
+            SCRIPTS[name](machine, folder)
+        else:
+            expected = expected_of(CASES[name], machine, folder)
+            machine.schedule("lazy")
+            wrong = not run(CASES[name], machine, folder).same(expected)
+    except AssertionError:
+        wrong = True
+    except Exception as error:
+        return Finding("error", f"{type(error).__name__}: {error}")
+    if races := machine.races():
+        return Finding("race", races[0])
+    return Finding("bytes" if wrong else None)
+
+
+def _in_a_child(mutant: Mutant) -> Finding:
+    with tempfile.TemporaryDirectory() as made:
+        folder, result = Path(made), Path(made, "result")
+        _broken_copy(mutant, folder)
+        pid = os.fork()
+        if not pid:
+            os.dup2(2, 1)
+            sys.path.insert(0, made)
+            result.write_text(json.dumps(_look(mutant.case, folder)))
+            os._exit(0)
+        _, status = os.waitpid(pid, 0)
+        if status:
+            return Finding("error", f"ended with {os.waitstatus_to_exitcode(status)}")
+        return Finding(*json.loads(result.read_text()))
 
 
 if __name__ == "__main__":
-    with tempfile.TemporaryDirectory() as made:
-        print(json.dumps(look(sys.argv[1:], Path(made))))
+    import pytest  # noqa: F401
+    import torch._dynamo
+    import torch._meta_registrations  # noqa: F401
+
+    print(json.dumps([_in_a_child(Mutant(*given)) for given in json.load(sys.stdin)]))

@@ -149,6 +149,7 @@ def device() -> Iterator[Accelerator]:
     device = make_device(resolve(NAME), 8 * PAGE, 4 * PAGE)
     assert isinstance(device, Accelerator)
     yield device
+    torch.accelerator.synchronize()
     device.close()
 
 

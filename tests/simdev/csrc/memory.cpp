@@ -278,13 +278,21 @@ void Blocks::collect() {
 }
 
 void Blocks::empty() {
+  auto whole_segments = [this] {
+    std::vector<uintptr_t> whole;
+    for (auto& [key, idle] : idle_)
+      for (auto& [nbytes, start] : idle)
+        if (nbytes == segments_.at(blocks_.at(start).segment)) whole.push_back(start);
+    return whole;
+  };
+  {
+    std::lock_guard<std::recursive_mutex> lock(mutex_);
+    if (held_.empty() && whole_segments().empty()) return;
+  }
   Machine::get().synchronize_device();  // as giving memory back to the driver does
   std::lock_guard<std::recursive_mutex> lock(mutex_);
   collect();
-  std::vector<uintptr_t> whole;
-  for (auto& [key, idle] : idle_)
-    for (auto& [nbytes, start] : idle)
-      if (nbytes == segments_.at(blocks_.at(start).segment)) whole.push_back(start);
+  auto whole = whole_segments();
   for (auto start : whole) {
     auto& block = blocks_.at(start);
     idle_[{block.stream, small_segment(block.nbytes)}].erase({block.nbytes, start});
