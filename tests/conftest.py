@@ -80,8 +80,12 @@ def pytest_make_collect_report(collector: pytest.Collector) -> Iterator[pytest.C
 
 
 def _is_a_wrong_value(call: pytest.CallInfo[None]) -> bool:
-    """An assertion of a test failed, not one of ours."""
-    if call.when != "call" or call.excinfo is None or call.excinfo.type is not AssertionError:
+    """An assertion of a test failed, not one of ours; or a check of gradients."""
+    if call.when != "call" or call.excinfo is None:
+        return False
+    if call.excinfo.type.__name__ == "GradcheckError":
+        return True
+    if call.excinfo.type is not AssertionError:
         return False
     place = str(call.excinfo.traceback[-1].path)
     return place.startswith(os.path.dirname(__file__)) or "torch/testing" in place
