@@ -28,7 +28,8 @@ import torch
 from .errors import PagerError
 
 if TYPE_CHECKING:
-    from .api import Pager
+    from .core import Core
+    from .metrics.publisher import Metrics
 
 
 class Iteration(ContextDecorator):
@@ -43,8 +44,8 @@ class Iteration(ContextDecorator):
     # Kept here: a module's names are gone when the interpreter ends.
     _at_exit = staticmethod(sys.is_finalizing)
 
-    def __init__(self, pager: Pager) -> None:
-        self._pager = pager
+    def __init__(self, pager: Core, metrics: Metrics) -> None:
+        self._pager, self._metrics = pager, metrics
 
     def begin(self) -> Self:
         """Begin, on this thread. Raises ``PagerError`` if an iteration of this pager is running,
@@ -59,7 +60,7 @@ class Iteration(ContextDecorator):
                     "runs first: with end(), or with abandon() if its step was cut short"
                 )
             drop(pager)
-        running = pager.running = Running(pager, self)
+        running = pager.running = Running(pager, self._metrics, self)
         try:
             running.start()
         except BaseException as error:
@@ -94,7 +95,8 @@ class Iteration(ContextDecorator):
 
     # -- as a context manager --------------------------------------------------------------------
     def _recreate_cm(self) -> Self:
-        return type(self)(self._pager)  # as a decorator: each call is an iteration by itself
+        # As a decorator: each call is an iteration by itself.
+        return type(self)(self._pager, self._metrics)
 
     def __enter__(self) -> None:
         self.begin()
@@ -121,8 +123,8 @@ class Iteration(ContextDecorator):
 class Running:
     """What one iteration has switched on. The pager holds it; the user holds the Iteration."""
 
-    def __init__(self, pager: Pager, handle: Iteration) -> None:
-        self._pager = pager
+    def __init__(self, pager: Core, metrics: Metrics, handle: Iteration) -> None:
+        self._pager, self._metrics = pager, metrics
         self._handle = weakref.ref(handle)
         self.thread = threading.get_ident()
 
@@ -136,14 +138,14 @@ class Running:
 
     def start(self) -> None:
         pager = self._pager
-        pager._inside = True
+        pager.inside = True
         with pager.lock:
             pager.turns.move_home()
-        pager.metrics.begin()
-        pager._count_buffers()
-        pager._settling.begin()
+        self._metrics.begin()
+        pager.saved.count()
+        pager.settling.begin()
         with pager.lock:
-            pager._begin_guests()
+            pager.begin_guests()
         pager.overlap.begin()
         if pager.follower is not None and not pager.fits:
             with pager.lock:
@@ -160,10 +162,10 @@ class Running:
         except BaseException:
             pager.budget.abandon()
             raise
-        pager._settling.end()
+        pager.settling.end()
         pager.cut_short = None
         pager.iterations += 1
-        pager.metrics.end()
+        self._metrics.end()
 
     def cut(self, error: BaseException | None, how: str = "abandon()") -> None:
         """Switch everything off; ``error`` is told what is dropped with it."""
@@ -195,7 +197,7 @@ class Running:
         """Every part of it, also where one raises."""
         pager = self._pager
         pager.running = None
-        pager._inside = False
+        pager.inside = False
         pager.saved.take_off()
         with ExitStack() as stack:  # the last one first
             stack.callback(self._stop_following, ok=ok)
@@ -216,7 +218,7 @@ class Running:
             follower.warn()
 
 
-def drop(pager: Pager) -> None:
+def drop(pager: Core) -> None:
     """End an iteration that nobody holds any more, if there is one, with a warning."""
     running = pager.running
     if running is not None and not running.is_held:

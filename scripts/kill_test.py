@@ -128,8 +128,8 @@ def train(job: Job, corpus: Corpus, say: Say) -> None:
         trainer = Trainer(options, PagedMemory(pager), data)
         if content is not None:
             trainer.restore(content)
-        if pager.follower is not None:
-            pager.follower.only_if_faster = False
+        if pager.core.follower is not None:
+            pager.core.follower.only_if_faster = False
         for step in range(first_step, STEPS):
             if step == first_step + PLANNED_FROM:
                 pager.plan()

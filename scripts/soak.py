@@ -120,10 +120,10 @@ def train_paged(options: Options, folder: str, minutes: float) -> dict[str, Any]
                 device=options.device,
             )
         )
-        if pager.disk is None or not isinstance(pager.disk.engine, WatchedEngine):
+        if pager.core.disk is None or not isinstance(pager.core.disk.engine, WatchedEngine):
             raise click.UsageError("--disk-budget must be above 0")
-        unreliable = Unreliable(pager.disk.engine.inner, options.seed)
-        pager.disk.engine.inner = unreliable
+        unreliable = Unreliable(pager.core.disk.engine.inner, options.seed)
+        pager.core.disk.engine.inner = unreliable
         trainer = Trainer(options, PagedMemory(pager), corpus)
         losses: list[float] = []
         samples: list[Sample] = []
@@ -135,7 +135,7 @@ def train_paged(options: Options, folder: str, minutes: float) -> dict[str, Any]
                 told = time.monotonic()
                 tell(len(losses), samples[-1], unreliable)
         stats = pager.stats()
-        explained = pager.follower.executor.error if pager.follower is not None else None
+        explained = pager.core.follower.executor.error if pager.core.follower is not None else None
     return {
         "losses": losses,
         "samples": [asdict(one) for one in samples],

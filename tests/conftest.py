@@ -126,7 +126,7 @@ def _open_pagers() -> list[Any]:
     """All of this process; none where no test has imported the runtime."""
     runtime = sys.modules.get("tensorpager.pager.api")
     pagers = list(runtime._open_pagers) if runtime else []
-    return [pager for pager in pagers if pager.closed_reason is None]
+    return [pager for pager in pagers if pager.core.closed_reason is None]
 
 
 @pytest.fixture(scope="session")

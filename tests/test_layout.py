@@ -114,81 +114,56 @@ def test_rooms_import_downwards() -> None:
     assert upward == set(STILL_UPWARD.split("\n")[1:-1])
 
 
+NAMES_PAGER = ("api", "integrations", "cli")
+
+
+@pytest.mark.parametrize("path", sources("pager"), ids=lambda p: p.name)
+def test_only_the_top_names_pager(path: Path) -> None:
+    """Rooms take a ``Core``, or less."""
+    if path.relative_to(ROOT / "pager").with_suffix("").parts[0] in NAMES_PAGER:
+        return
+    tree = ast.parse(path.read_text())
+    named = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+    named |= {a.name for n in ast.walk(tree) if isinstance(n, ast.ImportFrom) for a in n.names}
+    assert "Pager" not in named
+
+
 STILL_UPWARD = """
-budget/capacity > api
-budget/capacity > optim/fused
-budget/dense_levels > api
-budget/fits > api
-budget/growth > api
-budget/settling > api
-budget/step_need > optim/fused
-budget/step_need > optim/fused_states
-budget/step_need > optim/optimizer
-budget/step_need > tensor/paged_tensor
-checkpoint/save_load > api
-checkpoint/saving > api
-checkpoint/snapshot > api
-checkpoint/tensor_bytes > api
-debug/chaos > api
-debug/check > api
-distributed/replicas > api
-distributed/shards > api
-iteration > api
-memory/page_names > api
+budget/capacity > core
+budget/dense_levels > core
+budget/fits > core
+budget/growth > core
+budget/settling > core
+core > iteration
+core > optim/overlap
+core > plan/follower
+core > tensor/activations
+core > tensor/images
+core > tensor/open_weights
+memory/page_names > core
 memory/page_names > plan/names
-memory/space > api
+memory/space > core
 memory/untyped > tensor/images
-metrics/publisher > api
-metrics/stats > api
 moves/channel > plan/guide
 moves/executor > plan/access_log
 moves/executor > plan/guide
-moves/read_ahead > api
+moves/read_ahead > core
 moves/read_ahead > plan/access_log
 moves/read_ahead > plan/guide
-moves/residency > budget/placement
 moves/residency > budget/ranks
-moves/residency > budget/step_need
 moves/residency > streaming/workspace
 moves/transfers > plan/access_log
-optim/dense_step > api
-optim/early > api
-optim/fused > api
-optim/fused_states > api
-optim/optimizer > api
 optim/optimizer > checkpoint/optimizer_states
-optim/overlap > api
 optim/overlap > distributed/shards
-optim/torch_fused > api
-plan/explain > api
-plan/follower > api
-plan/names > api
-plan/op_clock > api
-plan/record > api
-plan/recorder > api
-plan/recording > api
-streaming/slabs > api
-streaming/workspace > api
-tensor/activations > api
-tensor/dense_run > api
-tensor/dense_views > api
 tensor/dispatcher > streaming/embedding
 tensor/dispatcher > streaming/table_ops
 tensor/images > checkpoint/snapshot
 tensor/images > checkpoint/tensor_bytes
-tensor/linear > api
 tensor/linear > streaming/linear_stream
-tensor/meta_buffers > api
-tensor/module > api
 tensor/module > distributed/collectives
 tensor/module > distributed/replicas
 tensor/module > distributed/shards
-tensor/new_pages > api
 tensor/new_pages > streaming/slabs
-tensor/open_weights > api
-tensor/operands > api
 tensor/operands > streaming/slabs
-tensor/page_run > api
 tensor/page_run > streaming/slabs
-tensor/paged_tensor > api
 """

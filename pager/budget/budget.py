@@ -25,7 +25,8 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -37,7 +38,6 @@ from ..errors import InfeasibleBudget, TierFull
 from ..moves.residency import Residency
 from .placement import Choice, Placement
 from .ranks import about_share, ranks_sharing
-from .step_need import Room, StepFrames, StepRoom, step_room
 from .whole_need import WholeNeeds
 
 _MARGIN = 16
@@ -49,6 +49,38 @@ def to_name(nbytes: int) -> int:
     """A minimum of ``nbytes`` as users are told it: small tensors that come and go with Python's
     garbage make the dense peak differ by some bytes from run to run."""
     return (nbytes // _GRAIN + 2) * _GRAIN
+
+
+Measure = Callable[[Callable[[], None]], int]  # bytes that were alive at once, at most
+
+
+@dataclass(eq=False)
+class StepFrames:
+    """Frames that one op in a step of one optimizer takes, at most, the way that its steps go now.
+    (With little room they go slab by slab, and take fewer.)"""
+
+    frames: int = 0
+
+
+class Room(NamedTuple):
+    """What the step of an optimizer takes at once: ``frames``, and ``dense`` bytes."""
+
+    frames: int
+    dense: int
+
+    def with_(self, other: Room) -> Room:
+        return Room(max(self.frames, other.frames), max(self.dense, other.dense))
+
+
+class StepRoom(NamedTuple):
+    """``room``: of the step as it will be taken. ``least``: of one in which all goes slab by slab
+    that can."""
+
+    room: Room
+    least: Room
+
+
+StepRoomOf = Callable[[Any, Measure], StepRoom | None]
 
 
 class DeviceBudget:
@@ -85,6 +117,7 @@ class DeviceBudget:
         self._frames_log: list[tuple[float, int]] = []  # while metering: when, frames in use
         self._most = 0
         self._peak_outside: int | None = None  # in steps outside of iterations
+        self._stepped_outside = False
         self.unpaged: weakref.ref[Any] | None = None  # an optimizer that has stepped without pages
         self.placement = Placement()
         self.make_dense_room: Callable[[int], bool] = lambda missing: False
@@ -174,11 +207,12 @@ class DeviceBudget:
         steady = self.residency.peak_frames * size + self.dense_peak if self.settled else 0
         return max(steady, self._most, self._peak_outside or 0)
 
-    def note_step_outside(self) -> None:
-        """A step is taken outside of iterations. Dense memory is counted from the first one on,
-        where that costs nothing."""
+    def note_step_outside(self) -> bool:
+        """A step is taken outside of iterations; whether it is the first one. Dense memory is
+        counted from then on, where that costs nothing."""
+        first, self._stepped_outside = not self._stepped_outside, True
         if self.metering:
-            return
+            return first
         frames = self.residency.peak_frames * self.page_size
         dense = self.backend.meter_level()
         if self._peak_outside is None:
@@ -186,6 +220,7 @@ class DeviceBudget:
             self.backend.count_anew()
         elif dense is not None:
             self._peak_outside = max(self._peak_outside, frames + self.dense_baseline + dense)
+        return first
 
     # -- the metered iteration -------------------------------------------------------------------
     def start(self, *, go_on: bool = False) -> None:
@@ -234,9 +269,10 @@ class DeviceBudget:
         if not self._is_capped:
             self.backend.raise_cap(None)
 
-    def check(self, optimizer: Any = None) -> None:
+    def check(self, optimizer: Any = None, step_room: StepRoomOf | None = None) -> None:
         """Before the first parameter changes: raise ``InfeasibleBudget`` if the budget is below
-        what the forward and backward passes took and ``optimizer``'s step will take."""
+        what the forward and backward passes took and ``optimizer``'s step will take, of which
+        ``step_room`` says how much."""
         if not self.metering or self.checked:
             return
         self.checked = True
@@ -249,7 +285,7 @@ class DeviceBudget:
         rigid, room = self._rigid(), None
         for choice in self.placement.choices(rigid):
             self._count(choice, None)
-            if own is not None:
+            if own is not None and step_room is not None:
                 self._step = step_room(optimizer, self.backend.dense_of)
                 room = self._step.room if self._step is not None else Room(own.frames, 0)
             self._count(choice, room)

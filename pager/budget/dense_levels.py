@@ -21,7 +21,7 @@ from ..devices.dense_meter import DenseMeter, mapped_bytes
 
 if TYPE_CHECKING:
     from ...planner.trace import Floats, Ints
-    from ..api import Pager
+    from ..core import Core
     from ..devices.dense_meter import Timeline
 
 _SAMPLE_US = 1.5  # that a look may cost an op on average
@@ -59,7 +59,7 @@ class HeapLevels:
     """On the CPU without our allocator. ``sample()`` is called as each op begins; what it returns
     goes to ``levels``."""
 
-    def __init__(self, pager: Pager) -> None:
+    def __init__(self, pager: Core) -> None:
         self._pager = pager
         self._meter = DenseMeter()
         self._start = 0
@@ -126,7 +126,7 @@ class DeviceLevels:
 
     source = "device allocator"
 
-    def __init__(self, pager: Pager) -> None:
+    def __init__(self, pager: Core) -> None:
         self._allocated = pager.backend.dense_now
         self._every = 1
         self._ops = 0
@@ -156,7 +156,7 @@ class DeviceLevels:
 Levels = AllocatorLevels | HeapLevels | DeviceLevels
 
 
-def levels_of(pager: Pager) -> Levels:
+def levels_of(pager: Core) -> Levels:
     if not pager.backend.host_addressable:
         return DeviceLevels(pager)
     allocator = loaded()

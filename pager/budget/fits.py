@@ -27,10 +27,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from ..api import Pager
+    from ..core import Core
 
 
-def most_frames(pager: Pager, dense_bytes: int = 0) -> int:
+def most_frames(pager: Core, dense_bytes: int = 0) -> int:
     """Frames that the arena may have. ``dense_bytes``: that are sure to be needed beside them."""
     budget = pager.budget
     if budget.settled:
@@ -39,12 +39,12 @@ def most_frames(pager: Pager, dense_bytes: int = 0) -> int:
     return max(0, budget.bytes - beside) // pager.page_size
 
 
-def fits(pager: Pager, pages: int, *, share: int = 1, dense_bytes: int = 0) -> bool:
+def fits(pager: Core, pages: int, *, share: int = 1, dense_bytes: int = 0) -> bool:
     """Whether ``pages`` may be on the device at once, in 1 / ``share`` of all frames."""
     return pages * share <= most_frames(pager, dense_bytes)
 
 
-def frames_anyway(pager: Pager) -> int:
+def frames_anyway(pager: Core) -> int:
     """Frames to be had without asking for more: in a metered iteration those that one op before
     needed, at most, other than the product of a weight that could stream, or those that were
     foreseen for a step."""

@@ -9,10 +9,10 @@ from ..errors import PagerError
 from .ranks import share_of
 
 if TYPE_CHECKING:
-    from ..api import Pager
+    from ..core import Core
 
 
-def grow(pager: Pager, wanted: dict[str, int | str | None]) -> None:
+def grow(pager: Core, wanted: dict[str, int | str | None]) -> None:
     """See ``Pager.grow``; ``wanted``: tier → its new budget, or ``None``."""
     for tier, text in wanted.items():
         if text is None:
@@ -30,7 +30,7 @@ def grow(pager: Pager, wanted: dict[str, int | str | None]) -> None:
             pager.budget_bytes[tier] = nbytes
 
 
-def _grow_tier(pager: Pager, tier: str, nbytes: int) -> None:
+def _grow_tier(pager: Core, tier: str, nbytes: int) -> None:
     if tier == "host":
         pager.host.grow(nbytes)
         pager.migration.host_grew()

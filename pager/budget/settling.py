@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 if TYPE_CHECKING:
-    from ..api import Pager
+    from ..core import Core
 
 
 class Shapes:
@@ -42,7 +42,7 @@ def _is_within(dims: tuple[int, ...], other: tuple[int, ...]) -> bool:
 class Settling:
     """Of one pager."""
 
-    def __init__(self, pager: Pager) -> None:
+    def __init__(self, pager: Core) -> None:
         self._pager = pager
         self._shapes = Shapes()
         self._fresh_shapes: set[tuple[Hashable, tuple[int, ...]]] = set()  # of the iteration now
@@ -60,7 +60,7 @@ class Settling:
         budget.begin()
 
     def note_shapes(self, module: Any, args: Any, kwargs: Any) -> None:
-        """See ``Pager.note_shapes``."""
+        """A paged module is called: shapes that it never ran on may need more, and are metered."""
         tensors = [v for v in (*args, *kwargs.values()) if isinstance(v, torch.Tensor)]
         kind = (
             id(module),

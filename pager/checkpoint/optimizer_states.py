@@ -16,6 +16,7 @@ import torch
 
 from ..optim.fused_states import is_big_dense, is_special
 from ..optim.load_hooks import around_load
+from ..tensor.new_pages import empty_like_geometry
 from ..tensor.sharded import is_sharded, local_state
 
 
@@ -87,5 +88,5 @@ def _own(
     shape = torch.empty_strided(value.size(), value.stride(), dtype=wanted, device="meta")
     if not torch.ops.aten.is_non_overlapping_and_dense(value):
         shape = torch.empty(value.size(), dtype=wanted, device="meta")
-    paged: torch.Tensor = pager.empty_like_geometry(shape, "optimizer", overwritten=True)
+    paged: torch.Tensor = empty_like_geometry(pager, shape, "optimizer", overwritten=True)
     return paged.copy_(value)

@@ -28,7 +28,7 @@ from .torch_file import save_torch
 from .tree import memory_of, tensors_of
 
 if TYPE_CHECKING:
-    from ..api import Pager
+    from ..core import Core
 
 
 class Loaded(NamedTuple):
@@ -41,7 +41,7 @@ class Loaded(NamedTuple):
 
 # -- saving --------------------------------------------------------------------------------------
 def save(
-    pager: Pager,
+    pager: Core,
     path: str | os.PathLike[str],
     state: Any = None,
     *,
@@ -101,7 +101,7 @@ def save(
     write(chunks)
 
 
-def references(pager: Pager) -> dict[str, list[Any]]:
+def references(pager: Core) -> dict[str, list[Any]]:
     """What :meth:`Pager.state_dict` copies: tensors in pages as they are."""
     return {
         "models": [model.state_dict() for model in _living(pager.models)],
@@ -122,7 +122,7 @@ def _refuse_folder(path: Path) -> None:
         raise FileNotFoundError(f"{path}: there is no folder {path.absolute().parent}; make it")
 
 
-def _only_model(pager: Pager, path: Path) -> torch.nn.Module:
+def _only_model(pager: Core, path: Path) -> torch.nn.Module:
     models: list[torch.nn.Module] = _living(pager.models)
     if len(models) != 1:
         raise ValueError(
@@ -138,7 +138,7 @@ def _living(references: list[Any]) -> list[Any]:
 
 # -- loading -------------------------------------------------------------------------------------
 def load(
-    pager: Pager,
+    pager: Core,
     path: str | os.PathLike[str],
     model: torch.nn.Module | None = None,
     *,
@@ -179,7 +179,7 @@ def load(
 
 
 def load_all(
-    pager: Pager, state: dict[str, Any], *, strict: bool = True, loaded: Callable[[], None]
+    pager: Core, state: dict[str, Any], *, strict: bool = True, loaded: Callable[[], None]
 ) -> tuple[list[str], list[str]]:
     """Into all models and optimizers. ``loaded``: called when some tensors have been copied."""
     owners = {"models": _living(pager.models), "optimizers": _living(pager.optimizers)}

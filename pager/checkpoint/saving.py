@@ -15,14 +15,14 @@ from .save_load import load_all, references
 from .snapshot import snapshot
 
 if TYPE_CHECKING:
-    from ..api import Pager
+    from ..core import Core
 
 
-def state_dict(pager: Pager) -> dict[str, Any]:
+def state_dict(pager: Core) -> dict[str, Any]:
     """See ``Pager.state_dict``."""
     return snapshot(pager, references(pager))  # type: ignore[no-any-return]
 
 
-def load_state_dict(pager: Pager, state: dict[str, Any]) -> None:
+def load_state_dict(pager: Core, state: dict[str, Any]) -> None:
     """See ``Pager.load_state_dict``."""
     load_all(pager, state, loaded=lambda: None)

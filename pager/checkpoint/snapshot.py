@@ -22,7 +22,7 @@ from .tensor_bytes import chunks
 from .tree import is_odd, layout_of, tensors_of, with_tensors
 
 if TYPE_CHECKING:
-    from ..api import Pager
+    from ..core import Core
 
 IN_MEMORY_BYTES = 64 << 20
 """Up to here a snapshot is plain memory."""
@@ -30,7 +30,7 @@ _ALIGNMENT = 64
 _IN_RAM = ("tmpfs", "ramfs")
 
 
-def snapshot(pager: Pager, tree: Any) -> Any:
+def snapshot(pager: Core, tree: Any) -> Any:
     """``tree`` with copies of all its tensors, on the CPU (but for sparse ones and their like); of
     sharded ones of this rank's part.
 
@@ -101,7 +101,7 @@ def _shape_of(tensor: torch.Tensor, flat: torch.Tensor) -> torch.Tensor:
     return flat.as_strided(layout.size(), layout.stride())
 
 
-def open_scratch_files(pager: Pager, nbytes: int) -> Iterator[int]:
+def open_scratch_files(pager: Core, nbytes: int) -> Iterator[int]:
     """Files without a name, each on another disk and all of it allocated; the caller closes them.
     None for what is too much, and where there is no disk."""
     folders = [] if pager.disk is None else [pager.disk.directory]

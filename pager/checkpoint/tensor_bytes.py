@@ -15,7 +15,7 @@ from ..tensor.page_bytes import unmoved_chunks
 from ..tensor.paged_tensor import PagedTensor
 
 if TYPE_CHECKING:
-    from ..api import Pager
+    from ..core import Core
 
 BUFFER_BYTES = 16 << 20
 """Of memory beside the tensors', at most."""
@@ -109,7 +109,7 @@ def _paged_chunks(flat: PagedTensor) -> Iterator[memoryview]:
                 yield _bytes_of(piece)
 
 
-def pages_at_once(pager: Pager) -> int:
+def pages_at_once(pager: Core) -> int:
     """Pages of a slab: few enough for the buffer, and for what others have left of the arena."""
     return max(1, min(fair_share(pager), BUFFER_BYTES // pager.page_size))
 

@@ -10,13 +10,13 @@ from ...kernels.fill import fill_pages
 from ...kernels.launch import upload
 
 if TYPE_CHECKING:
-    from ..api import Pager
+    from ..core import Core
 
 _NAN_BYTE = 0xFF  # every float dtype reads these bytes as NaN
 
 
 @contextmanager
-def chaos(pager: Pager) -> Iterator[None]:
+def chaos(pager: Core) -> Iterator[None]:
     """After each paged op every unpinned run is evicted and its frames are filled with NaN."""
     before, pager.after_op = pager.after_op, lambda: scramble(pager)
     try:
@@ -26,7 +26,7 @@ def chaos(pager: Pager) -> Iterator[None]:
 
 
 @contextmanager
-def scattered(pager: Pager) -> Iterator[None]:
+def scattered(pager: Core) -> Iterator[None]:
     """No run of two pages or more gets consecutive frames: everything is gathered and scattered."""
     residency = pager.residency
     residency.scattered = True
@@ -36,7 +36,7 @@ def scattered(pager: Pager) -> Iterator[None]:
         residency.scattered = False
 
 
-def scramble(pager: Pager) -> None:
+def scramble(pager: Core) -> None:
     """Evict everything that is not pinned and poison the frames that it was in."""
     import torch
 

@@ -10,16 +10,16 @@ from ..memory.page_table import BLANK, DIRTY, LIVE
 from ..moves.parts import held_pages
 
 if TYPE_CHECKING:
-    from ..api import Pager
+    from ..core import Core
 
 
-def check_invariants(pager: Pager) -> None:
+def check_invariants(pager: Core) -> None:
     """Raise ``AssertionError`` naming the first rule that does not hold."""
     with pager.quiet():
         _check(pager)
 
 
-def _check(pager: Pager) -> None:
+def _check(pager: Core) -> None:
     table, residency, space = pager.table, pager.residency, pager.space
     residency.take_back()
     residency.collect()

@@ -24,7 +24,7 @@ from ..errors import PagerError
 from ..tensor.paged_tensor import PagedTensor
 
 if TYPE_CHECKING:
-    from ..api import Pager
+    from ..core import Core
 
 # A storage that stands for the buckets of a wrapper, and lives as long: ``saved.skip`` counts both.
 _buckets: weakref.WeakKeyDictionary[torch.nn.Module, torch.UntypedStorage] = (
@@ -54,7 +54,7 @@ def _refuse_order(wrapper: str) -> NoReturn:
     )
 
 
-def note_replicas(pager: Pager) -> None:
+def note_replicas(pager: Core) -> None:
     """In the forward pass of a paged model: count the buckets of the DDP around it, if any.
 
     Raises ``PagerError`` for a DDP that cannot work with pages, before anything is computed.
@@ -64,7 +64,7 @@ def note_replicas(pager: Pager) -> None:
         return
     known = _buckets.get(ddp)
     if known is not None and known._cdata in pager.saved.skip:
-        if pager._inside and ddp._has_rebuilt_buckets and ddp not in _rebuilt:
+        if pager.inside and ddp._has_rebuilt_buckets and ddp not in _rebuilt:
             _rebuilt.add(ddp)
             pager.budget.made_anew -= pager.saved.skip[known._cdata][1]
             pager.budget.count_from_here()
@@ -76,7 +76,7 @@ def note_replicas(pager: Pager) -> None:
     pager.saved.skip[memory._cdata] = StorageWeakRef(memory), nbytes
     if (ddp.static_graph or not ddp.find_unused_parameters) and ddp not in _rebuilt:
         pager.budget.made_anew += nbytes
-    pager._count_buffers()
+    pager.saved.count()
     for ref in pager.optimizers:
         optimizer: Any = ref()
         if optimizer is not None and optimizer._tp_early is not None:

@@ -34,6 +34,7 @@ from ..errors import PagerError
 from ..optim.fused_states import SMALL
 from ..optim.optimizer import PagedOptimizer, page_state
 from ..tensor import dispatcher
+from ..tensor.new_pages import copy_in, empty_like_geometry
 from ..tensor.op_info import OpInfo
 from ..tensor.paged_tensor import PagedTensor
 from ..tensor.sharded import (
@@ -45,7 +46,7 @@ from ..tensor.sharded import (
 )
 
 if TYPE_CHECKING:
-    from ..api import Pager
+    from ..core import Core
 
 _COPY_IN = torch.ops.fsdp.all_gather_copy_in.default
 _KIND = "all_gather_copy_in"
@@ -63,7 +64,7 @@ def fsdp_params(module: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, FSDP
                     yield child, param
 
 
-def page_shards(pager: Pager, module: torch.nn.Module) -> None:
+def page_shards(pager: Core, module: torch.nn.Module) -> None:
     """The local shards of all parameters of ``module`` go into pages.
 
     Raises ``PagerError``, with nothing paged, for DTensors that are not ``fully_shard``'s, and for
@@ -100,12 +101,12 @@ def page_shards(pager: Pager, module: torch.nn.Module) -> None:
             child.register_forward_pre_hook(_LeaveGathered(pager))
 
 
-def _page(pager: Pager, param: FSDPParam, label: str) -> None:
+def _page(pager: Core, param: FSDPParam, label: str) -> None:
     flat = param._sharded_param_data
     if flat.is_meta:
-        paged = pager.empty_like_geometry(flat, "parameter")
+        paged = empty_like_geometry(pager, flat, "parameter")
     else:
-        paged = pager.copy_in(flat.detach(), "parameter")
+        paged = copy_in(pager, flat.detach(), "parameter")
     paged._storage.label = label
     sharded: Any = param.sharded_param
     dim = param.fsdp_placement.dim
@@ -124,7 +125,7 @@ class _Reset:
     """``FSDPParam.reset_sharded_param``, which pads uneven shards anew, in dense memory, when they
     are not the ones that it knows. Ours are padded already; others are paged first."""
 
-    def __init__(self, pager: Pager, param: FSDPParam) -> None:
+    def __init__(self, pager: Core, param: FSDPParam) -> None:
         self._pager, self._param = weakref.ref(pager), weakref.ref(param)
 
     def __call__(self) -> None:
@@ -142,7 +143,7 @@ class _Reset:
             _page(pager, param, flat._storage.label)
 
 
-def _page_gradient(pager: Pager) -> Any:
+def _page_gradient(pager: Core) -> Any:
     weak = weakref.ref(pager)
 
     def hook(parameter: Any) -> None:
@@ -155,7 +156,7 @@ def _page_gradient(pager: Pager) -> Any:
         if pager.overlap.update(parameter):
             return
         if type(grad._local_tensor) is torch.Tensor:
-            grad._local_tensor = pager.copy_in(grad._local_tensor, "gradient")
+            grad._local_tensor = copy_in(pager, grad._local_tensor, "gradient")
             pager.overlap.paged(parameter)
 
     return hook
@@ -165,7 +166,7 @@ class _LeaveGathered:
     """Forward pre-hook of each FSDP module, after FSDP2's own: what was gathered is not to be
     copied into pages when autograd saves it."""
 
-    def __init__(self, pager: Pager | None = None) -> None:
+    def __init__(self, pager: Core | None = None) -> None:
         self._pager = weakref.ref(pager) if pager is not None else None
 
     def __call__(self, module: Any, args: Any) -> None:

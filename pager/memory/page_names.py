@@ -8,11 +8,11 @@ from ...planner.sizes import format_bytes
 from ..plan.names import named_runs, shared_name
 
 if TYPE_CHECKING:
-    from ..api import Pager
+    from ..core import Core
     from .space import PageRun
 
 
-def page_name(pager: Pager, page: int) -> str:
+def page_name(pager: Core, page: int) -> str:
     """``"page 2 of 4 of 'layers.0.weight'"``. For messages only: it looks through all tensors. Any
     thread, with or without the pager's lock."""
     run = pager.space.runs.get(int(pager.table.owner[page]))
@@ -21,7 +21,7 @@ def page_name(pager: Pager, page: int) -> str:
     return f"page {page - run.first + 1} of {run.count} of {run_name(pager, run)!r}"
 
 
-def run_name(pager: Pager, run: PageRun) -> str:
+def run_name(pager: Core, run: PageRun) -> str:
     """The tensors in ``run`` by their place in the models, or what kind they are."""
     try:
         members = [label for other, label in named_runs(pager) if other is run]
@@ -30,7 +30,7 @@ def run_name(pager: Pager, run: PageRun) -> str:
     return shared_name(members) or f"{run.kind} (run {run.id})"
 
 
-def name_pages(pager: Pager) -> None:
+def name_pages(pager: Core) -> None:
     """Errors of the tiers and reports about the disk call pages by their tensors."""
 
     def name_of(page: int) -> str:

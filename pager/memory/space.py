@@ -18,7 +18,7 @@ from .frame_pool import FramePool
 from .page_table import Int32, PageTable
 
 if TYPE_CHECKING:
-    from ..api import Pager
+    from ..core import Core
     from .untyped import PagedUntypedStorage
 
 generations = itertools.count()  # never the same for two placements, of one run or of two
@@ -73,7 +73,7 @@ class PagedStorage:
 
     __slots__ = ("__weakref__", "label", "nbytes", "offset", "pager", "run", "untyped")
 
-    def __init__(self, pager: Pager, run: PageRun, offset: int, nbytes: int) -> None:
+    def __init__(self, pager: Core, run: PageRun, offset: int, nbytes: int) -> None:
         self.pager = pager
         self.run = run
         self.offset = offset
@@ -118,7 +118,7 @@ class Space:
         """Live pages of parameters, optimizer states and what the user paged."""
         return self.live_pages - sum(self.kind_pages.get(k, 0) for k in TRANSIENT_KINDS)
 
-    def storage(self, pager: Pager, nbytes: int, kind: str) -> PagedStorage:
+    def storage(self, pager: Core, nbytes: int, kind: str) -> PagedStorage:
         """A new storage whose contents are undefined; takes no frame until it is used."""
         nbytes = max(1, nbytes)
         if not self.is_small(nbytes):

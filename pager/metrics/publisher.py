@@ -27,7 +27,7 @@ from .reader import CHANNELS, COUNTERS, LINK, NAME, TIERS, TIMES, VERSION, Metri
 from .stats import counters, plan_figures
 
 if TYPE_CHECKING:
-    from ..api import Pager
+    from ..core import Core
 
 PERIOD_SECONDS = 0.5
 RECENT = 60  # iteration times kept
@@ -38,7 +38,7 @@ class Metrics:
     """Of one pager. Without :meth:`open` nothing is published, and every call costs next to
     nothing."""
 
-    def __init__(self, pager: Pager) -> None:
+    def __init__(self, pager: Core) -> None:
         self._pager = pager
         self._fd: int | None = None
         self._lock = threading.RLock()  # a signal handler may close the pager inside publish()
@@ -147,7 +147,7 @@ class Metrics:
             "started": self._started,
             "updated": time.time(),
             "clock": time.monotonic(),
-            "began": self._began if pager._inside else 0,
+            "began": self._began if pager.inside else 0,
             # What is on its way counts as used, and for the peak when it has arrived.
             "tiers": {
                 tier: {

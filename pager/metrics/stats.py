@@ -8,18 +8,18 @@ from ..budget import ranks
 from ..plan.names import streamed_names
 
 if TYPE_CHECKING:
-    from ..api import Pager
+    from ..core import Core
     from ..memory.frame_pool import FramePool
     from ..plan.follower import Follower
 
 
-def snapshot(pager: Pager) -> dict[str, Any]:
+def snapshot(pager: Core) -> dict[str, Any]:
     """What ``Pager.stats`` gives; keys are listed in ``pager/README.md``."""
     figures = plan_figures(pager.follower)
     return {**counters(pager), **figures, "streamed": streamed_names(pager)}
 
 
-def counters(pager: Pager) -> dict[str, Any]:
+def counters(pager: Core) -> dict[str, Any]:
     """The part that any thread may ask for, without the pager's lock: it is numbers that are there
     anyway. Numbers that belong together may be of slightly different instants then."""
     size, follower = pager.page_size, pager.follower
@@ -83,7 +83,7 @@ def _moves(follower: Follower | None) -> dict[str, int]:
     }
 
 
-def _with_overlap(pager: Pager) -> int:
+def _with_overlap(pager: Core) -> int:
     """Device bytes at the peak of an update during backward."""
     if not pager.overlap.dense_peak:
         return 0

@@ -48,7 +48,7 @@ class Parts:
         ``streamed``: what is not pinned of their runs is the first to leave from now on.
 
         Raises ``InfeasibleBudget`` or ``TierFull``, or what the disk raises, with nothing pinned.
-        No planned move may be under way (``Pager.quiet``).
+        No planned move may be under way (``Core.quiet``).
         """
         residency = self._residency
         with residency.still():

@@ -31,14 +31,14 @@ from .parts import Part, held_pages
 from .transfers import PAGEWISE, Transfers
 
 if TYPE_CHECKING:
-    from ..api import Pager
+    from ..core import Core
     from ..memory.space import PageRun
 
 _BATCH_BYTES = 4 << 20  # moved at once where rates are not known
 
 
 @contextmanager
-def reading_ahead(pager: Pager) -> Iterator[ReadAhead]:
+def reading_ahead(pager: Core) -> Iterator[ReadAhead]:
     """A :class:`ReadAhead` on the channels of planned moves, or on its own where there are none."""
     if pager.follower is not None:
         ahead = ReadAhead(pager, pager.follower.executor)
@@ -60,7 +60,7 @@ def reading_ahead(pager: Pager) -> Iterator[ReadAhead]:
             pager.residency.streams.remove(executor)
 
 
-def _own_executor(pager: Pager) -> Executor:
+def _own_executor(pager: Core) -> Executor:
     names = Names(pager.space)
     transfers = Transfers(pager.table, pager.migration, pager.residency, pager.backend, names)
     executor = Executor(pager.lock, pager.residency, pager.migration, transfers, names)
@@ -69,7 +69,7 @@ def _own_executor(pager: Pager) -> Executor:
     return executor
 
 
-def _end(pager: Pager, executor: Executor) -> None:
+def _end(pager: Core, executor: Executor) -> None:
     """No transfer is under way afterwards. The threads are not waited for: they end when they get
     the lock, which this thread may hold (a generator can be closed anywhere)."""
     with pager.lock:
@@ -84,7 +84,7 @@ def _end(pager: Pager, executor: Executor) -> None:
 class ReadAhead:
     """Of one stream. ``ask`` for the pages of the next slab, then ``take`` them."""
 
-    def __init__(self, pager: Pager, executor: Executor) -> None:
+    def __init__(self, pager: Core, executor: Executor) -> None:
         self._pager = pager
         self._executor = executor
         self._jobs: list[tuple[Channel, Job]] = []

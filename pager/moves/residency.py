@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -38,14 +38,18 @@ from .migration import Migration
 from .parts import Parts, held_pages
 
 if TYPE_CHECKING:
-    from ..budget.placement import Weight
-    from ..budget.step_need import StepFrames
     from ..streaming.workspace import Workspace
     from .executor import Executor
 
 _PINNED = np.iinfo(np.int64).max
 _AWAITED = _PINNED - 1
 _LATER = 1 << 50
+
+
+class Needs(Protocol):
+    """``frames``: that one op of its kind has needed, at most."""
+
+    frames: int
 
 
 def sliding_max(values: npt.NDArray[np.int64], width: int) -> npt.NDArray[np.int64]:
@@ -105,8 +109,8 @@ class Residency:
         self.largest_need = 0  # frames that one op had pinned, at most
         # The same of ops other than products of weights that could stream, and not of steps.
         self.rigid_need = 0
-        self.step: StepFrames | None = None  # of an optimizer whose step is under way
-        self.whole: Weight | None = None  # whose product is under way, in a metered iteration
+        self.step: Needs | None = None  # of an optimizer whose step is under way
+        self.whole: Needs | None = None  # whose product is under way, in a metered iteration
         self._moving_dead: list[PageRun] = []
         self._asking: set[PageRun] = set()  # runs of the access that begins now
         self._lent: Int32 = np.empty(0, np.int32)  # frames, see `shrink`
@@ -225,7 +229,7 @@ class Residency:
             self.whole.frames = max(self.whole.frames, need)
 
     @contextmanager
-    def frames_of(self, weight: Weight) -> Iterator[None]:
+    def frames_of(self, weight: Needs) -> Iterator[None]:
         """A product of ``weight`` takes place inside: its need is kept apart."""
         before, self.whole = self.whole, weight
         try:

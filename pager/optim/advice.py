@@ -8,6 +8,7 @@ dense; nobody would see why.
 from __future__ import annotations
 
 import warnings
+import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,7 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from ..tensor.paged_tensor import PagedTensor
 
 if TYPE_CHECKING:
-    from ..budget.budget import DeviceBudget
+    from ..core import Core
 
 OUTSIDE = (
     "a training step outside of pager.iteration(): what autograd saves stays dense, dense memory "
@@ -25,21 +26,10 @@ OUTSIDE = (
 )
 
 
-class Advice:
-    """Of one pager."""
-
-    def __init__(self, budget: DeviceBudget) -> None:
-        self._budget = budget
-        self._said = False
-
-    def stepping(self, *, inside: bool) -> None:
-        """A step on parameters that are paged here; ``inside``: in an iteration."""
-        if inside:
-            return
-        self._budget.note_step_outside()
-        if not self._said:
-            self._said = True
-            warnings.warn(OUTSIDE, UserWarning, stacklevel=5)
+def stepping(pager: Core) -> None:
+    """A step on parameters that are paged here."""
+    if not pager.inside and pager.budget.note_step_outside():
+        warnings.warn(OUTSIDE, UserWarning, stacklevel=4)
 
 
 _watching = False
@@ -65,5 +55,7 @@ def _on_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if type(parameter) is PagedTensor:
-                parameter._storage.pager.unpaged_step(optimizer)
+                pager = parameter._storage.pager
+                stepping(pager)
+                pager.budget.unpaged = weakref.ref(optimizer)
                 return

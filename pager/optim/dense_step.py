@@ -21,7 +21,7 @@ from ..tensor.paged_tensor import PagedTensor
 from . import fused
 
 if TYPE_CHECKING:
-    from ..api import Pager
+    from ..core import Core
 
 _LEAST_FRAMES_PER_PAGE = 3  # so many in the arena for each page that an update holds
 
@@ -44,7 +44,7 @@ def step_alone_as_dense(optimizer: Any, raw: Callable[..., Any]) -> bool:
     """The same for an optimizer whose groups name one parameter at the moment: its gradient and
     states are brought onto the device with it. ``False``, and nothing done, where that would take
     more than a share of the arena; ops one by one take less."""
-    pager: Pager = optimizer._tp_pager
+    pager: Core = optimizer._tp_pager
     if not _may_see_views(optimizer):
         return False
     with torch._C.DisableTorchFunctionSubclass():
@@ -63,7 +63,7 @@ def _step_if_it_fits(optimizer: Any, raw: Callable[..., Any]) -> bool:
 
 
 def _may_see_views(optimizer: Any) -> bool:
-    pager: Pager = optimizer._tp_pager
+    pager: Core = optimizer._tp_pager
     if pager.budget.metering or pager.after_op is not None:
         return False
     if not f"{type(optimizer).__mro__[2].__module__}.".startswith("torch.optim."):
@@ -119,7 +119,7 @@ def paged_operands(optimizer: Any) -> list[PagedTensor]:
 
 @contextmanager
 def _views(
-    pager: Pager, tensors: list[PagedTensor]
+    pager: Core, tensors: list[PagedTensor]
 ) -> Iterator[dict[PagedTensor, torch.Tensor] | None]:
     """Zero-copy views, about to be written, of tensors held on the device; ``None`` if the frames
     of one of them are scattered."""

@@ -18,17 +18,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
-from ..budget.step_need import peak_of_results, probe_step
 from ..errors import PagerError, TierFull
 from ..memory.space import PageRun
 from ..tensor.paged_tensor import PagedTensor
 from . import fused
 from .advice import is_ours
 from .dense_step import paged_operands, step_on_views
-from .optimizer import alone, page_state, raw_step
+from .optimizer import alone, page_state
+from .step_need import peak_of_results, probe_step, raw_step
 
 if TYPE_CHECKING:
-    from ..api import Pager
+    from ..core import Core
     from .overlap import Overlap
 
 _WATCHED_STEPS = 2
@@ -270,7 +270,7 @@ class _NoRoom(Exception):  # noqa: N818 (caught here)
 
 def _fits_at_once(optimizer: Any) -> bool:
     """Whether the arena can hold all that the step takes, beside what is pinned."""
-    pager: Pager = optimizer._tp_pager
+    pager: Core = optimizer._tp_pager
     with pager.lock:
         runs = {tensor._storage.run for tensor in paged_operands(optimizer)}
         pinned = pager.residency.pinned_pages(besides=list(runs))

@@ -60,7 +60,7 @@ from .fused_states import (
 )
 
 if TYPE_CHECKING:
-    from ..api import Pager
+    from ..core import Core
 
 SUPPORTED: tuple[type, ...] = (torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD)
 _BATCH_SHARE = 8  # what is updated together takes this fraction of the arena at most
@@ -98,7 +98,7 @@ def why_not(optimizer: Any, group: dict[str, Any], parameter: torch.Tensor) -> s
     if plain_class(optimizer) not in SUPPORTED:
         return "its class is not supported"
     chosen: Format = optimizer._tp_format
-    pager: Pager = optimizer._tp_pager
+    pager: Core = optimizer._tp_pager
     grad = parameter.grad
     if group.get("differentiable"):
         return "the group is differentiable"
@@ -180,7 +180,7 @@ def note_too_much(parameter: torch.Tensor, too_much: bool) -> None:
 
 
 def _pages_of_update(optimizer: Any, group: dict[str, Any], parameter: torch.Tensor) -> int:
-    pager: Pager = optimizer._tp_pager
+    pager: Core = optimizer._tp_pager
     grad = parameter.grad
     assert grad is not None
     known = list(_known_states(optimizer, group, parameter))
@@ -201,7 +201,7 @@ def goes_in_slabs(optimizer: Any, group: dict[str, Any], parameter: torch.Tensor
         return True
     if type(parameter) is PagedTensor and parameter._storage in _too_much:
         return True
-    pager: Pager = optimizer._tp_pager
+    pager: Core = optimizer._tp_pager
     if fits(pager, _pages_of_update(optimizer, group, parameter)):
         return False
     return fits(pager, _least_pages(optimizer, group, parameter))
@@ -214,7 +214,7 @@ def _least_pages(optimizer: Any, group: dict[str, Any], parameter: torch.Tensor)
     return 2 + of_each * len(_keys(optimizer, group)) + chosen.has_master(parameter)
 
 
-def _pages(pager: Pager, shape: torch.Tensor) -> int:
+def _pages(pager: Core, shape: torch.Tensor) -> int:
     nbytes = shape.numel() * shape.element_size()
     return 0 if pager.space.is_small(nbytes) else pager.space.pages_for(nbytes)
 
@@ -264,7 +264,7 @@ class Progress:
 
 def _prepare(optimizer: Any, group: dict[str, Any], parameter: torch.Tensor) -> Update:
     """Everything of an update, with states made where there are none."""
-    pager: Pager = optimizer._tp_pager
+    pager: Core = optimizer._tp_pager
     grad = parameter.grad
     assert grad is not None
     if not same_order(grad, parameter) or not has_no_gaps(grad):
@@ -303,7 +303,7 @@ def _assemble(
     grad: torch.Tensor,
     state: dict[str, Any],
     made: dict[str, Value],
-    pager: Pager | None,
+    pager: Core | None,
 ) -> Update:
     """``made``: values that there are beside ``state``. Others are made, dense without a pager."""
     chosen: Format = optimizer._tp_format
@@ -477,7 +477,7 @@ def _on_held(optimizer: Any, updates: Sequence[Update], operands: Sequence[State
 def _slab_by_slab(optimizer: Any, update: Update) -> None:
     """What a fault raises leaves elements before the slab updated, and noted as such: for the next
     step, and for the user in a note to the error."""
-    pager: Pager = optimizer._tp_pager
+    pager: Core = optimizer._tp_pager
     pages = pages_per_slab(pager, update.values)
     progress = optimizer._tp_progress.get(id(update.parameter), Progress())
     # Then the slabs of this step divide those of the one that broke off.

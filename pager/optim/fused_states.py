@@ -23,12 +23,13 @@ from ...kernels.blockwise import BLOCK
 from ...kernels.pieces import stretches
 from ...kernels.quantize import dequantize, quantize
 from ...kernels.update import CHUNK
+from ..tensor.new_pages import empty_like_geometry
 from ..tensor.operands import Coded, Value, has_no_gaps, same_order, spans
 from ..tensor.paged_tensor import PagedTensor
 from .load_hooks import around_load
 
 if TYPE_CHECKING:
-    from ..api import Pager
+    from ..core import Core
 
 STATE_THRESHOLD_BYTES = 512  # what is smaller, as step counters are, stays dense
 SMALL = 4096  # a parameter of fewer elements keeps its states in fp32
@@ -117,19 +118,19 @@ def stays_dense(shape: torch.Tensor) -> bool:
     return shape.numel() * shape.element_size() < STATE_THRESHOLD_BYTES
 
 
-def new_value(pager: Pager | None, like: torch.Tensor, dtype: torch.dtype) -> Value:
+def new_value(pager: Core | None, like: torch.Tensor, dtype: torch.dtype) -> Value:
     """For a parameter like ``like``; the caller writes all of its values. In pages unless they are
     few; all dense without a pager."""
     made = [
         torch.empty_strided(shape.size(), shape.stride(), dtype=shape.dtype, device=like.device)
         if pager is None or stays_dense(shape)
-        else pager.empty_like_geometry(shape, "optimizer", overwritten=True)
+        else empty_like_geometry(pager, shape, "optimizer", overwritten=True)
         for shape in geometry(like, dtype)
     ]
     return Coded(made[0], made[1]) if dtype is torch.uint8 else made[0]
 
 
-def zeros(pager: Pager | None, like: torch.Tensor, dtype: torch.dtype) -> Value:
+def zeros(pager: Core | None, like: torch.Tensor, dtype: torch.dtype) -> Value:
     """Zeros; in 8 bits these are zero bytes too."""
     value = new_value(pager, like, dtype)
     for tensor in value if isinstance(value, Coded) else (value,):
@@ -138,7 +139,7 @@ def zeros(pager: Pager | None, like: torch.Tensor, dtype: torch.dtype) -> Value:
 
 
 def converted(
-    pager: Pager, source: Value, like: torch.Tensor, dtype: torch.dtype, *, key: str, dense: bool
+    pager: Core, source: Value, like: torch.Tensor, dtype: torch.dtype, *, key: str, dense: bool
 ) -> Value:
     """A copy of ``source`` as a state ``key`` of ``like``, rounded to the nearest."""
     root = _ROOTS.get(key, False)
@@ -174,7 +175,7 @@ def converted(
     return target
 
 
-def _there(pager: Pager, tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+def _there(pager: Core, tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """In pages of this pager, or dense on the parameter's device."""
     tensor = tensor.detach()
     if type(tensor) is PagedTensor:
@@ -182,7 +183,7 @@ def _there(pager: Pager, tensor: torch.Tensor, like: torch.Tensor) -> torch.Tens
     return tensor.to(like.device)
 
 
-def follow(pager: Pager, master: torch.Tensor, parameter: torch.Tensor) -> None:
+def follow(pager: Core, master: torch.Tensor, parameter: torch.Tensor) -> None:
     """Where ``parameter`` is not ``master`` rounded, somebody has written to it: the master takes
     its value over."""
     with closing(spans(pager, [master, parameter], [True, False])) as walk:  # type: ignore[type-var]
@@ -194,7 +195,7 @@ def follow(pager: Pager, master: torch.Tensor, parameter: torch.Tensor) -> None:
 
 
 def convert_state(
-    pager: Pager, saved: dict[str, Any], like: torch.Tensor, chosen: Format, *, dense: bool = False
+    pager: Core, saved: dict[str, Any], like: torch.Tensor, chosen: Format, *, dense: bool = False
 ) -> dict[str, Any]:
     """What ``saved`` holds of one parameter as ``chosen`` wants it; other keys as they are.
 

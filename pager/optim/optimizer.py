@@ -10,17 +10,20 @@ is better: then not even one parameter has to be on the device as a whole.
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
 from ..checkpoint.optimizer_states import one_at_a_time
 from ..errors import PagerError
 from ..tensor.module import is_dtensor, known_parameter
+from ..tensor.new_pages import copy_in
 from ..tensor.paged_tensor import PagedTensor
 from . import fused, torch_fused
+from .advice import stepping
 from .dense_step import step_alone_as_dense, step_as_dense
 from .fused_states import (
     Format,
@@ -30,16 +33,19 @@ from .fused_states import (
     loading,
     plain_states,
 )
+from .step_need import check_states, raw_step, step_room
 
 if TYPE_CHECKING:
-    from ..api import Pager
+    from ..core import Core
     from .early import EarlyUpdates
+
+OptimizerT = TypeVar("OptimizerT", bound=torch.optim.Optimizer)
 
 
 class PagedOptimizer:
     """Mixin put in front of the optimizer's class by :func:`page_optimizer`."""
 
-    _tp_pager: Pager
+    _tp_pager: Core
     _tp_done: set[int]  # parameters already updated by a step that was interrupted
     _tp_stepped: bool  # has made the states that it makes
     _tp_progress: dict[int, fused.Progress]  # of parameters whose update was interrupted
@@ -71,7 +77,10 @@ class PagedOptimizer:
             early.before_step(self)
         fused.refuse(self)
         fused.number_parameters(self)
-        pager.before_step(self)
+        pager.check_open()
+        stepping(pager)
+        pager.budget.check(self, step_room)
+        check_states(pager, self)
         if early is not None:
             early.measure(self)
         with pager.overlap.step_of(self):
@@ -80,7 +89,7 @@ class PagedOptimizer:
             early.stepped()
         return loss
 
-    def _step_all(self, pager: Pager) -> None:
+    def _step_all(self, pager: Core) -> None:
         raw = raw_step(type(self))
         try:
             pager.stepping = True
@@ -134,10 +143,8 @@ class PagedOptimizer:
         plain: Any = object.__new__(type(self).__mro__[2])
         plain.__dict__ = {k: v for k, v in self.__dict__.items() if not k.startswith("_tp_")}
         states, masters = self._tp_format
-        twin = memo[id(self)] = self._tp_pager.optimizer(
-            copy.deepcopy(plain, memo),
-            states=states,
-            master_weights=masters,
+        twin = memo[id(self)] = paged_optimizer(
+            self._tp_pager, copy.deepcopy(plain, memo), chosen=Format(states, masters)
         )
         return twin
 
@@ -155,7 +162,7 @@ class PagedOptimizer:
             page_state(self._tp_pager, state)
 
 
-def refuse_earlier(pager: Pager, model: torch.nn.Module) -> None:
+def refuse_earlier(pager: Core, model: torch.nn.Module) -> None:
     """``PagerError`` if an optimizer was paged with parameters that are about to be replaced: it
     would go on with the old ones, which get no gradients any more."""
     dense = (p for p in model.parameters() if not isinstance(p, PagedTensor))
@@ -197,8 +204,21 @@ def refresh_wrapper(wrapper: Any) -> None:
         wrapper = wrapper.optimizer
 
 
+def paged_optimizer(
+    pager: Core, optimizer: OptimizerT, *, overlap: bool = False, chosen: Format
+) -> OptimizerT:
+    """See ``Pager.optimizer``."""
+    pager.check_open()
+    inner = unwrapped(optimizer)
+    page_optimizer(pager, inner, chosen)
+    refresh_wrapper(optimizer)
+    pager.optimizers.append(weakref.ref(inner))
+    pager.overlap.switch(inner, overlap)
+    return optimizer
+
+
 def page_optimizer(
-    pager: Pager, optimizer: torch.optim.Optimizer, chosen: Format | None = None
+    pager: Core, optimizer: torch.optim.Optimizer, chosen: Format | None = None
 ) -> None:
     """Make ``optimizer`` step on pages; see ``Pager.optimizer``."""
     chosen = chosen or Format()
@@ -253,12 +273,6 @@ def _rebuild(kind: type[torch.optim.Optimizer], state: dict[str, Any]) -> torch.
     return optimizer
 
 
-def raw_step(paged_kind: type) -> Callable[..., Any]:
-    """The optimizer's own step without PyTorch's hook wrapper, which runs once, around ours."""
-    step: Any = paged_kind.__mro__[2].step  # type: ignore[attr-defined]
-    return step.__wrapped__ if getattr(step, "hooked", False) else step  # type: ignore[no-any-return]
-
-
 def _one_at_a_time(optimizer: Any) -> Iterator[tuple[dict[str, Any], torch.Tensor]]:
     """Let the optimizer see one parameter with a gradient at a time; restores the groups."""
     groups = optimizer.param_groups
@@ -296,14 +310,14 @@ def alone(optimizer: Any, group: dict[str, Any], parameter: torch.Tensor) -> Ite
         optimizer.param_groups = groups
 
 
-def page_state(pager: Pager, state: dict[str, Any] | None) -> None:
+def page_state(pager: Core, state: dict[str, Any] | None) -> None:
     """Dense tensors of one parameter's state move into pages."""
     for key, value in (state or {}).items():
         if is_big_dense(value) and value.device.type == pager.device.type:
-            state[key] = pager.copy_in(value.detach(), "optimizer")  # type: ignore[index]
+            state[key] = copy_in(pager, value.detach(), "optimizer")  # type: ignore[index]
 
 
-def _take_over_replaced(pager: Pager, optimizer: torch.optim.Optimizer) -> None:
+def _take_over_replaced(pager: Core, optimizer: torch.optim.Optimizer) -> None:
     """An optimizer made before ``page_module`` gets the paged parameters instead."""
     for group in optimizer.param_groups:
         for index, parameter in enumerate(group["params"]):

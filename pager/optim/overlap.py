@@ -32,12 +32,14 @@ import torch
 
 from ..memory.space import PageRun
 from ..streaming.table_rows import is_large
+from ..tensor.new_pages import copy_in
+from ..tensor.open_weights import backward_is_over
 from ..tensor.paged_tensor import PagedTensor
 from ..tensor.sharded import is_sharded, local_of
 from .early import EarlyUpdates, unsuitable
 
 if TYPE_CHECKING:
-    from ..api import Pager
+    from ..core import Core
 
 
 class _Place(NamedTuple):
@@ -64,7 +66,7 @@ class Overlap:
     in use during such updates, on the CPU; never more than the budget's reserve.
     """
 
-    def __init__(self, pager: Pager) -> None:
+    def __init__(self, pager: Core) -> None:
         self.pager = pager
         self.updates = 0
         self.dense_peak = 0
@@ -137,7 +139,7 @@ class Overlap:
             raise errors[0]
 
     def update(self, parameter: torch.Tensor) -> bool:
-        """Post-accumulate hook: update ``parameter`` and drop its gradient, if that is allowed.
+        """Update ``parameter`` and drop its gradient, if that is allowed.
         ``False``, and nothing done, if it is left to ``step()``."""
         place = self._places.get(id(parameter))
         if place is None or self.pager.fits or not self.pager.in_iteration():
@@ -163,6 +165,27 @@ class Overlap:
                 shard = one_shard(optimizer, group, place.position)
                 parameter = stack.enter_context(shard)
             return bool(early.update(optimizer, place.group, parameter, wanted=watched))
+
+    def page_grad(self, parameter: torch.Tensor) -> None:
+        """Post-accumulate hook: ``parameter`` is updated at once, where that is allowed, or else
+        its dense gradient moves into pages."""
+        pager = self.pager
+        if pager.fits:
+            backward_is_over(parameter)
+            return
+        if self.update(parameter):
+            return
+        grad = parameter.grad
+        if grad is None or grad.requires_grad:  # create_graph=True: its history is wanted
+            return
+        if type(grad) is PagedTensor:
+            if pager.metering_this() and type(parameter) is PagedTensor:
+                pager.budget.placement.gradient_is_kept(parameter._storage.run)
+            return
+        if grad.layout is torch.strided and pager.closed_reason is None:
+            parameter.grad = None
+            parameter.grad = copy_in(pager, grad, "gradient")
+            self.paged(parameter)
 
     def paged(self, parameter: torch.Tensor) -> None:
         """The gradient of ``parameter`` was left to ``step()`` and has just moved into pages."""

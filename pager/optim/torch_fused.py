@@ -20,7 +20,7 @@ from ..tensor.operands import has_no_gaps
 from ..tensor.paged_tensor import PagedTensor
 
 if TYPE_CHECKING:
-    from ..api import Pager
+    from ..core import Core
 
 KINDS: tuple[type, ...] = (
     torch.optim.AdamW,
@@ -32,7 +32,7 @@ _HALVES = (torch.bfloat16, torch.float16)
 _LEAST_TENSORS = 2  # of an update: a parameter and its gradient; most optimizers have states too
 
 
-def is_asked(pager: Pager, kind: type, group: dict[str, Any]) -> bool:
+def is_asked(pager: Core, kind: type, group: dict[str, Any]) -> bool:
     """Whether torch's fused kernel for the CPU updates what ``group`` names."""
     return bool(group.get("fused")) and pager.device.type == "cpu" and kind in KINDS
 
@@ -106,7 +106,7 @@ def update(
     )
 
 
-def refuse(pager: Pager, kind: type, groups: Iterable[dict[str, Any]]) -> None:
+def refuse(pager: Core, kind: type, groups: Iterable[dict[str, Any]]) -> None:
     """Raise ``ValueError`` for what torch's fused kernels do wrong, or only with all of a parameter
     on the device where that cannot be. Nothing is changed then."""
     if pager.device.type != "cpu":
@@ -125,7 +125,7 @@ def refuse(pager: Pager, kind: type, groups: Iterable[dict[str, Any]]) -> None:
                 )
 
 
-def _reason(pager: Pager, kind: type, group: dict[str, Any], parameter: torch.Tensor) -> str | None:
+def _reason(pager: Core, kind: type, group: dict[str, Any], parameter: torch.Tensor) -> str | None:
     if issubclass(kind, torch.optim.SGD) and group["momentum"] and parameter.dtype in _HALVES:
         return (
             "PyTorch's fused SGD on a CPU keeps wrong momentum for 16-bit parameters, which "

@@ -12,7 +12,7 @@ from .names import streamed_names
 
 if TYPE_CHECKING:
     from ...planner.hardware import Hardware
-    from ..api import Pager
+    from ..core import Core
     from .guide import Guide
 
 _LIMITS = {
@@ -25,7 +25,7 @@ _NOTHING = 0.01  # of the iteration: waiting that is not worth naming
 GiB = 1 << 30
 
 
-def explain(pager: Pager) -> str:
+def explain(pager: Core) -> str:
     """See ``Pager.explain``."""
     part = ranks.describe(dict(pager.budget_bytes), pager.device.type)
     lines = [line for line in (part, pager.cut_short, _plan_in_words(pager)) if line]
@@ -38,7 +38,7 @@ def explain(pager: Pager) -> str:
     return "\n".join(lines)
 
 
-def _plan_in_words(pager: Pager) -> str:
+def _plan_in_words(pager: Core) -> str:
     if pager.fits:
         return "Everything fits into the device budget: nothing is moved, so nothing is planned."
     follower = pager.follower

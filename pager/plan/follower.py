@@ -38,7 +38,7 @@ from .reconcile import reconcile
 from .sequence_trace import RunFacts, make_recorded
 
 if TYPE_CHECKING:
-    from ..api import Pager
+    from ..core import Core
     from ..machine.calibration.measure import Calibration
     from ..streaming.workspace import Workspace
 
@@ -60,7 +60,7 @@ _RATES = {
 class Follower:
     """Of one pager. Methods are called with its lock held."""
 
-    def __init__(self, pager: Pager) -> None:
+    def __init__(self, pager: Core) -> None:
         self._pager = pager
         self.names = Names(pager.space)
         self.kinds = Kinds()

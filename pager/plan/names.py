@@ -17,13 +17,13 @@ from ..memory.space import TRANSIENT_KINDS
 from ..tensor.paged_tensor import PagedTensor
 
 if TYPE_CHECKING:
-    from ..api import Pager
+    from ..core import Core
     from ..memory.space import PageRun
 
 OUTSIDE = "iteration"  # stands for the module where none is running
 
 
-def named_models(pager: Pager) -> Iterator[tuple[str, torch.nn.Module]]:
+def named_models(pager: Core) -> Iterator[tuple[str, torch.nn.Module]]:
     """The paged models that are alive, each with what its names begin with: nothing if it is the
     only one, else ``GPT[0].``, ``Head[1].``."""
     models = [model for ref in pager.models if (model := ref()) is not None]
@@ -31,7 +31,7 @@ def named_models(pager: Pager) -> Iterator[tuple[str, torch.nn.Module]]:
         yield (f"{type(model).__name__}[{index}]." if len(models) > 1 else ""), model
 
 
-def named_parameters(pager: Pager) -> Iterator[tuple[str, torch.Tensor]]:
+def named_parameters(pager: Core) -> Iterator[tuple[str, torch.Tensor]]:
     """Parameters of the paged models and of the paged optimizers, each once: by their path in the
     model (the first one, if they are tied); those of no model as ``optimizer[0].parameter[3]``."""
     seen: set[int] = set()
@@ -48,7 +48,7 @@ def named_parameters(pager: Pager) -> Iterator[tuple[str, torch.Tensor]]:
                 yield f"optimizer[{number}].parameter[{index}]", parameter
 
 
-def named_runs(pager: Pager) -> Iterator[tuple[PageRun, str]]:
+def named_runs(pager: Core) -> Iterator[tuple[PageRun, str]]:
     """Runs of parameters, their gradients (``….grad``) and optimizer states (``….exp_avg``) that
     are in pages now; a run of several tensors comes once for each."""
     optimizers = list(_optimizers(pager))
@@ -63,7 +63,7 @@ def named_runs(pager: Pager) -> Iterator[tuple[PageRun, str]]:
                 yield value._storage.run, label
 
 
-def streamed_names(pager: Pager) -> list[str]:
+def streamed_names(pager: Core) -> list[str]:
     """Weights that go through the device slab by slab, by the verdict of ``placement.py`` or as an
     op on them (their mean, say) found no room for more; gradients and activations of which an op
     found none. Those that belong to no model or optimizer are named by their size."""
@@ -78,7 +78,7 @@ def streamed_names(pager: Pager) -> list[str]:
     return sorted({*names.values(), *pager.space.passed_in_slabs})
 
 
-def _optimizers(pager: Pager) -> Iterator[torch.optim.Optimizer]:
+def _optimizers(pager: Core) -> Iterator[torch.optim.Optimizer]:
     return (optimizer for ref in pager.optimizers if (optimizer := ref()) is not None)
 
 
@@ -95,7 +95,7 @@ class ModulePaths:
     Global hooks and not hooks of the modules: a model copied or saved meanwhile takes none along.
     """
 
-    def __init__(self, pager: Pager) -> None:
+    def __init__(self, pager: Core) -> None:
         self._models = [model for _, model in named_models(pager)]  # keeps the ids below theirs
         self._paths: dict[int, str] = {}
         for prefix, model in named_models(pager):

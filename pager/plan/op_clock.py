@@ -15,15 +15,15 @@ import numpy as np
 
 if TYPE_CHECKING:
     from ...planner.trace import Floats
-    from ..api import Pager
+    from ..core import Core
 
 
 class WallClock:
-    """The CPU: ops are over when they return, and ``Pager.stall_us`` counts what they waited."""
+    """The CPU: ops are over when they return, and ``Core.stall_us`` counts what they waited."""
 
     now = staticmethod(time.perf_counter)
 
-    def __init__(self, pager: Pager) -> None:
+    def __init__(self, pager: Core) -> None:
         self._pager = pager
 
     @contextmanager
@@ -45,7 +45,7 @@ class DeviceClock:
     for pages lies between a pair of events around each ``use_frames`` and ``reuse_frames`` of the
     backend."""
 
-    def __init__(self, pager: Pager) -> None:
+    def __init__(self, pager: Core) -> None:
         self._backend: Any = pager.backend
         self.now: Callable[[], Any] = pager.backend.stamp
         self._waits: list[tuple[int, Any, Any]] = []
@@ -84,5 +84,5 @@ class DeviceClock:
 OpClock = WallClock | DeviceClock
 
 
-def clock_of(pager: Pager) -> OpClock:
+def clock_of(pager: Core) -> OpClock:
     return WallClock(pager) if pager.backend.stamp() is None else DeviceClock(pager)

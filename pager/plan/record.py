@@ -18,7 +18,7 @@ from ..errors import PagerError
 
 if TYPE_CHECKING:
     from ...planner.trace import Trace
-    from ..api import Pager
+    from ..core import Core
     from .recorder import Recorder
 
 PATH_VARIABLE = "TENSORPAGER_RECORD"  # where the trace goes; unset: nothing is recorded
@@ -30,7 +30,7 @@ CLAIM = "claim"
 
 # -- Pager.record --------------------------------------------------------------------------------
 @contextmanager
-def record_iterations(pager: Pager, path: str | os.PathLike[str]) -> Iterator[None]:
+def record_iterations(pager: Core, path: str | os.PathLike[str]) -> Iterator[None]:
     """Record the first whole iteration that runs inside the block, and write its trace to ``path``
     (all or nothing, mode 0600) when the block ends.
 
@@ -55,7 +55,7 @@ def record_iterations(pager: Pager, path: str | os.PathLike[str]) -> Iterator[No
 class _FirstIteration:
     """Listens for the first iteration that is completed; until one begins it records already."""
 
-    def __init__(self, pager: Pager) -> None:
+    def __init__(self, pager: Core) -> None:
         from .recorder import Recorder
 
         self.recorder: Recorder = Recorder(pager)
@@ -109,7 +109,7 @@ def write(target: Path, trace: Trace) -> Trace:
 
 
 # -- tensorpager record --------------------------------------------------------------------------
-def recording_from_environment(pager: Pager) -> None:
+def recording_from_environment(pager: Core) -> None:
     """Called for each new Pager: record one of its iterations if the environment says so.
 
     Trouble with it is reported on stderr and to the command, and never ends the training.
@@ -132,7 +132,7 @@ class _NumberedIteration:
 
     _made = 0
 
-    def __init__(self, pager: Pager, target: Path, number: int, folder: Path | None) -> None:
+    def __init__(self, pager: Core, target: Path, number: int, folder: Path | None) -> None:
         type(self)._made += 1
         self._report = folder / f"{os.getpid()}-{self._made}.json" if folder else None
         self._claim = folder / CLAIM if folder else None

@@ -1,7 +1,7 @@
 """``Recorder``: writes down what an iteration does while it runs.
 
 Two things are watched: ops, by a dispatch mode (autograd takes it along to the threads that run
-backward on a GPU), and uses of pages, by ``Pager.watch``. An op is what the dispatcher is asked for
+backward on a GPU), and uses of pages, by ``Core.watch``. An op is what the dispatcher is asked for
 from outside; what it does inside is part of it. Uses of pages outside of any op are ops of their
 own (``tensorpager::pack``, …), or, where pages are held for longer (``tensor.pin()``, an
 optimizer's step on plain views), uses by the ops whose operands lie in them.
@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..budget.dense_levels import levels_of
 from ..errors import PagerError
-from ..memory.space import PagedStorage, PageRun
+from ..memory.space import PageRun
 from ..tensor.dispatcher import hide_from_dynamo
 from ..tensor.op_info import describe
 from ..tensor.paged_tensor import PagedTensor
@@ -35,8 +35,7 @@ from .recording import Log, Mark, make_trace
 
 if TYPE_CHECKING:
     from ...planner.trace import Trace
-    from ..api import Pager
-    from .watch import Watcher
+    from ..core import Core, Watcher
 
 # What an access outside of ops is called, by the kind of the pages.
 FILLS = {
@@ -47,7 +46,7 @@ FILLS = {
 }
 FILL, PIN = "tensorpager::page", "tensorpager::pin"
 
-_recorded: weakref.WeakSet[Pager] = weakref.WeakSet()
+_recorded: weakref.WeakSet[Core] = weakref.WeakSet()
 
 
 class _Open:
@@ -77,7 +76,7 @@ class Recorder:
     """Records from :meth:`start` to :meth:`finish`, which are called in one thread and outside of
     backward. Can be started again afterwards."""
 
-    def __init__(self, pager: Pager) -> None:
+    def __init__(self, pager: Core) -> None:
         self._pager = pager
         self._clock = clock_of(pager)
         self._now = self._clock.now
@@ -111,7 +110,6 @@ class Recorder:
             stack.callback(_recorded.discard, pager)
             stack.enter_context(self._owners_of_gradients())
             stack.enter_context(self._modules.watching())
-            stack.enter_context(self._fills())
             stack.enter_context(self._levels.measuring())
             stack.enter_context(self._clock.running(self._running))
             stack.enter_context(self._watching())
@@ -207,32 +205,21 @@ class Recorder:
             return
 
     @contextmanager
-    def _fills(self) -> Iterator[None]:
+    def filling(self, run: PageRun) -> Iterator[None]:
         """Values that the pager itself copies into new pages: an op each."""
-        pager = self._pager
-        write = pager._write
-
-        def recorded(storage: PagedStorage, source: torch.Tensor) -> None:
-            here = self._here
-            if here.op >= 0:
-                write(storage, source)
-                return
-            run = storage.run
-            here.op = self._begin(FILLS.get(run.kind, FILL))
-            if run.kind == "activation":
-                self._log.saved.append((run, self._modules.current))
-            elif run.kind == "gradient":
-                here.gradients.append(run)
-            try:
-                write(storage, source)
-            finally:
-                here.op = -1
-
-        pager._write = recorded  # type: ignore[method-assign]
+        here = self._here
+        if here.op >= 0:
+            yield
+            return
+        here.op = self._begin(FILLS.get(run.kind, FILL))
+        if run.kind == "activation":
+            self._log.saved.append((run, self._modules.current))
+        elif run.kind == "gradient":
+            here.gradients.append(run)
         try:
             yield
         finally:
-            del pager._write
+            here.op = -1
 
     @contextmanager
     def _owners_of_gradients(self) -> Iterator[None]:

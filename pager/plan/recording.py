@@ -22,8 +22,8 @@ from ..memory.space import TRANSIENT_KINDS, PageRun
 from .names import named_models, named_runs, shared_name
 
 if TYPE_CHECKING:
-    from ..api import Pager
     from ..budget.dense_levels import Levels
+    from ..core import Core
     from .op_clock import OpClock
 
 SOURCE = "tensorpager"
@@ -70,7 +70,7 @@ Uses = dict[tuple[int, _Tensor], int]  # (op, tensor) → mode, in the order of 
 
 
 def make_trace(
-    pager: Pager, log: Log, clock: OpClock, levels: Levels, span: tuple[Mark, Mark]
+    pager: Core, log: Log, clock: OpClock, levels: Levels, span: tuple[Mark, Mark]
 ) -> Trace:
     """The trace of ``log``, whose marks are in order; ``span``: start and end of the iteration."""
     began, ended = span
@@ -87,7 +87,7 @@ def make_trace(
     return _assemble(pager, log, durations, uses, _facts(pager, stalls, levels, ops))
 
 
-def _facts(pager: Pager, stalls: Floats, levels: Levels, ops: int) -> dict[str, Any]:
+def _facts(pager: Core, stalls: Floats, levels: Levels, ops: int) -> dict[str, Any]:
     """Free metadata."""
     return {
         "models": [type(model).__name__ for _, model in named_models(pager)],
@@ -100,7 +100,7 @@ def _facts(pager: Pager, stalls: Floats, levels: Levels, ops: int) -> dict[str, 
 
 
 # -- tensors -------------------------------------------------------------------------------------
-def _tensors(pager: Pager, log: Log) -> dict[PageRun, _Tensor]:
+def _tensors(pager: Core, log: Log) -> dict[PageRun, _Tensor]:
     """The tensor that each run which was used belongs to."""
     used = dict.fromkeys(run for _, runs in log.accesses for run in runs)
     with pager.lock:
@@ -118,7 +118,7 @@ def _tensors(pager: Pager, log: Log) -> dict[PageRun, _Tensor]:
     return tensors
 
 
-def _names(pager: Pager, log: Log) -> dict[PageRun, list[str]]:
+def _names(pager: Core, log: Log) -> dict[PageRun, list[str]]:
     """All names of each run, in the order in which they were met."""
     found: dict[PageRun, dict[str, None]] = {}
     saved: Counter[str] = Counter()
@@ -201,7 +201,7 @@ def _workspace(dense: Ints, page_size: int) -> Uses:
 
 # -- the trace -----------------------------------------------------------------------------------
 def _assemble(
-    pager: Pager, log: Log, durations: Floats, uses: Uses, metadata: dict[str, Any]
+    pager: Core, log: Log, durations: Floats, uses: Uses, metadata: dict[str, Any]
 ) -> Trace:
     numbers: dict[_Tensor, int] = {}
     rows = [(op, numbers.setdefault(t, len(numbers)), mode) for (op, t), mode in uses.items()]

@@ -35,7 +35,7 @@ from ..tensor.paged_tensor import PagedTensor
 from .workspace import workspace
 
 if TYPE_CHECKING:
-    from ..api import Pager
+    from ..core import Core
 
 _SHARE = 3  # a slab takes this fraction of the arena: two are there at once, and others too
 _TABLE_SHARE = 3  # a table that takes less than this fraction is whole (`table_rows.py`)
@@ -75,7 +75,7 @@ def pages_of(
 # -- one part ------------------------------------------------------------------------------------
 @contextmanager
 def part(
-    pager: Pager, of: PagedTensor | PagedStorage, first: int, count: int, *, write: bool = False
+    pager: Core, of: PagedTensor | PagedStorage, first: int, count: int, *, write: bool = False
 ) -> Iterator[Int32]:
     """Keep pages ``first … first+count`` of a tensor's storage on the device; their frames, int32
     [count], on the host, in any order. They hold while the block runs.
@@ -91,7 +91,7 @@ def part(
 
 
 @contextmanager
-def page_set(pager: Pager, wanted: Pages) -> Iterator[Int32]:
+def page_set(pager: Core, wanted: Pages) -> Iterator[Int32]:
     """:func:`part` for any set of pages, or none: those that hold some rows of a table."""
     parts = [wanted.part]
     (frames,) = _pin(pager, [wanted], parts)
@@ -102,7 +102,7 @@ def page_set(pager: Pager, wanted: Pages) -> Iterator[Int32]:
 
 
 def _pin(
-    pager: Pager, wanted: Sequence[Pages], parts: Sequence[Part], *, streamed: bool = False
+    pager: Core, wanted: Sequence[Pages], parts: Sequence[Part], *, streamed: bool = False
 ) -> list[Int32]:
     """Frames of each; pinned, and ready to be written where that is wanted. All or nothing."""
     pager.check_open()
@@ -144,7 +144,7 @@ def _pin(
         return [pager.table.frame[one.pages] for one in parts]
 
 
-def _let_go(pager: Pager, parts: Sequence[Part]) -> None:
+def _let_go(pager: Core, parts: Sequence[Part]) -> None:
     pager.residency.parts.unpin(parts)
     if threading.get_ident() != pager.turns.home:
         pager.turns.left(parts)
@@ -152,14 +152,14 @@ def _let_go(pager: Pager, parts: Sequence[Part]) -> None:
         pager.turns.unpinned()
 
 
-def _unpin(pager: Pager, parts: Sequence[Part]) -> None:
+def _unpin(pager: Core, parts: Sequence[Part]) -> None:
     with pager.lock:
         _let_go(pager, parts)
         if pager.after_op is not None and pager.closed_reason is None:
             pager.after_op()
 
 
-def _will_write(pager: Pager, part: Part) -> None:
+def _will_write(pager: Core, part: Part) -> None:
     if part.run.kind == "parameter" and not pager.stepping and pager.in_iteration():
         pager.budget.check()
     part.run.writes += 1
@@ -167,7 +167,7 @@ def _will_write(pager: Pager, part: Part) -> None:
 
 
 @contextmanager
-def _stalled(pager: Pager, *, own: bool = False) -> Iterator[None]:
+def _stalled(pager: Core, *, own: bool = False) -> Iterator[None]:
     """What happens inside is waiting for pages; ``own``: for a stream's, which no plan can move."""
     start = time.perf_counter()
     moved = pager.migration.bytes_in + pager.migration.bytes_out
@@ -184,7 +184,7 @@ def _stalled(pager: Pager, *, own: bool = False) -> Iterator[None]:
 
 # -- streams -------------------------------------------------------------------------------------
 def stream(
-    pager: Pager, slabs: Iterable[Sequence[Pages]], *, noted: bool = False
+    pager: Core, slabs: Iterable[Sequence[Pages]], *, noted: bool = False
 ) -> Generator[list[Int32], None, None]:
     """Pin the pages of one slab after another; for each, the frames of each of its ``Pages``.
 
@@ -232,7 +232,7 @@ def _writes(slab: Sequence[Pages]) -> list[bool]:
     return [pages.write for pages in slab]
 
 
-def _note_whole_need(pager: Pager, slab: Sequence[Pages], began: float) -> None:
+def _note_whole_need(pager: Core, slab: Sequence[Pages], began: float) -> None:
     """Whole, a table is held, and its gradient is dense."""
     for pages in slab:
         run = pages.storage.run
@@ -258,7 +258,7 @@ class Slab:
 
 
 def slabs(
-    pager: Pager,
+    pager: Core,
     tensors: Sequence[torch.Tensor],
     pages_per_slab: int | None = None,
     *,
@@ -289,7 +289,7 @@ def slabs(
 
 
 def _walk(
-    pager: Pager, flat: Sequence[_Flat], write: Sequence[bool], numel: int, step: int
+    pager: Core, flat: Sequence[_Flat], write: Sequence[bool], numel: int, step: int
 ) -> Iterator[Slab]:
     borders = range(0, numel, step)
 
@@ -304,7 +304,7 @@ def _walk(
             yield Slab(start, stop, tuple(f.operand(start, stop) for f in flat))
 
 
-def fair_share(pager: Pager) -> int:
+def fair_share(pager: Core) -> int:
     """Frames for one slab: with the next one there too, others keep a third of the arena."""
     with pager.lock:
         return max(0, frames_anyway(pager) - pager.residency.pinned_pages()) // _SHARE
@@ -341,7 +341,7 @@ class _Flat:
     page_bytes: int
 
     @classmethod
-    def of(cls, pager: Pager, tensor: torch.Tensor) -> _Flat:
+    def of(cls, pager: Core, tensor: torch.Tensor) -> _Flat:
         if not tensor.is_contiguous():
             raise ValueError(
                 f"a tensor of shape {tuple(tensor.shape)} and stride {tensor.stride()} cannot be "
@@ -393,7 +393,7 @@ def operand(tensor: PagedTensor, first: int, count: int) -> Operand:
     return _operand(pager, tensor._storage.run, low, high, tensor.dtype)
 
 
-def _operand(pager: Pager, run: PageRun, low: int, high: int, dtype: torch.dtype) -> Operand:
+def _operand(pager: Core, run: PageRun, low: int, high: int, dtype: torch.dtype) -> Operand:
     """Bytes ``low … high`` of ``run``."""
     size = pager.page_size
     rows = slice(run.first + low // size, run.first - (-high // size))

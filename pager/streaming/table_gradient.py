@@ -24,6 +24,7 @@ from ...kernels.launch import upload
 from ...kernels.row_sums import RowGroups, add_rows, group_rows
 from ..memory.page_table import Int32
 from ..memory.space import PagedStorage
+from ..tensor.new_pages import empty_like_geometry
 from ..tensor.page_run import elementwise_op
 from ..tensor.paged_tensor import PagedTensor
 from .slabs import Pages, fair_share, slabs, stream
@@ -36,7 +37,7 @@ def new_gradient(table: torch.Tensor) -> PagedTensor:
     """In pages, with the table's geometry; the caller writes all of its values."""
     assert type(table) is PagedTensor
     like = torch.empty(table.size(), dtype=table.dtype, device="meta")
-    gradient = table._storage.pager.empty_like_geometry(like, "gradient", overwritten=True)
+    gradient = empty_like_geometry(table._storage.pager, like, "gradient", overwritten=True)
     _gradients.add(gradient._storage)
     return gradient
 

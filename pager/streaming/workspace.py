@@ -25,7 +25,7 @@ from ..memory.page_table import Int32, PageTable
 from ..moves.parts import Part
 
 if TYPE_CHECKING:
-    from ..api import Pager
+    from ..core import Core
 
 _SLABS = 3  # in use, coming, leaving
 
@@ -57,7 +57,7 @@ class Workspace:
 
 @contextmanager
 def workspace(
-    pager: Pager, slabs: Sequence[Sequence[Part]], write: Sequence[bool]
+    pager: Core, slabs: Sequence[Sequence[Part]], write: Sequence[bool]
 ) -> Iterator[Workspace]:
     """The stream is in the access log, and has its frames if a plan is followed. ``slabs``: the
     first two; ``write``: for each part of the first one."""

@@ -20,11 +20,12 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.weak import TensorWeakRef
 
 from ..memory.space import PagedStorage
+from .new_pages import store_bytes
 from .paged_tensor import PagedTensor
 from .transforms import PagerHooks
 
 if TYPE_CHECKING:
-    from ..api import Pager
+    from ..core import Core
 
 THRESHOLD_BYTES = 32 << 10  # smaller tensors cost more in bookkeeping than they free
 _grad_is_on = torch.is_grad_enabled
@@ -43,7 +44,7 @@ class _Origin(NamedTuple):
 class SavedTensors(PagerHooks):
     """The pack and unpack hooks of one pager, and what they share."""
 
-    def __init__(self, pager: Pager) -> None:
+    def __init__(self, pager: Core) -> None:
         super().__init__()
         self._pager = pager
         self._device_type = pager.device.type
@@ -81,6 +82,19 @@ class SavedTensors(PagerHooks):
         self._count_dense()
         self._origins = {k: o for k, o in self._origins.items() if not o.weak.expired()}
         self.skip = {k: v for k, v in self.skip.items() if not v[0].expired()}
+
+    def note_buffers(self, module: torch.nn.Module) -> None:
+        """Buffers stay dense: they count beside the pages, and are not copied into these."""
+        for buffer in module.buffers():
+            if buffer.device.type == self._device_type and type(buffer) is not PagedTensor:
+                memory = buffer.untyped_storage()
+                self.skip[memory._cdata] = StorageWeakRef(memory), memory.nbytes()
+        self.count()
+
+    def count(self) -> None:
+        """What lives on anyway, for the budget."""
+        self.forget()
+        self._pager.budget.dense_baseline = sum(nbytes for _, nbytes in self.skip.values())
 
     def forget_storage(self, memory: torch.UntypedStorage) -> None:
         """``memory`` may change without its version being counted."""
@@ -154,7 +168,7 @@ class SavedTensors(PagerHooks):
         if whole > _SPARSE_VIEW * nbytes:
             return self._store_range(tensor, nbytes)
         source = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(memory)
-        storage = self._pager.store_bytes(source, "activation")
+        storage = store_bytes(self._pager, source, "activation")
         self._origins[memory._cdata] = _Origin(
             StorageWeakRef(memory),
             tensor._version,
@@ -174,7 +188,7 @@ class SavedTensors(PagerHooks):
         start = int(tensor.storage_offset()) * size
         span = torch.empty(0, dtype=torch.uint8, device=tensor.device)
         span.set_(tensor.untyped_storage(), start, (reach * size,), (1,))
-        storage = self._pager.store_bytes(span, "activation")
+        storage = store_bytes(self._pager, span, "activation")
         return _view_of(storage, tensor, int(tensor.storage_offset()) * size)
 
 

@@ -16,7 +16,7 @@ from .page_run import is_too_large, run_in_slabs, run_on_pages
 from .paged_tensor import PagedTensor
 
 if TYPE_CHECKING:
-    from ..api import Pager
+    from ..core import Core
 
 LISTS = (list, tuple)
 PLAIN = OpInfo("plain", (), ())
@@ -185,7 +185,7 @@ class _Operands:
 
     __slots__ = ("buffers", "pager", "runs", "twins", "views")
 
-    def __init__(self, pager: Pager) -> None:
+    def __init__(self, pager: Core) -> None:
         self.pager = pager
         self.runs: list[PageRun] = []
         self.twins: dict[int, PagedTensor] = {}  # id(dense view) -> its PagedTensor
@@ -267,7 +267,7 @@ def _restore(out: Any, operands: _Operands) -> Any:
 
 # -- what cannot be run as it is -------------------------------------------------------------------
 def _run_across(
-    func: Any, info: OpInfo, args: Any, kwargs: dict[str, Any], pagers: list[Pager]
+    func: Any, info: OpInfo, args: Any, kwargs: dict[str, Any], pagers: list[Core]
 ) -> Any:
     """Operands of several pagers: those only read become plain copies, one pager's stay."""
     writes = _written_by(info, args, kwargs)

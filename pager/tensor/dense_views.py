@@ -4,14 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
 import torch
 
 from .paged_tensor import PagedTensor
-
-if TYPE_CHECKING:
-    from ..api import Pager
 
 
 def direct_view(tensor: PagedTensor) -> torch.Tensor:
@@ -57,9 +53,9 @@ def withdraw(tensors: Sequence[PagedTensor], views: Iterable[torch.Tensor]) -> N
 
 
 @contextmanager
-def pinned_view(pager: Pager, tensor: PagedTensor) -> Iterator[torch.Tensor]:
+def pinned_view(tensor: PagedTensor) -> Iterator[torch.Tensor]:
     """See ``PagedTensor.pin``."""
-    run = tensor._storage.run
+    pager, run = tensor._storage.pager, tensor._storage.run
     pager.pin([run])
     try:
         pager.will_write(run)

@@ -41,7 +41,7 @@ from .dense_views import dense_view, direct_view, withdraw
 from .paged_tensor import PagedTensor
 
 if TYPE_CHECKING:
-    from ..api import Pager
+    from ..core import Core
 
 LINEAR = torch.nn.functional.linear
 _STRIDED, _mm = torch.strided, torch.mm
@@ -91,7 +91,7 @@ def _whole(inputs: torch.Tensor, weight: PagedTensor, bias: Any) -> torch.Tensor
     return _product_otherwise(inputs, weight, bias) if out is NOT_QUICK else out
 
 
-def _is_watched(pager: Pager) -> bool:
+def _is_watched(pager: Core) -> bool:
     """Somebody wants to see, or to change, the ops that a linear is made of."""
     return bool(
         pager.watch is not None

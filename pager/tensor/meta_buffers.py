@@ -22,10 +22,10 @@ import torch
 from ..errors import PagerError
 
 if TYPE_CHECKING:
-    from ..api import Pager
+    from ..core import Core
 
 
-def fill_buffers(pager: Pager, model: torch.nn.Module) -> None:
+def fill_buffers(pager: Core, model: torch.nn.Module) -> None:
     """Set the buffers of ``model`` that have no values, where it says how; warn of those that are
     in no checkpoint either. To be called before its parameters are paged."""
     for path, module in model.named_modules():
@@ -133,7 +133,7 @@ def _takes_one(function: Callable[..., Any]) -> bool:
 class _LeftEmpty:
     """Forward pre-hook of a module that has such buffers left. Copies of the module share it."""
 
-    def __init__(self, pager: Pager | None = None, path: str = "") -> None:
+    def __init__(self, pager: Core | None = None, path: str = "") -> None:
         self._pager = weakref.ref(pager) if pager is not None else None
         self._path = path
 
@@ -155,7 +155,7 @@ class _LeftEmpty:
             if not value.is_meta and value.size() == buffer.size():
                 module._buffers[name] = torch.zeros_like(buffer, device=pager.device)
         if pager is not None and pager.closed_reason is None:
-            pager.note_buffers(module)
+            pager.saved.note_buffers(module)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _LeftEmpty:
         return self

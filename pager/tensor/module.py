@@ -12,10 +12,11 @@ from ..distributed import collectives as _collectives  # noqa: F401 - serves the
 from ..distributed.replicas import note_replicas, refuse_sharding, refuse_wrapped
 from .doors import refuse_script
 from .images import mark_saved
+from .new_pages import copy_in, empty_like_geometry
 from .paged_tensor import PagedTensor
 
 if TYPE_CHECKING:
-    from ..api import Pager
+    from ..core import Core
 
 
 class ShapeHook:
@@ -24,14 +25,16 @@ class ShapeHook:
     Copies of the model share it; a pickled model comes back without it, with plain parameters.
     """
 
-    def __init__(self, pager: Pager | None = None) -> None:
+    def __init__(self, pager: Core | None = None) -> None:
         self._pager = weakref.ref(pager) if pager is not None else None
         self._looked = False
 
     def __call__(self, module: torch.nn.Module, args: Any, kwargs: Any) -> None:
         pager = self._pager() if self._pager is not None else None
         if pager is not None and pager.closed_reason is None:
-            pager.note_shapes(module, args, kwargs)
+            if not pager.turns.is_home():
+                pager.note_guest()
+            pager.settling.note_shapes(module, args, kwargs)
             note_replicas(pager)
             if not self._looked:
                 self._looked = True
@@ -56,7 +59,7 @@ def refuse_lazy(module: torch.nn.Module) -> None:
             )
 
 
-def page_module(pager: Pager, module: torch.nn.Module) -> None:
+def page_module(pager: Core, module: torch.nn.Module) -> None:
     """Replace every parameter of ``module`` in place; see ``Pager.page_module``."""
     if _is_sharded(module):
         from ..distributed.shards import (
@@ -79,6 +82,13 @@ def page_module(pager: Pager, module: torch.nn.Module) -> None:
             child.register_state_dict_post_hook(mark_saved)
         if any(type(parameter) is PagedTensor for parameter in child._parameters.values()):
             child.__prepare_scriptable__ = refuse_script  # as torch.jit.script calls it
+
+
+def note_model(pager: Core, model: torch.nn.Module) -> None:
+    """``model`` is paged: its checkpoints, names and input shapes are asked for."""
+    if not any(known() is model for known in pager.models):
+        pager.models.append(weakref.ref(model))
+        model.register_forward_pre_hook(ShapeHook(pager), with_kwargs=True)
 
 
 def is_dtensor(parameter: torch.Tensor) -> bool:
@@ -104,7 +114,7 @@ def _join(prefix: str, name: str) -> str:
     return f"{prefix}.{name}" if prefix else name
 
 
-def known_parameter(pager: Pager, parameter: torch.nn.Parameter) -> PagedTensor | None:
+def known_parameter(pager: Core, parameter: torch.nn.Parameter) -> PagedTensor | None:
     """What ``parameter`` became, for weights tied to it and optimizers made before. The weak
     references tell it from another parameter that has its address by now."""
     old, new = pager.replaced.get(id(parameter), (None, None))
@@ -113,12 +123,12 @@ def known_parameter(pager: Pager, parameter: torch.nn.Parameter) -> PagedTensor 
     return new()  # type: ignore[no-any-return]
 
 
-def _page_parameter(pager: Pager, parameter: torch.nn.Parameter, label: str) -> PagedTensor:
+def _page_parameter(pager: Core, parameter: torch.nn.Parameter, label: str) -> PagedTensor:
     if parameter.is_meta:
-        paged = pager.empty_like_geometry(parameter, "parameter")
+        paged = empty_like_geometry(pager, parameter, "parameter")
     else:
         _check_device(pager, parameter, label)
-        paged = pager.copy_in(parameter.detach(), "parameter")
+        paged = copy_in(pager, parameter.detach(), "parameter")
     paged._storage.label = label
     paged._is_param = True
     for key, value in parameter.__dict__.items():
@@ -128,11 +138,11 @@ def _page_parameter(pager: Pager, parameter: torch.nn.Parameter, label: str) -> 
         _take_over_hooks(pager, parameter, paged)
         paged.requires_grad_(parameter.requires_grad)
     if parameter.grad is not None:
-        paged.grad = pager.copy_in(parameter.grad.detach(), "gradient")
+        paged.grad = copy_in(pager, parameter.grad.detach(), "gradient")
     return paged
 
 
-def _take_over_hooks(pager: Pager, parameter: torch.Tensor, paged: PagedTensor) -> None:
+def _take_over_hooks(pager: Core, parameter: torch.Tensor, paged: PagedTensor) -> None:
     """The user's hooks go on working, their handles too; gradients are paged before they run."""
     if parameter._backward_hooks:
         paged._backward_hooks = parameter._backward_hooks
@@ -148,7 +158,7 @@ def _take_over_hooks(pager: Pager, parameter: torch.Tensor, paged: PagedTensor) 
     theirs.update(earlier)
 
 
-def _check_device(pager: Pager, parameter: torch.Tensor, label: str) -> None:
+def _check_device(pager: Core, parameter: torch.Tensor, label: str) -> None:
     if parameter.device.type not in (pager.device.type, "cpu"):
         raise ValueError(
             f"parameter {label!r} is on {parameter.device} and the pager on {pager.device}; move "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import closing
+from contextlib import closing, nullcontext
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -20,10 +20,10 @@ from .paged_tensor import PagedTensor
 from .plain_copies import dense_twin
 
 if TYPE_CHECKING:
-    from ..api import Pager
+    from ..core import Core
 
 
-def page_copy(pager: Pager, tensor: torch.Tensor) -> PagedTensor:
+def page_copy(pager: Core, tensor: torch.Tensor) -> PagedTensor:
     """See ``Pager.page``."""
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(
@@ -44,9 +44,10 @@ def page_copy(pager: Pager, tensor: torch.Tensor) -> PagedTensor:
 
 
 def empty_like_geometry(
-    pager: Pager, like: torch.Tensor, kind: str, *, overwritten: bool = False
+    pager: Core, like: torch.Tensor, kind: str, *, overwritten: bool = False
 ) -> PagedTensor:
-    """See ``Pager.empty_like_geometry``."""
+    """A PagedTensor with ``like``'s shape, dtype and (dense) strides; zeros. ``overwritten``: the
+    caller writes all of it before anyone reads it, so the values may be anything."""
     pager.check_open()
     dense = torch.ops.aten.is_non_overlapping_and_dense(like)
     shape = like if dense else torch.empty(like.size(), dtype=like.dtype, device="meta")
@@ -55,27 +56,33 @@ def empty_like_geometry(
     return PagedTensor(storage, shape.size(), shape.stride(), 0, like.dtype)
 
 
-def copy_in(pager: Pager, dense: torch.Tensor, kind: str) -> PagedTensor:
-    """See ``Pager.copy_in``."""
+def copy_in(pager: Core, dense: torch.Tensor, kind: str) -> PagedTensor:
+    """A PagedTensor with the values of plain, strided ``dense``."""
     if not torch.ops.aten.is_non_overlapping_and_dense(dense):
         dense = dense.contiguous()
     dense = dense.resolve_conj().resolve_neg()
     paged = empty_like_geometry(pager, dense, kind, overwritten=True)
     if dense.numel():
         flat = dense.as_strided((dense.numel(),), (1,), dense.storage_offset())
-        pager._write(paged._storage, flat.view(torch.uint8))
+        write(pager, paged._storage, flat.view(torch.uint8))
     return paged
 
 
-def store_bytes(pager: Pager, source: torch.Tensor, kind: str) -> PagedStorage:
-    """See ``Pager.store_bytes``."""
+def store_bytes(pager: Core, source: torch.Tensor, kind: str) -> PagedStorage:
+    """A new storage that holds the bytes of ``source`` (uint8, one-dimensional)."""
     storage = _new_storage(pager, source.numel(), kind, overwritten=True)
-    pager._write(storage, source)
+    write(pager, storage, source)
     return storage
 
 
-def write(pager: Pager, storage: PagedStorage, source: torch.Tensor) -> None:
+def write(pager: Core, storage: PagedStorage, source: torch.Tensor) -> None:
     """The bytes of a new ``storage`` become those of ``source`` (uint8, one-dimensional)."""
+    watch = pager.watch
+    with watch.filling(storage.run) if watch is not None else nullcontext():
+        _write(pager, storage, source)
+
+
+def _write(pager: Core, storage: PagedStorage, source: torch.Tensor) -> None:
     run, residency = storage.run, pager.residency
     needs = residency.needs
     if run.count > max(1, frames_anyway(pager)):  # one page may hold other storages
@@ -99,7 +106,7 @@ def write(pager: Pager, storage: PagedStorage, source: torch.Tensor) -> None:
         pager.unpin([run])
 
 
-def _write_in_parts(pager: Pager, storage: PagedStorage, source: torch.Tensor) -> None:
+def _write_in_parts(pager: Core, storage: PagedStorage, source: torch.Tensor) -> None:
     """The same a few pages at a time. Raises ``InfeasibleBudget`` if not one page has room."""
     size = pager.page_size
     step = max(1, fair_share(pager))
@@ -114,7 +121,7 @@ def _write_in_parts(pager: Pager, storage: PagedStorage, source: torch.Tensor) -
         pager.residency.needs = max(needs[0], 1), max(needs[1], 1)  # a page at a time would do
 
 
-def _put(pager: Pager, source: torch.Tensor, frames: Int32) -> None:
+def _put(pager: Core, source: torch.Tensor, frames: Int32) -> None:
     """The bytes of ``source`` into pinned ``frames``, without a copy of them beside the arena: what
     comes from the host goes straight into its frames, a stretch of neighbours at a time."""
     size, arena = pager.page_size, pager.residency.arena
@@ -126,8 +133,10 @@ def _put(pager: Pager, source: torch.Tensor, frames: Int32) -> None:
         arena[frame * size : frame * size + piece.numel()].copy_(piece)
 
 
-def enlarge(pager: Pager, storage: PagedStorage, nbytes: int) -> None:
-    """See ``Pager.enlarge``."""
+def enlarge(storage: PagedStorage, nbytes: int) -> None:
+    """Give ``storage`` room for ``nbytes``; its contents stay, new bytes are undefined. All
+    PagedTensors that share it see the larger one."""
+    pager = storage.pager
     larger = _new_storage(pager, nbytes, storage.run.kind)
     old = PagedTensor(storage, (storage.nbytes,), (1,), 0, torch.uint8)
     PagedTensor(larger, (storage.nbytes,), (1,), 0, torch.uint8).copy_(old)
@@ -140,9 +149,9 @@ def enlarge(pager: Pager, storage: PagedStorage, nbytes: int) -> None:
         pager.opened.close()  # what is open lies in the smaller one
 
 
-def duplicate(pager: Pager, tensor: PagedTensor) -> PagedTensor:
-    """See ``Pager.duplicate``."""
-    kind = tensor._storage.run.kind
+def duplicate(tensor: PagedTensor) -> PagedTensor:
+    """What ``copy.deepcopy`` of a leaf gives: its own pages, the same attributes."""
+    pager, kind = tensor._storage.pager, tensor._storage.run.kind
     twin = copy_in(pager, dense_twin(tensor).detach(), kind)
     if getattr(tensor, "_is_param", False):
         twin._is_param = True
@@ -152,13 +161,11 @@ def duplicate(pager: Pager, tensor: PagedTensor) -> PagedTensor:
             twin.register_post_accumulate_grad_hook(pager.page_grad)  # type: ignore[no-untyped-call]
     if tensor.grad is not None:
         grad = tensor.grad
-        twin.grad = duplicate(pager, grad) if type(grad) is PagedTensor else grad.clone()
+        twin.grad = duplicate(grad) if type(grad) is PagedTensor else grad.clone()
     return twin
 
 
-def _new_storage(
-    pager: Pager, nbytes: int, kind: str, *, overwritten: bool = False
-) -> PagedStorage:
+def _new_storage(pager: Core, nbytes: int, kind: str, *, overwritten: bool = False) -> PagedStorage:
     """What another tensor left in memory is never seen in it: frames are erased when it gets them
     (``Residency.fill``), its part of a page that it shares is at once; not if it is to be
     ``overwritten`` as a whole."""

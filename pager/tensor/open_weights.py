@@ -42,7 +42,7 @@ from .dense_views import dense_view
 from .paged_tensor import PagedTensor
 
 if TYPE_CHECKING:
-    from ..api import Pager
+    from ..core import Core
 
 # Their results are new memory, and they write to no operand. (Embeddings do with ``max_norm``.)
 TAKE_OPEN = frozenset(
@@ -128,7 +128,7 @@ class OpenWeights:
     """Of one pager. ``native``: this iteration keeps to PyTorch's nodes. ``differentiated_twice``:
     a backward pass made a graph of itself."""
 
-    def __init__(self, pager: Pager) -> None:
+    def __init__(self, pager: Core) -> None:
         self._pager = pager
         self.native = self.differentiated_twice = False
         self._open: list[OpenWeight] = []

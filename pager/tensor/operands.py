@@ -21,7 +21,7 @@ from ..streaming.slabs import fair_share, operand, part, slabs
 from .paged_tensor import PagedTensor
 
 if TYPE_CHECKING:
-    from ..api import Pager
+    from ..core import Core
 
 
 class Coded(NamedTuple):
@@ -102,7 +102,7 @@ def flat(tensor: torch.Tensor) -> torch.Tensor:
 
 # -- whole ---------------------------------------------------------------------------------------
 @contextmanager
-def whole(pager: Pager, values: Sequence[Value], write: Sequence[bool]) -> Iterator[list[State]]:
+def whole(pager: Core, values: Sequence[Value], write: Sequence[bool]) -> Iterator[list[State]]:
     """Hold all of ``values``, and note which will be written; their operands.
 
     Raises ``NotAtOnce`` where they do not fit, and what a fault raises; nothing is pinned then.
@@ -120,7 +120,7 @@ def whole(pager: Pager, values: Sequence[Value], write: Sequence[bool]) -> Itera
             pager.unpin(runs)
 
 
-def held(pager: Pager, values: Sequence[Value], write: Sequence[bool]) -> list[State]:
+def held(pager: Core, values: Sequence[Value], write: Sequence[bool]) -> list[State]:
     """:func:`whole` for values that the caller has pinned."""
     for run in runs_of(value for value, written in zip(values, write) if written):
         pager.will_write(run)
@@ -145,7 +145,7 @@ def _operand(tensor: torch.Tensor) -> Operand:
 
 
 # -- slab by slab --------------------------------------------------------------------------------
-def pages_per_slab(pager: Pager, values: Sequence[Value]) -> int:
+def pages_per_slab(pager: Core, values: Sequence[Value]) -> int:
     """For :func:`in_slabs`: what fits beside others, such that slabs are a power of two of pages.
 
     So the scales of a slab lie in one page, or are whole pages, and of two sizes of slabs the
@@ -159,7 +159,7 @@ def pages_per_slab(pager: Pager, values: Sequence[Value]) -> int:
 
 
 def in_slabs(
-    pager: Pager, values: Sequence[Value], write: Sequence[bool], pages: int
+    pager: Core, values: Sequence[Value], write: Sequence[bool], pages: int
 ) -> Iterator[Span]:
     """Spans of all elements, in order, a few ``pages`` at a time; the next ones are read ahead.
 
@@ -185,7 +185,7 @@ def in_slabs(
 
 @contextmanager
 def _stretch(
-    pager: Pager, tensor: torch.Tensor, start: int, stop: int, write: bool
+    pager: Core, tensor: torch.Tensor, start: int, stop: int, write: bool
 ) -> Iterator[Operand]:
     """Elements ``start … stop`` of a contiguous tensor, in one page or from a page border on."""
     if type(tensor) is not PagedTensor:
@@ -204,7 +204,7 @@ def _stretch(
             yield arena[at : at + high - low].view(tensor.dtype)
 
 
-def spans(pager: Pager, values: Sequence[Value], write: Sequence[bool]) -> Iterator[Span]:
+def spans(pager: Core, values: Sequence[Value], write: Sequence[bool]) -> Iterator[Span]:
     """All elements at once where that takes a share of the arena at most, else slab by slab."""
     first = next(tensors_of(values))
     if not first.numel():

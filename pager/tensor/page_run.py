@@ -41,7 +41,7 @@ from .page_rules import is_operand
 from .paged_tensor import PagedTensor
 
 if TYPE_CHECKING:
-    from ..api import Pager
+    from ..core import Core
 
 aten = torch.ops.aten
 
@@ -133,14 +133,14 @@ def _input(value: Any) -> Any:
 
 
 # -- larger than the arena -------------------------------------------------------------------------
-def is_too_large(pager: Pager, runs: Iterable[PageRun]) -> bool:
+def is_too_large(pager: Core, runs: Iterable[PageRun]) -> bool:
     """Whether ``runs`` are not to be on the device together, if that can be avoided: the arena has
     fewer frames. In a metered iteration, in which it is as large as it has to be: fewer than other
     ops need (:func:`run_in_slabs` refuses where that would change results)."""
     return sum(run.count for run in runs) > frames_anyway(pager)
 
 
-def _has_to_be_whole(pager: Pager, tensors: Iterable[Any]) -> bool:
+def _has_to_be_whole(pager: Core, tensors: Iterable[Any]) -> bool:
     """Whether an op with other bits in slabs is not to go so in this metered iteration: later ones
     have the frames for it. If they have not, what it would take is noted."""
     if not pager.budget.metering:
@@ -154,7 +154,7 @@ def _has_to_be_whole(pager: Pager, tensors: Iterable[Any]) -> bool:
     return False
 
 
-def run_in_slabs(pager: Pager, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+def run_in_slabs(pager: Core, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """The op on operands that are not pinned, and may all be larger than the arena.
 
     Results are the bits of :func:`run_on_pages`, but that partial results of reductions are of
@@ -210,7 +210,7 @@ def _page_by_page(operand: Operand) -> list[Operand]:
     ]
 
 
-def _fill_in_slabs(pager: Pager, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+def _fill_in_slabs(pager: Core, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """``normal_``, ``uniform_`` and ``erfinv_`` by torch's own ops, a stretch of consecutive frames
     after the other.
 
@@ -233,9 +233,7 @@ def _begins_amid(tensor: torch.Tensor) -> bool:
     return type(tensor) is PagedTensor and tensor._storage.offset != 0
 
 
-def _walk(
-    pager: Pager, tensors: Sequence[torch.Tensor], *, writes: bool
-) -> Iterable[list[Operand]]:
+def _walk(pager: Core, tensors: Sequence[torch.Tensor], *, writes: bool) -> Iterable[list[Operand]]:
     """Operands of all tensors, slab by slab; ``writes``: the first one is written. Each tensor's
     pages count once, however often it is named."""
     names = [_identity(tensor) for tensor in tensors]

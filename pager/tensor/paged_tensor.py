@@ -19,7 +19,6 @@ from ..memory.space import PagedStorage
 from .doors import Doors
 
 if TYPE_CHECKING:
-    from ..api import Pager
     from .images import Saved
     from .open_weights import OpenWeight
 
@@ -78,9 +77,9 @@ class PagedTensor(Doors, torch.Tensor):
 
     # -- public ----------------------------------------------------------------------------------
     @property
-    def pager(self) -> Pager:
-        """The pager that owns the pages."""
-        return self._storage.pager
+    def pager(self) -> Any:
+        """The ``Pager`` that owns the pages."""
+        return self._storage.pager.face
 
     def to_dense(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """A plain tensor with the same values, size and strides, outside the arena. Differentiable
@@ -104,7 +103,9 @@ class PagedTensor(Doors, torch.Tensor):
         (always, unless pins of others leave no room), else a copy that is written back at the end.
         Work that uses it must be queued on the current stream.
         """
-        return self._storage.pager.pinned(self)
+        from .dense_views import pinned_view
+
+        return pinned_view(self)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         from .plain_copies import describe_tensor
@@ -124,7 +125,9 @@ class PagedTensor(Doors, torch.Tensor):
                 "Only Tensors created explicitly by the user (graph leaves) support the deepcopy "
                 "protocol at the moment; detach() this PagedTensor first"
             )
-        copy = memo[id(self)] = self._storage.pager.duplicate(self)
+        from .new_pages import duplicate
+
+        copy = memo[id(self)] = duplicate(self)
         return copy
 
     def __copy__(self) -> PagedTensor:

@@ -8,6 +8,7 @@ import torch
 
 from .dense_run import LISTS, paged_in, run_dense
 from .geometry import meta_twin
+from .new_pages import empty_like_geometry
 from .op_info import OpInfo
 from .paged_tensor import PagedTensor
 
@@ -75,8 +76,11 @@ def run_like(func: Any, info: OpInfo, args: Any, kwargs: dict[str, Any]) -> Any:
         if (func is not torch.ops.aten.clone.default)
         else func(meta_twin(tensor), *args[1:], **kwargs)
     )
-    result = tensor._storage.pager.empty_like_geometry(
-        shape, "optimizer", overwritten=func is not torch.ops.aten.empty_like.default
+    result = empty_like_geometry(
+        tensor._storage.pager,
+        shape,
+        "optimizer",
+        overwritten=func is not torch.ops.aten.empty_like.default,
     )
     if func is torch.ops.aten.clone.default:
         result.copy_(tensor)
@@ -98,6 +102,6 @@ def run_cast(func: Any, info: OpInfo, args: Any, kwargs: dict[str, Any]) -> Any:
     if tensor._storage.run.kind != "parameter" or tensor._storage.run.small or elsewhere or no_room:
         return run_dense(func, info, args, kwargs)
     shape = func(meta_twin(tensor), **{**kwargs, "device": "meta", "non_blocking": False})
-    result = pager.empty_like_geometry(shape, "activation", overwritten=True)
+    result = empty_like_geometry(pager, shape, "activation", overwritten=True)
     result.copy_(tensor)
     return result

@@ -12,6 +12,7 @@ from ..errors import PagerError
 from .dense_run import LISTS, run_dense
 from .dense_views import direct_view
 from .geometry import check_bounds, like_geometry, meta_twin, set_geometry
+from .new_pages import enlarge
 from .op_info import OpInfo
 from .paged_tensor import PagedTensor
 
@@ -134,7 +135,7 @@ def run_resize(func: Any, info: OpInfo, args: Any, kwargs: dict[str, Any]) -> An
     shape = torch.empty(size, dtype=tensor.dtype, device="meta", memory_format=layout)
     nbytes = (int(tensor.storage_offset()) + shape.numel()) * tensor.element_size()
     if nbytes > tensor._storage.nbytes:
-        tensor._storage.pager.enlarge(tensor._storage, nbytes)
+        enlarge(tensor._storage, nbytes)
     with_offset = torch.empty(0, dtype=tensor.dtype, device="meta").as_strided(
         shape.size(), shape.stride(), tensor.storage_offset()
     )

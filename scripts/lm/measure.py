@@ -135,8 +135,8 @@ def open_memory(spec: Spec, options: Options, stack: ExitStack) -> tuple[Memory,
         device=options.device,
     )
     stack.enter_context(pager)
-    if pager.disk is not None and spec.case.disk_rate:
-        slow_down(pager.disk, spec.case.disk_rate * 1e6)
+    if pager.core.disk is not None and spec.case.disk_rate:
+        slow_down(pager.core.disk, spec.case.disk_rate * 1e6)
     return (OverlapMemory if mode == "overlap" else PagedMemory)(pager), pager
 
 
@@ -219,9 +219,9 @@ def warm_up(trainer: Trainer, spec: Spec, pager: tp.Pager | None) -> list[float]
 def settled(pager: tp.Pager) -> bool:
     """Whether the latest kind of iteration has its second, full plan and has followed it, or will
     never have one."""
-    if pager.fits:
+    if pager.core.fits:
         return True
-    kind = pager.follower.current if pager.follower is not None else None
+    kind = pager.core.follower.current if pager.core.follower is not None else None
     if kind is None or kind.process is not None:
         return False
     if kind.refused is not None or kind.turned_down is not None:
@@ -233,12 +233,12 @@ def _counters(pager: tp.Pager) -> dict[str, float]:
     """Numbers that only grow."""
     stats = pager.stats()
     names = ("stall_us", "prefetches", "prefetch_hits", "faults", "departures", "gathers")
-    kinds = pager.follower.kinds.all if pager.follower is not None else []
+    kinds = pager.core.follower.kinds.all if pager.core.follower is not None else []
     return {
         **{name: stats[name] for name in (*names, "compactions", "planned_iterations")},
         "disk_bytes_written": stats["disk_bytes_written"],
         "plans": sum(kind.plans for kind in kinds),
-        "early_updates": pager.overlap.updates,
+        "early_updates": pager.core.overlap.updates,
     }
 
 
@@ -266,8 +266,8 @@ class PagerWatch:
                 name: (moved[name] - before) / steps for name, before in self.channel_bytes.items()
             },
             "notes": _notes(pager, mode, timed),
-            "disk_file_bytes": os.fstat(pager.disk.fileno()).st_size if pager.disk else 0,
-            "disk_direct": pager.disk.direct if pager.disk is not None else None,
+            "disk_file_bytes": os.fstat(pager.core.disk.fileno()).st_size if pager.core.disk else 0,
+            "disk_direct": pager.core.disk.direct if pager.core.disk is not None else None,
             "stats": stats,
         }
 
@@ -275,7 +275,7 @@ class PagerWatch:
 def _notes(pager: tp.Pager, mode: str, timed: dict[str, float]) -> list[str]:
     """What makes the timed steps other than their mode's name says."""
     notes = []
-    if pager.fits:
+    if pager.core.fits:
         notes.append("everything fits")
     elif mode in PLANNED and pager.plan(wait=False) is None:
         notes.append(pager.explain().split("\n")[0])
@@ -283,9 +283,9 @@ def _notes(pager: tp.Pager, mode: str, timed: dict[str, float]) -> list[str]:
         notes.append(f"left the plan {timed['departures']:.0f} times")
     if mode in PLANNED and timed["plans"]:
         notes.append("planned again meanwhile")
-    if mode == "overlap" and not pager.fits and not timed["early_updates"]:
+    if mode == "overlap" and not pager.core.fits and not timed["early_updates"]:
         notes.append("no parameter was updated early")
-    if pager.disk is not None and not pager.disk.direct:
+    if pager.core.disk is not None and not pager.core.disk.direct:
         notes.append("disk without O_DIRECT")
     return notes
 

@@ -46,7 +46,7 @@ def test_memory_that_cannot_be_page_locked_harms_no_later_call(
     torch.zeros(1, device="cuda").add_(1)  # a launch asks CUDA for errors
     most_registered(NO_LIMIT)
     with tp.Pager("64MiB", host_budget="64MiB", device="cuda") as pager:
-        assert pager.host.capacity_bytes == 64 * MIB
+        assert pager.core.host.capacity_bytes == 64 * MIB
 
 
 def test_any_thread_may_page_lock(kit: CudaMemory) -> None:

@@ -71,7 +71,7 @@ def lane(request: pytest.FixtureRequest) -> str:
 def _pager_in(lane: str, **options: Any) -> Iterator[tp.Pager]:
     with make_pager(fits=lane in ROOMY_LANES, **options) as pager, ExitStack() as stack:
         if lane == "chaos":
-            stack.enter_context(chaos(pager))
+            stack.enter_context(chaos(pager.core))
         if lane == "open":
             know_that_all_fits(pager)
         yield pager

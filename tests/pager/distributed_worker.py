@@ -83,8 +83,8 @@ def train(kind: str, pager: tp.Pager | None) -> tuple[list[float], list[torch.Te
     optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
     if pager is not None:
         optimizer = pager.optimizer(optimizer)
-        if pager.follower is not None:
-            pager.follower.only_if_faster = False
+        if pager.core.follower is not None:
+            pager.core.follower.only_if_faster = False
     data = torch.Generator().manual_seed(dist.get_rank())
     figures = []
     for step in range(STEPS):
@@ -100,7 +100,7 @@ def train(kind: str, pager: tp.Pager | None) -> tuple[list[float], list[torch.Te
             optimizer.step()
             optimizer.zero_grad()
         if pager is not None:
-            check_invariants(pager)
+            check_invariants(pager.core)
             if pager.policy == "lp":
                 pager.plan()
     if kind == "fsdp2":  # as a checkpoint has them: sharded like the parameters
@@ -127,8 +127,8 @@ def compare(kind: str, folder: Path, policies: list[str]) -> Found:
                 "same_figures": figures == expected,
                 "same_tensors": len(paged) == len(parameters)
                 and all(torch.equal(a, b) for a, b in zip(paged, parameters)),
-                "dense_baseline": pager.budget.dense_baseline,
-                "opened": len(pager.opened._known),
+                "dense_baseline": pager.core.budget.dense_baseline,
+                "opened": len(pager.core.opened._known),
                 **{name: stats[name] for name in facts},
             }
     return found
@@ -179,7 +179,7 @@ def collectives(folder: Path) -> Found:
     rank, ranks = dist.get_rank(), dist.get_world_size()
     base = torch.arange(40_000.0)
     found: Found = {}
-    with make_pager(folder, "lru") as pager, chaos(pager):
+    with make_pager(folder, "lru") as pager, chaos(pager.core):
         mine = pager.page(base + rank)
         total = base * ranks + sum(range(ranks))
         work = dist.all_reduce(tensor := pager.page(base + rank), async_op=True)

@@ -107,8 +107,8 @@ class FaultyEngine:
 
 def break_disk(pager: tp.Pager, seed: int = 0) -> FaultyEngine:
     """Puts a :class:`FaultyEngine` below the retries of ``pager``'s disk tier."""
-    assert pager.disk is not None
-    watched = pager.disk.engine
+    assert pager.core.disk is not None
+    watched = pager.core.disk.engine
     assert isinstance(watched, WatchedEngine)
     watched.inner = FaultyEngine(watched.inner, seed)
     return watched.inner

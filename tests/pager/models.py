@@ -36,10 +36,10 @@ def know_that_all_fits(pager: tp.Pager) -> None:
     """As after a metered iteration in a budget with room to spare; new shapes are not metered."""
     with pager.iteration():
         (pager.page(torch.ones(8)).requires_grad_() * 2).sum().backward()
-    pager.saved.dense_allowance = 64 << 20
-    pager.residency.resize(128 << 20 >> 16)
-    pager.note_shapes = lambda *args: None  # type: ignore[method-assign]
-    assert pager.fits
+    pager.core.saved.dense_allowance = 64 << 20
+    pager.core.residency.resize(128 << 20 >> 16)
+    pager.core.settling.note_shapes = lambda *args: None  # type: ignore[method-assign]
+    assert pager.core.fits
 
 
 class World:
@@ -64,7 +64,7 @@ class World:
             return
         with self.pager.iteration():
             yield
-        check_invariants(self.pager)
+        check_invariants(self.pager.core)
 
 
 Script = Callable[[World], Any]
@@ -78,7 +78,7 @@ def compare_runs(script: Script, world: World, *, must_move: bool = True) -> Non
     expected = plain(script(World()))
     torch.manual_seed(SEED)
     result = plain(script(world))
-    check_invariants(world.pager)
+    check_invariants(world.pager.core)
     assert_same(result, expected)
     stats = world.pager.stats()
     if must_move:
@@ -89,9 +89,9 @@ def compare_runs(script: Script, world: World, *, must_move: bool = True) -> Non
 
 def live_pages(pager: tp.Pager) -> int:
     gc.collect()
-    with pager.lock:
-        pager.residency.collect()
-    return pager.space.live_pages
+    with pager.core.lock:
+        pager.core.residency.collect()
+    return pager.core.space.live_pages
 
 
 def plain(value: Any) -> Any:

@@ -239,14 +239,14 @@ def _train(job: Job) -> None:
         page_size=job.page_size,
         device="cpu",
     ) as pager:
-        arena = pager.backend.address, pager.backend.arena.numel()
-        if pager.follower is not None:
-            pager.follower.most_plans = job.plans
-            pager.follower.only_if_faster = False
-        host = pager.host.view(0, 1).ctypes.data if job.host else 0
-        _say(places={"arena": arena, "host": (host, pager.host.capacity_bytes)})
-        if pager.disk is not None and job.disk_rate:
-            slow_down(pager.disk, job.disk_rate * 1e6)
+        arena = pager.core.backend.address, pager.core.backend.arena.numel()
+        if pager.core.follower is not None:
+            pager.core.follower.most_plans = job.plans
+            pager.core.follower.only_if_faster = False
+        host = pager.core.host.view(0, 1).ctypes.data if job.host else 0
+        _say(places={"arena": arena, "host": (host, pager.core.host.capacity_bytes)})
+        if pager.core.disk is not None and job.disk_rate:
+            slow_down(pager.core.disk, job.disk_rate * 1e6)
         trainer = Trainer(options, PagedMemory(pager), corpus)
         losses = []
         for _ in range(job.steps):

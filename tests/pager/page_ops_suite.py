@@ -24,19 +24,19 @@ FP32, BF16, FP16, FP64 = torch.float32, torch.bfloat16, torch.float16, torch.flo
 @contextmanager
 def scattered_pager(*, frames: int = 80, poisoned: bool = False, **options: Any) -> Iterator[Any]:
     with make_pager(frames=frames, **options) as pager, ExitStack() as stack:
-        stack.enter_context(scattered(pager))
+        stack.enter_context(scattered(pager.core))
         if poisoned:
-            stack.enter_context(chaos(pager))
+            stack.enter_context(chaos(pager.core))
         yield pager
 
 
 @contextmanager
 def no_gathers(pager: tp.Pager) -> Iterator[None]:
-    before = pager.gathers
+    before = pager.core.gathers
     yield
-    assert pager.gathers == before, f"{pager.gathers - before} dense copies were made"
-    check_invariants(pager)
-    assert pager.residency.pinned_pages() == 0
+    assert pager.core.gathers == before, f"{pager.core.gathers - before} dense copies were made"
+    check_invariants(pager.core)
+    assert pager.core.residency.pinned_pages() == 0
 
 
 def values(seed: int, dtype: torch.dtype = FP32, shape: Any = SHAPE) -> torch.Tensor:
@@ -65,14 +65,14 @@ def check_script(
     expected_in = [t.clone() for t in raw]
     expected = script(*expected_in)
     given = [pager.page(t) if p else t.clone() for t, p in zip(raw, paged, strict=True)]
-    before = pager.gathers
+    before = pager.core.gathers
     result = script(*given)
-    assert (pager.gathers > before) == gathers, f"{pager.gathers - before} dense copies"
-    assert pager.residency.pinned_pages() == 0
+    assert (pager.core.gathers > before) == gathers, f"{pager.core.gathers - before} dense copies"
+    assert pager.core.residency.pinned_pages() == 0
     assert_same(plain([result, given]), plain([expected, expected_in]))
     if type(expected) is torch.Tensor:
         assert result.stride() == expected.stride()
-        assert expected.device != pager.device or not pager.holds(result)
+        assert expected.device != pager.device or not pager.core.holds(result)
 
 
 @contextmanager

@@ -211,9 +211,9 @@ def failures(folder: Path) -> Found:
             state.popitem()
         attempt("tensors", path, state=state)
         engine = break_disk(pager)
-        with pager.quiet():
-            for run in list(pager.space.runs.values()):
-                pager.residency.evict_run(run)
+        with pager.core.quiet():
+            for run in list(pager.core.space.runs.values()):
+                pager.core.residency.evict_run(run)
         if rank == 1:
             engine.fail("read", errno.EIO)
         attempt("read", path)
@@ -236,7 +236,7 @@ def failures(folder: Path) -> Found:
         with suppress(tp.PagerError):
             while True:
                 kept.append(pager.page(torch.randn(PAGE_BYTES // 4)))
-        found["write"] = pager.migration.disk_refuses
+        found["write"] = pager.core.migration.disk_refuses
         attempt("saved", path)
         engine.heal()
     return found
@@ -283,7 +283,7 @@ def overlap(folder: Path) -> Found:
                 losses = train(pager, models, range(5))
                 runs.append((losses, values(models)))
                 told = [str(w.message) for w in caught if "the overlap of" in str(w.message)]
-                updates = pager.overlap.updates
+                updates = pager.core.overlap.updates
         found[name] = {
             "same": runs[0][0] == runs[1][0] and same(runs[0][1], runs[1][1]),
             "updates": updates,

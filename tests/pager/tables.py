@@ -33,14 +33,14 @@ def tight(lane: str = "plain", *, may_gather: bool = False, **options: Any) -> I
     with make_pager(**({"frames": FRAMES} | options)) as pager:
         with pager.iteration():
             pass
-        assert pager.residency.pool.count == options.get("frames", FRAMES)
-        with LANES[lane](pager):
+        assert pager.core.residency.pool.count == options.get("frames", FRAMES)
+        with LANES[lane](pager.core):
             yield pager
-        check_invariants(pager)
-        assert pager.residency.pinned_pages() == 0
+        check_invariants(pager.core)
+        assert pager.core.residency.pinned_pages() == 0
         stats = pager.stats()
         assert may_gather or stats["gathers"] == 0
-        assert pager.residency.peak_frames <= pager.residency.pool.count
+        assert pager.core.residency.peak_frames <= pager.core.residency.pool.count
         assert stats["peak_bytes"]["device"] <= stats["budget_bytes"]["device"]
 
 
@@ -61,7 +61,7 @@ def flat(table: tp.PagedTensor) -> tp.PagedTensor:
 
 def write_table(table: tp.PagedTensor, dense: torch.Tensor) -> None:
     source = dense.reshape(-1)
-    for slab in slabs(table.pager, [flat(table)], write=[True]):
+    for slab in slabs(table.pager.core, [flat(table)], write=[True]):
         for to, values in stretches([slab.operands[0], source[slab.start : slab.stop]]):
             to.copy_(values)
 
@@ -71,7 +71,7 @@ def read_table(table: torch.Tensor) -> torch.Tensor:
     if type(table) is not tp.PagedTensor:
         return table.detach()
     out = torch.empty(table.numel(), dtype=table.dtype)
-    for slab in slabs(table.pager, [flat(table)]):
+    for slab in slabs(table.pager.core, [flat(table)]):
         for values, to in stretches([slab.operands[0], out[slab.start : slab.stop]]):
             to.copy_(values)
     return out.view(table.shape)
@@ -86,7 +86,7 @@ def slab_sgd(table: torch.Tensor, rate: float) -> None:
             table -= grad * rate
         return
     assert type(grad) is tp.PagedTensor
-    for slab in slabs(table.pager, [flat(table), flat(grad)], write=[True, False]):
+    for slab in slabs(table.pager.core, [flat(table), flat(grad)], write=[True, False]):
         target, change = slab.operands
         for to, by in stretches([target, change]):
             by = by * rate

@@ -22,7 +22,7 @@ def test_tensors_cut_from_one_projection_are_stored_once(tight_pager: tp.Pager) 
     with tight_pager.iteration():
         q, k, v = (x * 1.0).chunk(3, dim=1)
         loss = (q * k).sum() + (k * v).sum() + (v * q).sum()
-        assert tight_pager.space.kind_pages["activation"] == 3
+        assert tight_pager.core.space.kind_pages["activation"] == 3
         loss.backward()
     q, k, v = x.detach().chunk(3, dim=1)
     assert_same(x.grad, torch.cat([k + v, q + v, k + q], dim=1))
@@ -33,7 +33,7 @@ def test_one_input_of_three_layers_is_stored_once(tight_pager: tp.Pager) -> None
     x = torch.randn(128, 256)  # 2 pages
     with tight_pager.iteration():
         loss = sum(layer(x).sum() for layer in layers)
-        assert tight_pager.space.kind_pages["activation"] == 2
+        assert tight_pager.core.space.kind_pages["activation"] == 2
         loss.backward()
 
 
@@ -41,7 +41,7 @@ def test_an_address_used_again_is_another_tensor(same) -> None:
     def script(world: World) -> object:
         weight = nn.Parameter(torch.randn(128, 128))
         memory = np.empty((128, 128), np.float32)
-        pages_it = world.pager is not None and not world.pager.fits
+        pages_it = world.pager is not None and not world.pager.core.fits
         with world.iteration():
             losses = []
             for step in range(4):

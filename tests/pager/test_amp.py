@@ -69,7 +69,7 @@ def test_autocast_keeps_its_casts_in_pages_and_only_until_it_ends(tight_pager: t
     with torch.autocast("cpu", torch.bfloat16):
         model(batch()[0])
         # 256 × 256 and 256 × 128 in bfloat16: 2 pages and 1.
-        assert tight_pager.space.kind_pages["activation"] == 3
+        assert tight_pager.core.space.kind_pages["activation"] == 3
     assert live_pages(tight_pager) == before
 
 

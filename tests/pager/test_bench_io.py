@@ -84,8 +84,8 @@ def test_trainings_use_as_many_threads_as_were_best(few: None, tmp_path: Path) -
     assert remember_threads(tmp_path, 3)
     with make_pager(disk_budget="2MiB", disk_path=tmp_path) as pager:
         assert pager.stats()["disk_engine"]["threads"] == 3
-        assert pager.disk is not None
-        key = machine_key(pager.device, pager.disk, pager.page_size)
+        assert pager.core.disk is not None
+        key = machine_key(pager.device, pager.core.disk, pager.page_size)
         assert key["disk_threads"] == 3, "rates were measured with other threads"
 
 

@@ -59,7 +59,7 @@ def train(budget: int, model_name: str, optimizer_name: str, steps: int = 3, **o
                     optimizer.step()
                     optimizer.zero_grad()
                     losses.append(loss.item())
-                check_invariants(pager)
+                check_invariants(pager.core)
         except tp.InfeasibleBudget:
             after = [p.to_dense().detach() for p in model.parameters()]
             assert all(torch.equal(a, b) for a, b in zip(after, before)), "a parameter changed"
@@ -145,7 +145,7 @@ def test_larger_shapes_later_are_refused_before_anything_changes() -> None:
         assert all(torch.equal(a, b) for a, b in zip(after, before))
         optimizer.zero_grad()
         step(256)  # the shapes that it was sized for still work
-        check_invariants(pager)
+        check_invariants(pager.core)
 
 
 def test_the_named_minimum_for_larger_shapes_later_works() -> None:
@@ -317,8 +317,8 @@ def test_full_tiers_lose_nothing_and_training_goes_on_after_growing() -> None:
                 losses.append(loss.item())
             except tp.TierFull as full:
                 refusals.append(str(full))
-                check_invariants(pager)
-                pager.grow(host_budget=pager.budget_bytes["host"] + (1 << 20))
+                check_invariants(pager.core)
+                pager.grow(host_budget=pager.core.budget_bytes["host"] + (1 << 20))
             optimizer.zero_grad()
         assert refusals
         assert all("host" in r for r in refusals)
@@ -343,7 +343,7 @@ def test_a_device_that_holds_everything_needs_no_other_tier(width: int) -> None:
                     model(torch.randn(32, width)).square().mean().backward()
                     optimizer.step()
                     optimizer.zero_grad()
-                check_invariants(pager)
+                check_invariants(pager.core)
             results.append([torch.clone(value) for value in model.state_dict().values()])
     for plain, from_pages in zip(*results):
         assert torch.equal(plain, from_pages)
@@ -364,12 +364,12 @@ def test_a_corrupt_disk_page_is_never_a_wrong_number(tmp_path) -> None:  # type:
         paged = pager.page(torch.randn(200_000))
         from tensorpager.pager.debug.chaos import scramble
 
-        scramble(pager)
+        scramble(pager.core)
         assert paged.residency()["disk"] > 0
         damage_disk_file(tmp_path)
         with pytest.raises(tp.CorruptPage, match="checksum"):
             paged.sum()
-        check_invariants(pager)
+        check_invariants(pager.core)
 
 
 def damage_disk_file(folder) -> None:  # type: ignore[no-untyped-def]
@@ -396,11 +396,11 @@ def test_verify_catches_damage_in_host_memory() -> None:
 
     with tp.Pager("1MiB", host_budget="8MiB", page_size=PAGE, device="cpu", verify=True) as pager:
         paged = pager.page(torch.randn(100_000))
-        scramble(pager)
-        pager.host.view(0, 1)[77] ^= 1
+        scramble(pager.core)
+        pager.core.host.view(0, 1)[77] ^= 1
         with pytest.raises(tp.CorruptPage, match="slot 0"):
             paged.sum()
-        check_invariants(pager)
+        check_invariants(pager.core)
 
 
 # -- what streams under one budget and is whole under the one that is named -----------------------
@@ -452,7 +452,7 @@ def train_case(budget: int, kind: str, **options: object) -> list[float]:
                 optimizer.step()
                 optimizer.zero_grad()
             losses.append(loss.item())
-            check_invariants(pager)
+            check_invariants(pager.core)
         assert pager.stats()["peak_bytes"]["device"] <= budget
         return losses
 
@@ -473,7 +473,7 @@ def test_a_budget_is_refused_once(kind: str, options: dict[str, int]) -> None:
 
 
 def settle(pager: tp.Pager) -> None:
-    pager.budget.settle(0, roomy=False)
+    pager.core.budget.settle(0, roomy=False)
 
 
 @pytest.mark.parametrize("when", ["metered", "settled"])
@@ -483,28 +483,28 @@ def test_an_arena_that_cannot_grow_is_what_it_was(
     """There is no memory for more frames: those that are there work, and so does the next try."""
 
     def refuse(nbytes: int) -> None:
-        if nbytes > pager.residency.pool.count * PAGE:
+        if nbytes > pager.core.residency.pool.count * PAGE:
             raise PagerError("no memory for the arena")
         commit(nbytes)
 
     with tp.Pager("4MiB", host_budget="8MiB", page_size=PAGE, device="cpu") as pager:
         dense = torch.randn(500_000)
         paged = pager.page(dense)
-        pager.budget.start()
-        pager.residency.resize(2)
-        commit = pager.backend.commit
-        monkeypatch.setattr(pager.backend, "commit", refuse)
+        pager.core.budget.start()
+        pager.core.residency.resize(2)
+        commit = pager.core.backend.commit
+        monkeypatch.setattr(pager.core.backend, "commit", refuse)
         grow = {"metered": lambda: paged.pin().__enter__(), "settled": lambda: settle(pager)}[when]
         with pytest.raises(PagerError, match="no memory for the arena"):
             grow()
-        frames = pager.residency.pool.count
-        assert frames == len(pager.table.frame_page) <= 2
+        frames = pager.core.residency.pool.count
+        assert frames == len(pager.core.table.frame_page) <= 2
         if when == "settled":
-            assert pager.budget.reserve == pager.budget.bytes - frames * PAGE
-        check_invariants(pager)
+            assert pager.core.budget.reserve == pager.core.budget.bytes - frames * PAGE
+        check_invariants(pager.core)
         assert torch.equal(pager.page(dense[:1000]).to_dense(), dense[:1000])
-        monkeypatch.setattr(pager.backend, "commit", commit)
+        monkeypatch.setattr(pager.core.backend, "commit", commit)
         settle(pager)
-        assert pager.residency.pool.count > 2
+        assert pager.core.residency.pool.count > 2
         assert torch.equal(paged.to_dense(), dense)
-        check_invariants(pager)
+        check_invariants(pager.core)

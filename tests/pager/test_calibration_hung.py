@@ -143,31 +143,31 @@ def test_training_goes_on_and_plans_when_the_disk_is_back(
     monkeypatch.setattr(planning, "PlanningProcess", Asked)
     options = {"disk_budget": "8MiB", "disk_path": tmp_path, "io_timeout": SECONDS, "policy": "lp"}
     with make_pager(host_budget="4MiB", **options) as pager:
-        assert pager.follower is not None
+        assert pager.core.follower is not None
         weight = pager.page(torch.randn(256, 256))
         expected = weight.to_dense()
         engine = break_disk(pager)
         engine.hang(verb)
         for _ in range(4):
             step(pager, weight)
-        assert not any(kind.refused or kind.process for kind in pager.follower.kinds.all)
+        assert not any(kind.refused or kind.process for kind in pager.core.follower.kinds.all)
         assert torch.equal(weight.to_dense(), expected)
         assert pager.stats()["faults"] > 0
         held = pager.stats()["used_bytes"]["disk"]
         assert held > 0, "slots of calls that have not returned"
         with pytest.raises(HungDisk, match="could not be measured: the disk still does not answer"):
-            pager.follower.hardware()
+            pager.core.follower.hardware()
         assert pager.stats()["used_bytes"]["disk"] == held, "trying again takes no more"
         engine.heal()
         deadline = time.monotonic() + LONG
-        while pager.io_watch.calls:
+        while pager.core.io_watch.calls:
             assert time.monotonic() < deadline
             time.sleep(0.01)
         step(pager, weight)
-        assert any(kind.process for kind in pager.follower.kinds.all)
+        assert any(kind.process for kind in pager.core.follower.kinds.all)
         assert pager.stats()["used_bytes"]["disk"] == 0
         assert torch.equal(weight.to_dense(), expected)
-        check_invariants(pager)
+        check_invariants(pager.core)
 
 
 def step(pager: tp.Pager, weight: tp.PagedTensor) -> None:

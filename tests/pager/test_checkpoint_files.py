@@ -39,7 +39,7 @@ def test_no_foreign_pickle_is_run(
     torch.save({"a": _Evil()}, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
     for name in ("zip.pt", "plain.bin", "old.pt"):
         with pytest.raises(tp.PagerError, match=name):
-            load(tight_pager, tmp_path / name)
+            load(tight_pager.core, tmp_path / name)
     assert not (tmp_path / "evil").exists()
 
 
@@ -86,7 +86,7 @@ def test_broken_safetensors_files_are_named(case: str, tmp_path: Path) -> None:
     path = tmp_path / "broken.safetensors"
     path.write_bytes(content)
     with make_pager() as pager, pytest.raises(tp.PagerError, match=words) as caught:
-        load(pager, path)
+        load(pager.core, path)
     assert "broken.safetensors" in str(caught.value)
     assert "\n" not in str(caught.value)
 
@@ -119,14 +119,14 @@ def test_cut_pt_files_are_named(tight_pager: tp.Pager, tmp_path: Path) -> None:
     for length in (0, 3, 100, 5000, len(whole) - 10):
         path.write_bytes(whole[:length])
         with pytest.raises(tp.PagerError, match=r"cut\.pt"):
-            load(tight_pager, path)
+            load(tight_pager.core, path)
     torch.save([1, 2], path)
     with pytest.raises(tp.PagerError, match="not a state dict"):
-        load(tight_pager, path)
+        load(tight_pager.core, path)
     with pytest.raises(tp.PagerError, match="holds none of"):
-        load(tight_pager, tmp_path)
+        load(tight_pager.core, tmp_path)
     with pytest.raises(FileNotFoundError):
-        load(tight_pager, tmp_path / "none.pt")
+        load(tight_pager.core, tmp_path / "none.pt")
 
 
 # -- all or nothing ------------------------------------------------------------------------------
@@ -171,15 +171,15 @@ def test_a_full_disk(suffix: str, tight_pager: tp.Pager, tmp_path: Path) -> None
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
     try:
         with pytest.raises(OSError, match="nothing was saved") as caught:
-            save(tight_pager, path)
+            save(tight_pager.core, path)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert caught.value.errno == errno.EFBIG
     assert (path.read_bytes(), os.listdir(tmp_path)) == (b"older", [path.name])
-    save(tight_pager, path)
+    save(tight_pager.core, path)
     with torch.no_grad():
         model[0].weight.zero_()
-    load(tight_pager, path)
+    load(tight_pager.core, path)
     assert model[0].weight.any()
 
 

@@ -57,7 +57,7 @@ def net(seed: int) -> Net:
 def few_frames(one_thread: None) -> Iterator[tp.Pager]:
     with make_pager(frames=FEW_FRAMES) as pager:
         yield pager
-        check_invariants(pager)
+        check_invariants(pager.core)
 
 
 # -- files ---------------------------------------------------------------------------------------
@@ -142,9 +142,9 @@ def test_what_formats_cannot_hold_is_refused(tight_pager: tp.Pager, tmp_path: Pa
         ("none/a.pt", {"a": weight}, FileNotFoundError, "there is no folder"),
     ):
         with pytest.raises(error, match=words):
-            save(tight_pager, tmp_path / name, state)
+            save(tight_pager.core, tmp_path / name, state)
     with pytest.raises(ValueError, match="only safetensors"):
-        save(tight_pager, tmp_path / "a.pt", {"a": weight}, metadata={})
+        save(tight_pager.core, tmp_path / "a.pt", {"a": weight}, metadata={})
     assert os.listdir(tmp_path) == []
 
 
@@ -169,7 +169,7 @@ def _small_pager(tmp_path: Path, **options: Any) -> Iterator[tp.Pager]:
     limits = {"host_budget": 0, "disk_budget": "64MiB", "disk_path": tmp_path}
     with make_pager(frames=FEW_FRAMES, **(limits | options)) as pager:
         yield pager
-        check_invariants(pager)
+        check_invariants(pager.core)
 
 
 def _write_shards(folder: Path, suffix: str) -> dict[str, torch.Tensor]:
@@ -184,7 +184,7 @@ def _write_shards(folder: Path, suffix: str) -> dict[str, torch.Tensor]:
             if suffix == "bin":
                 torch.save(part, folder / file)
             else:
-                save(pager, folder / file, part, metadata={"format": "pt"})
+                save(pager.core, folder / file, part, metadata={"format": "pt"})
     index = {"metadata": {"total_size": 1}, "weight_map": files}
     (folder / f"{stem}.{suffix}.index.json").write_text(json.dumps(index))
     return state
@@ -200,21 +200,21 @@ def test_sharded_checkpoint_into_a_meta_model(
     with _small_pager(tmp_path) as pager:
         pager.page_module(model)
         model.norm.to_empty(device="cpu")  # its buffers
-        assert load(pager, tmp_path)[:2] == ([], [])
+        assert load(pager.core, tmp_path)[:2] == ([], [])
         found = plain(model.state_dict())
         assert_same(plain(dict(found)), plain({**state, "tied.weight": state["large.weight"]}))
         assert pager.stats()["disk_bytes_written"] > 0
         lacking = dict(state)
         del lacking["large.weight"]
         torch.save({**lacking, "more": torch.ones(1)}, tmp_path / "part.pt")
-        loaded = load(pager, tmp_path / "part.pt", strict=False)
+        loaded = load(pager.core, tmp_path / "part.pt", strict=False)
         assert loaded.missing_keys == ["large.weight", "tied.weight"]
         assert loaded.unexpected_keys == ["more"]
         with pytest.raises(RuntimeError, match=r"Unexpected key\(s\) in state_dict: \"more\""):
-            load(pager, tmp_path / "part.pt")
+            load(pager.core, tmp_path / "part.pt")
         torch.save({**state, "half.weight": torch.ones(7, 299)}, tmp_path / "shape.pt")
         with pytest.raises(RuntimeError, match=r"size mismatch for half.weight.*\[7, 299\]"):
-            load(pager, tmp_path / "shape.pt", model)
+            load(pager.core, tmp_path / "shape.pt", model)
     for wrong, words in (
         ("[1]", "not an index"),
         ('{"weight_map": {"a": "../x.bin"}}', "beside it"),
@@ -222,7 +222,7 @@ def test_sharded_checkpoint_into_a_meta_model(
     ):
         (tmp_path / "x.index.json").write_text(wrong)
         with make_pager() as pager, pytest.raises(tp.PagerError, match=words):
-            load(pager, tmp_path / "x.index.json")
+            load(pager.core, tmp_path / "x.index.json")
 
 
 def test_other_dtypes_are_cast_as_torch_does(few_frames: tp.Pager, tmp_path: Path) -> None:
@@ -303,14 +303,14 @@ def test_training_goes_on_exactly_in_another_budget(
     with make_pager() as pager:
         model, optimizer = _resumable(pager, KINDS[kind])
         train(World(pager), model, optimizer, 2)
-        save(pager, tmp_path / "a.pt")
+        save(pager.core, tmp_path / "a.pt")
         torch.manual_seed(5)
         losses = train(World(pager), model, optimizer, 2)
         expected = plain((model, optimizer))
     limits = {"host_budget": 0, "disk_budget": "64MiB", "disk_path": tmp_path}
     with make_pager(frames=30, **limits) as pager:
         model, optimizer = _resumable(pager, KINDS[kind])
-        load(pager, tmp_path / "a.pt")
+        load(pager.core, tmp_path / "a.pt")
         for state in optimizer.state.values():
             for value in state.values():
                 assert value.nbytes < 512 or type(value) is tp.PagedTensor

@@ -55,7 +55,7 @@ def train(pager: tp.Pager | None, steps: int = 4) -> tuple[list[float], list[tor
             optimizer.zero_grad()
         losses.append(loss.item())
         if pager is not None:
-            check_invariants(pager)
+            check_invariants(pager.core)
     # On the CPU: copies on the device would not fit below the cap that the pager has set.
     return losses, [p.detach().cpu() for p in net.parameters()]
 
@@ -86,7 +86,7 @@ def test_the_arena_gives_memory_back() -> None:
     pager = tp.Pager("1GiB", device="cuda", dense_reserve="64MiB")
     taken = before - torch.cuda.mem_get_info()[0]
     assert 900 * MIB <= taken <= 1024 * MIB
-    pager.residency.resize(32)
+    pager.core.residency.resize(32)
     assert before - torch.cuda.mem_get_info()[0] <= 72 * MIB
     pager.close()
     assert before - torch.cuda.mem_get_info()[0] <= 8 * MIB
@@ -102,4 +102,4 @@ def test_pages_survive_many_overlapping_moves() -> None:
                 tensor.mul_(1.5).add_(round_)
                 twin.mul_(1.5).add_(round_)
         assert all(torch.equal(p.cpu(), t.cpu()) for p, t in zip(paged, twins))
-        check_invariants(pager)
+        check_invariants(pager.core)

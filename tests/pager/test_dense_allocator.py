@@ -196,7 +196,7 @@ FORKED = """
 import os, torch, tensorpager as tp
 torch.set_num_threads(1)  # OpenMP's threads are not there in a child
 pager = tp.Pager("1MiB", page_size="64KiB", device="cpu")
-account = pager.backend._account
+account = pager.core.backend._account
 assert account is not None
 account.reset()
 account.limit(8 << 20, keep=8 << 20)
@@ -395,7 +395,7 @@ def test_a_disk_without_room_is_a_reason(compiler: Path, monkeypatch: pytest.Mon
 WITHOUT = """
 import torch, tensorpager as tp
 with tp.Pager("1MiB", page_size="64KiB", device="cpu") as pager:
-    print(pager.backend._account is None)
+    print(pager.core.backend._account is None)
 """
 
 

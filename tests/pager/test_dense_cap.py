@@ -200,8 +200,8 @@ def test_what_was_not_foreseen_gets_room(pager: tp.Pager, allocator: DenseAlloca
 
 def taken(pager: tp.Pager) -> int:
     """Frames that are committed, and dense bytes, now."""
-    account = pager.backend._account
-    return pager.residency.frames * pager.page_size + account.current
+    account = pager.core.backend._account
+    return pager.core.residency.frames * pager.page_size + account.current
 
 
 def test_the_arena_gives_frames_while_the_op_runs(
@@ -233,7 +233,7 @@ def test_an_iteration_that_fails_after_it_was_given_frames(
     assert all(torch.equal(a, b) for a, b in zip(before, plain(list(model.parameters()))))
     model.more = model.more_back = 0
     step(pager, model, optimizer)
-    check_invariants(pager)
+    check_invariants(pager.core)
 
 
 def test_what_is_pinned_stays(pager: tp.Pager, allocator: DenseAllocator) -> None:
@@ -253,7 +253,7 @@ def test_what_is_pinned_stays(pager: tp.Pager, allocator: DenseAllocator) -> Non
     with pytest.raises(tp.InfeasibleBudget, match=r"asked for 7\.50 MiB"):
         beside_pins(BUDGET * 15 // 16)
     assert all(torch.equal(a, b) for a, b in zip(values, plain(list(model.parameters()))))
-    check_invariants(pager)
+    check_invariants(pager.core)
     step(pager, model, optimizer)
 
 
@@ -271,17 +271,17 @@ def test_a_pin_in_the_way_of_the_border_is_no_refusal(
             expected = dense.clone()
             more = [torch.zeros(BUDGET // 4 // 4), torch.zeros(BUDGET // 8 // 4)]
             assert taken(pager) <= BUDGET
-            lent = pager.residency._lent.tolist()
+            lent = pager.core.residency._lent.tolist()
             assert lent
-            assert not any(pager.residency.arena.view(-1, pager.page_size)[lent].any(1))
-            check_invariants(pager)
+            assert not any(pager.core.residency.arena.view(-1, pager.page_size)[lent].any(1))
+            check_invariants(pager.core)
             assert [int(other[0]) for other in others] == list(range(20))
             assert taken(pager) <= BUDGET
             assert torch.equal(dense, expected)
         assert all(torch.equal(a, b) for a, b in zip(values, plain(list(model.parameters()))))
         assert more[0].nbytes == BUDGET // 4
     assert pager.stats()["peak_bytes"]["device"] <= BUDGET
-    check_invariants(pager)
+    check_invariants(pager.core)
     others.clear()
     del more, high
     model.more = BUDGET * 5 // 8
@@ -309,7 +309,7 @@ def _held_beside(
                 x = torch.ones(number, 2048)
                 out = model(x).repeat(1, 40)
                 out.square().mean().backward()
-                metered = pager.budget.metering
+                metered = pager.core.budget.metering
                 paged.step()
                 paged.zero_grad()
                 peak = account.peak
@@ -371,7 +371,7 @@ def test_dense_memory_is_refused_where_no_tier_takes_the_pages(
             step(pager, model, optimizer)
         assert all(torch.equal(a, b) for a, b in zip(before, plain(list(model.parameters()))))
         assert bool((full == 1).all())
-        check_invariants(pager)
+        check_invariants(pager.core)
         model.more = 0
         step(pager, model, optimizer)
 

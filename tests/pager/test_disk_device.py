@@ -146,8 +146,8 @@ def test_frames_move_without_staging(
                 twin.mul_(1.5).add_(round_)
         assert all(torch.equal(p.to_dense(), twin) for p, twin in zip(paged, twins))
         assert pager.stats()["disk_bytes_written"] >= 10 * PAGE_BYTES
-        assert pager.disk is not None
-        assert pager.disk.bytes_read >= 10 * PAGE_BYTES
+        assert pager.core.disk is not None
+        assert pager.core.disk.bytes_read >= 10 * PAGE_BYTES
         assert engines[0].tensors >= 20
 
 
@@ -165,13 +165,15 @@ def test_a_page_leaves_after_what_ops_have_queued(
         others = [pager.page(torch.zeros(PAGE_BYTES // 4)) for _ in range(6)]
         tensor.add_(1)
         run = tensor._storage.run
-        frame = pager.backend.frames_view(int(pager.table.frame[run.first]) * PAGE_BYTES, 4)
+        frame = pager.core.backend.frames_view(
+            int(pager.core.table.frame[run.first]) * PAGE_BYTES, 4
+        )
         streams.defer(lambda: frame.fill_(7))
         if forgetful:  # would it be noticed?
             monkeypatch.setattr(Event, "synchronize", lambda event: None)
         for other in others:
             other.add_(1)
-        assert pager.table.frame[run.first] < 0
+        assert pager.core.table.frame[run.first] < 0
         streams.run_before(streams.compute)
         came = tensor.to_dense().view(torch.uint8)[:4].tolist()
     assert (came == [7] * 4) is not forgetful

@@ -112,11 +112,11 @@ def test_budgets_of_the_node_are_divided(monkeypatch: pytest.MonkeyPatch, tmp_pa
     ) as pager:
         given = {"device": 4 * MiB, "host": 2 * MiB, "disk": MiB}
         assert pager.stats()["budget_bytes"] == given
-        assert pager.budget.fixed_reserve == MiB // 2
-        assert pager.host.capacity_bytes == 2 * MiB
-        assert pager.disk is not None
-        assert pager.disk.capacity_bytes == MiB
-        said = ranks.describe(pager.budget_bytes, "cpu")
+        assert pager.core.budget.fixed_reserve == MiB // 2
+        assert pager.core.host.capacity_bytes == 2 * MiB
+        assert pager.core.disk is not None
+        assert pager.core.disk.capacity_bytes == MiB
+        said = ranks.describe(pager.core.budget_bytes, "cpu")
     assert said == (
         "This is one of 4 ranks on the node; its part of the budgets is 4.00 MiB device, 2.00 "
         "MiB host, 1.00 MiB disk."

@@ -76,9 +76,9 @@ def test_ten_times_the_arena(lane: str, padding: str) -> None:
     with tight(lane) as pager:
         table = paged_table(pager, dense)
         assert pages_of_table(table) >= TEN_TIMES
-        before = pager.gathers
+        before = pager.core.gathers
         found = gradients_of(table, indices, padding_idx=row)
-        assert pager.gathers == before
+        assert pager.core.gathers == before
         assert_same(found, gradients_of(plain, indices, padding_idx=row))
         assert is_paged(table.grad)
 
@@ -200,7 +200,7 @@ def test_errors_are_pytorchs() -> None:
             with pytest.raises(IndexError) as found:
                 F.embedding(indices, table)
             assert str(found.value) == str(expected.value)
-            assert pager.residency.pinned_pages() == 0
+            assert pager.core.residency.pinned_pages() == 0
         with pytest.raises(AssertionError, match="Padding_idx"):
             F.embedding(torch.tensor([3]), table, padding_idx=ROWS)
 
@@ -225,9 +225,9 @@ def test_only_the_pages_of_the_rows_come_in() -> None:
 
 
 def scramble(pager: tp.Pager) -> None:
-    for run in list(pager.space.runs.values()):
-        with pager.quiet():
-            pager.residency.evict_run(run)
+    for run in list(pager.core.space.runs.values()):
+        with pager.core.quiet():
+            pager.core.residency.evict_run(run)
 
 
 def test_a_table_that_fits_is_pytorchs_own_way() -> None:
@@ -245,7 +245,7 @@ def test_a_table_that_fits_is_pytorchs_own_way() -> None:
             table.grad = None
             with pager.iteration():
                 F.embedding(torch.tensor([3, 5]), table).sum().backward()
-        assert pager.fits
+        assert pager.core.fits
         assert not is_paged(table.grad)
 
 
@@ -392,9 +392,9 @@ def a_table_and_a_model(world: World) -> object:
 @pytest.mark.slow  # test_linear_cross_entropy.py has a quick one
 @pytest.mark.parametrize("lane", ["plain", "chaos"])
 def test_planned_training(lane: str) -> None:
-    with planned_pager(verify=True) as pager, LANES[lane](pager):
+    with planned_pager(verify=True) as pager, LANES[lane](pager.core):
         stats = compare_planned(a_table_and_a_model, pager)
-        assert pager.residency.pinned_pages() == 0
+        assert pager.core.residency.pinned_pages() == 0
     assert stats["peak_bytes"]["device"] <= stats["budget_bytes"]["device"]
 
 

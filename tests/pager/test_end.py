@@ -38,7 +38,7 @@ def test_live_pages_do_not_grow(lane_pager: tp.Pager) -> None:
         train(world, model, optimizer, 1)
         pages.append(live_pages(lane_pager))
     assert pages == [pages[0]] * 20
-    assert lane_pager.space.persistent_pages == pages[0]
+    assert lane_pager.core.space.persistent_pages == pages[0]
 
 
 def test_gradients_are_freed_by_zero_grad(tight_pager: tp.Pager) -> None:
@@ -48,12 +48,12 @@ def test_gradients_are_freed_by_zero_grad(tight_pager: tp.Pager) -> None:
         loss = loss_of(model)
         loss.backward()
     del loss
-    assert tight_pager.space.kind_pages["gradient"] > 0
+    assert tight_pager.core.space.kind_pages["gradient"] > 0
     assert live_pages(tight_pager) > before
     model.zero_grad()
     assert live_pages(tight_pager) == before
-    assert tight_pager.space.kind_pages["activation"] == 0
-    check_invariants(tight_pager)
+    assert tight_pager.core.space.kind_pages["activation"] == 0
+    check_invariants(tight_pager.core)
 
 
 def test_a_graph_without_backward_is_freed(tight_pager: tp.Pager) -> None:
@@ -79,7 +79,7 @@ def test_everything_is_freed_with_its_owners(lane_pager: tp.Pager) -> None:
     assert live_pages(lane_pager) == 6  # 352 KiB: a view keeps the pages
     del view
     assert live_pages(lane_pager) == 0
-    check_invariants(lane_pager)
+    check_invariants(lane_pager.core)
     assert lane_pager.state_dict() == {"models": [], "optimizers": []}
 
 

@@ -22,9 +22,12 @@ def test_the_watchdog_says_what_is_stuck_and_nobody_waits_any_more(monkeypatch) 
     monkeypatch.setattr(executor_module, "_WATCHDOG_SECONDS", 0.01)
     monkeypatch.setattr(io_watch, "_TICK_SECONDS", 0.01)
     with make_pager(policy="lp") as pager:
-        executor = pager.follower.executor
+        executor = pager.core.follower.executor
         with monkeypatch.context() as patch:
             patch.setattr(executor, "channels", (_Stuck(),))
-            with pager.lock, pytest.raises(PagerError, match=r"no page moved for .*disk-in moving"):
+            with (
+                pager.core.lock,
+                pytest.raises(PagerError, match=r"no page moved for .*disk-in moving"),
+            ):
                 executor.wait()
         assert not executor._waiting

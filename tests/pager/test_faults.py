@@ -58,9 +58,9 @@ def disk_pager(folder: Path, policy: str = "lru", **options: Any) -> tp.Pager:
     frames = 24 if policy == "lru" else 40
     given = {"disk_path": folder, "policy": policy, "frames": frames, **DISK_ONLY, **options}
     pager = make_pager(**given)
-    if pager.follower is not None:
-        pager.follower.most_plans = 1
-        pager.follower.only_if_faster = False
+    if pager.core.follower is not None:
+        pager.core.follower.most_plans = 1
+        pager.core.follower.only_if_faster = False
     return pager
 
 
@@ -69,7 +69,7 @@ class Training:
 
     def __init__(self, pager: tp.Pager | None, depth: int = 4) -> None:
         torch.manual_seed(SEED)
-        planned = pager is not None and pager.follower is not None
+        planned = pager is not None and pager.core.follower is not None
         self.world = PlannedWorld(pager) if planned else World(pager)
         self.model = self.world.module(mlp(depth=depth))
         adamw = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
@@ -94,14 +94,14 @@ def expected_after(steps: int) -> Any:
 
 
 def evict_all(pager: tp.Pager) -> None:
-    with pager.quiet():
-        for run in list(pager.space.runs.values()):
-            pager.residency.evict_run(run)
+    with pager.core.quiet():
+        for run in list(pager.core.space.runs.values()):
+            pager.core.residency.evict_run(run)
 
 
 def wait_for_answers(pager: tp.Pager) -> None:
     deadline = time.monotonic() + 300
-    while pager.io_watch.calls:
+    while pager.core.io_watch.calls:
         assert time.monotonic() < deadline
         time.sleep(0.01)
 
@@ -120,10 +120,10 @@ def test_writes_that_fail_lose_nothing(one_thread: None, tmp_path: Path, code: i
         engine.fail("write", code)
         with pytest.raises(tp.PagerError, match=rf"{os.strerror(code)}.*stay where they were"):
             training.steps(STEPS)
-        check_invariants(pager)
-        assert pager.migration.disk_refuses
+        check_invariants(pager.core)
+        assert pager.core.migration.disk_refuses
         after = saved(pager)  # while it still fails
-        check_invariants(pager)
+        check_invariants(pager.core)
         assert engine.happened[os.strerror(code)] >= 1
         engine.heal()
         assert_same(saved(pager), after)
@@ -131,8 +131,8 @@ def test_writes_that_fail_lose_nothing(one_thread: None, tmp_path: Path, code: i
         training.optimizer.zero_grad()
         losses = training.steps(2)
         assert all(torch.isfinite(torch.tensor(losses)))
-        assert not pager.migration.disk_refuses
-        check_invariants(pager)
+        assert not pager.core.migration.disk_refuses
+        check_invariants(pager.core)
 
 
 def test_other_pages_leave_while_writes_fail(one_thread: None, tmp_path: Path) -> None:
@@ -148,13 +148,13 @@ def test_other_pages_leave_while_writes_fail(one_thread: None, tmp_path: Path) -
             model[0].weight.mul_(1.0)  # two pages that cannot leave
         engine = break_disk(pager)
         engine.fail("write", errno.ENOSPC)
-        with pager.quiet(), pytest.raises(tp.PagerError, match="No space left"):
-            pager.residency.evict_run(model[0].weight._storage.run)
+        with pager.core.quiet(), pytest.raises(tp.PagerError, match="No space left"):
+            pager.core.residency.evict_run(model[0].weight._storage.run)
         with torch.no_grad():
             for _ in range(3):
                 assert torch.equal(plain(model(inputs)), plain(expected))
         assert model[0].weight.residency()["device"] == 2 * PAGE_BYTES
-        check_invariants(pager)
+        check_invariants(pager.core)
 
 
 def test_a_failing_disk_does_not_matter_while_the_host_has_room(
@@ -182,7 +182,7 @@ def test_reads_that_fail_can_be_tried_again(one_thread: None, tmp_path: Path) ->
         engine.fail("read", errno.EIO)
         with pytest.raises(tp.PagerError, match=r"Input/output error.*still on the disk"):
             training.steps(1)
-        check_invariants(pager)
+        check_invariants(pager.core)
         engine.heal()
         torch.manual_seed(SEED)
         world_losses, state = expected_after(2)
@@ -223,7 +223,7 @@ def test_planned_writes_that_fail(one_thread: None, tmp_path: Path) -> None:
         state = saved(pager)
         engine.heal()
         assert_same(saved(pager), state)
-        check_invariants(pager)
+        check_invariants(pager.core)
 
 
 def test_transfers_that_end_early_or_are_interrupted(
@@ -288,7 +288,7 @@ def test_a_disk_that_does_not_answer(
         before = saved(pager)
         assert_same(before, expected)
         engine.hang(verb)
-        pager.io_watch.timeout_seconds = HUNG_SECONDS
+        pager.core.io_watch.timeout_seconds = HUNG_SECONDS
         began = time.monotonic()
         pattern = rf"does not answer: {verb} of .* for .* s \(io_timeout=1 s\).*nothing is lost"
         with pytest.raises(HungDisk, match=pattern) as caught:
@@ -300,9 +300,9 @@ def test_a_disk_that_does_not_answer(
             training.steps(1)
         assert time.monotonic() - began < PATIENT_SECONDS
         engine.heal()
-        pager.io_watch.timeout_seconds = PATIENT_SECONDS
+        pager.core.io_watch.timeout_seconds = PATIENT_SECONDS
         wait_for_answers(pager)
-        check_invariants(pager)
+        check_invariants(pager.core)
         pager.load_state_dict({"models": before[:1], "optimizers": before[1:]})
         training.optimizer.zero_grad()
         assert_same(saved(pager), expected)
@@ -316,17 +316,17 @@ def test_closing_while_the_disk_does_not_answer(one_thread: None, tmp_path: Path
     evict_all(pager)
     engine = break_disk(pager)
     engine.hang("read")
-    pager.io_watch.timeout_seconds = HUNG_SECONDS
+    pager.core.io_watch.timeout_seconds = HUNG_SECONDS
     with pytest.raises(HungDisk):
         tensor.to_dense()
-    address = pager.backend.address
+    address = pager.core.backend.address
     with pytest.warns(RuntimeWarning, match="given back when the process ends"):
         pager.close()
     mapped = Path("/proc/self/maps").read_text()
     starts = [int(line.split("-")[0], 16) for line in mapped.splitlines()]
     assert any(start <= address for start in starts)
-    assert pager.disk is not None
-    os.fstat(pager.disk._fd)  # still open: its number must not become another file's
+    assert pager.core.disk is not None
+    os.fstat(pager.core.disk._fd)  # still open: its number must not become another file's
     engine.heal()
     wait_for_answers(pager)
 
@@ -337,8 +337,8 @@ from tests.pager.faulty_engine import break_disk
 from tests.pager.models import make_pager, PAGE_BYTES
 pager = make_pager(host_budget=0, disk_budget="4MiB", disk_path=sys.argv[1], io_timeout=0.4)
 tensor = pager.page(torch.randn(4, PAGE_BYTES // 16))
-with pager.quiet():
-    pager.residency.evict_run(tensor._storage.run)
+with pager.core.quiet():
+    pager.core.residency.evict_run(tensor._storage.run)
 break_disk(pager).hang("read")
 try:
     tensor.to_dense()
@@ -372,7 +372,7 @@ with disk_pager(sys.argv[1], io_timeout=1.0) as pager:
     for step in range(steps):
         seen += training.steps(1)
         print("step", flush=True)
-    print("same" if seen == losses else "different", pager.io_watch.is_hung)
+    print("same" if seen == losses else "different", pager.core.io_watch.is_hung)
 """
 
 
@@ -417,7 +417,7 @@ def test_a_folder_that_disappears(one_thread: None, tmp_path: Path) -> None:
             pager.grow(disk_budget="100TiB")
         assert pager.stats()["budget_bytes"]["disk"] == 32 << 20
         pager.grow(disk_budget="33MiB")
-        check_invariants(pager)
+        check_invariants(pager.core)
         assert_same([losses, training.state()], expected)
 
 
@@ -457,7 +457,7 @@ def test_a_file_system_that_is_full(one_thread: None) -> None:
             losses += training.steps(STEPS - 1)
             with pytest.raises(tp.PagerError, match="does not fit"):
                 pager.grow(disk_budget="36MiB")
-            check_invariants(pager)
+            check_invariants(pager.core)
             assert_same([losses, training.state()], expected)
 
 
@@ -486,7 +486,7 @@ def test_a_file_system_that_turns_read_only(one_thread: None, tmp_path: Path) ->
             trigger.write_text("made read-only by a test")
             with pytest.raises(tp.PagerError, match=r"could not be written.*Read-only"):
                 training.steps(3)
-            check_invariants(pager)
+            check_invariants(pager.core)
             saved(pager)
 
 
@@ -510,7 +510,7 @@ def test_a_limit_on_the_size_of_files(one_thread: None, tmp_path: Path) -> None:
         with file_size_limit(1 << 20):
             with pytest.raises(tp.PagerError, match=r"File too large.*stay where they were"):
                 training.steps(3)
-            check_invariants(pager)
+            check_invariants(pager.core)
             state = saved(pager)
         assert_same(saved(pager), state)
 
@@ -550,7 +550,7 @@ class RandomPages:
             self.refused[name] += 1
         else:
             self.done[name] += 1
-        check_invariants(self.pager)
+        check_invariants(self.pager.core)
 
     def make(self) -> None:
         if len(self.pairs) >= 24:
@@ -572,8 +572,8 @@ class RandomPages:
 
     def evict(self) -> None:
         paged, _ = self.chance.choice(self.pairs)
-        with self.pager.quiet():
-            self.pager.residency.evict_run(paged._storage.run)  # type: ignore[attr-defined]
+        with self.pager.core.quiet():
+            self.pager.core.residency.evict_run(paged._storage.run)  # type: ignore[attr-defined]
 
     def forget(self) -> None:
         self.pairs.pop(self.chance.randrange(len(self.pairs)))
@@ -614,7 +614,7 @@ def test_random_operations_under_random_faults(
         engine.heal()
         for paged, values in pages.pairs:
             assert torch.equal(paged.to_dense(), values)  # type: ignore[attr-defined]
-        check_invariants(pager)
+        check_invariants(pager.core)
         print(f"{dict(pages.done)} refused {dict(pages.refused)} faults {dict(engine.happened)}")
         assert engine.happened.total() > operations // 30
         assert sum(pages.refused.values()) > 0

@@ -66,7 +66,7 @@ def test_torch_save_after_training_has_stopped(one_thread: None, tmp_path: Path,
         calls = engine.happened.total()
         state = by_torch_save(own_states(training))
         assert engine.happened.total() == calls, "nothing is written that could fail"
-        check_invariants(pager)
+        check_invariants(pager.core)
         assert_same(saved(pager), plain(state))
         engine.heal()
         assert_same(plain(own_states(training)), plain(state))
@@ -89,8 +89,8 @@ def full(one_thread: None, tmp_path: Path) -> Iterator[tuple[tp.Pager, FaultyEng
         engine.fail("write", errno.EIO)
         kept = fill_the_arena(pager)
         yield pager, engine, model, values
-        check_invariants(pager)
-        assert len(kept) == pager.residency.pool.count
+        check_invariants(pager.core)
+        assert len(kept) == pager.core.residency.pool.count
 
 
 COPIES: dict[str, Callable[[Any], torch.Tensor]] = {
@@ -111,14 +111,14 @@ COPIES: dict[str, Callable[[Any], torch.Tensor]] = {
 @pytest.mark.parametrize("how", COPIES)
 def test_copies_take_no_frame(how: str, full: Any) -> None:
     pager, engine, model, values = full
-    frames, calls = pager.table.frame.copy(), engine.happened.total()
+    frames, calls = pager.core.table.frame.copy(), engine.happened.total()
     for name, tensor in model.state_dict().items():
         if tensor.dim() == 2:
             found, expected = COPIES[how](tensor), COPIES[how](values[name])
             assert type(found) is torch.Tensor
             assert torch.equal(found, expected), name
             assert found.stride() == expected.stride(), name
-    assert (pager.table.frame == frames).all(), "no page was moved"
+    assert (pager.core.table.frame == frames).all(), "no page was moved"
     assert engine.happened.total() == calls
 
 
@@ -145,16 +145,16 @@ def test_a_disk_that_begins_to_fail_while_it_is_saved(one_thread: None, tmp_path
                     parameter.mul_(1.0)  # pages whose only copy is on the device, or was
             engine = break_disk(pager)
             engine.fail("write", errno.EIO)
-            assert not pager.migration.disk_refuses
+            assert not pager.core.migration.disk_refuses
             pager.save(tmp_path / f"a.{suffix}", dict(model.state_dict()))
-            assert pager.migration.disk_refuses
+            assert pager.core.migration.disk_refuses
             with torch.no_grad():
                 engine.heal()
                 for parameter in model.parameters():
                     parameter.zero_()
             pager.load(tmp_path / f"a.{suffix}")
             assert_same(plain(model.state_dict()), values)
-            check_invariants(pager)
+            check_invariants(pager.core)
 
 
 def test_what_cannot_be_read_is_named(full: Any, tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ def named(pager: tp.Pager, tensors: Tensors) -> dict[str, int]:
     for number, letter in enumerate(sorted(tensors), start=1):
         run = tensors[letter]._storage.run
         run.key = keys[letter] = number
-        pager.follower.names.runs[number] = run
+        pager.core.follower.names.runs[number] = run
     return keys
 
 
@@ -43,21 +43,21 @@ def test_what_the_plan_found_no_place_for_stays() -> None:
     in the iteration; E is below, and is brought."""
     with make_pager(frames=FRAMES, policy="lp") as pager:
         tensors = laid_out(pager, "........EE")
-        with pager.lock:
-            pager.residency.evict_pages(pages_of(tensors["E"]))
+        with pager.core.lock:
+            pager.core.residency.evict_pages(pages_of(tensors["E"]))
         tensors |= laid_out(pager, "CCBBAAD...")
         keys = named(pager, tensors)
         guide = SimpleNamespace(
             keys=[(keys[letter],) for letter in "ABCE"], start={keys["A"]: 0}, away=[], last_in={}
         )
-        with pager.lock:
-            missing = reconcile(pager.residency, pager.follower.names, guide)
+        with pager.core.lock:
+            missing = reconcile(pager.core.residency, pager.core.follower.names, guide)
         after = layout(pager, {name: tensors[name] for name in "ABC"})
         assert after[:4] == "AABB"
         assert "CC" in after
-        assert (pager.table.frame[pages_of(tensors["D"])] < 0).all()
+        assert (pager.core.table.frame[pages_of(tensors["D"])] < 0).all()
         assert missing == [Action("in", "host", keys["E"], 0, 2, ANYWHERE)]
-        check_invariants(pager)
+        check_invariants(pager.core)
         assert unchanged(tensors)
 
 
@@ -68,8 +68,8 @@ def test_what_the_plan_uses_last_is_evicted() -> None:
         tensors = laid_out(pager, "AAABBBCCC.")
         keys = named(pager, tensors)
         expected = [(keys[letter],) for letter in "ABCA"]
-        residency = pager.residency
-        with pager.lock:
+        residency = pager.core.residency
+        with pager.core.lock:
             for letter in "ABC":
                 residency.touch(tensors[letter]._storage.run)
             ages = residency.ages
@@ -89,18 +89,18 @@ def waiting_for_a_window() -> Callable[[tp.Pager], tuple[Tensors, list]]:
 
     def prepare(pager: tp.Pager) -> tuple[Tensors, list]:
         tensors = laid_out(pager, "AAAA......")
-        with pager.lock:
-            pager.residency.evict_pages(pages_of(tensors["A"]))
+        with pager.core.lock:
+            pager.core.residency.evict_pages(pages_of(tensors["A"]))
         tensors |= laid_out(pager, ".BB..CC..D")
         keys = named(pager, tensors)
         runs = [tensors[letter]._storage.run for letter in "BCD"]
-        pager.pin(runs)
-        executor = pager.follower.executor
-        with pager.lock:
+        pager.core.pin(runs)
+        executor = pager.core.follower.executor
+        with pager.core.lock:
             executor.issue([Action("in", "host", keys["A"], 0, 4, ANYWHERE)], ())
             (channel,) = (c for c in executor.channels if c.jobs)
         until(lambda: channel.blocked)
-        with pager.lock:
+        with pager.core.lock:
             assert not executor.wait()  # nothing would change
         return tensors, runs
 
@@ -117,16 +117,16 @@ def until(condition: Callable[[], bool]) -> None:
 def test_a_move_goes_on_when_what_is_in_its_way_is_let_go(waiting_for_a_window) -> None:
     with make_pager(frames=FRAMES, policy="lp") as pager:
         tensors, runs = waiting_for_a_window(pager)
-        pager.unpin(runs[:2])
+        pager.core.unpin(runs[:2])
 
         def is_there() -> bool:
-            with pager.lock:
-                pager.follower.executor.let_go()  # as each op does at its end
+            with pager.core.lock:
+                pager.core.follower.executor.let_go()  # as each op does at its end
                 return tensors["A"]._storage.run.base >= 0
 
         until(is_there)
-        pager.unpin(runs[2:])
-        check_invariants(pager)
+        pager.core.unpin(runs[2:])
+        check_invariants(pager.core)
         assert unchanged(tensors)
 
 
@@ -134,10 +134,10 @@ def test_an_access_finds_that_the_way_is_free_now(waiting_for_a_window) -> None:
     with make_pager(frames=FRAMES, policy="lp") as pager:
         tensors, runs = waiting_for_a_window(pager)
         wanted = [tensors["A"]._storage.run]
-        pager.unpin(runs)
-        with pager.lock:
-            assert pager.follower.executor.serve(wanted)
-        pager.unpin(wanted)
+        pager.core.unpin(runs)
+        with pager.core.lock:
+            assert pager.core.follower.executor.serve(wanted)
+        pager.core.unpin(wanted)
         assert unchanged(tensors)
 
 
@@ -165,16 +165,16 @@ def test_what_moves_just_before_an_op_pins_it_is_one_access(
         assert (tensor + 1 == ord("A") + 1).all()  # its view is at hand
         run = tensor._storage.run
         accesses = []
-        pin = pager.pin
+        pin = pager.core.pin
 
         def moves_first(runs: list) -> None:
             accesses.append(runs)
             if len(accesses) == 1:
-                with pager.lock:
-                    pager.residency.relocate(pages_of(tensor), np.array([6, 7], np.int32))
+                with pager.core.lock:
+                    pager.core.residency.relocate(pages_of(tensor), np.array([6, 7], np.int32))
             pin(runs)
 
-        monkeypatch.setattr(pager, "pin", moves_first)
+        monkeypatch.setattr(pager.core, "pin", moves_first)
         out = tensor + 1
         assert run.base == 6
         assert (out == ord("A") + 1).all()

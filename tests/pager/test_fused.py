@@ -20,6 +20,7 @@ from tensorpager.pager.debug.chaos import chaos, scattered
 from tensorpager.pager.debug.check import check_invariants
 from tensorpager.pager.disk.tier import DiskTier
 from tensorpager.pager.optim import fused
+from tensorpager.pager.tensor.new_pages import empty_like_geometry
 
 from .models import (
     PAGE_BYTES,
@@ -133,7 +134,7 @@ def test_the_same_bits(one_thread, calls: Calls, flags: str, lane: str, states: 
 
     # A matrix with gradient and states takes 16 pages. A third of the arena holds them together.
     frames = 48 if lane == "scattered" else 20
-    with make_pager(frames=frames) as pager, LANES[lane](pager):
+    with make_pager(frames=frames) as pager, LANES[lane](pager.core):
         compare_runs(script, FusedWorld(pager, states=states), must_move=lane != "scattered")
     if states is not None or lane == "scattered":
         assert calls.lists
@@ -141,18 +142,18 @@ def test_the_same_bits(one_thread, calls: Calls, flags: str, lane: str, states: 
 
 @pytest.mark.parametrize("states", slow_unless((None,), [None, "fp32", "8bit"]))
 def test_no_gathers_in_a_step_on_scattered_frames(one_thread, states: str | None) -> None:
-    with make_pager() as pager, scattered(pager):
+    with make_pager() as pager, scattered(pager.core):
         world = FusedWorld(pager, states=states)
         model = world.module(mlp())
         optimizer = world.optimizer(torch.optim.AdamW(model.parameters(), lr=1e-3))
         for _ in range(3):
             with pager.iteration():
                 loss_of(model).backward()
-                before = pager.gathers
+                before = pager.core.gathers
                 optimizer.step()
-                assert pager.gathers == before
+                assert pager.core.gathers == before
                 optimizer.zero_grad()
-            check_invariants(pager)
+            check_invariants(pager.core)
 
 
 def test_parameters_of_a_batch_share_a_launch(one_thread, calls: Calls) -> None:
@@ -172,12 +173,12 @@ def test_parameters_of_a_batch_share_a_launch(one_thread, calls: Calls) -> None:
 def settled(pager: tp.Pager, frames: int) -> None:
     with pager.iteration():
         pass
-    assert pager.residency.pool.count == frames
+    assert pager.core.residency.pool.count == frames
 
 
 def large(pager: tp.Pager, numel: int, seed: int = 0, kind: str = "parameter") -> tp.PagedTensor:
     """Random numbers in pages, of which there may be more than frames."""
-    tensor = pager.empty_like_geometry(torch.empty(numel, device="meta"), kind)
+    tensor = empty_like_geometry(pager.core, torch.empty(numel, device="meta"), kind)
     return tensor.copy_(values(numel, seed))  # type: ignore[return-value]
 
 
@@ -204,8 +205,8 @@ class Pair:
     def step(self) -> None:
         self.optimizer.step()
         self.plain_optimizer.step()
-        check_invariants(self.pager)
-        assert self.pager.residency.pinned_pages() == 0
+        check_invariants(self.pager.core)
+        assert self.pager.core.residency.pinned_pages() == 0
 
     def compare(self) -> None:
         assert_same(plain(self.parameter.detach()), self.twin.detach())
@@ -229,15 +230,15 @@ def test_four_times_the_arena(
     tmp_path, one_thread, calls: Calls, flags: str, tiers: str, lane: str
 ) -> None:
     options = {"disk_path": tmp_path} if tiers == "disk" else {}
-    with make_pager(frames=FRAMES, **TIERS[tiers], **options) as pager, LANES[lane](pager):
+    with make_pager(frames=FRAMES, **TIERS[tiers], **options) as pager, LANES[lane](pager.core):
         settled(pager, FRAMES)
         pair = Pair(pager, NUMEL, flags)
         for seed in range(1, 3):
             pair.grads(seed)
             pair.step()
         pair.compare()
-        assert pager.residency.peak_frames <= FRAMES
-        assert pager.gathers == 0
+        assert pager.core.residency.peak_frames <= FRAMES
+        assert pager.core.gathers == 0
     assert calls.firsts[:2] == [0, calls.firsts[1]]
     assert len(calls.firsts) > 2 * 8, "the parameter was on the device in large parts"
 
@@ -248,16 +249,16 @@ def test_in_an_iteration_that_is_metered(one_thread) -> None:
         settled(pager, FRAMES)
         pair = Pair(pager, NUMEL, "adamw")
         pair.grads(1)
-        pager.budget.settled = False
+        pager.core.budget.settled = False
         with pager.iteration():
-            assert pager.budget.metering
+            assert pager.core.budget.metering
             pair.step()
-        assert pager.residency.pool.count == FRAMES
+        assert pager.core.residency.pool.count == FRAMES
         pair.grads(2)
         with pager.iteration():
             pair.step()
         pair.compare()
-        assert pager.residency.peak_frames <= FRAMES
+        assert pager.core.residency.peak_frames <= FRAMES
 
 
 class Failing:
@@ -301,8 +302,8 @@ def test_a_disk_that_fails_amid_a_parameter(
                         pair.optimizer.step()
                     disk.times = math.inf
                     amid += bool(pair.optimizer._tp_progress)
-                    check_invariants(pager)
-                    assert pager.residency.pinned_pages() == 0
+                    check_invariants(pager.core)
+                    assert pager.core.residency.pinned_pages() == 0
                 pair.step()
                 assert not pair.optimizer._tp_progress
             return amid, plain((pair.parameter.detach(), pair.optimizer))
@@ -343,7 +344,7 @@ def test_a_disk_that_fails_amid_a_step_of_many(
                             disk.times = math.inf
                         break
                     optimizer.zero_grad()
-                check_invariants(pager)
+                check_invariants(pager.core)
             return failures, plain((model, optimizer))
 
     failures, result = run(tmp_path / "broken", True)
@@ -372,7 +373,7 @@ def test_a_step_that_broke_off_is_forgotten_when_states_are_loaded(
 
 # -- states in less memory -----------------------------------------------------------------------
 def state_pages(pager: tp.Pager) -> int:
-    return pager.space.kind_pages["optimizer"]
+    return pager.core.space.kind_pages["optimizer"]
 
 
 STEPS = {"adamw": 20, "sgd-momentum": 60}  # in which something is learnt
@@ -388,7 +389,7 @@ def test_pages_of_states(one_thread, flags: str) -> None:
             pair.grads(1)
             pair.optimizer.step()
             live_pages(pager)
-            pages[states] = pager.space.kind_pages["optimizer"]
+            pages[states] = pager.core.space.kind_pages["optimizer"]
     count = 2 if flags == "adamw" else 1
     # Scales take 4 KiB for each state, and all are in one page of 64 KiB.
     assert pages == {"fp32": count * 16, "bf16": count * 8, "8bit": count * 4 + 1}
@@ -519,19 +520,19 @@ def test_a_master_of_four_times_the_arena(one_thread) -> None:
     with make_pager(frames=FRAMES, **TIERS["host"]) as pager:
         settled(pager, FRAMES)
         start = values(NUMEL, 0).bfloat16()
-        tensor = pager.empty_like_geometry(start, "parameter").copy_(start)
+        tensor = empty_like_geometry(pager.core, start, "parameter").copy_(start)
         parameter = tensor.requires_grad_(True)
         optimizer = pager.optimizer(torch.optim.AdamW([parameter]), master_weights=True)
         twin = start.float().requires_grad_(True)
         plain_optimizer = torch.optim.AdamW([twin], foreach=False)
         grad = values(NUMEL, 1).bfloat16()
         for _ in range(2):
-            parameter.grad = pager.empty_like_geometry(grad, "gradient").copy_(grad)
+            parameter.grad = empty_like_geometry(pager.core, grad, "gradient").copy_(grad)
             twin.grad = grad.float()
             optimizer.step()
             plain_optimizer.step()
             parameter.detach().mul_(1)  # is written to, and does not change
-        check_invariants(pager)
+        check_invariants(pager.core)
         assert_same(plain(optimizer.state[parameter]["master"]), twin.detach())
         assert_same(plain(parameter.detach()), twin.detach().bfloat16())
 

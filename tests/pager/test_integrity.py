@@ -43,8 +43,8 @@ def rewrite(tensor: tp.PagedTensor) -> None:
 
 
 def evict(pager: tp.Pager, tensor: tp.PagedTensor) -> None:
-    with pager.quiet():
-        pager.residency.evict_run(tensor._storage.run)
+    with pager.core.quiet():
+        pager.core.residency.evict_run(tensor._storage.run)
     assert tensor.residency()["device"] == 0
 
 
@@ -68,14 +68,14 @@ def test_a_write_that_goes_wrong(pager: tp.Pager, weight: tp.PagedTensor, damage
     engine.damage = [damage]
     if evict_one_by_one:
         run = weight._storage.run
-        with pager.quiet():
-            pager.residency.evict_pages(np.array([run.first], np.int32))
+        with pager.core.quiet():
+            pager.core.residency.evict_pages(np.array([run.first], np.int32))
     evict(pager, weight)
     assert engine.happened[damage] == 1
     with pytest.raises(tp.CorruptPage, match="checksum differs") as caught:
         weight.to_dense()
     assert_names(caught.value)
-    check_invariants(pager)
+    check_invariants(pager.core)
 
 
 def test_a_read_that_goes_astray(pager: tp.Pager, weight: tp.PagedTensor) -> None:
@@ -107,7 +107,7 @@ def test_a_page_table_that_is_wrong(pager: tp.Pager, weight: tp.PagedTensor) -> 
     evict(pager, weight)
     expected = weight.to_dense()
     evict(pager, weight)
-    table, first = pager.table, weight._storage.run.first
+    table, first = pager.core.table, weight._storage.run.first
     table.disk[[first, first + 1]] = table.disk[[first + 1, first]]
     with pytest.raises(tp.CorruptPage, match=r"page 2 of 4 .* wants .* of page 1 of 4") as caught:
         weight.to_dense()
@@ -118,7 +118,7 @@ def test_a_page_table_that_is_wrong(pager: tp.Pager, weight: tp.PagedTensor) -> 
         weight.to_dense()
     assert_names(caught.value)
     with pytest.raises(AssertionError, match="another version"):
-        check_invariants(pager)
+        check_invariants(pager.core)
     table.version[first + 2] -= 1
     assert torch.equal(weight.to_dense(), expected)
 
@@ -131,14 +131,14 @@ def test_host_memory_that_changes(kind: str) -> None:
     with make_pager(verify=True) as pager:
         model = pager.page_module(mlp())
         weight = model[2].weight
-        host = pager.host
+        host = pager.core.host
         evict(pager, weight)
-        slot = int(pager.table.host[weight._storage.run.first])
+        slot = int(pager.core.table.host[weight._storage.run.first])
         old = host.view(slot, 1).copy()
         rewrite(weight)
         expected = weight.to_dense()
         evict(pager, weight)
-        assert int(pager.table.host[weight._storage.run.first]) == slot
+        assert int(pager.core.table.host[weight._storage.run.first]) == slot
         good = host.view(slot, 1).copy()
         bad = {"an older version": old, "another page": host.view(slot + 1, 1)}.get(kind, good)
         bad = bad.copy()
@@ -196,9 +196,9 @@ def test_more_slots() -> None:
 def test_versions_count_contents(pager: tp.Pager, weight: tp.PagedTensor) -> None:
     """All copies of a page are of one version; a write makes another."""
     page = weight._storage.run.first
-    version = int(pager.table.version[page])
+    version = int(pager.core.table.version[page])
     evict(pager, weight)
     weight.to_dense()
-    assert pager.table.version[page] == version
+    assert pager.core.table.version[page] == version
     rewrite(weight)
-    assert pager.table.version[page] > version
+    assert pager.core.table.version[page] > version

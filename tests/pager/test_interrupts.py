@@ -169,8 +169,8 @@ def test_a_training_that_is_interrupted_goes_on(
                 with pytest.raises(KeyboardInterrupt):
                     evaluate()
                 optimizer.zero_grad()
-                check_invariants(pager)
-                assert not any(run.pins for run in pager.space.runs.values())
+                check_invariants(pager.core)
+                assert not any(run.pins for run in pager.core.space.runs.values())
             with pager.iteration():
                 losses.append(step(model, optimizer))
     assert losses == expected

@@ -25,10 +25,10 @@ class _StopError(Exception):
 
 def assert_is_off(pager: tp.Pager) -> None:
     """Nothing of an iteration is on, neither hooks on what autograd saves nor a measurement."""
-    assert not pager._inside
-    assert not pager.budget.metering
+    assert not pager.core.inside
+    assert not pager.core.budget.metering
     assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
-    check_invariants(pager)
+    check_invariants(pager.core)
 
 
 # -- begin and end -------------------------------------------------------------------------------
@@ -37,7 +37,7 @@ def test_begin_and_end_are_the_with_block(same) -> None:
         model = world.module(mlp())
         optimizer = world.optimizer(torch.optim.AdamW(model.parameters()))
         iteration = None if world.pager is None else world.pager.iteration()
-        before = 0 if world.pager is None else world.pager.iterations
+        before = 0 if world.pager is None else world.pager.core.iterations
         losses = []
         for _ in range(3):
             if iteration is not None:
@@ -60,7 +60,7 @@ def test_begin_and_end_are_the_with_block(same) -> None:
 def test_a_decorator(pager) -> None:
     @pager.iteration()
     def step() -> None:
-        assert pager._inside
+        assert pager.core.inside
 
     step()
     step()
@@ -174,13 +174,13 @@ class _Failing:
 def test_a_begin_or_an_end_that_raises(pager, where: str) -> None:
     """All else is switched off; the next iteration is measured instead."""
     listener = _Failing(where)
-    pager.on_iteration.append(listener)
+    pager.core.on_iteration.append(listener)
     with pytest.raises(_StopError), pager.iteration():
         pass
     assert_is_off(pager)
-    pager.on_iteration.remove(listener)
+    pager.core.on_iteration.remove(listener)
     with pager.iteration():
-        assert pager.budget.metering
+        assert pager.core.budget.metering
     assert_is_off(pager)
 
 
@@ -189,10 +189,10 @@ def test_a_profiler_in_the_way_of_the_begin(pager, monkeypatch) -> None:
         raise _StopError
 
     with monkeypatch.context() as patch:
-        patch.setattr(pager.backend, "meter_start", refuse)
+        patch.setattr(pager.core.backend, "meter_start", refuse)
         with pytest.raises(_StopError), pager.iteration():
             pass
-    assert not pager._inside
+    assert not pager.core.inside
     with pager.iteration():
         pass
     assert_is_off(pager)
@@ -229,14 +229,14 @@ def test_a_step_of_a_plan_that_raises(one_thread) -> None:
     expected = run(World())
     with make_pager(policy="lp", frames=24) as pager:
         assert_same(run(World(pager)), expected)
-        check_invariants(pager)
+        check_invariants(pager.core)
 
 
 # -- dropped -------------------------------------------------------------------------------------
 def test_dropped_and_forgotten(pager) -> None:
     pager.iteration().begin()  # and nobody has it
     with pytest.warns(RuntimeWarning, match="begun and never ended"), pager.iteration():
-        assert pager._inside
+        assert pager.core.inside
     assert_is_off(pager)
     assert pager.stats()["iterations"] == 1
 

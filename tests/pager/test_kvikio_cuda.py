@@ -80,8 +80,8 @@ def test_a_pager_on_kvikio(tmp_path: Path) -> None:
         dense_reserve="24MiB",
         io_engine="kvikio",
     ) as pager:
-        assert pager.disk is not None
-        assert pager.disk.engine.takes_device
+        assert pager.core.disk is not None
+        assert pager.core.disk.engine.takes_device
         twins = [torch.randn(1 << 20, device="cuda") for _ in range(40)]
         paged = [pager.page(twin) for twin in twins]
         for round_ in range(3):
@@ -89,11 +89,11 @@ def test_a_pager_on_kvikio(tmp_path: Path) -> None:
                 tensor.mul_(1.5).add_(round_)
                 twin.mul_(1.5).add_(round_)
         assert all(torch.equal(p.to_dense(), twin) for p, twin in zip(paged, twins))
-        assert pager.disk.bytes_read > 0
+        assert pager.core.disk.bytes_read > 0
         told, arena = pager.stats()["disk_engine"], pager.stats()["arena_bytes"]
         if has_gds() and told["note"] is None:
             assert arena <= told["registered_bytes"] < arena + 2 * MIB
-            pager.residency.resize(8)
+            pager.core.residency.resize(8)
             assert pager.stats()["disk_engine"]["registered_bytes"] == 16 * MIB
         else:
             assert told["registered_bytes"] == 0

@@ -233,7 +233,7 @@ def profiled_metered_iteration(pager: tp.Pager) -> None:
         assert len(profiler.events()) > 10
     finally:
         train(World(pager), model, optimizer, 2)
-        assert pager.budget.settled
+        assert pager.core.budget.settled
 
 
 def test_a_profiler_works_inside_the_metered_iteration(allocator, tight_pager) -> None:

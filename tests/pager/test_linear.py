@@ -105,7 +105,7 @@ def test_second_derivatives_are_added_in_the_order_of_pytorch(
     """First and second ones of a linear meet before they meet those of the weight's other uses."""
     with pager.iteration():
         pager.page(torch.zeros(8)).sum()
-    assert pager.fits
+    assert pager.core.fits
     for seed in range(3):
         generator = torch.Generator().manual_seed(seed)
         weight = torch.randn(40, 40, generator=generator)
@@ -180,7 +180,7 @@ def test_inputs_in_other_orders(pager, with_bias):
 @pytest.mark.parametrize("lane", [chaos, scattered])
 def test_under_eviction(pager, lane):
     inputs, weight, bias = torch.randn(4, 300), torch.randn(500, 300), torch.randn(500)
-    with lane(pager):
+    with lane(pager.core):
         assert_same(*both_ways(pager, inputs, weight, bias, twice=True))
 
 
@@ -365,15 +365,15 @@ def test_it_is_found_where_it_moved(pager, monkeypatch):
     inputs = torch.randn(5, 7)
     expected = F.linear(inputs, weight, bias)
     accesses = []
-    pin = pager.pin
+    pin = pager.core.pin
 
     def moves_first(runs):
         accesses.append(runs)
-        with pager.quiet():
+        with pager.core.quiet():
             for run in runs:
-                pager.residency.evict_run(run)
+                pager.core.residency.evict_run(run)
         pin(runs)
 
-    monkeypatch.setattr(pager, "pin", moves_first)
+    monkeypatch.setattr(pager.core, "pin", moves_first)
     assert torch.equal(F.linear(inputs, weight, bias), expected)
     assert len(accesses) == 1

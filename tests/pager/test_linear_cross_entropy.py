@@ -96,9 +96,9 @@ def test_ten_times_the_arena(lane: str) -> None:
     with tight(lane) as pager:
         weight, paged_bias = paged_table(pager, dense), paged_table(pager, bias.detach())
         assert pages_of_table(weight) >= 10 * FRAMES
-        before = pager.gathers
+        before = pager.core.gathers
         found = passed(weight, hidden, targets, paged_bias, **options)
-        assert pager.gathers - before <= 2 * SLABS  # never of the whole
+        assert pager.core.gathers - before <= 2 * SLABS  # never of the whole
         assert is_paged(weight.grad)
         assert type(found[1]) is torch.Tensor
     assert_same(found, passed(plain, hidden, targets, bias, **options))
@@ -154,7 +154,7 @@ def test_frozen(frozen: str) -> None:
             assert (weight.grad is None) == (frozen != "hidden")
             grads = [leaf.grad, None if weight.grad is None else read_table(weight.grad)]
             results.append([loss.detach(), *grads])
-            assert pager.residency.pinned_pages() == 0
+            assert pager.core.residency.pinned_pages() == 0
     assert_same(*results)
 
 
@@ -184,7 +184,7 @@ def test_whatever_the_budget(frames: int) -> None:
         stats = pager.stats()
         assert stats["peak_bytes"]["device"] <= stats["budget_bytes"]["device"]
         assert stats["gathers"] == 0 or frames < 400
-        assert pager.residency.peak_frames <= frames
+        assert pager.core.residency.peak_frames <= frames
 
 
 def test_logits_never_exist() -> None:
@@ -202,9 +202,9 @@ def test_logits_never_exist() -> None:
 def test_the_next_slab_is_read_ahead() -> None:
     with tight(frames=12) as pager:
         weight = paged_table(pager, torch.randn(ROWS, WIDTH))
-        before = pager.residency.pages_ahead
+        before = pager.core.residency.pages_ahead
         passed(weight, torch.randn(TOKENS, WIDTH), words().flatten())
-        assert pager.residency.pages_ahead - before > 0
+        assert pager.core.residency.pages_ahead - before > 0
 
 
 # -- graphs ----------------------------------------------------------------------------------------
@@ -237,7 +237,7 @@ def test_backward_twice() -> None:
         loss = tp.linear_cross_entropy(hidden, weight, targets)
         with pytest.raises(RuntimeError, match="once"):
             torch.autograd.grad(loss, hidden, create_graph=True)
-        assert pager.residency.pinned_pages() == 0
+        assert pager.core.residency.pinned_pages() == 0
 
 
 def test_a_changed_operand_is_noticed() -> None:
@@ -251,7 +251,7 @@ def test_a_changed_operand_is_noticed() -> None:
                 (weight if changed == "weight" else hidden).mul_(2)
             with pytest.raises(RuntimeError, match="modified by an inplace"):
                 loss.backward()
-            assert pager.residency.pinned_pages() == 0
+            assert pager.core.residency.pinned_pages() == 0
 
 
 # -- errors ----------------------------------------------------------------------------------------
@@ -271,7 +271,7 @@ def test_errors() -> None:
                 tp.linear_cross_entropy(*arguments)
         with pytest.raises(RuntimeError, match="dtype"):
             tp.linear_cross_entropy(hidden.double(), weight, targets)
-        assert pager.residency.pinned_pages() == 0
+        assert pager.core.residency.pinned_pages() == 0
 
 
 @pytest.mark.slow
@@ -295,7 +295,7 @@ def test_a_disk_that_fails(tmp_path: Any, monkeypatch: pytest.MonkeyPatch, when:
             )
             with pytest.raises(tp.PagerError, match="ill"):
                 again()
-            assert pager.residency.pinned_pages() == 0
+            assert pager.core.residency.pinned_pages() == 0
         assert torch.equal(tp.linear_cross_entropy(hidden, weight, targets), expected)
         expected.backward()
 
@@ -329,7 +329,7 @@ def a_language_model(world: World) -> object:
 
 @pytest.mark.parametrize("lane", ["plain", slow("chaos")])
 def test_planned_training(lane: str) -> None:
-    with planned_pager(verify=True) as pager, LANES[lane](pager):
+    with planned_pager(verify=True) as pager, LANES[lane](pager.core):
         stats = compare_planned(a_language_model, pager)
-        assert pager.residency.pinned_pages() == 0
+        assert pager.core.residency.pinned_pages() == 0
     assert stats["peak_bytes"]["device"] <= stats["budget_bytes"]["device"]

@@ -23,6 +23,7 @@ from tensorpager.pager.devices.dense_meter import DenseMeter
 from tensorpager.pager.streaming import linear_stream
 from tensorpager.pager.streaming.slabs import slabs
 from tensorpager.pager.tensor import linear as linear_module
+from tensorpager.pager.tensor.new_pages import empty_like_geometry
 
 from .models import PAGE_BYTES, live_pages, make_pager
 
@@ -47,9 +48,9 @@ def small_pager(folder: Path, tiers: str = "host", **options: Any) -> Iterator[t
     if "disk_budget" not in options:
         del options["disk_path"]
     with make_pager(**options) as pager:
-        if pager.follower is not None:
-            pager.follower.most_plans = 1  # of each kind of iteration: tests wait for plans
-            pager.follower.only_if_faster = False
+        if pager.core.follower is not None:
+            pager.core.follower.most_plans = 1  # of each kind of iteration: tests wait for plans
+            pager.core.follower.only_if_faster = False
         yield pager
 
 
@@ -64,12 +65,12 @@ def pager(tmp_path, one_thread) -> Iterator[tp.Pager]:
 
 def put(pager: tp.Pager, values: torch.Tensor, kind: str = "parameter") -> tp.PagedTensor:
     """In pages; a leaf that wants a gradient, as ``page_module`` makes it."""
-    paged = pager.empty_like_geometry(values.to("meta"), kind)
+    paged = empty_like_geometry(pager.core, values.to("meta"), kind)
     with torch.no_grad():
         paged.copy_(values)
     if kind == "parameter":
         paged.requires_grad_()
-        paged.register_post_accumulate_grad_hook(pager.page_grad)
+        paged.register_post_accumulate_grad_hook(pager.core.page_grad)
     return paged
 
 
@@ -79,7 +80,7 @@ def dense(tensor: torch.Tensor | None) -> torch.Tensor | None:
         return tensor if tensor is None else tensor.detach().clone()
     out = torch.empty(tensor.shape, dtype=tensor.dtype)
     flat = out.view(-1)
-    for slab in slabs(tensor.pager, [tensor.detach()]):
+    for slab in slabs(tensor.pager.core, [tensor.detach()]):
         for source, target in stretches([slab.operands[0], flat[slab.start : slab.stop]]):
             target.copy_(source)
     return out
@@ -112,8 +113,8 @@ def results(
     if pager is not None:
         assert type(leaves[1].grad) is tp.PagedTensor
         assert leaves[1].grad._storage.run.kind == "gradient"
-        check_invariants(pager)
-        assert pager.residency.pinned_pages() == 0
+        check_invariants(pager.core)
+        assert pager.core.residency.pinned_pages() == 0
     return [dense(t) for t in (out, *(leaf.grad for leaf in leaves if leaf is not None))]
 
 
@@ -139,11 +140,11 @@ def test_products(tmp_path, one_thread, shape, tiers: str) -> None:
     expected = results(None, x, weight, bias, seed)
     found = []
     for frames, lane in ((FRAMES, "plain"), (FRAMES, "chaos"), (14, "plain"), (14, "scattered")):
-        with small_pager(tmp_path, tiers, frames=frames) as pager, LANES[lane](pager):
+        with small_pager(tmp_path, tiers, frames=frames) as pager, LANES[lane](pager.core):
             with pager.iteration():
                 pass
             found.append(results(pager, x, weight, bias, seed))
-            assert pager.residency.peak_frames <= frames
+            assert pager.core.residency.peak_frames <= frames
     assert_near(found[0], expected, x, weight, seed)
     for other in found[1:]:
         for one, two in zip(found[0], other, strict=True):
@@ -178,8 +179,8 @@ def test_no_dense_copy_of_weight_or_gradient(pager) -> None:
     for _ in range(2):
         F.linear(x, paged, bias).backward(seed)
     assert meter.stop() < nbytes // 4
-    assert pager.residency.peak_frames <= FRAMES
-    assert pager.residency.pages_ahead > 0
+    assert pager.core.residency.peak_frames <= FRAMES
+    assert pager.core.residency.pages_ahead > 0
 
 
 @pytest.mark.parametrize("shape", [(COLUMNS,), (2, 3, COLUMNS), (0, COLUMNS), (2, 0, COLUMNS)])
@@ -217,10 +218,10 @@ def test_frozen_weight(pager) -> None:
     """As under LoRA: gradients to the inputs only, and no pages for the weight's."""
     x, weight, bias, seed = operands()
     paged, x = put(pager, weight).requires_grad_(False), x.requires_grad_()
-    births = pager.space.births
+    births = pager.core.space.births
     F.linear(x, paged, bias).backward(seed)
     assert paged.grad is None
-    assert pager.space.births == births
+    assert pager.core.space.births == births
     assert torch.allclose(x.grad, seed @ weight, atol=1e-3)
 
 
@@ -363,9 +364,9 @@ def test_not_even_a_row_fits(tmp_path) -> None:
         weight = put(pager, torch.randn(8, 3 * PAGE_BYTES // 4)).requires_grad_(False)
         with pytest.raises(tp.InfeasibleBudget, match="raise device_budget") as refusal:
             F.linear(torch.randn(2, weight.size(1)), weight)
-        assert refusal.value.minimum > pager.budget_bytes["device"]
-        assert pager.residency.pinned_pages() == 0
-        check_invariants(pager)
+        assert refusal.value.minimum > pager.core.budget_bytes["device"]
+        assert pager.core.residency.pinned_pages() == 0
+        check_invariants(pager.core)
 
 
 def test_no_room_for_the_gradient(tmp_path) -> None:
@@ -378,8 +379,8 @@ def test_no_room_for_the_gradient(tmp_path) -> None:
         with pytest.raises(tp.TierFull):
             F.linear(x, paged).backward(seed)
         assert paged.grad is None
-        assert pager.residency.pinned_pages() == 0
-        check_invariants(pager)
+        assert pager.core.residency.pinned_pages() == 0
+        check_invariants(pager.core)
         assert torch.equal(dense(paged), before)
 
 
@@ -422,12 +423,12 @@ def test_pins_of_others_leave_no_room(tmp_path, one_thread) -> None:
 def test_scattered_without_room_for_a_copy(tmp_path, one_thread, monkeypatch) -> None:
     """A whole weight in scattered frames is not gathered: the kernels read it where it is."""
     x, weight, bias, seed = operands()
-    with small_pager(tmp_path, frames=60) as pager, scattered(pager):
+    with small_pager(tmp_path, frames=60) as pager, scattered(pager.core):
         leaf, inputs = put(pager, weight), x.requires_grad_()
         monkeypatch.setattr(linear_module, "_room_bytes", lambda _: weight.nbytes - 1)
         out = F.linear(inputs, leaf, pager.page(bias))
         (of_x,) = torch.autograd.grad(out, inputs, seed)
-        assert pager.gathers == 0
+        assert pager.core.gathers == 0
         assert torch.allclose(out, F.linear(x, weight, bias), atol=1e-4)
         assert torch.allclose(of_x, seed @ weight, atol=1e-3)
 
@@ -471,8 +472,8 @@ def train(pager: tp.Pager | None, optimizer_name: str, steps: int) -> list[float
             optimizer.step()
             optimizer.zero_grad()
         if pager is not None:
-            check_invariants(pager)
-            if pager.follower is not None:
+            check_invariants(pager.core)
+            if pager.core.follower is not None:
                 pager.plan()
     return losses
 
@@ -482,15 +483,15 @@ def check_training(folder: Path, optimizer_name: str, steps: int, lanes: list[An
     expected = train(None, optimizer_name, steps)
     found = []
     for tiers, lane, options in lanes:
-        with small_pager(folder, tiers, **options) as pager, LANES[lane](pager):
+        with small_pager(folder, tiers, **options) as pager, LANES[lane](pager.core):
             found.append(train(pager, optimizer_name, steps))
             stats = pager.stats()
-            assert pager.residency.peak_frames <= pager.residency.pool.count
+            assert pager.core.residency.peak_frames <= pager.core.residency.pool.count
             assert stats["peak_bytes"]["device"] <= stats["budget_bytes"]["device"]
             assert stats["departures"] == 0
             if options.get("policy") == "lp":
                 assert stats["planned_iterations"] > 0, pager.explain()
-                assert pager.residency.pages_ahead > 0
+                assert pager.core.residency.pages_ahead > 0
     assert all(losses == found[0] for losses in found)
     torch.testing.assert_close(found[0], expected, rtol=1e-4, atol=0)
 

@@ -108,7 +108,7 @@ def test_modules_that_set_their_buffers(
     pager.load(path)
     x = torch.randn(5, WIDTH)
     assert torch.equal(model(x).detach(), plain(x))
-    assert pager.budget.dense_baseline == sum(b.nbytes for b in model.buffers())
+    assert pager.core.budget.dense_baseline == sum(b.nbytes for b in model.buffers())
 
 
 @pytest.mark.parametrize("kind", [Rotary, Broken])

@@ -62,7 +62,7 @@ class OtherShapesPlan(PlannedWorld):
         return super().iteration()
 
     def _impose(self, pager: tp.Pager) -> None:
-        follower = pager.follower
+        follower = pager.core.follower
         assert follower is not None
         made = next((kind for kind in follower.kinds.all if kind.guide is not None), None)
         if made is None or made.guide is None:
@@ -120,8 +120,8 @@ def test_a_plan_that_belongs_to_other_shapes(one_thread, steps: int) -> None:
             compare_runs(random_shapes(steps), world)
         assert world.imposed >= len(ROWS) - 1
         assert pager.stats()["departures"] > 0
-        assert pager.follower is not None
-        assert pager.follower.executor.error is None
+        assert pager.core.follower is not None
+        assert pager.core.follower.executor.error is None
 
 
 @pytest.mark.slow
@@ -129,8 +129,8 @@ def test_plans_for_each_of_many_shapes(one_thread, tmp_path) -> None:
     with planned_pager(frames=24, disk_path=tmp_path, **TIERS["both"]) as pager:
         compare_runs(random_shapes(200), PlannedWorld(pager))
         assert pager.stats()["planned_iterations"] > 0
-        assert pager.follower is not None
-        assert pager.follower.executor.error is None
+        assert pager.core.follower is not None
+        assert pager.core.follower.executor.error is None
 
 
 # -- moves that fail -------------------------------------------------------------------------------
@@ -152,14 +152,14 @@ def goes_on_by_faults(pager: tp.Pager, cause: type[Exception], words: str) -> No
     stats = pager.stats()
     assert stats["mode"] == "demand"
     assert words in pager.explain()
-    check_invariants(pager)
+    check_invariants(pager.core)
 
 
 @pytest.mark.slow  # test_planned.py has a quick one
 @pytest.mark.parametrize("which", ["carry_in", "carry_out"])
 def test_the_devices_copies_fail(one_thread, monkeypatch, which: str) -> None:
     with planned_pager() as pager:
-        monkeypatch.setattr(pager.backend, which, breaks)
+        monkeypatch.setattr(pager.core.backend, which, breaks)
         goes_on_by_faults(pager, BrokenCopyError, "no copy today")
 
 
@@ -181,12 +181,12 @@ class BrokenBesideTraining(FaultyEngine):
 def test_the_disk_fails_the_channels(one_thread, tmp_path: Path, monkeypatch, verb: str) -> None:
     monkeypatch.setattr(io_watch, "RETRY_PAUSES_SECONDS", (0.001,))
     with planned_pager(disk_path=tmp_path, **TIERS["disk"]) as pager:
-        assert pager.disk is not None
-        assert pager.follower is not None
-        watched = pager.disk.engine
+        assert pager.core.disk is not None
+        assert pager.core.follower is not None
+        watched = pager.core.disk.engine
         assert isinstance(watched, io_watch.WatchedEngine)
         watched.inner = engine = BrokenBesideTraining(watched.inner)
-        engine.verb, engine.channels = verb, pager.follower.executor.channels
+        engine.verb, engine.channels = verb, pager.core.follower.executor.channels
         goes_on_by_faults(pager, tp.PagerError, "the drive is gone")
         assert engine.happened["refused"] > 0
 
@@ -202,14 +202,14 @@ def queued() -> Iterator[Callable[..., tuple[tp.Pager, dict[str, Any]]]]:
         pager = planned_pager(frames=FRAMES)
         pagers.append(pager)
         tensors = laid_out(pager, before)
-        with pager.lock:
+        with pager.core.lock:
             for letter in coming:
-                pager.residency.evict_pages(pages_of(tensors[letter]))
+                pager.core.residency.evict_pages(pages_of(tensors[letter]))
         tensors |= laid_out(pager, after)
         keys = named(pager, tensors)
-        executor = pager.follower.executor
+        executor = pager.core.follower.executor
         executor.transfers.batch_pages["host-in"] = FRAMES
-        with pager.lock:
+        with pager.core.lock:
             counts = {letter: len(pages_of(tensors[letter])) for letter in coming}
             moves = [Action("in", "host", keys[c], 0, counts[c], ANYWHERE) for c in coming]
             executor.issue(moves, ())
@@ -239,30 +239,30 @@ def test_what_was_prepared_in_the_same_pass_is_undone(
         monkeypatch.setattr("tensorpager.pager.devices.cpu.Cpu.slide", breaks)
     count = 4 if copy == "moved" else 2
     pager, tensors = queued("A" * count + "E" + "." * (FRAMES - 1 - count), after, "EA")
-    executor = pager.follower.executor
+    executor = pager.core.follower.executor
     assert isinstance(executor.error, BrokenCopyError)
     assert layout(pager, tensors) == after
     for letter in "AE":
         run = tensors[letter]._storage.run
         assert (run.moving, run.coming, run.base) == (0, 0, -1)
-    assert not pager.residency.in_flight
-    check_invariants(pager)
+    assert not pager.core.residency.in_flight
+    check_invariants(pager.core)
     monkeypatch.undo()
     assert unchanged(tensors)
-    check_invariants(pager)
+    check_invariants(pager.core)
 
 
 def test_pages_that_a_run_does_not_have_are_not_moved(queued) -> None:
     with planned_pager(frames=FRAMES) as pager:
         tensors = laid_out(pager, "AABB......")
         keys = named(pager, tensors)
-        executor = pager.follower.executor
-        with pager.lock:
+        executor = pager.core.follower.executor
+        with pager.core.lock:
             for what in ("out", "drop", "in"):
                 executor.issue([Action(what, "host", keys["A"], 1, 2, ANYWHERE)], ())
             assert executor.idle
             executor.drain()
         assert layout(pager, tensors) == "AABB......"
-        assert (np.asarray(pager.table.host[pages_of(tensors["B"])]) < 0).all()
-        check_invariants(pager)
+        assert (np.asarray(pager.core.table.host[pages_of(tensors["B"])]) < 0).all()
+        check_invariants(pager.core)
         assert unchanged(tensors)

@@ -58,7 +58,7 @@ def _expected() -> list[object]:
 
 
 def _pins(pager: tp.Pager) -> int:
-    return sum(run.pins for run in pager.space.runs.values())
+    return sum(run.pins for run in pager.core.space.runs.values())
 
 
 def _trains(body: Callable[[nn.Module], torch.Tensor], pager: tp.Pager) -> None:
@@ -67,7 +67,7 @@ def _trains(body: Callable[[nn.Module], torch.Tensor], pager: tp.Pager) -> None:
     with pager.iteration():
         loss = body(model)
         loss.backward()
-        check_invariants(pager)
+        check_invariants(pager.core)
     assert_same(_result(loss, model), _expected())
     assert _pins(pager) == 0
 
@@ -180,15 +180,15 @@ def test_second_derivatives_of_several_uses(pager: tp.Pager) -> None:
     with pager.iteration():
         gradients(paged, inputs)
     with pager.iteration():
-        assert pager.fits
-        assert not pager.opened.native
+        assert pager.core.fits
+        assert not pager.core.opened.native
         assert_same(gradients(paged, inputs), expected)
 
 
 def test_weights_evicted_between_forward_and_backward(pager: tp.Pager) -> None:
     def body(model: nn.Module) -> torch.Tensor:
         loss = model(_inputs()).square().sum()
-        scramble(pager)
+        scramble(pager.core)
         assert model[0].weight.residency()["device"] == 0
         return loss
 
@@ -199,15 +199,15 @@ def test_weights_evicted_by_every_saved_tensor(pager: tp.Pager) -> None:
     """The hook runs inside the op whose weight is open."""
 
     def body(model: nn.Module) -> torch.Tensor:
-        whole = pager.saved.pack
+        whole = pager.core.saved.pack
 
         def pack(tensor: torch.Tensor) -> object:
             packed = whole(tensor)
-            scramble(pager)
-            check_invariants(pager)
+            scramble(pager.core)
+            check_invariants(pager.core)
             return packed
 
-        with torch.autograd.graph.saved_tensors_hooks(pack, pager.saved.unpack):
+        with torch.autograd.graph.saved_tensors_hooks(pack, pager.core.saved.unpack):
             return model(_inputs()).square().sum()
 
     _trains(body, pager)
@@ -216,7 +216,7 @@ def test_weights_evicted_by_every_saved_tensor(pager: tp.Pager) -> None:
 def test_weights_evicted_between_nodes_of_the_backward_pass(pager: tp.Pager) -> None:
     def body(model: nn.Module) -> torch.Tensor:
         for layer in model:
-            layer.register_full_backward_hook(lambda *args: scramble(pager))
+            layer.register_full_backward_hook(lambda *args: scramble(pager.core))
         return model(_inputs()).square().sum()
 
     _trains(body, pager)
@@ -230,18 +230,18 @@ def test_a_graph_past_our_hooks_keeps_the_pages(pager: tp.Pager, keep: str) -> N
     model = pager.page_module(_model())
     with pager.iteration(), torch.autograd.graph.saved_tensors_hooks(pack, lambda kept: kept):
         loss = model(_inputs()).square().sum()
-        scramble(pager)
-    assert pager.opened.in_use
-    scramble(pager)
+        scramble(pager.core)
+    assert pager.core.opened.in_use
+    scramble(pager.core)
     assert model[0].weight.residency()["device"] == 0  # the inputs' gradient is not wanted
     assert model[3].weight.residency()["device"] > 0
     loss.backward()
     assert_same(_result(loss, model), _expected())
     del loss
-    with pager.quiet():
-        assert not pager.opened.in_use
+    with pager.core.quiet():
+        assert not pager.core.opened.in_use
     assert _pins(pager) == 0
-    scramble(pager)
+    scramble(pager.core)
     assert model[3].weight.residency()["device"] == 0
 
 
@@ -277,7 +277,7 @@ def test_forked_inside_an_iteration(pager: tp.Pager) -> None:
         child = os.fork()
         if not child:
             try:
-                model[0].weight.pager.check_open()
+                model[0].weight.pager.core.check_open()
             except tp.PagerError:
                 try:
                     F.linear(torch.ones(1, WIDTH), model[0].weight)
@@ -321,11 +321,11 @@ def test_a_weight_that_dies_with_its_pages_in_use(pager: tp.Pager) -> None:
         del weight
     gc.collect()
     others = [pager.page(torch.zeros(WIDTH, WIDTH)) for _ in range(40)]
-    check_invariants(pager)
+    check_invariants(pager.core)
     loss.backward(inputs=[x])
     torch.testing.assert_close(x.grad, frozen.sum(0).expand(8, WIDTH))
     del loss, others
-    check_invariants(pager)
+    check_invariants(pager.core)
     assert live_pages(pager) == 0
 
 
@@ -349,11 +349,11 @@ def test_two_threads_while_pages_are_evicted(pager: tp.Pager) -> None:
         for thread in threads:
             thread.start()
         while any(thread.is_alive() for thread in threads):
-            scramble(pager)
+            scramble(pager.core)
         for thread in threads:
             thread.join()
     assert not errors, errors
-    check_invariants(pager)
+    check_invariants(pager.core)
 
 
 # -- what may be done to a weight in between -----------------------------------------------------
@@ -409,11 +409,11 @@ def test_rows_that_embedding_renormalizes_are_written_as_pages(pager: tp.Pager) 
         torch.manual_seed(5)
         table = world.module(nn.Embedding(40, WIDTH, max_norm=0.5))
         if world.pager is not None:
-            scramble(pager)  # copies below, which a write must void
+            scramble(pager.core)  # copies below, which a write must void
         with world.iteration():
             table(torch.arange(0, 40, 2))
             if world.pager is not None:
-                scramble(pager)
+                scramble(pager.core)
         results.append(plain(table.weight))
     assert_same(results[1], results[0])
 
@@ -432,7 +432,7 @@ def test_another_shape_in_the_middle_of_an_iteration(one_thread: None) -> None:
                     assert model[0].weight._open is not None
                     model(torch.ones(999, WIDTH))
                     assert model[0].weight._open is None
-                    assert pager.budget.metering
+                    assert pager.core.budget.metering
                 loss.backward()
             losses.append(loss.detach())
         return losses, model
@@ -450,7 +450,7 @@ def test_an_exception_inside_an_op(pager: tp.Pager) -> None:
         model(_inputs()).square().sum().backward()
     assert_same(_gradients(model), _expected()[1])
     gc.collect()
-    with pager.quiet():
+    with pager.core.quiet():
         assert _pins(pager) == 0
 
 
@@ -477,17 +477,17 @@ def _counted() -> Iterator[list[int]]:
 def test_the_dense_allowance_holds_over_many_passes(pager: tp.Pager) -> None:
     x = torch.randn(256, WIDTH)  # 128 KiB, saved by each product; the user keeps it
     allowance = 20 * x.nbytes
-    pager.saved.dense_allowance = allowance
+    pager.core.saved.dense_allowance = allowance
     weight = torch.randn(WIDTH, WIDTH).requires_grad_()
     with _counted() as seen:
         for _ in range(3):
             with pager.iteration():
                 for _ in range(15):  # each graph dies before the next one is built
                     sum((x * (i + 1)).mm(weight).sum() for i in range(8)).backward()
-                pager.residency.collect()
-                assert pager.space.kind_pages.get("activation", 0) == 0  # there was always room
+                pager.core.residency.collect()
+                assert pager.core.space.kind_pages.get("activation", 0) == 0
                 losses = [(x * (i + 1)).mm(weight).sum() for i in range(60)]
-                assert pager.space.kind_pages["activation"] > 0
+                assert pager.core.space.kind_pages["activation"] > 0
                 sum(losses).backward()
                 del losses
             for _ in range(50):

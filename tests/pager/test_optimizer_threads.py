@@ -12,6 +12,7 @@ import torch
 
 import tensorpager as tp
 from tensorpager.pager.debug.chaos import scattered
+from tensorpager.pager.tensor.new_pages import empty_like_geometry
 
 from .models import PAGE_BYTES, assert_same, make_pager, plain
 
@@ -56,7 +57,7 @@ def _run(pager: tp.Pager | None, kind: str, dtype: torch.dtype, sizes: list[int]
     def put(values: torch.Tensor) -> torch.Tensor:
         if pager is None:
             return values
-        paged = pager.empty_like_geometry(values.to("meta"), "user")
+        paged = empty_like_geometry(pager.core, values.to("meta"), "user")
         paged.copy_(values)
         return paged
 
@@ -84,5 +85,5 @@ def test_bits(kind: str, dtype: torch.dtype, lane: str, threads: int) -> None:
     with make_pager(frames=FRAMES) as pager:
         with pager.iteration():
             pass
-        with scattered(pager) if lane == "scattered" else nullcontext():
+        with scattered(pager.core) if lane == "scattered" else nullcontext():
             assert_same(_run(pager, kind, dtype, sizes), expected)

@@ -51,7 +51,7 @@ def early() -> Iterator[Early]:
 
 
 def updates(world: World) -> int:
-    return 0 if world.pager is None else world.pager.overlap.updates
+    return 0 if world.pager is None else world.pager.core.overlap.updates
 
 
 def reason(optimizer: Any) -> str | None:
@@ -95,10 +95,10 @@ def test_under_pressure(lane: str, tmp_path: Any) -> None:
         optimizer = world.optimizer(OPTIMIZERS["adam-amsgrad"](model.parameters()))
         return train(world, model, optimizer, 5), model, optimizer
 
-    with make_pager(**options) as pager, lanes.get(lane, lambda pager: nullcontext())(pager):
+    with make_pager(**options) as pager, lanes.get(lane, lambda pager: nullcontext())(pager.core):
         compare_runs(script, Early(pager))
-        assert pager.overlap.updates == 3 * 8
-        assert not pager.stepping
+        assert pager.core.overlap.updates == 3 * 8
+        assert not pager.core.stepping
 
 
 @NEVER
@@ -110,9 +110,9 @@ def test_no_gradient_goes_into_pages(early: Early) -> None:
     pages = []
 
     def look(*_: Any) -> None:
-        with pager.lock:
-            pager.residency.collect()
-        pages.append(pager.space.kind_pages.get("gradient", 0))
+        with pager.core.lock:
+            pager.core.residency.collect()
+        pages.append(pager.core.space.kind_pages.get("gradient", 0))
 
     for layer in model[1:]:
         layer.register_full_backward_hook(look)
@@ -255,8 +255,8 @@ def test_everything_fits() -> None:
 
     with make_pager(fits=True) as pager:
         compare_runs(script, Early(pager), must_move=False)
-        assert pager.fits
-        assert pager.overlap.updates == 0
+        assert pager.core.fits
+        assert pager.core.overlap.updates == 0
 
 
 @NEVER
@@ -268,9 +268,9 @@ def test_no_dense_room_for_an_update(early: Early, monkeypatch: pytest.MonkeyPat
         optimizer = world.optimizer(adamw(model.parameters()))
         losses = train(world, model, optimizer, 2)
         if world.pager is not None:
-            has_room = world.pager.overlap.has_room
+            has_room = world.pager.core.overlap.has_room
             small = lambda p, n: n < 300_000 and has_room(p, n)  # noqa: E731
-            monkeypatch.setattr(world.pager.overlap, "has_room", small)
+            monkeypatch.setattr(world.pager.core.overlap, "has_room", small)
         return losses, train(world, model, optimizer, 2), model, optimizer
 
     compare_runs(script, early)
@@ -282,10 +282,10 @@ def test_temporaries_of_updates_are_known_and_stay_in_the_reserve(early: Early) 
     model = early.module(mlp())
     optimizer = early.optimizer(adamw(model.parameters()))
     train(early, model, optimizer, 3)
-    overlap, (weight, *_) = early.pager.overlap, list(model.parameters())
+    overlap, (weight, *_) = early.pager.core.overlap, list(model.parameters())
     assert 2 <= optimizer._tp_early._needs[0] < 2.5, "AdamW makes two tensors of its size"
     assert overlap.has_room(weight, 0)
-    assert not overlap.has_room(weight, early.pager.budget.reserve + 1)
+    assert not overlap.has_room(weight, early.pager.core.budget.reserve + 1)
 
 
 @NEVER
@@ -298,11 +298,11 @@ def test_the_reserve_foresees_updates_of_large_matrices() -> None:
     with make_pager(device_budget="32MiB", dense_reserve="auto") as pager:
         compare_runs(script, Early(pager))
         largest = 4 << 20
-        assert not pager.fits
-        assert pager.overlap.updates == 2 * 8
+        assert not pager.core.fits
+        assert pager.core.overlap.updates == 2 * 8
         # Its gradient and AdamW's two tensors of its size, where backward alone took two.
-        assert pager.stats()["dense_peak_bytes"] < 3 * largest <= pager.overlap.dense_peak
-        assert pager.overlap.dense_peak <= pager.budget.reserve
+        assert pager.stats()["dense_peak_bytes"] < 3 * largest <= pager.core.overlap.dense_peak
+        assert pager.core.overlap.dense_peak <= pager.core.budget.reserve
 
 
 @NEVER
@@ -422,14 +422,14 @@ def test_no_room_below_to_bring_states_in(early: Early, monkeypatch: pytest.Monk
         optimizer = world.optimizer(adamw(model.parameters()))
         losses = train(world, model, optimizer, 3)
         if world.pager is not None:
-            pin = world.pager.pin
+            pin = world.pager.core.pin
 
             def full(runs: Any) -> None:
                 if len(runs) >= 3 and sum(run.count for run in runs) >= 12:
                     raise tp.TierFull("full")
                 pin(runs)
 
-            monkeypatch.setattr(world.pager, "pin", full)
+            monkeypatch.setattr(world.pager.core, "pin", full)
         return losses, train(world, model, optimizer, 2), model, optimizer
 
     compare_runs(script, early)
@@ -627,9 +627,9 @@ def test_off_where_checkpointing_nests_backward_passes(early: Early) -> None:
 def test_switched_off_again(early: Early) -> None:
     model = early.module(mlp())
     optimizer = early.optimizer(adamw(model.parameters()))
-    assert early.pager.overlap.watching
+    assert early.pager.core.overlap.watching
     train(early, model, optimizer, 3)
-    assert not early.pager.overlap.watching
+    assert not early.pager.core.overlap.watching
     early.pager.optimizer(optimizer)
     train(early, model, optimizer, 2)
     assert updates(early) == 8
@@ -658,7 +658,7 @@ def test_an_iteration_that_raises_while_watched(early: Early) -> None:
     with pytest.warns(UserWarning, match="more than once"):
         late()
     train(early, model, optimizer, 2)
-    check_invariants(early.pager)
+    check_invariants(early.pager.core)
 
 
 # -- a program that changes its ways -------------------------------------------------------------
@@ -675,7 +675,7 @@ def test_a_setting_changed_between_backward_and_step(early: Early) -> None:
     match = r"\[0\]\['lr'\] changed from 0.001 to 0.0005 .* overlap=False"
     with pytest.raises(tp.PagerError, match=match), early.iteration():
         _late_lr(early, model, optimizer)
-    check_invariants(early.pager)
+    check_invariants(early.pager.core)
     train(early, model, optimizer, 1)
 
 
@@ -693,7 +693,7 @@ def test_a_second_backward_pass(early: Early) -> None:
     match = r"another backward pass .* 8 of them .* overlap=False"
     with pytest.raises(tp.PagerError, match=match), early.iteration():
         _accumulate(early, model, optimizer)
-    check_invariants(early.pager)
+    check_invariants(early.pager.core)
     optimizer.zero_grad()
     train(early, model, optimizer, 1)
 
@@ -717,14 +717,14 @@ def test_a_backward_pass_that_breaks_off(early: Early) -> None:
         loss_of(model).backward()
     handle.remove()
     assert updates(early) > 8
-    assert not early.pager.stepping
+    assert not early.pager.core.stepping
     assert [len(g["params"]) for g in optimizer.param_groups] == [8]
     counts = {name: int(optimizer.state[p]["step"]) for name, p in model.named_parameters()}
     assert counts["6.weight"] == 4
     assert counts["0.weight"] == 3
     optimizer.step()
     optimizer.zero_grad()
-    check_invariants(early.pager)
+    check_invariants(early.pager.core)
     train(early, model, optimizer, 2)
 
 
@@ -734,10 +734,10 @@ def test_an_update_that_raises_puts_everything_back(early: Early) -> None:
     optimizer.param_groups[0]["betas"] = (0.9,)
     with pytest.raises((ValueError, IndexError)):
         step(early, optimizer, lambda: loss_of(model))
-    assert not early.pager.stepping
+    assert not early.pager.core.stepping
     assert set(optimizer.state) == set(model.parameters())
     assert [len(g["params"]) for g in optimizer.param_groups] == [8]
     optimizer.param_groups[0]["betas"] = betas
     optimizer.zero_grad()
     train(early, model, optimizer, 1)
-    check_invariants(early.pager)
+    check_invariants(early.pager.core)

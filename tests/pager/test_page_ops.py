@@ -124,7 +124,7 @@ def test_elementwise(where: str, dtype: torch.dtype) -> None:
         for name, script in ELEMENTWISE.items():
             with named(name):
                 check_script(pager, script, raw, IN_PAGES[where])
-        check_invariants(pager)
+        check_invariants(pager.core)
 
 
 @pytest.mark.parametrize("threads", [2, 4], ids="{}-threads".format)
@@ -271,7 +271,7 @@ def test_what_torch_refuses_is_refused() -> None:
             with pytest.raises(RuntimeError):
                 script()
         assert torch.equal(plain(paged), before)
-        assert pager.residency.pinned_pages() == 0
+        assert pager.core.residency.pinned_pages() == 0
 
 
 def test_consecutive_frames_take_the_way_over_views(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -288,7 +288,7 @@ def test_consecutive_frames_take_the_way_over_views(monkeypatch: pytest.MonkeyPa
         assert tensors[0].norm() > 0
         torch._foreach_mul_(tensors, 2.0)
         assert torch._foreach_norm(tensors)[0] > 0
-        assert pager.gathers == 0
+        assert pager.core.gathers == 0
 
 
 # -- reductions ------------------------------------------------------------------------------------

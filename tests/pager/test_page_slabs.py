@@ -14,6 +14,7 @@ from torch import nn
 import tensorpager as tp
 from tensorpager.pager.debug.chaos import chaos, scattered
 from tensorpager.pager.debug.check import check_invariants
+from tensorpager.pager.tensor.new_pages import empty_like_geometry
 
 from .models import World, assert_same, make_pager, mlp, plain, train
 from .page_ops_suite import (
@@ -41,23 +42,23 @@ def settled_pager(frames: int) -> Iterator[tp.Pager]:
         with pager.iteration():
             pass
         yield pager
-        assert pager.residency.pool.count == frames
+        assert pager.core.residency.pool.count == frames
 
 
 @contextmanager
 def small_pager(lane: str) -> Iterator[tp.Pager]:
     with settled_pager(FRAMES) as pager, ExitStack() as stack:
         if lane == "chaos":
-            stack.enter_context(scattered(pager))
-            stack.enter_context(chaos(pager))
+            stack.enter_context(scattered(pager.core))
+            stack.enter_context(chaos(pager.core))
         yield pager
-        assert pager.residency.pinned_pages() == 0
-        assert pager.gathers == 0
-        check_invariants(pager)
+        assert pager.core.residency.pinned_pages() == 0
+        assert pager.core.gathers == 0
+        check_invariants(pager.core)
 
 
 def large(pager: tp.Pager, dense: torch.Tensor) -> tp.PagedTensor:
-    paged = pager.empty_like_geometry(dense.to("meta"), "user")
+    paged = empty_like_geometry(pager.core, dense.to("meta"), "user")
     paged.copy_(dense)
     return paged
 
@@ -140,7 +141,9 @@ def test_initialising_what_is_larger_than_the_arena(lane: str) -> None:
     with small_pager(lane) as pager:
         for name, script in scripts.items():
             with named(name):
-                paged = pager.empty_like_geometry(torch.empty(shape, device="meta"), "parameter")
+                paged = empty_like_geometry(
+                    pager.core, torch.empty(shape, device="meta"), "parameter"
+                )
                 torch.manual_seed(1)
                 with torch.no_grad():
                     assert script(paged) is paged
@@ -160,7 +163,7 @@ def test_operands_that_fit_one_by_one_only() -> None:
         with paged[3].pin():
             paged[0].mul_(paged[1])
             assert torch.equal(plain(paged[0]), expected.mul_(raw[1]))
-        assert pager.gathers == 0
+        assert pager.core.gathers == 0
 
 
 def test_what_cannot_be_split_is_refused() -> None:
@@ -170,7 +173,7 @@ def test_what_cannot_be_split_is_refused() -> None:
             with pytest.raises(tp.InfeasibleBudget):
                 script(tensor, 0) if script is torch.cumsum else script(tensor)
         assert torch.equal(tensor.clone(), values(1, shape=(LARGE,)))
-        assert pager.residency.pinned_pages() == 0
+        assert pager.core.residency.pinned_pages() == 0
 
 
 def test_a_weight_whose_mean_finds_no_room_is_named() -> None:
@@ -185,7 +188,7 @@ def test_a_weight_whose_mean_finds_no_room_is_named() -> None:
             model.weight.mean()
         assert pager.stats()["streamed"] == ["weight"]
         assert "sums over them" in pager.explain()
-        passing = pager.empty_like_geometry(torch.empty(LARGE, device="meta"), "activation")
+        passing = empty_like_geometry(pager.core, torch.empty(LARGE, device="meta"), "activation")
         passing.fill_(1.0)
         assert passing.sum() == LARGE
         del passing
@@ -196,12 +199,12 @@ def test_a_metered_iteration_that_writes_more_than_the_budget_holds() -> None:
     """A tensor that fits in no budget is walked, so its size is not what the iteration needs."""
     with make_pager(frames=FRAMES, host_budget="128MiB") as pager:
         model = pager.page_module(mlp(width=32, depth=1))
-        huge = pager.empty_like_geometry(torch.empty(9 << 20, device="meta"), "user")
+        huge = empty_like_geometry(pager.core, torch.empty(9 << 20, device="meta"), "user")
         optimizer = pager.optimizer(torch.optim.AdamW(model.parameters()))
         with pager.iteration():
-            assert pager.budget.metering
+            assert pager.core.budget.metering
             huge.fill_(2.0)
             assert huge.mul_(0.5).mean() == 1.0
         train(World(pager), model, optimizer, 2)
-        assert pager.residency.largest_need <= FRAMES
+        assert pager.core.residency.largest_need <= FRAMES
         assert huge.sum() == huge.numel()

@@ -39,11 +39,11 @@ def train_in_phases(
                 loss = F.cross_entropy(model(inputs), labels) / 2
                 loss.backward()
                 seen.append(loss.item())
-            before = world.pager.gathers if world.pager else 0
+            before = world.pager.core.gathers if world.pager else 0
             if clip is not None:
                 seen.append(nn.utils.clip_grad_norm_(model.parameters(), clip).item())
             optimizer.step()
-            gathers.append(world.pager.gathers - before if world.pager else 0)
+            gathers.append(world.pager.core.gathers - before if world.pager else 0)
             optimizer.zero_grad()
     return seen, [model, optimizer], gathers
 
@@ -52,8 +52,8 @@ def train_in_phases(
 def gathered_kinds(pager: tp.Pager, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """Kinds of the runs of which dense copies are made."""
     kinds: list[str] = []
-    gather = pager.gather
-    monkeypatch.setattr(pager, "gather", lambda run: (kinds.append(run.kind), gather(run))[1])
+    gather = pager.core.gather
+    monkeypatch.setattr(pager.core, "gather", lambda run: (kinds.append(run.kind), gather(run))[1])
     yield kinds
 
 
@@ -100,9 +100,9 @@ def test_other_optimizers_make_none_either() -> None:
             for _ in range(2):
                 with world.iteration():
                     F.cross_entropy(model(batch()[0]), batch()[1]).backward()
-                    before = world.pager.gathers if world.pager else 0
+                    before = world.pager.core.gathers if world.pager else 0
                     optimizer.step()
-                    counts.append(world.pager.gathers - before if world.pager else 0)
+                    counts.append(world.pager.core.gathers - before if world.pager else 0)
             assert counts == [0, 0]
             return plain([model, optimizer])
 
@@ -126,12 +126,12 @@ def test_grad_scaler() -> None:
                 inputs, labels = batch()
                 loss = F.cross_entropy(model(inputs), labels)
                 scaler.scale(loss).backward()
-                before = world.pager.gathers if world.pager else 0
+                before = world.pager.core.gathers if world.pager else 0
                 scaler.unscale_(optimizer)
                 nn.utils.clip_grad_value_(model.parameters(), 1e-3)
                 scaler.step(optimizer)
                 scaler.update()
-                assert world.pager is None or world.pager.gathers == before
+                assert world.pager is None or world.pager.core.gathers == before
                 optimizer.zero_grad()
             losses.append(loss.item())
         return losses, plain(model), scaler.get_scale()

@@ -43,7 +43,7 @@ class PagesMachine(RuleBasedStateMachine):
             device="cpu",
             verify=verify,
         )
-        self.pager.residency.scattered = is_scattered
+        self.pager.core.residency.scattered = is_scattered
         self.generator = torch.Generator().manual_seed(0)
 
     @precondition(lambda self: len(self.twins) < 20)
@@ -78,27 +78,27 @@ class PagesMachine(RuleBasedStateMachine):
         paged, plain = data.draw(st.sampled_from(self.twins))
         other, expected = data.draw(st.sampled_from(self.twins))
         with paged.pin() as dense:
-            scramble(self.pager)
+            scramble(self.pager.core)
             assert torch.equal(other.to_dense(), expected)
             dense.add_(1)
         plain.add_(1)
 
     @rule()
     def evict_all(self) -> None:
-        scramble(self.pager)
+        scramble(self.pager.core)
 
     @rule(frames=st.integers(12, 24))
     def move_border(self, frames: int) -> None:
-        self.pager.residency.resize(frames)
+        self.pager.core.residency.resize(frames)
 
     @rule()
     def compact(self) -> None:
-        self.pager.residency.compact(set())
+        self.pager.core.residency.compact(set())
 
     @invariant()
     def rules_hold(self) -> None:
         if self.pager is not None:
-            check_invariants(self.pager)
+            check_invariants(self.pager.core)
 
     def teardown(self) -> None:
         if self.pager is None:
@@ -139,15 +139,15 @@ def pages(count: int, value: float = 0.0) -> torch.Tensor:
 def test_clean_pages_are_not_written_twice() -> None:
     with small_pager() as pager:
         paged = pager.page(pages(4, 1.0))
-        scramble(pager)
+        scramble(pager.core)
         written = pager.stats()["bytes_out"]
         assert written == 4 * PAGE
         for _ in range(3):
             paged.sum()
-            scramble(pager)
+            scramble(pager.core)
         assert pager.stats()["bytes_out"] == written
         paged.add_(1)  # now the copy is void
-        scramble(pager)
+        scramble(pager.core)
         assert pager.stats()["bytes_out"] == 2 * written
 
 
@@ -180,7 +180,7 @@ def test_pins_in_the_way_are_worked_around_by_gathering() -> None:
             assert big.mul_(2).cos_().sum().item() == pytest.approx(math.cos(18) * big.numel())
             assert pager.stats()["gathers"] == before + 1  # of cos_; page kernels do the others
         assert torch.equal(big.to_dense(), pages(5, 18.0).cos_())
-        check_invariants(pager)
+        check_invariants(pager.core)
 
 
 def test_compaction_makes_room_without_lower_tiers() -> None:
@@ -191,25 +191,25 @@ def test_compaction_makes_room_without_lower_tiers() -> None:
         assert pager.stats()["compactions"] == 1
         assert torch.equal(big.to_dense(), pages(3, 9.0))
         assert [p[0].item() for p in parts] == [0.0, 2.0, 4.0, 6.0, 7.0]
-        check_invariants(pager)
+        check_invariants(pager.core)
 
 
 def test_small_tensors_share_pages_aligned_to_64_bytes() -> None:
     with small_pager() as pager:
         parts = [pager.page(torch.full((n,), float(n))) for n in range(1, 200)]
-        assert pager.space.live_pages == 2
+        assert pager.core.space.live_pages == 2
         assert all(p._storage.offset % 64 == 0 for p in parts)
-        with chaos(pager):
+        with chaos(pager.core):
             assert all((p == n).all() for n, p in enumerate(parts, start=1))
         del parts
-        pager.residency.collect()
-        assert pager.space.live_pages == 0
+        pager.core.residency.collect()
+        assert pager.core.space.live_pages == 0
 
 
 def test_scattered_lane_really_scatters() -> None:
-    with small_pager() as pager, scattered(pager):
+    with small_pager() as pager, scattered(pager.core):
         paged = pager.page(pages(4, 2.0))
-        frames = pager.table.frame[paged._storage.run.first :][:4]
+        frames = pager.core.table.frame[paged._storage.run.first :][:4]
         assert (np.diff(frames) != 1).any()
         assert torch.equal(paged + 1, pages(4, 3.0))
         assert pager.stats()["gathers"] == 0
@@ -221,10 +221,10 @@ def test_a_tensor_of_many_times_the_budget_is_paged_in_parts() -> None:
     values = torch.randn(64 * PAGE // 4 + 5)
     with small_pager(frames=8) as pager:
         paged = pager.page(values)
-        assert pager.residency.pool.count * PAGE <= pager.budget_bytes["device"]
-        assert pager.residency.peak_frames <= 8
+        assert pager.core.residency.pool.count * PAGE <= pager.core.budget_bytes["device"]
+        assert pager.core.residency.peak_frames <= 8
         assert torch.equal(paged.to_dense(), values)
-        check_invariants(pager)
+        check_invariants(pager.core)
 
 
 def test_stats_can_be_held_by_json() -> None:

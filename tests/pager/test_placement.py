@@ -67,8 +67,8 @@ def train(case: Case, budget: int | None, *, steps: int = 3, policy: str = "lru"
                     raise
                 optimizer.zero_grad()
             if pager is not None:
-                check_invariants(pager)
-                if pager.follower is not None:
+                check_invariants(pager.core)
+                if pager.core.follower is not None:
                     pager.plan()
             parameters = [p.detach().to_dense().clone() for p in model.parameters()]
             values.append([loss.detach(), *parameters])

@@ -32,15 +32,15 @@ def kind_of(samples: list[list[float]]) -> Kind:
 
 def on_machine(pager: tp.Pager, monkeypatch: pytest.MonkeyPatch, **rates: float) -> Hardware:
     """``pager`` takes the machine for one with these rates."""
-    assert pager.follower is not None
-    disk = pager.budget_bytes["disk"]
+    assert pager.core.follower is not None
+    disk = pager.core.budget_bytes["disk"]
     machine = Hardware(
-        pager.residency.pool.count * PAGE_BYTES, pager.budget_bytes["host"], disk,
+        pager.core.residency.pool.count * PAGE_BYTES, pager.core.budget_bytes["host"], disk,
         **dict.fromkeys(("d2h_bytes_per_s", "h2d_bytes_per_s"), rates["host"]),
         **dict.fromkeys(("disk_read_bytes_per_s", "disk_write_bytes_per_s"), rates["disk"]),
         page_size=PAGE_BYTES,
     )  # fmt: skip
-    monkeypatch.setattr(pager.follower, "hardware", lambda: machine)
+    monkeypatch.setattr(pager.core.follower, "hardware", lambda: machine)
     return machine
 
 
@@ -74,7 +74,7 @@ def test_what_a_plan_promises_is_compared_with_what_was_measured() -> None:
     kind = kind_of([[2e-3]])
     guide = SimpleNamespace(predicted_us=9500.0, ideal_us=9000.0)
     with make_pager(policy="lp") as pager:
-        follower = pager.follower
+        follower = pager.core.follower
         assert follower._no_better(kind, guide) is None  # nothing was measured
         kind.demand_stall_us.extend([900.0, 499.0, 800.0])
         assert "promises 2.5 ms an iteration" in follower._no_better(kind, guide)
@@ -90,7 +90,7 @@ def test_a_plan_that_promises_less_than_demand_gives_is_not_followed(monkeypatch
         assert "planned" not in generate(pager, model, 4)
         assert pager.stats()["planned_iterations"] == 0
         assert "There is no plan: the one that was made promises" in pager.explain()
-        kind = pager.follower.current
+        kind = pager.core.follower.current
         assert (kind.plans, kind.seen, kind.again_at) == (1, 3, 4)  # the first one was metered
 
 
@@ -100,7 +100,7 @@ def test_read_only_weights_are_not_written_to_the_disk(monkeypatch, tmp_path) ->
     options = {**TIERS["both"], "host_budget": "8MiB", "disk_path": tmp_path}
     with make_pager(policy="lp", **options) as pager:
         on_machine(pager, monkeypatch, host=FEW * 1e4, disk=MANY)
-        follower = pager.follower
+        follower = pager.core.follower
         follower.most_plans, follower.only_if_faster = 1, False
         model = pager.page_module(mlp(depth=6))
         assert generate(pager, model, 5)[-1] == "planned"
@@ -108,10 +108,10 @@ def test_read_only_weights_are_not_written_to_the_disk(monkeypatch, tmp_path) ->
         assert stats["disk_bytes_written"] == 0
         assert stats["channel_bytes"]["host-in"] > 0
         guide = follower.current.guide
-        with pager.lock:
+        with pager.core.lock:
             follower.arena_resized()
             assert follower.current.guide is guide
-            pager.residency.resize(pager.residency.pool.count - 1)
+            pager.core.residency.resize(pager.core.residency.pool.count - 1)
             follower.arena_resized()
             assert follower.current.guide is None
 
@@ -120,7 +120,7 @@ def test_read_only_weights_are_not_written_to_the_disk(monkeypatch, tmp_path) ->
 def test_a_plan_that_promises_more_is_followed(monkeypatch) -> None:
     with make_pager(policy="lp") as pager:
         on_machine(pager, monkeypatch, host=MANY, disk=MANY)
-        pager.follower.most_plans = 1
+        pager.core.follower.most_plans = 1
         model = pager.page_module(mlp(depth=6))
         assert generate(pager, model, 4)[-1] == "planned"
         assert "Without a plan it takes" in pager.explain()

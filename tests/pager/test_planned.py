@@ -36,9 +36,9 @@ def planned_pager(**options: Any) -> tp.Pager:
     """One plan, the quick one, for each kind, followed whatever it promises: tests are about that,
     and on a busy machine no time means much."""
     pager = make_pager(**({"policy": "lp", "frames": FRAMES} | options))
-    assert pager.follower is not None
-    pager.follower.most_plans = 1
-    pager.follower.only_if_faster = False
+    assert pager.core.follower is not None
+    pager.core.follower.most_plans = 1
+    pager.core.follower.only_if_faster = False
     return pager
 
 
@@ -122,13 +122,13 @@ def test_under_chaos(one_thread) -> None:
             losses.append(loss_of(model).item())
         return losses, train(world, model, optimizer, 2), model, optimizer
 
-    with planned_pager() as pager, chaos(pager):
+    with planned_pager() as pager, chaos(pager.core):
         compare_planned(script, pager)
 
 
 @pytest.mark.slow
 def test_everything_under_chaos(one_thread) -> None:
-    with planned_pager() as pager, chaos(pager):
+    with planned_pager() as pager, chaos(pager.core):
         compare_planned(lambda world: everything(world, 16), pager)
 
 
@@ -230,7 +230,7 @@ def test_peaks_stay_inside_budgets(one_thread, tmp_path) -> None:
         assert stats["mode"] == "planned"
         for tier, peak in stats["peak_bytes"].items():
             assert peak <= stats["budget_bytes"][tier], tier
-        assert pager.residency.peak_frames <= pager.residency.pool.count
+        assert pager.core.residency.peak_frames <= pager.core.residency.pool.count
 
 
 # -- beside streams ------------------------------------------------------------------------------
@@ -249,7 +249,7 @@ def large_weight_losses(pager: tp.Pager, steps: int) -> tuple[list[float], list[
             optimizer.step()
             optimizer.zero_grad()
         losses.append(loss.item())
-        faults.append(0 if pager.follower is None else pager.follower.executor.faults)
+        faults.append(0 if pager.core.follower is None else pager.core.follower.executor.faults)
     return losses, [after - before for before, after in itertools.pairwise(faults)]
 
 
@@ -263,9 +263,13 @@ def test_frames_are_kept_free_for_a_stream(one_thread, tmp_path, tiers: str) -> 
         losses, faults = large_weight_losses(pager, 6)
         stats = pager.stats()
         assert stats["planned_iterations"] >= 3, pager.explain()
-        assert pager.residency.peak_frames <= pager.residency.pool.count
-        assert not pager.residency.workspaces
-        plan = pager.follower and pager.follower.current and pager.follower.current.recorded
+        assert pager.core.residency.peak_frames <= pager.core.residency.pool.count
+        assert not pager.core.residency.workspaces
+        plan = (
+            pager.core.follower
+            and pager.core.follower.current
+            and pager.core.follower.current.recorded
+        )
     assert losses == expected
     assert stats["departures"] == 0
     assert min(faults[3:]) == 0, "pages of others had to make way, which no plan foresaw"
@@ -327,7 +331,7 @@ def test_close_in_the_middle_of_an_iteration(one_thread) -> None:
         train(PlannedWorld(pager), model, optimizer, 5)
         with pytest.raises(KeyboardInterrupt):
             interrupted_iteration(pager, model)
-        follower = pager.follower
+        follower = pager.core.follower
         assert follower is not None
     assert not any(channel.threads for channel in follower.executor.channels)
 

@@ -266,7 +266,7 @@ with tp.Pager(device_budget="3MiB", **options) as pager:
     layers = [torch.nn.Linear(256, 256) for _ in range(6)]
     model = pager.page_module(torch.nn.Sequential(*layers))
     optimizer = pager.optimizer(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
-    pager.follower.only_if_faster = False
+    pager.core.follower.only_if_faster = False
     for _ in range(5):
         with pager.iteration():
             model(torch.ones(32, 256)).square().mean().backward()

@@ -179,16 +179,16 @@ def recorded_pager(monkeypatch: pytest.MonkeyPatch, **variables: str) -> tp.Page
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     pager = make_pager(policy="lru")
-    if not pager.on_iteration:
-        recording_from_environment(pager)
+    if not pager.core.on_iteration:
+        recording_from_environment(pager.core)
     return pager
 
 
 def test_without_the_variable_nothing_listens(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(PATH_VARIABLE, raising=False)
     with make_pager(policy="lru") as pager:
-        recording_from_environment(pager)
-        assert pager.on_iteration == []
+        recording_from_environment(pager.core)
+        assert pager.core.on_iteration == []
 
 
 def test_a_number_that_is_none(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -76,7 +76,7 @@ def iterate(pager: tp.Pager, model: nn.Module, optimizer: torch.optim.Optimizer)
 
 
 def record(pager: tp.Pager, model: nn.Module, optimizer: torch.optim.Optimizer) -> Trace:
-    recorder = Recorder(pager)
+    recorder = Recorder(pager.core)
     recorder.start()
     iterate(pager, model, optimizer)
     return recorder.finish()
@@ -121,12 +121,12 @@ def test_a_recorded_trace_survives_its_file(trace: Trace, tmp_path: Path) -> Non
 
 def test_durations_are_the_iteration_without_its_stalls(one_thread: None) -> None:
     with trained() as (pager, model, optimizer):
-        recorder = Recorder(pager)
-        stalls = pager.stall_us
+        recorder = Recorder(pager.core)
+        stalls = pager.core.stall_us
         recorder.start()
         started = recorder._started.when
         iterate(pager, model, optimizer)
-        stalls = pager.stall_us - stalls
+        stalls = pager.core.stall_us - stalls
         trace = recorder.finish()
         assert stalls > 0
         assert trace.metadata["stall_us"] == pytest.approx(stalls)
@@ -265,7 +265,7 @@ def test_module_paths_of_nested_modules_and_of_one_called_twice(one_thread: None
 def test_two_models_are_told_apart(one_thread: None) -> None:
     with trained() as (pager, model, _):
         other = pager.page_module(mlp())
-        recorder = Recorder(pager)
+        recorder = Recorder(pager.core)
         recorder.start()
         with pager.iteration():
             (loss_of(model) + loss_of(other)).backward()
@@ -277,7 +277,7 @@ def test_two_models_are_told_apart(one_thread: None) -> None:
 def test_gradients_kept_over_iterations_are_persistent(one_thread: None) -> None:
     with trained() as (pager, model, _):
         loss_of(model).backward()
-        recorder = Recorder(pager)
+        recorder = Recorder(pager.core)
         recorder.start()
         with pager.iteration():
             loss_of(model).backward()
@@ -315,7 +315,7 @@ def made_in_the_recorded_iteration() -> Trace:
     with make_pager(policy="lru") as pager:
         model = pager.page_module(mlp())
         optimizer = pager.optimizer(torch.optim.AdamW(model.parameters()))
-        recorder = Recorder(pager)
+        recorder = Recorder(pager.core)
         with pager.iteration():  # the metered one
             recorder.start()
             loss_of(model).backward()
@@ -340,7 +340,7 @@ def test_what_is_pinned_is_used_by_the_ops_on_its_view(one_thread: None) -> None
     with make_pager(policy="lru") as pager:
         one = pager.page(torch.ones(256, 256))
         two = pager.page(torch.ones(256, 256))
-        recorder = Recorder(pager)
+        recorder = Recorder(pager.core)
         recorder.start()
         with one.pin() as dense:
             dense.mul_(2)
@@ -365,7 +365,7 @@ def test_what_is_pinned_is_used_by_the_ops_on_its_view(one_thread: None) -> None
 def test_a_step_on_plain_views_is_recorded_op_by_op(one_thread: None) -> None:
     """Where everything fits the optimizer holds all pages at once and works on plain views."""
     with trained(fits=True) as (pager, model, optimizer):
-        assert pager.fits
+        assert pager.core.fits
         trace = record(pager, model, optimizer)
         uses = uses_of(trace, "2.weight")
         assert uses[0] == ("aten::addmm", "read")
@@ -379,7 +379,7 @@ def test_iterations_with_larger_shapes_are_metered_all_the_same(
     one_thread: None, no_allocator: None
 ) -> None:
     with trained() as (pager, model, optimizer):
-        recorder = Recorder(pager)
+        recorder = Recorder(pager.core)
         recorder.start()
         with pager.iteration():
             loss_of(model, 96).backward()
@@ -387,8 +387,8 @@ def test_iterations_with_larger_shapes_are_metered_all_the_same(
             optimizer.zero_grad()
         trace = recorder.finish()
         assert "then" in trace.metadata["dense_from"]
-        assert pager.budget.settled
-        check_invariants(pager)
+        assert pager.core.budget.settled
+        check_invariants(pager.core)
         iterate(pager, model, optimizer)
 
 
@@ -402,7 +402,7 @@ def test_losses_and_parameters_are_the_same_bits(one_thread: None, fits: bool) -
             model = world.module(Nested())
             optimizer = world.optimizer(torch.optim.AdamW(model.parameters()))
             losses = train(world, model, optimizer, 2)
-            recorder = Recorder(pager)
+            recorder = Recorder(pager.core)
             for _ in range(3):
                 if recorded:
                     recorder.start()
@@ -417,16 +417,16 @@ def test_losses_and_parameters_are_the_same_bits(one_thread: None, fits: bool) -
 def test_nothing_is_left_behind(one_thread: None) -> None:
     with trained() as (pager, model, optimizer):
         before = {p: len(p._post_accumulate_grad_hooks) for p in model.parameters()}
-        mine, backend = set(vars(pager)), set(vars(pager.backend))
-        recorder = Recorder(pager)
+        mine, backend = set(vars(pager.core)), set(vars(pager.core.backend))
+        recorder = Recorder(pager.core)
         for _ in range(2):
             recorder.start()
             with pager.iteration():
                 loss_of(model).backward()
             recorder.abandon()
-            assert pager.watch is None
-            assert set(vars(pager)) == mine
-            assert set(vars(pager.backend)) == backend
+            assert pager.core.watch is None
+            assert set(vars(pager.core)) == mine
+            assert set(vars(pager.core.backend)) == backend
             assert torch._C._len_torch_dispatch_stack() == 0
             assert before == {p: len(p._post_accumulate_grad_hooks) for p in model.parameters()}
         optimizer.zero_grad()
@@ -443,11 +443,11 @@ def test_a_failed_pin_is_no_use(one_thread: None, monkeypatch: pytest.MonkeyPatc
 
     with make_pager(policy="lru") as pager:
         tensors = [pager.page(torch.ones(256, 256)) for _ in range(6)]  # the first one had to leave
-        recorder = Recorder(pager)
+        recorder = Recorder(pager.core)
         recorder.start()
         with tensors[5].pin() as dense:
             with monkeypatch.context() as patch:
-                patch.setattr(pager.residency, "pin", fail)
+                patch.setattr(pager.core.residency, "pin", fail)
                 with pytest.raises(tp.TierFull):
                     tensors[0].pin().__enter__()
             dense.neg_()
@@ -461,10 +461,10 @@ def test_a_failed_pin_is_no_use(one_thread: None, monkeypatch: pytest.MonkeyPatc
 
 def test_one_recording_at_a_time(one_thread: None) -> None:
     with make_pager(policy="lru") as pager:
-        recorder = Recorder(pager)
+        recorder = Recorder(pager.core)
         recorder.start()
         with pytest.raises(tp.PagerError, match="already"):
-            Recorder(pager).start()
+            Recorder(pager.core).start()
         with pytest.raises(tp.PagerError, match="nothing ran"):
             recorder.finish()
         recorder.start()
@@ -477,7 +477,7 @@ def test_the_first_whole_iteration_of_the_block_is_written(
 ) -> None:
     path = tmp_path / "a.parquet"
     with trained() as (pager, model, optimizer):
-        with record_iterations(pager, path):
+        with record_iterations(pager.core, path):
             torch.zeros(5).cumprod(0)  # before the iteration, so not in it
             with pytest.raises(KeyError), pager.iteration():
                 raise KeyError
@@ -490,15 +490,15 @@ def test_the_first_whole_iteration_of_the_block_is_written(
         assert not {"aten::cumprod", "aten::cummax"} & set(names)
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
         assert [p.name for p in tmp_path.iterdir()] == ["a.parquet"]
-        assert pager.on_iteration == []
+        assert pager.core.on_iteration == []
 
 
 def test_a_block_without_iteration_is_one(one_thread: None, tmp_path: Path) -> None:
     with trained() as (pager, model, _):
-        with record_iterations(pager, tmp_path / "a.parquet"):
+        with record_iterations(pager.core, tmp_path / "a.parquet"):
             loss_of(model).backward()
         assert "aten::mm" in read_trace(tmp_path / "a.parquet").op_names
-        with pager.iteration(), record_iterations(pager, tmp_path / "b.parquet"):
+        with pager.iteration(), record_iterations(pager.core, tmp_path / "b.parquet"):
             loss_of(model)
         assert "aten::addmm" in read_trace(tmp_path / "b.parquet").op_names
 
@@ -508,14 +508,17 @@ def test_nothing_is_written_if_no_iteration_is_completed(one_thread: None, tmp_p
     nowhere = tmp_path / "none" / "a.parquet"
     failed, refused = pytest.raises(KeyError), pytest.raises(tp.PagerError, match="none was compl")
     with trained() as (pager, _, _):
-        with refused, record_iterations(pager, path), failed, pager.iteration():
+        with refused, record_iterations(pager.core, path), failed, pager.iteration():
             raise KeyError
-        with pytest.raises(KeyError), record_iterations(pager, path), pager.iteration():
+        with pytest.raises(KeyError), record_iterations(pager.core, path), pager.iteration():
             raise KeyError
-        with pytest.raises(tp.PagerError, match="nothing ran"), record_iterations(pager, path):
+        with pytest.raises(tp.PagerError, match="nothing ran"), record_iterations(pager.core, path):
             pass
-        with pytest.raises(tp.PagerError, match="no folder"), record_iterations(pager, nowhere):
+        with (
+            pytest.raises(tp.PagerError, match="no folder"),
+            record_iterations(pager.core, nowhere),
+        ):
             pass
         assert list(tmp_path.iterdir()) == []
-        assert pager.on_iteration == []
-        assert pager.watch is None
+        assert pager.core.on_iteration == []
+        assert pager.core.watch is None

@@ -244,8 +244,8 @@ def test_frames_are_registered_from_before_the_first_transfer_to_the_end(
     told = pager.stats()["disk_engine"]
     assert told == json.loads(json.dumps(told))
     assert (told["engine"], told["registered_bytes"], told["note"]) == ("kvikio", 2 * PIECE, None)
-    pager.residency.resize(FRAMES // 2)
-    pager.residency.resize(FRAMES + 1)
+    pager.core.residency.resize(FRAMES // 2)
+    pager.core.residency.resize(FRAMES + 1)
     assert on_gds.registered == {0, 1, 2}
     use_pages(pager)
     pager.close()
@@ -264,8 +264,8 @@ def test_an_arena_that_cannot_be_registered_works_without(
         frames=FRAMES, host_budget=0, disk_budget="16MiB", disk_path=tmp_path, io_engine="kvikio"
     ) as pager:
         use_pages(pager)
-        pager.residency.resize(FRAMES // 2)
-        pager.residency.resize(FRAMES)
+        pager.core.residency.resize(FRAMES // 2)
+        pager.core.residency.resize(FRAMES)
         told = pager.stats()["disk_engine"]
         assert told["registered_bytes"] == 0
         assert "could not be registered (BAR1 full)" in told["note"]
@@ -284,5 +284,5 @@ def test_memory_that_a_drive_may_still_write_to_is_not_given_back(
     on_gds.keeps.clear()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        pager.backend.close()
+        pager.core.backend.close()
     assert not on_gds.mapped

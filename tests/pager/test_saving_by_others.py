@@ -22,9 +22,9 @@ import torch
 from torch import nn
 
 import tensorpager as tp
-from tensorpager.pager.budget.step_need import peak_of_results
 from tensorpager.pager.checkpoint.snapshot import _IN_RAM, _kind
 from tensorpager.pager.debug.chaos import chaos
+from tensorpager.pager.optim.step_need import peak_of_results
 from tensorpager.pager.tensor import images
 
 from .models import make_pager
@@ -63,7 +63,7 @@ def pager(
     options = {"disk_budget": "8MiB", "disk_path": tmp_path, "host_budget": "1MiB"}
     with (
         make_pager(frames=8, **options) as pager,
-        chaos(pager) if request.param == "files" else nullcontext(),
+        chaos(pager.core) if request.param == "files" else nullcontext(),
     ):
         yield pager
 
@@ -169,15 +169,15 @@ def test_addresses_inside_of_saving(pager: tp.Pager) -> None:
         assert mapping_at(address).split()[1] == PROTECTED
         with pytest.raises(tp.PagerError, match="saving"):
             tensor.data_ptr()
-    assert not pager.images.in_memory
+    assert not pager.core.images.in_memory
     if images.IN_MEMORY_BYTES:
-        assert pager.images.has_room(images.IN_MEMORY_BYTES)
+        assert pager.core.images.has_room(images.IN_MEMORY_BYTES)
 
 
 def test_an_image_that_dies_in_another_thread_is_not_cleared_under_anybody(pager: tp.Pager) -> None:
     plain = torch.randn(300, 200)
     paged = pager.page(plain)
-    every = pager.images
+    every = pager.core.images
     untyped = images.untyped_of(paged)
     with every._alone():
         last = [every._image(paged._storage, untyped)]

@@ -33,6 +33,7 @@ from tensorpager.pager.disk import file as disk_io
 from tensorpager.pager.disk.tier import DiskTier
 from tensorpager.pager.machine.calibration import cache as calibration_cache
 from tensorpager.pager.memory.host import HostTier
+from tensorpager.pager.tensor.new_pages import empty_like_geometry
 from tensorpager.planner.commands.output import follow_own_links, whole_file
 from tensorpager.planner.trace import make_trace
 from tensorpager.planner.trace_file import write_trace
@@ -204,22 +205,22 @@ def test_unwritten_values_of_a_tensor_larger_than_the_arena() -> None:
     with make_pager() as pager:
         poison(pager)
         blank = torch.empty(pages * PAGE_BYTES, dtype=torch.uint8, device="meta")
-        tensor = pager.empty_like_geometry(blank, "user")
+        tensor = empty_like_geometry(pager.core, blank, "user")
         for first in range(0, pages, 4):
             with pager.part(tensor, first, 4) as frames:
                 for frame in frames.tolist():
                     start = frame * PAGE_BYTES
-                    assert not pager.backend.arena[start : start + PAGE_BYTES].any()
+                    assert not pager.core.backend.arena[start : start + PAGE_BYTES].any()
 
 
 def test_unwritten_values_where_a_plan_has_their_place() -> None:
     with make_pager() as pager:
         poison(pager)
-        tensor = pager.empty_like_geometry(torch.empty(4 * PAGE_BYTES, device="meta"), "user")
+        tensor = empty_like_geometry(pager.core, torch.empty(4 * PAGE_BYTES, device="meta"), "user")
         run = tensor._storage.run
-        with pager.lock:
-            pager.residency.collect()
-            assert pager.residency.place_at(run, 2)
+        with pager.core.lock:
+            pager.core.residency.collect()
+            assert pager.core.residency.place_at(run, 2)
         assert run.base == 2
         assert not tensor.numpy().any()
 

@@ -30,7 +30,7 @@ def script(world: World, sizes: list[int]) -> object:
             loss = loss_of(model, size)
             loss.backward()
             if isinstance(world, Metered):
-                world.metered.append(world.pager.budget.metering)
+                world.metered.append(world.pager.core.budget.metering)
             optimizer.step()
             optimizer.zero_grad()
         losses.append(loss.item())
@@ -61,7 +61,7 @@ def test_what_fits_stays_while_a_new_shape_is_metered(one_thread: None, allocato
         for size in (16, 32, 64, 128):
             with pager.iteration():
                 loss_of(model, size).backward()
-                assert pager.budget.metering
+                assert pager.core.budget.metering
                 smallest.append(pager.stats()["arena_bytes"])
         assert (pager.stats()["bytes_out"], pager.stats()["bytes_in"]) == before
         assert min(smallest) > frames * 3 // 4
@@ -75,7 +75,7 @@ def test_other_kinds_of_calls_are_metered(one_thread: None) -> None:
             with pager.iteration():
                 with torch.set_grad_enabled(grad):
                     model(x)
-                return pager.budget.metering
+                return pager.core.budget.metering
 
         x = torch.ones(8, 64)
         assert metered(x)

@@ -26,6 +26,7 @@ from tensorpager.pager.moves.read_ahead import reading_ahead
 from tensorpager.pager.moves.transfers import Transfer
 from tensorpager.pager.plan.guide import ANYWHERE, Action
 from tensorpager.pager.streaming.slabs import operand, page_set, pages_of, part, slabs, stream
+from tensorpager.pager.tensor.new_pages import empty_like_geometry
 
 from .models import PAGE_BYTES, World, loss_of, make_pager, mlp
 from .test_planned import compare_planned, planned_pager
@@ -59,12 +60,12 @@ def small_pager(folder: Path, tiers: str = "host", **options: Any) -> Iterator[t
     with make_pager(**options) as pager:
         with pager.iteration():
             pass
-        assert pager.residency.pool.count == options["frames"]
+        assert pager.core.residency.pool.count == options["frames"]
         yield pager
 
 
 def blank(pager: tp.Pager, numel: int, dtype: torch.dtype = torch.float32) -> tp.PagedTensor:
-    return pager.empty_like_geometry(torch.empty(numel, dtype=dtype, device="meta"), "user")
+    return empty_like_geometry(pager.core, torch.empty(numel, dtype=dtype, device="meta"), "user")
 
 
 def values(numel: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
@@ -73,30 +74,30 @@ def values(numel: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> tor
 
 
 def write(pager: tp.Pager, tensor: tp.PagedTensor, dense: torch.Tensor, **options: Any) -> None:
-    for slab in slabs(pager, [tensor], write=[True], **options):
+    for slab in slabs(pager.core, [tensor], write=[True], **options):
         for target, source in stretches([slab.operands[0], dense[slab.start : slab.stop]]):
             target.copy_(source)
-        check_invariants(pager)
+        check_invariants(pager.core)
 
 
 def read(pager: tp.Pager, tensor: tp.PagedTensor, **options: Any) -> torch.Tensor:
     out = torch.empty(tensor.numel(), dtype=tensor.dtype)
-    for slab in slabs(pager, [tensor], **options):
+    for slab in slabs(pager.core, [tensor], **options):
         for source, target in stretches([slab.operands[0], out[slab.start : slab.stop]]):
             target.copy_(source)
-        check_invariants(pager)
+        check_invariants(pager.core)
     return out
 
 
 def frames_of(tensor: tp.PagedTensor) -> list[int]:
     run = tensor._storage.run
-    frames: list[int] = tensor.pager.table.frame[run.first : run.first + run.count].tolist()
+    frames: list[int] = tensor.pager.core.table.frame[run.first : run.first + run.count].tolist()
     return frames
 
 
 def nothing_is_pinned(pager: tp.Pager) -> bool:
-    check_invariants(pager)
-    return pager.residency.pinned_pages() == 0
+    check_invariants(pager.core)
+    return pager.core.residency.pinned_pages() == 0
 
 
 def wait_until(true: Callable[[], bool]) -> None:
@@ -112,7 +113,7 @@ def wait_until(true: Callable[[], bool]) -> None:
 @pytest.mark.parametrize("tiers", [*map(slow, ("host", "disk")), "both"])
 def test_four_times_the_arena(tmp_path, tiers: str, policy: str, lane: str) -> None:
     numel = 4 * FRAMES * FLOATS - 1000
-    with small_pager(tmp_path, tiers, policy=policy, verify=True) as pager, LANES[lane](pager):
+    with small_pager(tmp_path, tiers, policy=policy, verify=True) as pager, LANES[lane](pager.core):
         tensor = blank(pager, numel)
         for seed in range(2):
             expected = values(numel, seed=seed)
@@ -122,8 +123,8 @@ def test_four_times_the_arena(tmp_path, tiers: str, policy: str, lane: str) -> N
         assert nothing_is_pinned(pager)
         stats = pager.stats()
     assert stats["gathers"] == 0
-    assert pager.residency.peak_frames <= FRAMES
-    assert pager.residency.largest_need <= FRAMES // 3
+    assert pager.core.residency.peak_frames <= FRAMES
+    assert pager.core.residency.largest_need <= FRAMES // 3
     assert stats["bytes_in"] >= 3 * (numel * 4 - FRAMES * PAGE_BYTES)
 
 
@@ -144,7 +145,7 @@ def test_anything_in_any_order(tmp_path, slow_channels, policy: str, seed: int) 
             both = [chance.random() < 0.5, chance.random() < 0.5]
             limit = chance.choice((None, 1, 3, 5))
             last = chance.choice((4, 30)) * FLOATS
-            for slab in slabs(pager, paged[:2], limit, write=both):
+            for slab in slabs(pager.core, paged[:2], limit, write=both):
                 span = slice(slab.start, slab.stop)
                 for one, two, first, second in stretches(
                     [*slab.operands, dense[0][span], dense[1][span]]
@@ -159,7 +160,7 @@ def test_anything_in_any_order(tmp_path, slow_channels, policy: str, seed: int) 
                         source[span] += 1
                 if chance.random() < 0.3:
                     op()
-                check_invariants(pager)
+                check_invariants(pager.core)
                 if slab.stop >= last:
                     return
 
@@ -172,12 +173,12 @@ def test_anything_in_any_order(tmp_path, slow_channels, policy: str, seed: int) 
         def hold() -> None:
             which = chance.randrange(5)
             numbers = sorted(chance.sample(range(counts[which]), chance.randint(1, 2)))
-            block = page_set(pager, pages_of(paged[which], numbers, write=True))
+            block = page_set(pager.core, pages_of(paged[which], numbers, write=True))
             frames = block.__enter__()
             held.append((block, frames.tolist()))
             for number, frame in zip(numbers, frames.tolist()):
                 span = slice(number * FLOATS, (number + 1) * FLOATS)
-                page = pager.backend.arena[frame * PAGE_BYTES : (frame + 1) * PAGE_BYTES]
+                page = pager.core.backend.arena[frame * PAGE_BYTES : (frame + 1) * PAGE_BYTES]
                 assert torch.equal(page.view(torch.float32), dense[which][span])
                 page.view(torch.float32).add_(3)
                 dense[which][span] += 3
@@ -187,18 +188,18 @@ def test_anything_in_any_order(tmp_path, slow_channels, policy: str, seed: int) 
                 held.pop(chance.randrange(len(held)))[0].__exit__(None, None, None)
 
         def compact() -> None:
-            with pager.quiet():
-                pager.residency.compact(set())
+            with pager.core.quiet():
+                pager.core.residency.compact(set())
 
         for _ in range(25):
             if len(held) > 2:
                 let_go()
             chance.choice((walk_two, op, hold, let_go, compact))()
-            check_invariants(pager)
+            check_invariants(pager.core)
         while held:
             let_go()
         assert nothing_is_pinned(pager)
-        assert pager.residency.peak_frames <= 14
+        assert pager.core.residency.peak_frames <= 14
         for tensor, source in zip(paged, dense):
             assert torch.equal(read(pager, tensor), source)
 
@@ -212,7 +213,7 @@ def test_other_tensors_stay_where_they_are(tmp_path) -> None:
             write(pager, tensor, values(20 * FLOATS), pages_per_slab=2)
             assert torch.equal(read(pager, tensor, pages_per_slab=2), values(20 * FLOATS))
             assert kept.residency()["device"] == 4 * PAGE_BYTES
-        assert pager.residency.peak_frames <= FRAMES
+        assert pager.core.residency.peak_frames <= FRAMES
 
 
 # -- read-ahead ----------------------------------------------------------------------------------
@@ -223,17 +224,17 @@ def test_the_next_slab_is_read_ahead(tmp_path, tiers: str, policy: str) -> None:
         tensor, expected = blank(pager, 20 * FLOATS), values(20 * FLOATS)
         write(pager, tensor, expected)
         evict(pager, tensor)
-        table, run = pager.table, tensor._storage.run
-        before, faults = pager.residency.pages_ahead, pager.residency.faults
+        table, run = pager.core.table, tensor._storage.run
+        before, faults = pager.core.residency.pages_ahead, pager.core.residency.faults
         wanted = [[pages_of(tensor, range(i, i + 2))] for i in range(0, 20, 2)]
-        for number, (frames,) in enumerate(stream(pager, wanted)):
+        for number, (frames,) in enumerate(stream(pager.core, wanted)):
             first = run.first + 2 * number
             assert table.frame[first : first + 2].tolist() == frames.tolist()
             if number < 9:
                 wait_until(lambda: bool((table.frame[first + 2 : first + 4] >= 0).all()))  # noqa: B023
-            check_invariants(pager)
-        assert pager.residency.pages_ahead - before == 18
-        assert pager.residency.faults - faults == 1  # the first slab
+            check_invariants(pager.core)
+        assert pager.core.residency.pages_ahead - before == 18
+        assert pager.core.residency.faults - faults == 1  # the first slab
         assert torch.equal(read(pager, tensor), expected)
 
 
@@ -244,7 +245,7 @@ def test_what_was_read_ahead_leaves_last(tmp_path) -> None:
         write(pager, tensor, values(8 * FLOATS))
         evict(pager, tensor)
         kept = [pager.page(torch.full((FLOATS,), float(i))) for i in range(4)]
-        walk = stream(pager, [[pages_of(tensor, [i, i + 1])] for i in range(0, 8, 2)])
+        walk = stream(pager.core, [[pages_of(tensor, [i, i + 1])] for i in range(0, 8, 2)])
         next(walk)
         wait_until(lambda: min(frames_of(tensor)[:4]) >= 0)
         with pager.page(torch.ones(2 * FLOATS)).pin() as view:
@@ -252,7 +253,7 @@ def test_what_was_read_ahead_leaves_last(tmp_path) -> None:
         assert min(frames_of(tensor)[:4]) >= 0
         assert [frames_of(other)[0] >= 0 for other in kept].count(False) == 2
         next(walk)
-        assert pager.residency.pages_ahead == 2
+        assert pager.core.residency.pages_ahead == 2
 
 
 def test_written_slabs_leave_beside_the_op(tmp_path) -> None:
@@ -261,16 +262,16 @@ def test_written_slabs_leave_beside_the_op(tmp_path) -> None:
         tensor = blank(pager, 20 * FLOATS)
         write(pager, tensor, torch.zeros(20 * FLOATS))
         evict(pager, tensor)
-        faults = pager.residency.faults
+        faults = pager.core.residency.faults
         run = tensor._storage.run
         wanted = [[pages_of(tensor, range(i, i + 4), write=True)] for i in range(0, 20, 4)]
-        for number, (frames,) in enumerate(stream(pager, wanted)):
+        for number, (frames,) in enumerate(stream(pager.core, wanted)):
             for frame in frames.tolist():
-                pager.backend.arena[frame * PAGE_BYTES : (frame + 1) * PAGE_BYTES] = number + 1
+                pager.core.backend.arena[frame * PAGE_BYTES : (frame + 1) * PAGE_BYTES] = number + 1
             ahead = slice(run.first + 4 * number + 4, run.first + 4 * number + 8)
             if number < 4:
-                wait_until(lambda: bool((pager.table.frame[ahead] >= 0).all()))  # noqa: B023
-        assert pager.residency.faults - faults == 1
+                wait_until(lambda: bool((pager.core.table.frame[ahead] >= 0).all()))  # noqa: B023
+        assert pager.core.residency.faults - faults == 1
         pages = read(pager, tensor).view(torch.uint8).view(5, -1)
         assert (pages == torch.arange(1, 6)[:, None]).all()
 
@@ -287,12 +288,12 @@ def test_a_disk_that_fails_to_read(tmp_path, monkeypatch) -> None:
             raise tp.PagerError("the disk is ill")
 
         monkeypatch.setattr(DiskTier, "submit_read", failing)
-        with pytest.raises(tp.PagerError, match="ill"), part(pager, tensor, 3, 2):
+        with pytest.raises(tp.PagerError, match="ill"), part(pager.core, tensor, 3, 2):
             pass
         assert nothing_is_pinned(pager)
         assert frames_of(tensor) == [-1] * 20
         monkeypatch.setattr(DiskTier, "submit_read", working)
-        walk = stream(pager, [[pages_of(tensor, [i])] for i in range(20)])
+        walk = stream(pager.core, [[pages_of(tensor, [i])] for i in range(20)])
         next(walk)
         monkeypatch.setattr(DiskTier, "submit_read", failing)
         with pytest.raises(tp.PagerError, match="ill"):
@@ -307,19 +308,19 @@ def test_a_stream_that_is_left(tmp_path) -> None:
         with small_pager(tmp_path, policy=policy) as pager:
             tensor, expected = blank(pager, 20 * FLOATS), values(20 * FLOATS)
             write(pager, tensor, expected)
-            for number, _ in enumerate(slabs(pager, [tensor], 2)):
+            for number, _ in enumerate(slabs(pager.core, [tensor], 2)):
                 if number == 3:
                     break
             assert nothing_is_pinned(pager)
             with pytest.raises(ZeroDivisionError):
-                [1 / 0 for _ in slabs(pager, [tensor], 2)]
+                [1 / 0 for _ in slabs(pager.core, [tensor], 2)]
             assert nothing_is_pinned(pager)
-            assert not pager.residency.parts.awaited
-            outer = slabs(pager, [tensor], 2)  # several at once, ended in any order
-            inner = slabs(pager, [tensor], 1)
+            assert not pager.core.residency.parts.awaited
+            outer = slabs(pager.core, [tensor], 2)  # several at once, ended in any order
+            inner = slabs(pager.core, [tensor], 1)
             for walk in (outer, inner, inner, outer):
                 assert next(walk).start >= 0
-                check_invariants(pager)
+                check_invariants(pager.core)
             outer.close()  # type: ignore[attr-defined]
             assert torch.equal(read(pager, tensor), expected)
             inner.close()  # type: ignore[attr-defined]
@@ -331,7 +332,7 @@ def test_a_pager_closed_amid_a_stream(tmp_path, slow_channels, policy: str) -> N
     with small_pager(tmp_path, policy=policy) as pager:
         tensor = blank(pager, 20 * FLOATS)
         write(pager, tensor, values(20 * FLOATS))
-        walk = slabs(pager, [tensor], 2)
+        walk = slabs(pager.core, [tensor], 2)
         next(walk)
         pager.close()  # while the next slab is on its way
         with pytest.raises(tp.PagerError, match="closed"):
@@ -348,11 +349,11 @@ def test_a_metered_iteration_takes_no_more_than_it_must(tmp_path) -> None:
             with pager.iteration():
                 write(pager, tensor, values(40 * FLOATS))
                 assert torch.equal(read(pager, tensor), values(40 * FLOATS))
-            if pager.iterations == 1:
-                assert pager.residency.largest_need == 1
-                assert pager.residency.pages_ahead == 0
-        assert pager.residency.pool.count == FRAMES
-        assert pager.residency.peak_frames <= FRAMES
+            if pager.core.iterations == 1:
+                assert pager.core.residency.largest_need == 1
+                assert pager.core.residency.pages_ahead == 0
+        assert pager.core.residency.pool.count == FRAMES
+        assert pager.core.residency.peak_frames <= FRAMES
         stats = pager.stats()
         assert stats["peak_bytes"]["device"] <= stats["budget_bytes"]["device"]
 
@@ -383,26 +384,26 @@ def test_pages_on_their_way_out(tmp_path, monkeypatch) -> None:
     """They are not there for parts, nor their run for ops, even if the rest of it arrives."""
     with small_pager(tmp_path) as pager:
         tensor, run = (paged := pager.page(values(4 * FLOATS))), paged._storage.run
-        with pager.quiet():
-            pager.residency.evict_pages(virtual(tensor, 3))
-        gate, moving = Gate(monkeypatch, to_device=False), pager.residency.in_flight
-        with reading_ahead(pager) as ahead:
+        with pager.core.quiet():
+            pager.core.residency.evict_pages(virtual(tensor, 3))
+        gate, moving = Gate(monkeypatch, to_device=False), pager.core.residency.in_flight
+        with reading_ahead(pager.core) as ahead:
             for _ in range(2):  # the second time there is nothing to do
-                with pager.lock:
+                with pager.core.lock:
                     ahead._queue("out", "host", virtual(tensor, 0))
             wait_until(lambda: moving == {run.first} and not run.leaving)
             ahead.ask([Part(run, virtual(tensor, 2, 3))])
             wait_until(lambda: frames_of(tensor) == [0, 1, 2, 3])
             assert run.base == -1
-            held = pager.residency.parts
+            held = pager.core.residency.parts
             assert [held.has([Part(run, virtual(tensor, i))]) for i in range(4)] == [
                 False, True, True, True,
             ]  # fmt: skip
             gate.open_soon()
             with pager.part(tensor, 0, 2, write=True) as frames:
-                check_invariants(pager)
+                check_invariants(pager.core)
                 assert len(moving) == 0
-                pager.backend.arena[frames[0] * PAGE_BYTES : (frames[0] + 1) * PAGE_BYTES] = 0
+                pager.core.backend.arena[frames[0] * PAGE_BYTES : (frames[0] + 1) * PAGE_BYTES] = 0
             assert ahead._executor.error is None
         expected = values(4 * FLOATS)
         expected[:FLOATS] = 0
@@ -415,16 +416,16 @@ def test_pages_on_their_way_in(tmp_path, monkeypatch) -> None:
         tensor, run = (paged := pager.page(values(4 * FLOATS))), paged._storage.run
         evict(pager, tensor)
         gate = Gate(monkeypatch, to_device=True)
-        with reading_ahead(pager) as ahead:
+        with reading_ahead(pager.core) as ahead:
             ahead.ask([Part(run, virtual(tensor, 1, 2))])
-            wait_until(lambda: len(pager.residency.in_flight) == 2)
-            with pager.lock:
+            wait_until(lambda: len(pager.core.residency.in_flight) == 2)
+            with pager.core.lock:
                 ahead._queue("in", "host", virtual(tensor, 1, 2, 3))
-            wait_until(lambda: len(pager.residency.in_flight) == 3)
+            wait_until(lambda: len(pager.core.residency.in_flight) == 3)
             gate.open_soon()
             assert torch.equal(tensor.to_dense(), values(4 * FLOATS))
             assert ahead._executor.error is None
-            check_invariants(pager)
+            check_invariants(pager.core)
 
 
 def test_moves_of_pages_that_a_part_holds(tmp_path) -> None:
@@ -432,11 +433,11 @@ def test_moves_of_pages_that_a_part_holds(tmp_path) -> None:
     with small_pager(tmp_path) as pager:
         tensor, run = (paged := pager.page(values(4 * FLOATS))), paged._storage.run
         evict(pager, tensor)
-        with page_set(pager, pages_of(tensor, [1, 3], write=True)) as frames:
+        with page_set(pager.core, pages_of(tensor, [1, 3], write=True)) as frames:
             assert frames.tolist() == [0, 1]
-            with reading_ahead(pager) as ahead:
+            with reading_ahead(pager.core) as ahead:
                 executor = ahead._executor
-                with pager.lock:
+                with pager.core.lock:
                     ahead._queue("out", "host", virtual(tensor, 1, 2, 3))
                     run.coming += 1
                     planned = Job(Action("in", "host", 0, 0, 4, ANYWHERE), run)
@@ -444,13 +445,13 @@ def test_moves_of_pages_that_a_part_holds(tmp_path) -> None:
                 wait_until(lambda: executor.idle)
                 assert frames_of(tensor) == [-1, 0, -1, 1]
                 assert executor.transfers.skipped == 1
-                check_invariants(pager)
+                check_invariants(pager.core)
 
 
 # -- part pins -----------------------------------------------------------------------------------
 def evict(pager: tp.Pager, tensor: tp.PagedTensor) -> None:
-    with pager.quiet():
-        pager.residency.evict_run(tensor._storage.run)
+    with pager.core.quiet():
+        pager.core.residency.evict_run(tensor._storage.run)
 
 
 @pytest.mark.parametrize("lane", list(LANES))
@@ -459,14 +460,14 @@ def test_a_part_holds_while_others_come_and_go(tmp_path, lane: str) -> None:
         tensor, expected = blank(pager, 20 * FLOATS), values(20 * FLOATS)
         write(pager, tensor, expected)
         others = [pager.page(torch.full((4 * FLOATS,), float(i))) for i in range(5)]
-        with LANES[lane](pager), part(pager, tensor, 7, 3) as frames:
+        with LANES[lane](pager.core), part(pager.core, tensor, 7, 3) as frames:
             for _ in range(2):
                 for number, other in enumerate(others):
                     assert (other + other == 2 * number).all()
-                    check_invariants(pager)
+                    check_invariants(pager.core)
                     assert frames_of(tensor)[7:10] == frames.tolist()
-            pager.residency.compact(set())
-            check_invariants(pager)
+            pager.core.residency.compact(set())
+            check_invariants(pager.core)
             held = operand(tensor, 7, 3)
             assert isinstance(held, Paged)
             for view, dense in stretches([held, expected[7 * FLOATS : 10 * FLOATS]]):
@@ -481,12 +482,12 @@ def test_chaos_poisons_the_rest_of_the_run(tmp_path) -> None:
     with small_pager(tmp_path) as pager:
         tensor = blank(pager, 6 * FLOATS)
         write(pager, tensor, torch.ones(6 * FLOATS))
-        with part(pager, tensor, 0, 6) as frames:
+        with part(pager.core, tensor, 0, 6) as frames:
             where = frames.tolist()
         small = pager.page(torch.ones(4))
-        with chaos(pager), part(pager, tensor, 2, 1):
+        with chaos(pager.core), part(pager.core, tensor, 2, 1):
             small + 1
-            arena = pager.backend.arena.view(torch.float32).view(-1, FLOATS)
+            arena = pager.core.backend.arena.view(torch.float32).view(-1, FLOATS)
             for page, frame in enumerate(where):
                 kept = page == 2
                 assert frames_of(tensor)[page] == (frame if kept else -1)
@@ -495,16 +496,16 @@ def test_chaos_poisons_the_rest_of_the_run(tmp_path) -> None:
 
 @pytest.mark.parametrize("lane", list(LANES))
 def test_an_op_on_the_whole_while_a_part_is_pinned(tmp_path, lane: str) -> None:
-    with small_pager(tmp_path) as pager, LANES[lane](pager):
+    with small_pager(tmp_path) as pager, LANES[lane](pager.core):
         tensor, expected = pager.page(values(5 * FLOATS)), values(5 * FLOATS)
         evict(pager, tensor)
-        with part(pager, tensor, 1, 1), part(pager, tensor, 3, 1) as outer:
-            with part(pager, tensor, 2, 2, write=True) as frames:
+        with part(pager.core, tensor, 1, 1), part(pager.core, tensor, 3, 1) as outer:
+            with part(pager.core, tensor, 2, 2, write=True) as frames:
                 assert frames[1] == outer[0]
                 with tensor.pin() as view:
                     view.mul_(2)
                 assert frames_of(tensor)[2:4] == frames.tolist()
-                check_invariants(pager)
+                check_invariants(pager.core)
                 for view, dense in stretches(
                     [operand(tensor, 2, 2), 2 * expected[2 * FLOATS :][: 2 * FLOATS]]
                 ):
@@ -521,18 +522,18 @@ def test_sets_of_pages(tmp_path, lane: str) -> None:
         tensor, expected = blank(pager, 80 * FLOATS), values(80 * FLOATS)
         write(pager, tensor, expected)
         evict(pager, tensor)
-        with LANES[lane](pager):
+        with LANES[lane](pager.core):
             moved = pager.stats()["bytes_in"]
             numbers = np.array([0, 17, 18, 40, 79], np.int32)
-            with page_set(pager, pages_of(tensor, numbers)) as frames:
-                check_invariants(pager)
+            with page_set(pager.core, pages_of(tensor, numbers)) as frames:
+                check_invariants(pager.core)
                 assert pager.stats()["bytes_in"] - moved == 5 * PAGE_BYTES
                 assert np.flatnonzero(np.array(frames_of(tensor)) >= 0).tolist() == numbers.tolist()
                 for number, frame in zip(numbers.tolist(), frames.tolist()):
-                    page = pager.backend.arena[frame * PAGE_BYTES : (frame + 1) * PAGE_BYTES]
+                    page = pager.core.backend.arena[frame * PAGE_BYTES : (frame + 1) * PAGE_BYTES]
                     wanted = expected[number * FLOATS : (number + 1) * FLOATS]
                     assert torch.equal(page.view(torch.float32), wanted)
-            with page_set(pager, pages_of(tensor, [])) as frames:
+            with page_set(pager.core, pages_of(tensor, [])) as frames:
                 assert len(frames) == 0
         assert nothing_is_pinned(pager)
 
@@ -541,11 +542,11 @@ def test_a_write_to_a_part_voids_its_copies(tmp_path) -> None:
     """Those of its pages and no others; what comes back is what was written."""
     with small_pager(tmp_path, "both") as pager:
         tensor, expected = pager.page(values(6 * FLOATS)), values(6 * FLOATS)
-        run, table = tensor._storage.run, pager.table
+        run, table = tensor._storage.run, pager.core.table
         evict(pager, tensor)
-        with part(pager, tensor, 0, 6):
+        with part(pager.core, tensor, 0, 6):
             pass
-        with part(pager, tensor, 2, 2, write=True) as frames:
+        with part(pager.core, tensor, 2, 2, write=True) as frames:
             copies = (table.host >= 0) | (table.disk >= 0)
             assert copies[run.first : run.first + 6].tolist() == [
                 True,
@@ -557,8 +558,8 @@ def test_a_write_to_a_part_voids_its_copies(tmp_path) -> None:
             ]
             assert not run.settled
             for frame in frames.tolist():
-                pager.backend.arena[frame * PAGE_BYTES : (frame + 1) * PAGE_BYTES] = 7
-            check_invariants(pager)
+                pager.core.backend.arena[frame * PAGE_BYTES : (frame + 1) * PAGE_BYTES] = 7
+            check_invariants(pager.core)
         expected.view(torch.uint8)[2 * PAGE_BYTES : 4 * PAGE_BYTES] = 7
         out = pager.stats()["bytes_out"]
         evict(pager, tensor)
@@ -570,27 +571,30 @@ def test_what_does_not_fit_is_refused(tmp_path) -> None:
     with small_pager(tmp_path) as pager:
         tensor = blank(pager, 40 * FLOATS)
         for page in range(40):
-            with part(pager, tensor, page, 1):
+            with part(pager.core, tensor, page, 1):
                 pass
         with (
             pytest.raises(tp.InfeasibleBudget, match="9 pages") as refusal,
-            part(pager, tensor, 0, FRAMES + 1),
+            part(pager.core, tensor, 0, FRAMES + 1),
         ):
             pass
         assert refusal.value.minimum >= (FRAMES + 1) * PAGE_BYTES
         assert nothing_is_pinned(pager)
-        with part(pager, tensor, 0, FRAMES - 2):
+        with part(pager.core, tensor, 0, FRAMES - 2):
             other = blank(pager, 3 * FLOATS)
             with pytest.raises(tp.InfeasibleBudget, match="9 pages"):
-                pager.pin([other._storage.run])
-            with pytest.raises(tp.InfeasibleBudget, match="9 pages"), part(pager, tensor, 20, 3):
+                pager.core.pin([other._storage.run])
+            with (
+                pytest.raises(tp.InfeasibleBudget, match="9 pages"),
+                part(pager.core, tensor, 20, 3),
+            ):
                 pass
-            assert pager.residency.pinned_pages() == FRAMES - 2
-            with part(pager, tensor, 2, FRAMES - 2):  # pages held twice count once
-                check_invariants(pager)
+            assert pager.core.residency.pinned_pages() == FRAMES - 2
+            with part(pager.core, tensor, 2, FRAMES - 2):  # pages held twice count once
+                check_invariants(pager.core)
         assert nothing_is_pinned(pager)
         for first, count in ((-1, 2), (39, 2), (0, 0)):
-            with pytest.raises(ValueError, match="page"), part(pager, tensor, first, count):
+            with pytest.raises(ValueError, match="page"), part(pager.core, tensor, first, count):
                 pass
         with pytest.raises(ValueError, match="in order"):
             pages_of(tensor, [3, 3])
@@ -599,13 +603,13 @@ def test_what_does_not_fit_is_refused(tmp_path) -> None:
 def test_full_tiers_leave_everything_where_it_was(tmp_path) -> None:
     with small_pager(tmp_path, host_budget=4 * PAGE_BYTES) as pager:
         tensor = blank(pager, 20 * FLOATS)
-        walk = stream(pager, [[pages_of(tensor, [i], write=True)] for i in range(20)])
+        walk = stream(pager.core, [[pages_of(tensor, [i], write=True)] for i in range(20)])
         filled = []
 
         def fill() -> None:
             for number, (frames,) in enumerate(walk):
                 start = int(frames[0]) * PAGE_BYTES
-                pager.backend.arena[start : start + PAGE_BYTES] = number
+                pager.core.backend.arena[start : start + PAGE_BYTES] = number
                 filled.append(number)
 
         with pytest.raises(tp.TierFull):
@@ -614,9 +618,9 @@ def test_full_tiers_leave_everything_where_it_was(tmp_path) -> None:
         assert len(filled) == FRAMES + 4
         pager.grow(host_budget=8 * PAGE_BYTES)
         for page in filled:
-            with part(pager, tensor, page, 1) as frames:
+            with part(pager.core, tensor, page, 1) as frames:
                 start = int(frames[0]) * PAGE_BYTES
-                assert (pager.backend.arena[start : start + PAGE_BYTES] == page).all()
+                assert (pager.core.backend.arena[start : start + PAGE_BYTES] == page).all()
 
 
 def test_compaction_goes_around_a_part(tmp_path) -> None:
@@ -624,23 +628,23 @@ def test_compaction_goes_around_a_part(tmp_path) -> None:
         first, tensor = pager.page(torch.zeros(2 * FLOATS)), pager.page(values(6 * FLOATS))
         assert frames_of(tensor) == [2, 3, 4, 5, 6, 7]
         evict(pager, first)
-        with part(pager, tensor, 2, 1):
-            pager.residency.compact(set())
+        with part(pager.core, tensor, 2, 1):
+            pager.core.residency.compact(set())
             assert frames_of(tensor) == [0, 1, 4, 5, 6, 7]
-            check_invariants(pager)
+            check_invariants(pager.core)
         assert torch.equal(tensor.to_dense(), values(6 * FLOATS))
 
 
 def test_the_border_stops_at_a_part(tmp_path) -> None:
     with small_pager(tmp_path) as pager:
         tensor = pager.page(values(6 * FLOATS))
-        with part(pager, tensor, 5, 1) as frames:
+        with part(pager.core, tensor, 5, 1) as frames:
             last = int(frames[0])
-            pager.residency.resize(2)
-            assert pager.residency.pool.count == last + 1
+            pager.core.residency.resize(2)
+            assert pager.core.residency.pool.count == last + 1
             assert frames_of(tensor)[5] == last
-            check_invariants(pager)
-        pager.residency.resize(FRAMES)
+            check_invariants(pager.core)
+        pager.core.residency.resize(FRAMES)
         assert torch.equal(tensor.to_dense(), values(6 * FLOATS))
 
 
@@ -650,7 +654,7 @@ def test_the_border_stops_at_a_part(tmp_path) -> None:
 def test_dtypes_walk_in_step(tmp_path, lane: str, pages_per_slab: int | None) -> None:
     numel = 11 * FLOATS + 77
     dtypes = (torch.float32, torch.bfloat16, torch.float32, torch.int8)
-    with small_pager(tmp_path, frames=20) as pager, LANES[lane](pager):
+    with small_pager(tmp_path, frames=20) as pager, LANES[lane](pager.core):
         expected = [values(numel, dtype, seed) for seed, dtype in enumerate(dtypes)]
         paged = [blank(pager, numel, dtype) for dtype in dtypes]
         for tensor, dense in zip(paged, expected):
@@ -659,13 +663,13 @@ def test_dtypes_walk_in_step(tmp_path, lane: str, pages_per_slab: int | None) ->
         position = 0
         walked = [*paged, beside]
         flags = [True, False, False, False, False]
-        for slab in slabs(pager, walked, pages_per_slab, write=flags):
+        for slab in slabs(pager.core, walked, pages_per_slab, write=flags):
             assert slab.start == position
             position = slab.stop
             for one, two, three, four, out in stretches(slab.operands):
                 one += two
                 out.copy_(three + four)
-            check_invariants(pager)
+            check_invariants(pager.core)
         assert position == numel
         assert torch.equal(beside, expected[2] + expected[3])
         assert torch.equal(read(pager, paged[0]), expected[0] + expected[1])
@@ -677,21 +681,21 @@ def test_small_tensors_and_views(tmp_path) -> None:
         whole, shared = pager.page(values(4 * FLOATS)), pager.page(values(100, torch.float64, 1))
         half = pager.page(values(100, torch.bfloat16, 2))
         for walked in ([shared, half], [half, shared]):
-            (slab,) = slabs(pager, walked)
+            (slab,) = slabs(pager.core, walked)
             assert (slab.start, slab.stop) == (0, 100)
-        for slab in slabs(pager, [shared, half]):
+        for slab in slabs(pager.core, [shared, half]):
             ((one, two),) = stretches(slab.operands)
             assert torch.equal(one, values(100, torch.float64, 1))
             assert torch.equal(two, values(100, torch.bfloat16, 2))
-        assert list(slabs(pager, [whole[:0]])) == []
+        assert list(slabs(pager.core, [whole[:0]])) == []
         with pytest.raises(ValueError, match="page border"):
-            slabs(pager, [whole[1 : FLOATS + 2]])
+            slabs(pager.core, [whole[1 : FLOATS + 2]])
         with pytest.raises(ValueError, match="contiguous"):
-            slabs(pager, [whole.view(4, FLOATS).t()])
+            slabs(pager.core, [whole.view(4, FLOATS).t()])
         with pytest.raises(ValueError, match="elements"):
-            slabs(pager, [whole, shared])
+            slabs(pager.core, [whole, shared])
         last = whole[3 * FLOATS :]
-        for slab in slabs(pager, [last]):
+        for slab in slabs(pager.core, [last]):
             for view, dense in stretches([slab.operands[0], values(4 * FLOATS)[3 * FLOATS :]]):
                 assert torch.equal(view, dense)
         evict(pager, whole)
@@ -717,7 +721,7 @@ def streamed_training(world: World) -> object:
             if pager is None:
                 table.add_(factor)
             else:
-                for slab in slabs(pager, [table], write=[True]):
+                for slab in slabs(pager.core, [table], write=[True]):
                     for (view,) in stretches(slab.operands):
                         view += factor
             loss.backward()
@@ -726,7 +730,7 @@ def streamed_training(world: World) -> object:
         return factor
 
     losses = [iteration() for _ in range(5)]
-    with nullcontext() if pager is None else part(pager, table, 3, 4):
+    with nullcontext() if pager is None else part(pager.core, table, 3, 4):
         losses.append(iteration())  # the arena cannot be brought into the state of its plan
     losses.append(iteration())
     return losses, model, optimizer, table if pager is None else read(pager, table)
@@ -736,7 +740,7 @@ def streamed_training(world: World) -> object:
 def test_planned_training_around_a_stream(one_thread, tmp_path, lane: str) -> None:
     tiers = {"host_budget": "2MiB", "disk_budget": "32MiB", "disk_path": tmp_path}
     with planned_pager(verify=True, **tiers) as pager, ExitStack() as stack:
-        stack.enter_context(LANES[lane](pager))
+        stack.enter_context(LANES[lane](pager.core))
         stats = compare_planned(streamed_training, pager)
         assert nothing_is_pinned(pager)
     assert stats["peak_bytes"]["device"] <= stats["budget_bytes"]["device"]

@@ -124,7 +124,7 @@ def test_deepcopy_of_a_model_trains_the_same(lane_pager: tp.Pager) -> None:
     assert not any(p is q for p, q in zip(twin.parameters(), model.parameters()))
     runs = [(world, m, world.optimizer(_adamw(m))) for m in (model, twin)]
     _train_alike(*runs)
-    if not lane_pager.fits:
+    if not lane_pager.core.fits:
         with lane_pager.iteration():
             twin(batch()[0]).sum().backward()
         assert isinstance(twin[2].weight.grad, tp.PagedTensor)

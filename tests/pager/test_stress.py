@@ -149,13 +149,13 @@ def test_random_training(
         device_budget=RESERVE_BYTES + frames * page_size, host_budget=host, **on_disk,
         page_size=page_size, policy="lp", verify=True,
     ) as pager:  # fmt: skip
-        assert pager.follower is not None
-        pager.follower.most_plans = 1
-        pager.follower.only_if_faster = False
+        assert pager.core.follower is not None
+        pager.core.follower.most_plans = 1
+        pager.core.follower.only_if_faster = False
         compare_runs(script_of(seed), PlannedWorld(pager))
         stats = pager.stats()
         why = "" if stats["planned_iterations"] and stats["prefetches"] else pager.explain()
-        channels = {c.name: c.moved_pages for c in pager.follower.executor.channels}
+        channels = {c.name: c.moved_pages for c in pager.core.follower.executor.channels}
     assert stats["planned_iterations"] > 0, why
     assert stats["prefetches"] > 0, why
     assert stats["prefetches"] < MANY or stats["prefetch_hits"] > 0

@@ -108,7 +108,7 @@ def _beside_each_other(pager: tp.Pager, ops: int, width: int = 128) -> None:
 
     with switching_often():
         assert in_threads(*(job(index) for index in range(4))) == [None] * 4
-    check_invariants(pager)
+    check_invariants(pager.core)
     assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(alone, wanted))
 
 
@@ -142,7 +142,7 @@ class _InOrder:
 
     def __init__(self, pager: tp.Pager) -> None:
         self.ended: list[Any] = []
-        pager.watch = self
+        pager.core.watch = self
 
     def pinning(self, runs: Sequence[Any]) -> None: ...
 
@@ -163,13 +163,13 @@ def test_an_op_waits_for_frames_that_another_thread_has_pinned() -> None:
             assert equal(all_frames * 2, plain[1] * 2)
 
         def later() -> None:
-            wait_until(lambda: len(pager.turns.queue) == 1)
+            wait_until(lambda: len(pager.core.turns.queue) == 1)
             assert equal(other * 2, plain[2] * 2)
 
         def end_the_pin() -> None:
             with small.pin() as view:
                 held.set()
-                wait_until(lambda: len(pager.turns.queue) == 2)
+                wait_until(lambda: len(pager.core.turns.queue) == 2)
                 assert not order.ended
                 assert equal(view, plain[0])
 
@@ -184,8 +184,8 @@ def test_an_op_waits_for_frames_that_another_thread_has_pinned() -> None:
 
         assert in_threads(end_the_pin, after(large), after(later)) == [None] * 3
         assert order.ended == [tensor._storage.run for tensor in (small, all_frames, other)]
-        assert not pager.turns.queue
-        check_invariants(pager)
+        assert not pager.core.turns.queue
+        check_invariants(pager.core)
 
 
 def test_threads_that_all_hold_pins_and_want_more_are_refused_and_not_left_waiting() -> None:
@@ -209,15 +209,15 @@ def test_threads_that_all_hold_pins_and_want_more_are_refused_and_not_left_waiti
         assert isinstance(refused[0], tp.InfeasibleBudget)
         assert "that other threads have pinned" in str(refused[0])
         assert all(equal(p.to_dense(), t) for p, t in zip(paged, plain))
-        check_invariants(pager)
+        check_invariants(pager.core)
 
 
 def test_what_others_have_pinned_is_no_part_of_what_an_op_needs() -> None:
     with make_pager(8) as pager:
         held, other = pager.page(matrix(3)), pager.page(matrix(4, 1))
-        with pager.quiet():
-            pager.residency.evict_run(other._storage.run)
-        pager.residency.largest_need = 0
+        with pager.core.quiet():
+            pager.core.residency.evict_run(other._storage.run)
+        pager.core.residency.largest_need = 0
         pinned, done = threading.Event(), threading.Event()
 
         def hold() -> None:
@@ -231,28 +231,28 @@ def test_what_others_have_pinned_is_no_part_of_what_an_op_needs() -> None:
         other.sum()
         done.set()
         thread.join(NEVER_SECONDS)
-        assert pager.residency.largest_need == 4
+        assert pager.core.residency.largest_need == 4
 
 
 def test_scattered_pages_stay_where_another_op_reads_them() -> None:
     plain = [matrix(2, seed) for seed in range(4)]
     with make_pager(8) as pager:
         paged = [pager.page(tensor) for tensor in plain]
-        pager.residency.scattered = True
+        pager.core.residency.scattered = True
         for tensor in paged:
             tensor.sum()
-        pager.residency.scattered = False
+        pager.core.residency.scattered = False
         run = paged[0]._storage.run
-        pager.residency.scattered = True
-        pager.pin([run])
-        pager.residency.scattered = False
-        before = pager.table.frame[run.first : run.first + run.count].copy()
-        pager.pin([run])
-        assert (pager.table.frame[run.first : run.first + run.count] == before).all()
-        pager.unpin([run])
-        pager.unpin([run])
+        pager.core.residency.scattered = True
+        pager.core.pin([run])
+        pager.core.residency.scattered = False
+        before = pager.core.table.frame[run.first : run.first + run.count].copy()
+        pager.core.pin([run])
+        assert (pager.core.table.frame[run.first : run.first + run.count] == before).all()
+        pager.core.unpin([run])
+        pager.core.unpin([run])
         assert equal(paged[0] * 1, plain[0])
-        check_invariants(pager)
+        check_invariants(pager.core)
 
 
 # -- what another thread does between two steps of ours --------------------------------------------
@@ -261,10 +261,10 @@ class _Meanwhile:
 
     def __init__(self, pager: tp.Pager, action: Callable[[], None]) -> None:
         self.pager, self.action = pager, action
-        pager.watch = self
+        pager.core.watch = self
 
     def pinning(self, runs: Sequence[Any]) -> None:
-        self.pager.watch = None
+        self.pager.core.watch = None
         self.action()
 
     def writing(self, run: Any) -> None: ...
@@ -282,14 +282,14 @@ def test_a_view_that_was_made_anew_meanwhile_is_the_one_that_is_read() -> None:
         moved = []
 
         def move_elsewhere() -> None:
-            with pager.quiet():
-                pager.residency.evict_run(run)
+            with pager.core.quiet():
+                pager.core.residency.evict_run(run)
             moved.append(pager.page(matrix(2, 2)))  # where it was
-            with pager.quiet():
-                pager.residency.evict_run(other._storage.run)
-            pager.pin([run])
+            with pager.core.quiet():
+                pager.core.residency.evict_run(other._storage.run)
+            pager.core.pin([run])
             direct_view(paged)
-            pager.unpin([run])
+            pager.core.unpin([run])
             assert run.base not in (first, -1)
 
         with torch.no_grad():
@@ -311,8 +311,8 @@ def test_an_op_that_fails_leaves_the_views_of_others_alone() -> None:
 
 
 def test_channels_stay_quiet_until_the_last_one_who_wants_that_is_done() -> None:
-    with make_pager(8, policy="lp") as pager, pager.lock:
-        executor = pager.follower.executor
+    with make_pager(8, policy="lp") as pager, pager.core.lock:
+        executor = pager.core.follower.executor
         with executor.quiet():
             with executor.quiet():
                 pass
@@ -321,8 +321,8 @@ def test_channels_stay_quiet_until_the_last_one_who_wants_that_is_done() -> None
 
 
 def test_a_stream_that_begins_while_others_are_waited_for_is_quiet_too() -> None:
-    with make_pager(8) as pager, pager.lock:
-        streams = pager.residency.streams
+    with make_pager(8) as pager, pager.core.lock:
+        streams = pager.core.residency.streams
         quiet: list[str] = []
 
         class Stream:
@@ -338,7 +338,7 @@ def test_a_stream_that_begins_while_others_are_waited_for_is_quiet_too() -> None
                 quiet.remove(self.name)
 
         streams.append(Stream("first", Stream("second")))
-        with pager.residency.still():
+        with pager.core.residency.still():
             assert quiet == ["first", "second"]
         streams.clear()
         assert not quiet
@@ -360,7 +360,7 @@ def test_a_thread_that_raises_holds_nothing_afterwards() -> None:
         assert [type(error) for error in errors] == [ValueError, RuntimeError]
         assert equal(paged[1] * 2, plain[1] * 2)
         assert in_threads(lambda: paged[0].sum()) == [None]
-        check_invariants(pager)
+        check_invariants(pager.core)
 
 
 # -- beside an iteration ---------------------------------------------------------------------------
@@ -389,7 +389,7 @@ def _train(
         found = [p.detach().clone() for p in model.parameters()]
         stats = pager.stats() if pager is not None else {}
         if pager is not None:
-            check_invariants(pager)
+            check_invariants(pager.core)
         return found, stats
     finally:
         if pager is not None:
@@ -414,10 +414,10 @@ def test_an_evaluation_thread_changes_nothing_of_a_training(
             return
         if step == 0:
             pager.page_module(other)
-        metering, need = pager.budget.metering, pager.residency.largest_need
+        metering, need = pager.core.budget.metering, pager.core.residency.largest_need
 
         def run() -> None:
-            assert not pager.in_iteration()
+            assert not pager.core.in_iteration()
             with torch.no_grad():
                 rows = (3, 5, 7)[step]
                 out = other(torch.ones(rows, 128))
@@ -425,8 +425,8 @@ def test_an_evaluation_thread_changes_nothing_of_a_training(
                 assert not torch.autograd._profiler_enabled()
 
         assert in_threads(run, run) == [None, None]
-        assert pager.budget.metering == metering
-        assert pager.residency.largest_need == need
+        assert pager.core.budget.metering == metering
+        assert pager.core.residency.largest_need == need
 
     def nothing(pager: tp.Pager | None, step: int, loss: torch.Tensor) -> None: ...
 
@@ -444,11 +444,11 @@ def test_other_threads_accesses_are_not_in_the_log_of_an_iteration() -> None:
         for _ in range(2):
             with pager.iteration():
                 mine.sum()
-                before = len(pager.follower.log.keys)
+                before = len(pager.core.follower.log.keys)
                 assert in_threads(lambda: theirs.add_(1)) == [None]
-                assert len(pager.follower.log.keys) == before
+                assert len(pager.core.follower.log.keys) == before
                 mine.add_(1)
-                assert len(pager.follower.log.keys) == before + 1
+                assert len(pager.core.follower.log.keys) == before + 1
 
 
 def test_a_backward_pass_in_another_thread() -> None:
@@ -497,17 +497,17 @@ def test_an_iteration_in_another_thread_than_the_pagers() -> None:
 
         def iterate() -> None:
             with pager.iteration():
-                assert pager.in_iteration()
+                assert pager.core.in_iteration()
                 theirs.mul_(2)
-                assert len(pager.follower.log.keys) == 1
+                assert len(pager.core.follower.log.keys) == 1
 
         with mine.pin() as view:
             assert in_threads(iterate) == [None]
-            assert not pager.in_iteration()
+            assert not pager.core.in_iteration()
             assert equal(view, plain[0])
         assert equal(theirs.to_dense(), plain[1] * 2)
-        assert not pager.turns._listed
-        check_invariants(pager)
+        assert not pager.core.turns._listed
+        check_invariants(pager.core)
 
 
 def test_dense_memory_of_other_threads_is_not_measured_and_has_what_the_training_leaves(
@@ -536,7 +536,7 @@ def test_dense_memory_of_other_threads_is_not_measured_and_has_what_the_training
                 found.append(errors)
                 out.sum().backward()
                 model.zero_grad()
-        return pager.budget.dense_peak
+        return pager.core.budget.dense_peak
 
     with make_pager(32, dense_reserve="auto") as pager:
         pager.page_module(model)
@@ -549,7 +549,7 @@ def test_dense_memory_of_other_threads_is_not_measured_and_has_what_the_training
         for (error,) in found:
             assert isinstance(error, tp.InfeasibleBudget)
             assert "dense_reserve=" in str(error)
-        check_invariants(pager)
+        check_invariants(pager.core)
 
 
 def test_a_metered_iteration_does_not_measure_dense_memory_of_other_threads(
@@ -569,10 +569,10 @@ def test_a_metered_iteration_does_not_measure_dense_memory_of_other_threads(
             pager.page_module(other)
             with pager.iteration():
                 loss = model(torch.ones(64, 128)).sum()
-                assert pager.budget.metering
+                assert pager.core.budget.metering
                 assert in_threads(evaluate) == [None]
                 loss.backward()
-            return pager.budget.dense_peak
+            return pager.core.budget.dense_peak
 
     assert peak(1 << 12) == peak(1)
 
@@ -606,7 +606,7 @@ def test_threads_of_autograds_own_do_the_work_of_the_iteration() -> None:
 
         def look() -> None:
             seen.append(
-                (threading.current_thread() is threading.main_thread(), pager.in_iteration())
+                (threading.current_thread() is threading.main_thread(), pager.core.in_iteration())
             )
 
         for _ in range(2):
@@ -614,9 +614,9 @@ def test_threads_of_autograds_own_do_the_work_of_the_iteration() -> None:
             with pager.iteration():
                 x = torch.ones(1, requires_grad=True)
                 _Deeper.apply(x, weight, 70, look).backward()  # type: ignore[no-untyped-call]
-                assert len(pager.follower.log.keys) >= len(seen)
+                assert len(pager.core.follower.log.keys) >= len(seen)
             assert x.grad is not None
             assert x.grad.item() == 1
             assert all(inside for _, inside in seen)
             assert not all(main for main, _ in seen)
-        check_invariants(pager)
+        check_invariants(pager.core)

@@ -15,6 +15,7 @@ import tensorpager as tp
 from tensorpager.pager.debug.chaos import chaos, scattered
 from tensorpager.pager.debug.check import check_invariants
 from tensorpager.pager.optim import torch_fused
+from tensorpager.pager.tensor.new_pages import empty_like_geometry
 
 from .models import PAGE_BYTES, World, assert_same, compare_runs, make_pager, mlp, plain, train
 
@@ -55,7 +56,7 @@ def _values(step: int, number: int, size: int, dtype: torch.dtype) -> torch.Tens
 
 
 def _paged(pager: tp.Pager, values: torch.Tensor) -> torch.Tensor:
-    paged = pager.empty_like_geometry(values.to("meta"), "user")
+    paged = empty_like_geometry(pager.core, values.to("meta"), "user")
     paged.copy_(values)
     return paged
 
@@ -111,10 +112,10 @@ def test_bits_are_those_of_fused(kind: str, dtype: torch.dtype, lane: str) -> No
     with make_pager(frames=FRAMES) as pager:
         with pager.iteration():
             pass
-        with LANES[lane](pager):
+        with LANES[lane](pager.core):
             assert_same(_run(pager, kind, dtype, sizes), expected)
-        assert pager.residency.pinned_pages() == 0
-        check_invariants(pager)
+        assert pager.core.residency.pinned_pages() == 0
+        check_invariants(pager.core)
 
 
 @pytest.mark.parametrize(

@@ -187,7 +187,7 @@ def test_frozen_parameters_unfrozen_later(same) -> None:
         model.requires_grad_(True)
         with world.iteration():
             loss_of(model).backward()
-        if world.pager is not None and not world.pager.fits:
+        if world.pager is not None and not world.pager.core.fits:
             assert isinstance(model[2].weight.grad, tp.PagedTensor)
         optimizer.step()
         optimizer.zero_grad()

@@ -72,8 +72,8 @@ def assert_hooks_are_on(pager: tp.Pager) -> None:
 
 
 def saved_pages(pager: tp.Pager) -> int:
-    pager.residency.collect()
-    return sum(run.count for run in pager.space.runs.values() if run.kind == "activation")
+    pager.core.residency.collect()
+    return sum(run.count for run in pager.core.space.runs.values() if run.kind == "activation")
 
 
 def test_in_a_training_step(pager) -> None:

@@ -9,6 +9,7 @@ import torch
 import tensorpager as tp
 from tensorpager.pager.debug.check import check_invariants
 from tensorpager.pager.moves.windows import find_window
+from tensorpager.pager.tensor.new_pages import empty_like_geometry
 from tensorpager.pager.tensor.paged_tensor import PagedTensor
 
 from .models import PAGE_BYTES, make_pager
@@ -24,9 +25,9 @@ def laid_out(pager: tp.Pager, letters: str) -> dict[str, PagedTensor]:
     for letter in sorted(set(letters) - {"."}):
         pages = letters.count(letter)
         blank = torch.empty(pages * PAGE_BYTES, dtype=torch.uint8, device="meta")
-        tensor = pager.empty_like_geometry(blank, "user")
-        with pager.lock:
-            assert pager.residency.place_at(tensor._storage.run, letters.index(letter))
+        tensor = empty_like_geometry(pager.core, blank, "user")
+        with pager.core.lock:
+            assert pager.core.residency.place_at(tensor._storage.run, letters.index(letter))
         tensor.fill_(ord(letter))
         tensors[letter] = tensor
     return tensors
@@ -37,7 +38,7 @@ def layout(pager: tp.Pager, tensors: dict[str, PagedTensor]) -> str:
     found = ["."] * FRAMES
     for letter, tensor in tensors.items():
         run = tensor._storage.run
-        frames = pager.table.frame[run.first : run.first + run.count]
+        frames = pager.core.table.frame[run.first : run.first + run.count]
         for frame in frames[frames >= 0].tolist():
             found[frame] = letter
     return "".join(found)
@@ -45,9 +46,9 @@ def layout(pager: tp.Pager, tensors: dict[str, PagedTensor]) -> str:
 
 def window(pager: tp.Pager, count: int) -> int | None:
     blank = torch.empty(count * PAGE_BYTES, dtype=torch.uint8, device="meta")
-    wanting = pager.empty_like_geometry(blank, "user")
-    with pager.lock:
-        return find_window(pager.residency, wanting._storage.run)
+    wanting = empty_like_geometry(pager.core, blank, "user")
+    with pager.core.lock:
+        return find_window(pager.core.residency, wanting._storage.run)
 
 
 def unchanged(tensors: dict[str, PagedTensor]) -> bool:
@@ -70,9 +71,9 @@ def test_room_is_made(before: str, pinned: str, count: int) -> None:
     with make_pager(frames=FRAMES) as pager:
         tensors = laid_out(pager, before)
         runs = [tensors[letter]._storage.run for letter in pinned]
-        pager.pin(runs)
+        pager.core.pin(runs)
         base = window(pager, count)
-        pager.unpin(runs)
+        pager.core.unpin(runs)
         assert base is not None
         after = layout(pager, tensors)
         assert after[base : base + count] == "." * count
@@ -80,7 +81,7 @@ def test_room_is_made(before: str, pinned: str, count: int) -> None:
             assert letter * before.count(letter) in after  # still in one piece
         for letter in pinned:
             assert after.index(letter) == before.index(letter)
-        check_invariants(pager)
+        check_invariants(pager.core)
         assert unchanged(tensors)
 
 
@@ -96,10 +97,10 @@ def test_room_cannot_be_made(before: str, pinned: str, count: int) -> None:
     with make_pager(frames=FRAMES) as pager:
         tensors = laid_out(pager, before)
         runs = [tensors[letter]._storage.run for letter in pinned]
-        pager.pin(runs)
+        pager.core.pin(runs)
         assert window(pager, count) is None
-        pager.unpin(runs)
-        check_invariants(pager)
+        pager.core.unpin(runs)
+        check_invariants(pager.core)
         assert unchanged(tensors)
 
 
@@ -119,16 +120,16 @@ def test_a_run_that_is_there_in_part_comes_together(before: str, after: str) -> 
         tensors = laid_out(pager, before)
         run = tensors["A"]._storage.run
         pages = np.arange(run.first, run.first + run.count, dtype=np.int32)
-        with pager.lock:
-            pager.residency.evict_pages(pages[2:])
+        with pager.core.lock:
+            pager.core.residency.evict_pages(pages[2:])
         if after:
             tensors |= laid_out(pager, after)
-        with pager.lock:
-            base = find_window(pager.residency, run)
+        with pager.core.lock:
+            base = find_window(pager.core.residency, run)
             assert base is not None
-            assert pager.table.frame[pages].tolist() == [base, base + 1, -1, -1]
-            assert pager.residency.pool.is_free(base + 2, 2)
-        check_invariants(pager)
+            assert pager.core.table.frame[pages].tolist() == [base, base + 1, -1, -1]
+            assert pager.core.residency.pool.is_free(base + 2, 2)
+        check_invariants(pager.core)
         assert unchanged(tensors)
 
 
@@ -144,12 +145,12 @@ def test_random_layouts() -> None:
         with make_pager(frames=FRAMES) as pager:
             tensors = laid_out(pager, before)
             runs = [tensors[letter]._storage.run for letter in pinned]
-            pager.pin(runs)
+            pager.core.pin(runs)
             base = window(pager, count)
-            pager.unpin(runs)
+            pager.core.unpin(runs)
             assert base is not None or not possible, (before, pinned, count)
             assert base is None or layout(pager, tensors)[base : base + count] == "." * count
-            check_invariants(pager)
+            check_invariants(pager.core)
             assert unchanged(tensors)
 
 

@@ -150,7 +150,7 @@ MUTANTS = {
         "a_late_op_and_a_page_that_leaves",
     ),
     "the stream of ops is not looked at": Mutant(
-        "pager/api.py",
+        "pager/core.py",
         "            self.backend.note_compute()\n",
         "",
         "a_page_is_used_on_two_streams",
@@ -367,13 +367,13 @@ MUTANTS = {
         "the_arena_is_made_anew_on_another_stream",
     ),
     "the pager is closed under copies": Mutant(
-        "pager/api.py",
+        "pager/core.py",
         "            self.backend.wait(self.backend.mark())\n",
         "",
         "host_memory_is_given_back_under_what_is_queued",
     ),
     "the pager is closed under ops": Mutant(
-        "pager/api.py",
+        "pager/core.py",
         "            self.backend.wait(self.backend.mark())\n",
         "            self.backend.host_ready()\n",
         "the_arena_is_given_back_under_what_is_queued",

@@ -24,6 +24,7 @@ from tensorpager.pager.devices.plain_memory import PlainMemory
 from tensorpager.pager.machine.calibration.link import measure_link
 from tensorpager.pager.moves.channel import Job
 from tensorpager.pager.plan.guide import ANYWHERE, Action
+from tensorpager.pager.tensor.new_pages import empty_like_geometry
 
 from .device import NAME, Machine
 
@@ -52,7 +53,7 @@ def page_of(pager: tp.Pager, value: float, pages: int = 1) -> tp.PagedTensor:
 
 def new_page(pager: tp.Pager, pages: int = 1) -> tp.PagedTensor:
     """Of zeros, which the runtime writes when it has a frame."""
-    return pager.empty_like_geometry(torch.empty(pages * N, device="meta"), "user")
+    return empty_like_geometry(pager.core, torch.empty(pages * N, device="meta"), "user")
 
 
 def holds(tensor: tp.PagedTensor, value: float) -> bool:
@@ -61,8 +62,8 @@ def holds(tensor: tp.PagedTensor, value: float) -> bool:
 
 def evict(pager: tp.Pager, tensor: tp.PagedTensor) -> int:
     """By a fault; the first frame that it gives back."""
-    with pager.quiet():
-        return int(pager.residency.evict_run(tensor._storage.run)[0])
+    with pager.core.quiet():
+        return int(pager.core.residency.evict_run(tensor._storage.run)[0])
 
 
 def frame_of(tensor: tp.PagedTensor) -> int:
@@ -72,13 +73,13 @@ def frame_of(tensor: tp.PagedTensor) -> int:
 def planned(tensor: tp.PagedTensor, what: str, tier: str = "host", base: int = ANYWHERE) -> None:
     """All pages of ``tensor`` move at once, as a channel's thread does it."""
     pager, run = tensor._storage.pager, tensor._storage.run
-    assert pager.follower is not None
-    executor, transfers = pager.follower.executor, pager.follower.transfers
+    assert pager.core.follower is not None
+    executor, transfers = pager.core.follower.executor, pager.core.follower.transfers
     number = ("host", "disk").index(tier) + 2 * (what == "in")
     channel = executor.channels[number]
     assert channel.name == f"{tier}-{what}"
     transfers.batch_pages[channel.name] = run.count
-    with pager.lock:
+    with pager.core.lock:
         channel.jobs.append(Job(Action(what, tier, run.key, 0, run.count, base), run))
         if what == "out":
             run.leaving += 1
@@ -91,7 +92,7 @@ def planned(tensor: tp.PagedTensor, what: str, tier: str = "host", base: int = A
         transfer.run()
     except BaseException as caught:
         error = caught
-    with pager.lock:
+    with pager.core.lock:
         transfers.finish(channel, transfer, error)
     if error is not None:
         raise error
@@ -134,8 +135,8 @@ def a_page_moves_to_the_frame_of_one_that_leaves(machine: Machine, folder: Path)
         x, y = page_of(pager, 1), page_of(pager, 2)
         free = evict(pager, x)
         pages = np.array([y._storage.run.first], np.int32)
-        with pager.quiet():
-            pager.residency.relocate(pages, np.array([free], np.int32))
+        with pager.core.quiet():
+            pager.core.residency.relocate(pages, np.array([free], np.int32))
         assert holds(x, 1)
         assert holds(y, 2)
 
@@ -145,8 +146,8 @@ def pages_slide_to_the_frames_of_one_that_leaves(machine: Machine, folder: Path)
     with small(3) as pager:
         x, y = page_of(pager, 1), page_of(pager, 2, pages=2)
         assert evict(pager, x) < frame_of(y)
-        with pager.quiet():
-            pager.residency.compact(set())
+        with pager.core.quiet():
+            pager.core.residency.compact(set())
         assert holds(x, 1)
         assert holds(y, 2)
 
@@ -168,8 +169,8 @@ def a_page_is_saved_from_where_it_is(machine: Machine, folder: Path) -> None:
         evict(pager, x)
         out = np.zeros(PAGE, np.uint8)
         pages = np.array([x._storage.run.first], np.int32)
-        with pager.quiet():
-            pager.migration.copy_of(pages, out)
+        with pager.core.quiet():
+            pager.core.migration.copy_of(pages, out)
         assert (out.view(np.float32) == 1).all()
 
 
@@ -178,7 +179,7 @@ def a_copy_fails_behind_others(machine: Machine, folder: Path) -> None:
     """What had been queued of them is no longer under way when its frames have other pages."""
     with small(3) as pager:
         x = page_of(pager, 1, pages=2)
-        pager.residency.scattered = True  # a copy for each page
+        pager.core.residency.scattered = True  # a copy for each page
         evict(pager, x)
         machine.fail_copy(1)
         with pytest.raises(RuntimeError, match="told to fail"):
@@ -199,21 +200,21 @@ class Late:
         self._own.wait_stream(main)
         theirs.wait_stream(main)
         with on(self._own):
-            pager.pin([self._run])
+            pager.core.pin([self._run])
         with on(theirs):
-            pager.pin([other._storage.run])
-            pager.unpin([other._storage.run])
+            pager.core.pin([other._storage.run])
+            pager.core.unpin([other._storage.run])
 
     def op(self, *, write: bool = False) -> None:
         start = self._run.base * PAGE
-        view = self._pager.backend.arena[start : start + PAGE].view(torch.float32)
+        view = self._pager.core.backend.arena[start : start + PAGE].view(torch.float32)
         with on(self._own):
             if write:
-                self._pager.will_write(self._run)
+                self._pager.core.will_write(self._run)
                 view.add_(1)
             else:
                 view.sum()
-            self._pager.unpin([self._run])
+            self._pager.core.unpin([self._run])
 
 
 @script
@@ -228,8 +229,8 @@ def a_late_op_and_a_page_that_leaves(machine: Machine, folder: Path) -> None:
 def _clean(pager: tp.Pager, tensor: tp.PagedTensor) -> None:
     """It is on the device, and has a copy below."""
     evict(pager, tensor)
-    pager.pin([tensor._storage.run])
-    pager.unpin([tensor._storage.run])
+    pager.core.pin([tensor._storage.run])
+    pager.core.unpin([tensor._storage.run])
 
 
 @script
@@ -291,7 +292,7 @@ def a_part_is_used_on_another_stream(machine: Machine, folder: Path) -> None:
         side.wait_stream(torch.accelerator.current_stream())
         with on(side), pager.part(x, 0, 1, write=True) as frames:
             start = int(frames[0]) * PAGE
-            pager.backend.arena[start : start + PAGE].view(torch.float32).add_(1)
+            pager.core.backend.arena[start : start + PAGE].view(torch.float32).add_(1)
         evict(pager, x)
         assert holds(x, 2)
 
@@ -304,11 +305,11 @@ def another_thread_comes_in_while_one_waits_for_its_turn(machine: Machine, folde
 
         def meanwhile() -> None:
             with on(theirs):
-                pager.backend.note_compute()
+                pager.core.backend.note_compute()
 
-        pager.residency.before_pinning = meanwhile
+        pager.core.residency.before_pinning = meanwhile
         y = new_page(pager).add_(1)
-        pager.residency.before_pinning = lambda: None
+        pager.core.residency.before_pinning = lambda: None
         assert holds(y, 1)
 
 
@@ -336,8 +337,8 @@ def a_planned_page_comes_to_a_frame_that_was_in_use(machine: Machine, folder: Pa
         y = page_of(pager, 2)
         y.add_(1)
         del y
-        with pager.lock:
-            pager.residency.collect()
+        with pager.core.lock:
+            pager.core.residency.collect()
         planned(x, "in")
         assert holds(x, 1)
 
@@ -351,8 +352,8 @@ def frames_of_a_planned_page_were_given_back_one_by_one(machine: Machine, folder
         while others:
             others[-1].add_(1)
             others.pop()
-            with pager.lock:
-                pager.residency.collect()
+            with pager.core.lock:
+                pager.core.residency.collect()
         planned(x, "in")
         assert holds(x, 1)
 
@@ -365,8 +366,8 @@ def a_planned_page_comes_to_a_frame_that_one_has_moved_from(machine: Machine, fo
         y = page_of(pager, 2)
         before = frame_of(y)
         pages = np.array([y._storage.run.first], np.int32)
-        with pager.quiet():
-            pager.residency.relocate(pages, np.array([1 - before], np.int32))
+        with pager.core.quiet():
+            pager.core.residency.relocate(pages, np.array([1 - before], np.int32))
         planned(x, "in", base=before)
         assert frame_of(x) == before
         assert holds(x, 1)
@@ -378,8 +379,8 @@ def a_planned_page_comes_to_a_frame_that_one_has_slid_from(machine: Machine, fol
     with small(2) as pager:
         x, y = page_of(pager, 1), page_of(pager, 2)
         assert evict(pager, x) < frame_of(y)
-        with pager.quiet():
-            pager.residency.compact(set())
+        with pager.core.quiet():
+            pager.core.residency.compact(set())
         planned(x, "in", base=1)
         assert (frame_of(y), frame_of(x)) == (0, 1)
         assert holds(x, 1)
@@ -407,8 +408,8 @@ def planned_pages_pass_through_the_disks_buffers(machine: Machine, folder: Path)
         y = page_of(pager, 5)
         y.add_(1)
         del y
-        with pager.lock:
-            pager.residency.collect()
+        with pager.core.lock:
+            pager.core.residency.collect()
         planned(x, "in", "disk")
         assert holds(x, 2)
 
@@ -481,8 +482,8 @@ def the_disk_fills_a_frame_whose_page_leaves(machine: Machine, folder: Path) -> 
     with straight(machine, 1, folder, host_budget=PAGE) as pager:
         x, y = page_of(pager, 1), page_of(pager, 2)
         planned(y, "out", "disk")
-        pager.pin([x._storage.run])
-        pager.unpin([x._storage.run])
+        pager.core.pin([x._storage.run])
+        pager.core.unpin([x._storage.run])
         x.add_(1)
         assert holds(y, 2)  # read into the frame that x has left for the host
         assert holds(x, 2)
@@ -497,8 +498,8 @@ def the_disk_moves_frames_as_planned(machine: Machine, folder: Path) -> None:
         y = page_of(pager, 5)
         y.add_(1)
         del y
-        with pager.lock:
-            pager.residency.collect()
+        with pager.core.lock:
+            pager.core.residency.collect()
         planned(x, "in", "disk")
         assert holds(x, 2)
 
@@ -542,7 +543,7 @@ def the_border_moves_under_what_is_queued(machine: Machine, folder: Path) -> Non
         x, y = page_of(pager, 1), page_of(pager, 2)
         x.add_(1)
         y.add_(1)
-        pager.residency.resize(1)
+        pager.core.residency.resize(1)
         assert holds(x, 2)
         assert holds(y, 3)
     del kept
@@ -573,9 +574,9 @@ def the_arena_is_made_anew_under_what_is_queued(machine: Machine, folder: Path) 
         side.wait_stream(torch.accelerator.current_stream())
         with on(side):
             x.add_(1)
-        pager.residency.resize(1)
-        pager.residency.fit()
-        assert pager.backend.arena.numel() == PAGE
+        pager.core.residency.resize(1)
+        pager.core.residency.fit()
+        assert pager.core.backend.arena.numel() == PAGE
         assert holds(x, 2)
 
 

@@ -81,7 +81,7 @@ def train(
             optimizer.zero_grad()
         losses.append(loss.item())
         if pager is not None:
-            check_invariants(pager)
+            check_invariants(pager.core)
     paged = pager is not None
     return losses, [(p.to_dense() if paged else p).detach().cpu() for p in net.parameters()]  # type: ignore[attr-defined]
 
@@ -132,8 +132,8 @@ def test_training_has_the_bits_of_the_same_device(
     budget = 256 * MIB if lane == "fits" else 4 * MIB
     with tp.Pager(budget, page_size=PAGE, device=NAME, **options) as pager:  # type: ignore[arg-type]
         losses, parameters = train(pager, aside=lane == "aside")
-        arena, settled = pager.backend.arena.numel(), pager.budget.settled
-        frames = pager.residency.pool.count
+        arena, settled = pager.core.backend.arena.numel(), pager.core.budget.settled
+        frames = pager.core.residency.pool.count
         assert pager.device == torch.device(NAME, 0)
         assert pager.stats()["faults"] > 0
     assert (settled, arena) == (True, frames * PAGE)  # made anew in its final size
@@ -170,12 +170,12 @@ def test_nobody_waits_for_a_table(machine: Machine) -> None:
         run = paged._storage.run
         before = machine.counts()
         with paged.pin():
-            frames = pager.table.device_frames(run.first, run.count)
-            pager.table.frame[run.first] = -7  # what comes later is not seen
+            frames = pager.core.table.device_frames(run.first, run.count)
+            pager.core.table.frame[run.first] = -7  # what comes later is not seen
         after = machine.counts()
         assert (after.waits, after.pageable) == (before.waits, before.pageable)
         found = frames.cpu().tolist()
-        pager.table.frame[run.first] = found[0]
+        pager.core.table.frame[run.first] = found[0]
         assert found == list(range(found[0], found[0] + run.count))
 
 
@@ -263,8 +263,8 @@ def test_ops_take_the_time_of_the_device(machine: Machine, tmp_path: Path) -> No
         for _ in range(3):
             with pager.iteration():
                 one_slow_op(pager, machine, weights)
-        assert pager.follower is not None
-        kind = pager.follower.kinds.all[-1]
+        assert pager.core.follower is not None
+        kind = pager.core.follower.kinds.all[-1]
         assert kind.seen > 1
         longest = max(range(len(kind.keys)), key=lambda at: kind.seconds()[at])
         assert (longest, kind.seconds()[longest] > SLOW_SECONDS / 2) == (1, True)

@@ -39,7 +39,7 @@ def disk_fails(machine: Machine, pager: tp.Pager) -> Callable[[], None]:
     engine.fail("read", errno.ENXIO)
 
     def heal() -> None:
-        watched: Any = pager.disk.engine
+        watched: Any = pager.core.disk.engine
         assert isinstance(watched.inner, FaultyEngine)
         assert watched.inner.happened
         watched.inner = watched.inner._inner

@@ -36,7 +36,7 @@ class Case:
     steps: int = 4
     tiers: dict[str, Any] = field(default_factory=lambda: HOST)
     policy: str = "lru"
-    around: Callable[[tp.Pager], Any] = lambda pager: nullcontext()
+    around: Callable[[Any], Any] = lambda core: nullcontext()
     optimizer: dict[str, Any] = field(default_factory=dict)
     body: str = "plain"
     batches: tuple[int, ...] = (48,)
@@ -151,13 +151,13 @@ class Training:
         with nullcontext() if pager is None else pager.iteration():
             loss = F.cross_entropy(self.net(tokens), labels)
             if pager is not None:
-                held = pager.space.kind_pages["activation"]
+                held = pager.core.space.kind_pages["activation"]
                 self.activation_pages = max(self.activation_pages, held)
             loss.backward()
             self.optimizer.step()
             self.optimizer.zero_grad()
         if pager is not None:
-            check_invariants(pager)
+            check_invariants(pager.core)
         return loss.detach()
 
     def parameters(self) -> list[torch.Tensor]:
@@ -170,7 +170,7 @@ def run(case: Case, machine: Machine, folder: Path, *, paged: bool = True) -> Ou
     with ExitStack() as stack:
         pager = stack.enter_context(case.pager(folder)) if paged else None
         if pager is not None:
-            stack.enter_context(case.around(pager))
+            stack.enter_context(case.around(pager.core))
             note_disk(machine, pager)
         training = Training(case, pager)
         losses = []
@@ -228,8 +228,8 @@ class NotedEngine:
 
 
 def note_disk(machine: Machine, pager: tp.Pager) -> None:
-    if pager.disk is not None:
-        watched: Any = pager.disk.engine
+    if pager.core.disk is not None:
+        watched: Any = pager.core.disk.engine
         watched.inner = NotedEngine(machine, watched.inner)
 
 

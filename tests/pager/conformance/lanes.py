@@ -39,9 +39,9 @@ class Lane:
     def on(self, pager: tp.Pager) -> Iterator[None]:
         with ExitStack() as stack:
             if self.scattered:
-                stack.enter_context(scattered(pager))
+                stack.enter_context(scattered(pager.core))
             if self.chaos:
-                stack.enter_context(chaos(pager))
+                stack.enter_context(chaos(pager.core))
             if self.opened:
                 stack.enter_context(_iteration_that_fits(pager))
             yield
@@ -49,15 +49,16 @@ class Lane:
 
 @contextmanager
 def _iteration_that_fits(pager: tp.Pager) -> Iterator[None]:
-    before = pager.fits, pager.budget.settled
-    pager.fits = pager.budget.settled = True
-    note_shapes, pager.note_shapes = pager.note_shapes, lambda *args: None
+    before = pager.core.fits, pager.core.budget.settled
+    pager.core.fits = pager.core.budget.settled = True
+    settling = pager.core.settling
+    settling.note_shapes = lambda *args: None  # type: ignore[method-assign]
     try:
         with pager.iteration():
             yield
     finally:
-        pager.fits, pager.budget.settled = before
-        pager.note_shapes = note_shapes
+        pager.core.fits, pager.core.budget.settled = before
+        del settling.note_shapes
 
 
 PLAIN = Lane("plain")

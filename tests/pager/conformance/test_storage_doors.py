@@ -107,7 +107,7 @@ def test_storages_compare_as_plain_ones(tight_pager):
     assert not paged.is_set_to(paged.view(-1))
     places = [(one.data_ptr(), plain.nbytes), (other.data_ptr(), 12)]
     places.append((plain.data_ptr(), plain.nbytes))
-    places.append((pager.backend.address, pager.reach_bytes))
+    places.append((pager.core.backend.address, pager.core.reach_bytes))
     places.sort()
     for (start, nbytes), (following, _) in itertools.pairwise(places):
         assert start + nbytes <= following

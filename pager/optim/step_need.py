@@ -5,21 +5,23 @@ from __future__ import annotations
 import copy
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from ..optim import fused
-from ..optim.fused_states import is_big_dense
-from ..optim.optimizer import raw_step
+from ..budget.budget import Measure, Room, StepRoom
+from ..budget.capacity import bytes_in_pages, check_capacity
 from ..tensor.paged_tensor import PagedTensor
+from . import fused
+from .fused_states import is_big_dense
+
+if TYPE_CHECKING:
+    from ..core import Core
 
 _PROBE_DIM = 64
-Measure = Callable[[Callable[[], None]], int]  # bytes that were alive at once, at most
 
 
 class StepNeed(NamedTuple):
@@ -29,32 +31,6 @@ class StepNeed(NamedTuple):
     state: float
     dense: float
     operands: int
-
-
-@dataclass(eq=False)
-class StepFrames:
-    """Frames that one op in a step of one optimizer takes, at most, the way that its steps go now.
-    (With little room they go slab by slab, and take fewer.)"""
-
-    frames: int = 0
-
-
-class Room(NamedTuple):
-    """What the step of an optimizer takes at once: ``frames``, and ``dense`` bytes."""
-
-    frames: int
-    dense: int
-
-    def with_(self, other: Room) -> Room:
-        return Room(max(self.frames, other.frames), max(self.dense, other.dense))
-
-
-class StepRoom(NamedTuple):
-    """``room``: of the step as it will be taken. ``least``: of one in which all goes slab by slab
-    that can."""
-
-    room: Room
-    least: Room
 
 
 class _CountOperands(TorchDispatchMode):
@@ -145,10 +121,16 @@ def _divide(
     return fixed, free
 
 
-def _room_of(pager: Any, need: StepNeed, parameter: torch.Tensor) -> Room:
+def _room_of(pager: Core, need: StepNeed, parameter: torch.Tensor) -> Room:
     nbytes = parameter.numel() * parameter.element_size()
     pages = -(-nbytes // pager.page_size)
     return Room(need.operands * pages, int(need.dense * nbytes))
+
+
+def raw_step(paged_kind: type) -> Callable[..., Any]:
+    """The optimizer's own step without PyTorch's hook wrapper, which runs once, around ours."""
+    step: Any = paged_kind.__mro__[2].step  # type: ignore[attr-defined]
+    return step.__wrapped__ if getattr(step, "hooked", False) else step  # type: ignore[no-any-return]
 
 
 def probe_step(
@@ -190,6 +172,30 @@ def probe_step(
     except Exception:  # an optimizer of the user's that needs more than this: nothing is known
         return None
     return StepNeed(state / size, (dense + counter.out_bytes) / size, counter.most)
+
+
+def check_states(pager: Core, optimizer: Any) -> None:
+    """Refuse the states that the next step of ``optimizer`` makes if all tiers together cannot hold
+    them: ``TierFull``."""
+    with torch._C.DisableTorchFunctionSubclass():
+        fresh = [
+            p
+            for group in optimizer.param_groups
+            for p in group["params"]
+            if p.grad is not None and not optimizer.state.get(p)
+        ]
+    if optimizer._tp_stepped and not optimizer.state:  # of the kind that keeps none
+        fresh = []
+    if not fresh:
+        return
+    what = f"the states of {type(optimizer).__mro__[2].__name__}"
+    if fused.mode(optimizer) == "always":
+        check_capacity(pager, bytes_in_pages(pager, fused.state_shapes(optimizer, fresh)), what)
+        return
+    need = probe_step(optimizer, lambda action: (action(), 0)[1])  # type: ignore[func-returns-value]
+    if need is not None:
+        nbytes = int(need.state * bytes_in_pages(pager, fresh))
+        check_capacity(pager, nbytes, what)
 
 
 def _shape_of_twin(shape: Sequence[int]) -> list[int]:
