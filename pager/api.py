@@ -12,13 +12,14 @@ from typing import Any, Self, TypeVar
 import torch
 
 from ..planner.plan import Plan
-from .budget import growth as _growth
 from .budget.arguments import check_arguments
 from .budget.capacity import bytes_in_pages, check_capacity
 from .checkpoint import save_load as _checkpoint
 from .checkpoint import saving as _saving
 from .core import Core
 from .disk.watch import IoWatch, check_timeout
+from .distributed import collectives as _collectives  # noqa: F401 - serves them
+from .distributed.replicas import page_sharded, refuse_wrapped, watch_forward
 from .errors import PagerError
 from .iteration import Iteration, drop
 from .memory.page_table import Int32
@@ -32,7 +33,10 @@ from .optim.overlap import Overlap
 from .plan.explain import explain
 from .plan.follower import Follower
 from .plan.record import record_iterations, recording_from_environment
-from .streaming.slabs import part
+from .settling import Settling
+from .streaming import embedding as _embedding  # noqa: F401 - serves it
+from .streaming import linear as _linear  # noqa: F401 - serves it
+from .streaming import table_ops as _table_ops  # noqa: F401 - serves them
 from .tensor import dispatcher as _dispatcher  # noqa: F401 - gives PagedTensor its two hooks
 from .tensor import module as _module
 from .tensor import new_pages as _new_pages
@@ -40,8 +44,10 @@ from .tensor.activations import SavedTensors
 from .tensor.doors import guard_data, guard_dlpack
 from .tensor.images import Images
 from .tensor.meta_buffers import fill_buffers
+from .tensor.names import name_pages
 from .tensor.open_weights import OpenWeights
 from .tensor.paged_tensor import PagedTensor
+from .tensor.slabs import part
 from .tensor.transforms import guard_transforms
 
 ModuleT = TypeVar("ModuleT", bound=torch.nn.Module)
@@ -102,15 +108,18 @@ class Pager:
         )  # fmt: skip
         self.device, self.page_size, self.policy = given.device, given.page_size, policy
         self.core = core = Core(given, IoWatch(check_timeout(io_timeout)), verify=verify, face=self)
-        core.saved = SavedTensors(core)
+        name_pages(core)
+        core.saved = saved = SavedTensors(core)
         core.images = Images()
-        core.overlap = Overlap(core)
-        core.page_grad = core.overlap.page_grad
+        core.overlap = overlap = Overlap(core)
+        core.page_grad = overlap.page_grad
+        core.settling = Settling(core)
+        watch_forward(core)
         core.opened = OpenWeights(core)
         core.residency.let_go = core.opened.close
-        core.follower = Follower(core) if policy != "lru" else None
-        self.metrics = Metrics(core)
-        guard_data(core.saved)
+        core.follower = self._follower = Follower(core) if policy != "lru" else None
+        self.metrics = Metrics(core, self._follower)
+        guard_data(saved)
         guard_dlpack()
         guard_transforms()
         guard_interrupts()
@@ -146,13 +155,16 @@ class Pager:
         """
         core = self.core
         core.check_open()
+        refuse_wrapped(model)
         _module.refuse_lazy(model)
         _optimizer.refuse_earlier(core, model)
         dense = (p for p in model.parameters() if not isinstance(p, PagedTensor))
-        need = bytes_in_pages(core, dense)
-        check_capacity(core, need, f"the parameters of {type(model).__name__}")
+        need = bytes_in_pages(core.space, dense)
+        with core.lock:
+            check_capacity(core.budget, need, f"the parameters of {type(model).__name__}")
         with torch.no_grad():
             fill_buffers(core, model)
+            page_sharded(core, model)
             _module.page_module(core, model)
         core.saved.note_buffers(model)
         _module.note_model(core, model)
@@ -318,7 +330,7 @@ class Pager:
     # -- looking ---------------------------------------------------------------------------------
     def stats(self) -> dict[str, Any]:
         """Counters so far, as JSON can hold them; keys are listed in ``pager/README.md``."""
-        return snapshot(self.core)
+        return snapshot(self.core, self._follower)
 
     def record(self, path: str | os.PathLike[str]) -> AbstractContextManager[None]:
         """Context manager: the first whole iteration inside it is recorded, and written to ``path``
@@ -339,19 +351,18 @@ class Pager:
         iteration on in any case.
         """
         self.core.check_open()
-        follower = self.core.follower
-        if follower is None:
+        if self._follower is None:
             return None
         if wait:
-            follower.wait_for_plans()
+            self._follower.wait_for_plans()
         with self.core.lock:
-            return follower.plan()
+            return self._follower.plan()
 
     def explain(self) -> str:
         """What the plan does, in words: what moves, what limits it (compute, the link, the disk),
         and what one more GiB on the device would buy. Takes some seconds for a large model."""
         self.core.check_open()
-        return explain(self.core)
+        return explain(self.core, self._follower)
 
     # -- budgets that change ---------------------------------------------------------------------
     def grow(
@@ -368,7 +379,7 @@ class Pager:
         """
         self.core.check_open()
         wanted = {"device": device_budget, "host": host_budget, "disk": disk_budget}
-        _growth.grow(self.core, wanted)
+        self.core.grow(wanted)
 
     # -- pages ------------------------------------------------------------------------------------
     def part(

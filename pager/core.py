@@ -19,35 +19,29 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from threading import RLock, get_ident
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..kernels.gather import gather_pages
 from ..kernels.scatter import scatter_pages
+from ..planner.sizes import parse_bytes
 from .budget.arguments import Arguments
 from .budget.budget import DeviceBudget
-from .budget.settling import Settling
 from .devices.choice import make_device
 from .disk.tier import DiskTier
 from .disk.watch import IoWatch, WatchedEngine
 from .errors import InfeasibleBudget, PagerError
 from .machine.calibration.disk_threads import threads_for
+from .machine.ranks import share_of
 from .memory.host import HostTier
-from .memory.page_names import name_pages
 from .memory.page_table import PageTable
-from .memory.space import PagedStorage, PageRun, Space
+from .memory.space import PageRun, Space
 from .memory.turns import Turns
+from .memory.untyped import PagedUntypedStorage
 from .moves.migration import Migration
 from .moves.residency import Residency
-
-if TYPE_CHECKING:
-    from .iteration import Running
-    from .optim.overlap import Overlap
-    from .plan.follower import Follower
-    from .tensor.activations import SavedTensors
-    from .tensor.images import Images
-    from .tensor.open_weights import OpenWeights
 
 _MAX_REACH = 1 << 45  # bytes of address space; no page of it costs memory before it is used
 
@@ -85,20 +79,111 @@ class IterationListener(Protocol):
         """It is over; ``ok``: without an exception."""
 
 
+# What rooms above give a Core to hold; rooms between them and this one ask it for no more.
+class Opened(Protocol):
+    """Weights that are open as plain tensors (``open_weights.py``)."""
+
+    native: bool
+    differentiated_twice: bool
+
+    @property
+    def in_use(self) -> bool: ...
+    def open(self, paged: Any) -> Any: ...
+    def forget(self, paged: Any) -> None: ...
+    def begin(self) -> None: ...
+    def end(self) -> None: ...
+    def close(self) -> None: ...
+    def stop(self) -> None: ...
+    def disown(self) -> None: ...
+
+
+class Saved(Protocol):
+    """What autograd saves (``activations.py``). ``skip``: dense storages that live on anyway, and
+    their bytes; ``dense_allowance``: bytes that need no pages."""
+
+    skip: dict[int, tuple[StorageWeakRef, int]]
+    dense_allowance: int
+
+    def note_buffers(self, module: torch.nn.Module) -> None: ...
+    def count(self) -> None: ...
+    def put_on(self) -> None: ...
+    def take_off(self) -> None: ...
+
+
+class Images(Protocol):
+    """Bytes of storages at their own addresses (``images.py``)."""
+
+    def address_of(self, tensor: Any) -> int: ...
+    def plain_twin(self, tensor: Any) -> torch.Tensor: ...
+    def saving(self) -> AbstractContextManager[None]: ...
+
+
+class Settling(Protocol):
+    """Which iterations are metered (``settling.py``)."""
+
+    def note_shapes(self, module: Any, args: Any, kwargs: Any) -> None: ...
+    def begin(self) -> None: ...
+    def end(self) -> None: ...
+
+
+class Overlap(Protocol):
+    """Updates during the backward pass (``overlap.py``)."""
+
+    updates: int
+    dense_peak: int
+    one_shard: Callable[..., Any]
+
+    def switch(self, optimizer: Any, on: bool) -> None: ...
+    def begin(self) -> None: ...
+    def end(self, ok: bool) -> None: ...
+    def update(self, parameter: torch.Tensor) -> bool: ...
+    def paged(self, parameter: torch.Tensor) -> None: ...
+    def step_of(self, optimizer: Any) -> AbstractContextManager[None]: ...
+    def extra_dense(self) -> int: ...
+
+
+class Follower(Protocol):
+    """Of plans (``follower.py``). ``log``: of the iteration that runs; ``guide``: the plan that it
+    follows."""
+
+    log: Any
+    guide: Any
+    executor: Any
+
+    def begin(self) -> None: ...
+    def end(self, *, ok: bool) -> None: ...
+    def warn(self) -> None: ...
+    def stop(self) -> None: ...
+    def pinning(self, runs: Sequence[PageRun]) -> None: ...
+    def pin(self, runs: Sequence[PageRun]) -> None: ...
+    def unpinned(self) -> None: ...
+    def wrote(self, run: PageRun) -> None: ...
+    def stalled(self, seconds: float, *, own: bool = False) -> None: ...
+    def stream_begins(
+        self, runs: Sequence[PageRun], write: Sequence[bool], frames: int, space: Any
+    ) -> Any: ...
+    def stream_ended(self, access: Any, space: Any) -> None: ...
+    def pause(self) -> None: ...
+    def arena_resized(self) -> None: ...
+    def forget_plans(self) -> None: ...
+
+
 class Core:
     """Of one pager. ``face``: the object that the user made, ``PagedTensor.pager``.
 
     ``inside``: an iteration runs. ``fits``: everything fits, nothing has to move. ``stepping``: an
     optimizer's step is under way. ``replaced``: paged parameters by the id of what they were made
     of. ``cut_short``: what was dropped with the latest iteration, if it was. ``after_op``: called
-    when an access has ended. ``watch``, ``follower``, ``on_iteration``: who look on.
-    ``page_grad``: hook of a parameter whose gradient is there.
+    when an access has ended. ``watch``, ``follower``, ``on_iteration`` look on. ``on_forward``:
+    called as a paged model runs, with it and whether it is the first time. ``page_grad``: hook of a
+    parameter whose gradient is there.
     """
 
-    saved: SavedTensors
+    saved: Saved
     images: Images
+    opened: Opened
+    settling: Settling
     overlap: Overlap
-    opened: OpenWeights
     follower: Follower | None
     page_grad: Callable[[torch.Tensor], None]
 
@@ -111,7 +196,6 @@ class Core:
         self.models: list[weakref.ref[torch.nn.Module]] = []
         self.optimizers: list[weakref.ref[torch.optim.Optimizer]] = []
         self._open_tiers(given, verify=verify)
-        name_pages(self)
         self.lock = RLock()
         self.turns = Turns(self.lock, self.space.runs)
         self.residency = Residency(
@@ -122,12 +206,12 @@ class Core:
             given.budget_bytes["device"], self.page_size, given.reserve, self.residency,
             self.backend,
         )  # fmt: skip
-        self.settling = Settling(self)
         self.stepping = self.inside = self.fits = False
         self.after_op: Callable[[], None] | None = None
         self.watch: Watcher | None = None
         self.on_iteration: list[IterationListener] = []
-        self.running: Running | None = None
+        self.running: Any = None  # the iteration (``iteration.py``)
+        self.on_forward: list[Callable[[torch.nn.Module, bool], None]] = []
         self.cut_short: str | None = None
         self.replaced: dict[int, tuple[Any, Any]] = {}
         self.iterations = self.gathers = 0
@@ -375,6 +459,43 @@ class Core:
         }  # fmt: skip
         return {t: int((c[rows] >= 0).sum()) * self.page_size for t, c in columns.items()}
 
+    # -- budgets that are enlarged ---------------------------------------------------------------
+    def grow(self, wanted: dict[str, int | str | None]) -> None:
+        """See ``Pager.grow``; ``wanted``: tier → its new budget, or ``None``."""
+        self.check_open()
+        for tier, text in wanted.items():
+            if text is None:
+                continue
+            nbytes = share_of(parse_bytes(text, f"{tier}_budget"), tier, self.device.type)
+            if nbytes < self.budget_bytes[tier]:
+                raise ValueError(
+                    f"{tier}_budget={text!r} is less than the {self.budget_bytes[tier]} bytes it "
+                    "has now; budgets can only grow"
+                )
+            with self.lock:
+                if self.follower is not None:
+                    self.follower.forget_plans()
+                self._grow_tier(tier, nbytes)
+                self.budget_bytes[tier] = nbytes
+
+    def _grow_tier(self, tier: str, nbytes: int) -> None:
+        if tier == "host":
+            self.host.grow(nbytes)
+            self.migration.host_grew()
+        elif tier == "disk":
+            if self.disk is None:
+                raise PagerError("this Pager has no disk tier; give disk_path when making it")
+            self.disk.grow(nbytes)
+        elif nbytes > self.backend.reserved_bytes:
+            raise PagerError(
+                f"device_budget can grow to {self.backend.reserved_bytes} bytes at most, the range "
+                "reserved at start; save state_dict() and make a new Pager"
+            )
+        else:
+            self.budget.bytes = nbytes
+            with self.quiet():
+                self.budget.place()
+
     # -- the end ---------------------------------------------------------------------------------
     def close(self) -> None:
         """Give back every tier. Nothing uses pages any more."""
@@ -401,6 +522,25 @@ class Core:
                 _left_to_others.append(self.backend)
             else:
                 self.backend.close()
+
+
+class PagedStorage:
+    """``nbytes`` bytes at ``offset`` of ``run``. Freed when no PagedTensor refers to it."""
+
+    __slots__ = ("__weakref__", "label", "nbytes", "offset", "pager", "run", "untyped")
+
+    def __init__(self, pager: Core, nbytes: int, kind: str) -> None:
+        self.pager = pager
+        self.nbytes = max(1, nbytes)
+        self.run, self.offset = pager.space.allocate(self.nbytes, kind)
+        self.label: str | None = None
+        self.untyped: PagedUntypedStorage | None = None
+
+    def __del__(self) -> None:
+        if hasattr(self, "run"):
+            # May run anywhere, also inside a fault: only note it; Space.drain does the work.
+            space = self.pager.space
+            space.dead.append((self.run, self.offset, self.nbytes, space.clock))
 
 
 def _components(tensor: torch.Tensor) -> list[torch.Tensor]:

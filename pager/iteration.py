@@ -88,7 +88,7 @@ class Iteration(ContextDecorator):
         self._running().cut(None)
 
     def _running(self) -> Running:
-        running = self._pager.running
+        running: Running | None = self._pager.running
         if running is None or not running.belongs_to(self):
             raise PagerError("this iteration is not running; begin() it first")
         return running

@@ -12,7 +12,7 @@ from ...planner.sizes import parse_bytes
 from ..devices.choice import resolve
 from ..disk.engine import check_name
 from ..errors import InfeasibleBudget
-from .ranks import about_share, ranks_sharing, share_of
+from ..machine.ranks import about_share, ranks_sharing, share_of
 
 _MIN_PAGE, _MAX_PAGE = 64 << 10, 16 << 20
 _POLICIES = ("lp", "lru")

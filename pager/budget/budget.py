@@ -35,9 +35,9 @@ from ..devices.dense_meter import in_backward
 from ..devices.dense_refusal import Peak
 from ..devices.device import Device
 from ..errors import InfeasibleBudget, TierFull
+from ..machine.ranks import about_share, ranks_sharing
 from ..moves.residency import Residency
 from .placement import Choice, Placement
-from .ranks import about_share, ranks_sharing
 from .whole_need import WholeNeeds
 
 _MARGIN = 16

@@ -21,8 +21,8 @@ from ..devices.dense_meter import DenseMeter, mapped_bytes
 
 if TYPE_CHECKING:
     from ...planner.trace import Floats, Ints
-    from ..core import Core
     from ..devices.dense_meter import Timeline
+    from ..devices.device import Device
 
 _SAMPLE_US = 1.5  # that a look may cost an op on average
 _TRIALS = 5
@@ -59,8 +59,8 @@ class HeapLevels:
     """On the CPU without our allocator. ``sample()`` is called as each op begins; what it returns
     goes to ``levels``."""
 
-    def __init__(self, pager: Core) -> None:
-        self._pager = pager
+    def __init__(self, backend: Device) -> None:
+        self._backend = backend
         self._meter = DenseMeter()
         self._start = 0
         self._until = 0.0  # when the profiler stopped (``time.perf_counter``)
@@ -71,7 +71,7 @@ class HeapLevels:
     def measuring(self) -> Iterator[None]:
         """Measure inside the block. If the pager begins to meter meanwhile it gets the profiler,
         because its budget depends on it."""
-        backend = self._pager.backend
+        backend = self._backend
         theirs = backend.meter_start
         self._start = mapped_bytes()
         self._meter.start()
@@ -126,8 +126,8 @@ class DeviceLevels:
 
     source = "device allocator"
 
-    def __init__(self, pager: Core) -> None:
-        self._allocated = pager.backend.dense_now
+    def __init__(self, backend: Device) -> None:
+        self._allocated = backend.dense_now
         self._every = 1
         self._ops = 0
         self._last = 0
@@ -156,8 +156,8 @@ class DeviceLevels:
 Levels = AllocatorLevels | HeapLevels | DeviceLevels
 
 
-def levels_of(pager: Core) -> Levels:
-    if not pager.backend.host_addressable:
-        return DeviceLevels(pager)
+def levels_of(backend: Device) -> Levels:
+    if not backend.host_addressable:
+        return DeviceLevels(backend)
     allocator = loaded()
-    return HeapLevels(pager) if allocator is None else AllocatorLevels(allocator)
+    return HeapLevels(backend) if allocator is None else AllocatorLevels(allocator)

@@ -27,28 +27,27 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from ..core import Core
+    from .budget import DeviceBudget
 
 
-def most_frames(pager: Core, dense_bytes: int = 0) -> int:
+def most_frames(budget: DeviceBudget, dense_bytes: int = 0) -> int:
     """Frames that the arena may have. ``dense_bytes``: that are sure to be needed beside them."""
-    budget = pager.budget
     if budget.settled:
-        return pager.residency.frames
+        return budget.residency.frames
     beside = max(budget.dense_peak, budget.fixed_reserve or 0, dense_bytes)
-    return max(0, budget.bytes - beside) // pager.page_size
+    return max(0, budget.bytes - beside) // budget.page_size
 
 
-def fits(pager: Core, pages: int, *, share: int = 1, dense_bytes: int = 0) -> bool:
+def fits(budget: DeviceBudget, pages: int, *, share: int = 1, dense_bytes: int = 0) -> bool:
     """Whether ``pages`` may be on the device at once, in 1 / ``share`` of all frames."""
-    return pages * share <= most_frames(pager, dense_bytes)
+    return pages * share <= most_frames(budget, dense_bytes)
 
 
-def frames_anyway(pager: Core) -> int:
+def frames_anyway(budget: DeviceBudget) -> int:
     """Frames to be had without asking for more: in a metered iteration those that one op before
     needed, at most, other than the product of a weight that could stream, or those that were
     foreseen for a step."""
-    residency = pager.residency
-    if not pager.budget.metering:
+    residency = budget.residency
+    if not budget.metering:
         return residency.frames
     return max(residency.rigid_need, residency.step.frames if residency.step is not None else 0)

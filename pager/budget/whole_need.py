@@ -58,7 +58,7 @@ class WholeNeeds:
         began: float = 0.0,
         ended: float = 0.0,
     ) -> None:
-        """Something was streamed that would be whole where ``fits.fits(pager, limit_pages,
+        """Something was streamed that would be whole where ``fits.fits(pager.budget, limit_pages,
         share=share, dense_bytes=dense_bytes)``; whole, it takes ``pages`` (default of
         ``limit_pages``) at once, and ``more_dense`` bytes more than were in use from ``began`` to
         ``ended``."""

@@ -24,8 +24,8 @@ import torch
 
 from ...planner.shown import shown
 from ..errors import PagerError
+from ..tensor.tensor_bytes import Read, chunks
 from .file import MappedFile, atomic_file, reserve
-from .tensor_bytes import Read, chunks
 from .tree import refuse_odd
 
 _DTYPES = {

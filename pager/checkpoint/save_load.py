@@ -17,13 +17,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from ..errors import PagerError
+from ..optim.optimizer_states import load_optimizer
 from ..tensor.meta_buffers import warn_of_empty
 from ..tensor.paged_tensor import PagedTensor
 from ..tensor.sharded import as_sharded, is_sharded, local_of
-from .optimizer_states import load_optimizer
+from ..tensor.tensor_bytes import Read, chunks
 from .safetensors_file import save_safetensors
 from .sources import SAFETENSORS_SUFFIX, TORCH_SUFFIXES, open_checkpoint
-from .tensor_bytes import Read, chunks
 from .torch_file import save_torch
 from .tree import memory_of, tensors_of
 

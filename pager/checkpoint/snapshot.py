@@ -8,17 +8,15 @@ they are used, and drops them from memory when it wants to. The file goes with t
 from __future__ import annotations
 
 import os
-import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..disk.file import open_unlinked
-from ..errors import PagerError
+from ..disk.scratch import open_scratch_files
 from ..tensor.sharded import local_of, with_local
+from ..tensor.tensor_bytes import chunks
 from .file import MappedFile
-from .tensor_bytes import chunks
 from .tree import is_odd, layout_of, tensors_of, with_tensors
 
 if TYPE_CHECKING:
@@ -27,7 +25,6 @@ if TYPE_CHECKING:
 IN_MEMORY_BYTES = 64 << 20
 """Up to here a snapshot is plain memory."""
 _ALIGNMENT = 64
-_IN_RAM = ("tmpfs", "ramfs")
 
 
 def snapshot(pager: Core, tree: Any) -> Any:
@@ -37,8 +34,9 @@ def snapshot(pager: Core, tree: Any) -> Any:
     They take memory where they are few, or where no file can be had: neither in the folder of the
     disk tier nor in that for temporary files (``TMPDIR``) is there a disk with room for them.
     """
+    folder = pager.disk.directory if pager.disk is not None else None
     most = sum(_room(tensor) for tensor in tensors_of(tree))
-    descriptor = None if most <= IN_MEMORY_BYTES else next(open_scratch_files(pager, most), None)
+    descriptor = None if most <= IN_MEMORY_BYTES else next(open_scratch_files(folder, most), None)
     if descriptor is None:
         return with_tensors(tree, _of_shards(_in_memory))
     try:
@@ -99,32 +97,3 @@ def _of_shards(copy: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Any], 
 def _shape_of(tensor: torch.Tensor, flat: torch.Tensor) -> torch.Tensor:
     layout = layout_of(tensor)
     return flat.as_strided(layout.size(), layout.stride())
-
-
-def open_scratch_files(pager: Core, nbytes: int) -> Iterator[int]:
-    """Files without a name, each on another disk and all of it allocated; the caller closes them.
-    None for what is too much, and where there is no disk."""
-    folders = [] if pager.disk is None else [pager.disk.directory]
-    for folder in (*folders, tempfile.gettempdir()):
-        if _kind(folder) in _IN_RAM:
-            continue
-        try:
-            descriptor = open_unlinked(folder, nbytes)
-        except PagerError:
-            continue
-        yield descriptor
-
-
-def _kind(folder: str) -> str:
-    """Of the file system that ``folder`` is on; empty if that cannot be told."""
-    path, found = os.path.realpath(folder), ("", "")
-    try:
-        with open("/proc/self/mounts", encoding="utf-8", errors="replace") as mounts:
-            lines = [line.split() for line in mounts]
-    except OSError:
-        return ""
-    for _, place, kind, *_ in lines:
-        inside = path == place or path.startswith(place.rstrip("/") + "/")
-        if inside and len(place) >= len(found[0]):
-            found = place, kind
-    return found[1]

@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from ..errors import PagerError
 from ..tensor.sharded import Piece, is_sharded, local_of, piece_of
-from .tensor_bytes import BUFFER_BYTES, Read, chunks
+from ..tensor.tensor_bytes import BUFFER_BYTES, Read, chunks
 from .tree import tensors_of
 
 _STOP = -1

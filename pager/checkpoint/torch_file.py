@@ -22,8 +22,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ..errors import PagerError
+from ..tensor.tensor_bytes import Read, chunks
 from .file import MappedFile, atomic_file, reserve
-from .tensor_bytes import Read, chunks
 from .tree import layout_of, refuse_odd, tensors_of, with_tensors
 
 

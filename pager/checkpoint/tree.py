@@ -10,7 +10,7 @@ import torch
 
 from ..tensor.paged_tensor import PagedTensor
 from ..tensor.sharded import is_sharded, local_of
-from .tensor_bytes import has_no_gaps
+from ..tensor.tensor_bytes import has_no_gaps
 
 
 def tensors_of(tree: Any) -> Iterator[torch.Tensor]:

@@ -32,7 +32,7 @@ class Stamps:
     """Of all slots of one tier. Any thread may call; each slot has one user at a time.
 
     ``tier``: ``"host"`` or ``"disk"``; ``where``: the directory of the disk tier, for messages.
-    ``name_of``: what to call a virtual page (``page_names.py``).
+    ``name_of``: what to call a virtual page (``tensor/names.py``).
     """
 
     def __init__(self, count: int, tier: str, where: str = "") -> None:

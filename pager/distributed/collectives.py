@@ -12,9 +12,9 @@ from typing import Any
 import torch
 
 from ..errors import PagerError
-from ..tensor import dispatcher
 from ..tensor.dense_run import LISTS
-from ..tensor.op_info import OpInfo, describe
+from ..tensor.dispatcher import serve_kind
+from ..tensor.op_info import OpInfo
 from ..tensor.paged_tensor import PagedTensor
 from ..tensor.plain_copies import dense_twin
 
@@ -68,11 +68,4 @@ def _wait(out: Any) -> None:
             value.wait()
 
 
-def _describe(func: Any) -> OpInfo:
-    if func.namespace in _NAMESPACES:
-        return OpInfo(_KIND, (), ())
-    return describe(func)
-
-
-dispatcher.describe = _describe  # type: ignore[attr-defined]
-dispatcher._SPECIAL[_KIND] = run_collective
+serve_kind(_KIND, run_collective, namespaces=_NAMESPACES)

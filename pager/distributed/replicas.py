@@ -21,6 +21,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parallel import DistributedDataParallel
 
 from ..errors import PagerError
+from ..tensor.module import is_dtensor
 from ..tensor.paged_tensor import PagedTensor
 
 if TYPE_CHECKING:
@@ -52,6 +53,17 @@ def _refuse_order(wrapper: str) -> NoReturn:
         "parameters that were replaced; call page_module(model) first, then "
         "DistributedDataParallel(model)"
     )
+
+
+def watch_forward(pager: Core) -> None:
+    """Look for wrappers of paged models when these run."""
+
+    def note(module: torch.nn.Module, first: bool) -> None:
+        note_replicas(pager)
+        if first:
+            _refuse_dense_shards(module)
+
+    pager.on_forward.append(note)
 
 
 def note_replicas(pager: Core) -> None:
@@ -107,6 +119,28 @@ def refuse_sharding(parameter: torch.Tensor) -> NoReturn:
         "fully_shard was given parameters that are in pages already, and would make dense shards "
         "of them; call fully_shard(model) first, then pager.page_module(model)"
     )
+
+
+def _refuse_dense_shards(module: torch.nn.Module) -> None:
+    """Of parameters in pages before; where PyTorch lets ``fully_shard`` be refused, it was."""
+    for parameter in module.parameters():
+        if type(getattr(parameter, "_local_tensor", None)) is torch.Tensor:
+            refuse_sharding(parameter)
+
+
+def page_sharded(pager: Core, module: torch.nn.Module) -> None:
+    """The shards of ``module``, if it is sharded."""
+    if _is_sharded(module):
+        from .shards import page_shards  # torch.distributed, which others need not load
+
+        page_shards(pager, module)
+
+
+def _is_sharded(module: torch.nn.Module) -> bool:
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # loaded where it was used
+    if fsdp is not None and any(isinstance(child, fsdp.FSDPModule) for child in module.modules()):
+        return True
+    return any(is_dtensor(parameter) for parameter in module.parameters())
 
 
 # ``fully_shard`` of PyTorch 2.13 asks each parameter for this name, and takes only AttributeError

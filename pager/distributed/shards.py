@@ -33,7 +33,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from ..errors import PagerError
 from ..optim.fused_states import SMALL
 from ..optim.optimizer import PagedOptimizer, page_state
-from ..tensor import dispatcher
+from ..tensor.dispatcher import serve_kind
 from ..tensor.new_pages import copy_in, empty_like_geometry
 from ..tensor.op_info import OpInfo
 from ..tensor.paged_tensor import PagedTensor
@@ -70,6 +70,7 @@ def page_shards(pager: Core, module: torch.nn.Module) -> None:
     Raises ``PagerError``, with nothing paged, for DTensors that are not ``fully_shard``'s, and for
     parameters that are gathered at the moment.
     """
+    pager.overlap.one_shard = one_shard
     known = {id(param.sharded_param): param for _, param in fsdp_params(module)}
     for name, parameter in module.named_parameters():
         if isinstance(parameter, DTensor) and id(parameter) not in known:
@@ -197,8 +198,7 @@ def _copy_in(func: Any, info: OpInfo, args: Any, kwargs: dict[str, Any]) -> Any:
     return mine, gathered
 
 
-dispatcher._INFO[_COPY_IN] = OpInfo(_KIND, (), ())
-dispatcher._SPECIAL[_KIND] = _copy_in
+serve_kind(_KIND, _copy_in, ops=[_COPY_IN])
 
 
 # -- an optimizer's step ---------------------------------------------------------------------------

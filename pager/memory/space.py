@@ -12,14 +12,9 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
 
 from .frame_pool import FramePool
 from .page_table import Int32, PageTable
-
-if TYPE_CHECKING:
-    from ..core import Core
-    from .untyped import PagedUntypedStorage
 
 generations = itertools.count()  # never the same for two placements, of one run or of two
 TRANSIENT_KINDS = ("activation", "gradient")  # the others live on from iteration to iteration
@@ -68,26 +63,6 @@ class PageRun:
         self.writes = 0
 
 
-class PagedStorage:
-    """``nbytes`` bytes at ``offset`` of ``run``. Freed when no PagedTensor refers to it."""
-
-    __slots__ = ("__weakref__", "label", "nbytes", "offset", "pager", "run", "untyped")
-
-    def __init__(self, pager: Core, run: PageRun, offset: int, nbytes: int) -> None:
-        self.pager = pager
-        self.run = run
-        self.offset = offset
-        self.nbytes = nbytes
-        self.label: str | None = None
-        self.untyped: PagedUntypedStorage | None = None
-
-    def __del__(self) -> None:
-        space = getattr(self.pager, "space", None)
-        if space is not None:
-            # May run anywhere, also inside a fault: only note it; Space.drain does the work.
-            space.dead.append((self.run, self.offset, self.nbytes, space.clock))
-
-
 class Space:
     """Allocates storages in runs of virtual pages. Holds no memory of any tier itself."""
 
@@ -118,9 +93,9 @@ class Space:
         """Live pages of parameters, optimizer states and what the user paged."""
         return self.live_pages - sum(self.kind_pages.get(k, 0) for k in TRANSIENT_KINDS)
 
-    def storage(self, pager: Core, nbytes: int, kind: str) -> PagedStorage:
-        """A new storage whose contents are undefined; takes no frame until it is used."""
-        nbytes = max(1, nbytes)
+    def allocate(self, nbytes: int, kind: str) -> tuple[PageRun, int]:
+        """The run and the offset of a new storage of at least one byte, whose contents are
+        undefined; takes no frame until it is used. To be given back by :attr:`dead`."""
         if not self.is_small(nbytes):
             run = self._new_run(self.pages_for(nbytes), kind)
             run.nbytes = nbytes
@@ -128,7 +103,7 @@ class Space:
         else:
             run, offset = self._small(nbytes, kind)
         run.storages += 1
-        return PagedStorage(pager, run, offset, nbytes)
+        return run, offset
 
     def _small(self, nbytes: int, kind: str) -> tuple[PageRun, int]:
         units = -(-nbytes // self.alignment)

@@ -14,15 +14,12 @@ import mmap
 import sys
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import torch
 
 from ..devices.memory import map_memory, unmap_memory
 from ..errors import PagerError
-
-if TYPE_CHECKING:
-    from ..tensor.images import Image
 
 
 class Range:
@@ -32,7 +29,7 @@ class Range:
     def __init__(self, nbytes: int) -> None:
         self.span = max(1, -(-nbytes // mmap.PAGESIZE)) * mmap.PAGESIZE
         self.address = map_memory(self.span)
-        self.image: weakref.ref[Image] | None = None  # what is there now (``images.py``)
+        self.image: weakref.ref[Any] | None = None  # what is there now (``images.py``)
 
     def clear(self) -> None:
         """Nothing is there any more."""
@@ -59,7 +56,7 @@ class PagedUntypedStorage(torch.UntypedStorage):
 
     _device: torch.device
     range: Range
-    held: Image | None = None  # what is at the address, while a ``saving()`` block wants it there
+    held: Any = None  # what is at the address, while a ``saving()`` block wants it there
 
     @classmethod
     def of(cls, nbytes: int, device: torch.device) -> PagedUntypedStorage:

@@ -28,6 +28,7 @@ from .stats import counters, plan_figures
 
 if TYPE_CHECKING:
     from ..core import Core
+    from ..plan.follower import Follower
 
 PERIOD_SECONDS = 0.5
 RECENT = 60  # iteration times kept
@@ -38,8 +39,8 @@ class Metrics:
     """Of one pager. Without :meth:`open` nothing is published, and every call costs next to
     nothing."""
 
-    def __init__(self, pager: Core) -> None:
-        self._pager = pager
+    def __init__(self, pager: Core, follower: Follower | None = None) -> None:
+        self._pager, self._follower = pager, follower
         self._fd: int | None = None
         self._lock = threading.RLock()  # a signal handler may close the pager inside publish()
         self._started = time.time()
@@ -94,7 +95,7 @@ class Metrics:
         self._recent_us = [*self._recent_us, us][-RECENT:]
         self._iterations_us += us
         if time.monotonic() - self._published >= _LEAST_SECONDS:
-            self._plan_us = plan_figures(self._pager.follower)
+            self._plan_us = plan_figures(self._follower)
             self.publish()
 
     def publish(self) -> None:
@@ -131,7 +132,7 @@ class Metrics:
     def _snapshot(self) -> dict[str, Any]:
         """As ``reader.checked`` wants it."""
         pager, recent = self._pager, self._recent_us
-        found = {**counters(pager), "page_size": pager.page_size}
+        found = {**counters(pager, self._follower), "page_size": pager.page_size}
         times = {
             **self._plan_us,
             "stall_us": found["stall_us"],

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ..budget import ranks
-from ..plan.names import streamed_names
+from ..machine import ranks
+from ..tensor.names import streamed_names
 
 if TYPE_CHECKING:
     from ..core import Core
@@ -13,16 +13,16 @@ if TYPE_CHECKING:
     from ..plan.follower import Follower
 
 
-def snapshot(pager: Core) -> dict[str, Any]:
+def snapshot(pager: Core, follower: Follower | None) -> dict[str, Any]:
     """What ``Pager.stats`` gives; keys are listed in ``pager/README.md``."""
-    figures = plan_figures(pager.follower)
-    return {**counters(pager), **figures, "streamed": streamed_names(pager)}
+    figures = plan_figures(follower)
+    return {**counters(pager, follower), **figures, "streamed": streamed_names(pager)}
 
 
-def counters(pager: Core) -> dict[str, Any]:
+def counters(pager: Core, follower: Follower | None) -> dict[str, Any]:
     """The part that any thread may ask for, without the pager's lock: it is numbers that are there
     anyway. Numbers that belong together may be of slightly different instants then."""
-    size, follower = pager.page_size, pager.follower
+    size = pager.page_size
     residency, migration, budget = pager.residency, pager.migration, pager.budget
     dense = budget.dense_peak
     pages = pager.space.persistent_pages + pager.space.peak_transient_pages

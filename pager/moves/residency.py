@@ -27,9 +27,9 @@ import torch
 
 from ...kernels.launch import upload
 from ...kernels.move import move_pages
-from ..budget.ranks import about_share, ranks_sharing
 from ..devices.device import Device
 from ..errors import InfeasibleBudget, TierFull
+from ..machine.ranks import about_share, ranks_sharing
 from ..memory.frame_pool import FramePool, expand, merge
 from ..memory.page_table import BLANK, DIRTY, Int32, PageTable
 from ..memory.space import PageRun, Space, generations
@@ -38,12 +38,18 @@ from .migration import Migration
 from .parts import Parts, held_pages
 
 if TYPE_CHECKING:
-    from ..streaming.workspace import Workspace
     from .executor import Executor
 
 _PINNED = np.iinfo(np.int64).max
 _AWAITED = _PINNED - 1
 _LATER = 1 << 50
+
+
+class Workspace(Protocol):
+    """Frames of a stream that a plan keeps free."""
+
+    def kept_frames(self) -> int:
+        """That are to stay free for it."""
 
 
 class Needs(Protocol):

@@ -30,7 +30,7 @@ from ...kernels.launch import runs_triton
 from ...kernels.sgd import sgd_step
 from ...kernels.update import CHUNK, FLOATS, STATE_FLOATS, State
 from ..budget.fits import fits, frames_anyway
-from ..memory.space import PagedStorage
+from ..core import PagedStorage
 from ..tensor.operands import (
     Coded,
     NotAtOnce,
@@ -202,9 +202,9 @@ def goes_in_slabs(optimizer: Any, group: dict[str, Any], parameter: torch.Tensor
     if type(parameter) is PagedTensor and parameter._storage in _too_much:
         return True
     pager: Core = optimizer._tp_pager
-    if fits(pager, _pages_of_update(optimizer, group, parameter)):
+    if fits(pager.budget, _pages_of_update(optimizer, group, parameter)):
         return False
-    return fits(pager, _least_pages(optimizer, group, parameter))
+    return fits(pager.budget, _least_pages(optimizer, group, parameter))
 
 
 def _least_pages(optimizer: Any, group: dict[str, Any], parameter: torch.Tensor) -> int:
@@ -516,7 +516,7 @@ def _alone(optimizer: Any, update: Update) -> None:
         _finish(optimizer, update)
         return
     progress = id(update.parameter) in optimizer._tp_progress
-    most = frames_anyway(optimizer._tp_pager) // _WHOLE_SHARE
+    most = frames_anyway(optimizer._tp_pager.budget) // _WHOLE_SHARE
     if not progress and pages_of(update.values) <= most:
         try:
             _at_once(optimizer, [update])
@@ -566,7 +566,7 @@ def step_all(optimizer: Any, otherwise: Callable[[dict[str, Any], torch.Tensor],
     """
     if _is_left_out(optimizer):
         return False
-    most = frames_anyway(optimizer._tp_pager) // _BATCH_SHARE
+    most = frames_anyway(optimizer._tp_pager.budget) // _BATCH_SHARE
     for group in optimizer.param_groups:
         batch = _Batch(optimizer, most)
         for parameter in group["params"]:

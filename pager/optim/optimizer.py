@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from ..checkpoint.optimizer_states import one_at_a_time
 from ..errors import PagerError
 from ..tensor.module import is_dtensor, known_parameter
 from ..tensor.new_pages import copy_in
@@ -33,6 +32,7 @@ from .fused_states import (
     loading,
     plain_states,
 )
+from .optimizer_states import one_at_a_time
 from .step_need import check_states, raw_step, step_room
 
 if TYPE_CHECKING:

@@ -190,12 +190,15 @@ def check_states(pager: Core, optimizer: Any) -> None:
         return
     what = f"the states of {type(optimizer).__mro__[2].__name__}"
     if fused.mode(optimizer) == "always":
-        check_capacity(pager, bytes_in_pages(pager, fused.state_shapes(optimizer, fresh)), what)
+        nbytes = bytes_in_pages(pager.space, fused.state_shapes(optimizer, fresh))
+        with pager.lock:
+            check_capacity(pager.budget, nbytes, what)
         return
     need = probe_step(optimizer, lambda action: (action(), 0)[1])  # type: ignore[func-returns-value]
     if need is not None:
-        nbytes = int(need.state * bytes_in_pages(pager, fresh))
-        check_capacity(pager, nbytes, what)
+        nbytes = int(need.state * bytes_in_pages(pager.space, fresh))
+        with pager.lock:
+            check_capacity(pager.budget, nbytes, what)
 
 
 def _shape_of_twin(shape: Sequence[int]) -> list[int]:

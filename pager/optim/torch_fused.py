@@ -134,7 +134,7 @@ def _reason(pager: Core, kind: type, group: dict[str, Any], parameter: torch.Ten
     if type(parameter) is not PagedTensor or (kind in KINDS and has_no_gaps(parameter)):
         return None
     pages = parameter._storage.run.count * _LEAST_TENSORS
-    if fits(pager, pages):
+    if fits(pager.budget, pages):
         return None
     what = "it has gaps in memory" if kind in KINDS else f"{kind.__name__} is not known in parts"
     return (

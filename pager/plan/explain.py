@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING
 
 from ...planner.errors import PagerError as PlannerError
 from ...planner.sizes import format_bytes
-from ..budget import ranks
-from .names import streamed_names
+from ..machine import ranks
+from ..tensor.names import streamed_names
 
 if TYPE_CHECKING:
     from ...planner.hardware import Hardware
     from ..core import Core
+    from .follower import Follower
     from .guide import Guide
 
 _LIMITS = {
@@ -25,10 +26,10 @@ _NOTHING = 0.01  # of the iteration: waiting that is not worth naming
 GiB = 1 << 30
 
 
-def explain(pager: Core) -> str:
+def explain(pager: Core, follower: Follower | None) -> str:
     """See ``Pager.explain``."""
     part = ranks.describe(dict(pager.budget_bytes), pager.device.type)
-    lines = [line for line in (part, pager.cut_short, _plan_in_words(pager)) if line]
+    lines = [line for line in (part, pager.cut_short, _plan_in_words(pager, follower)) if line]
     streamed = streamed_names(pager)
     if streamed:
         lines.append(
@@ -38,10 +39,9 @@ def explain(pager: Core) -> str:
     return "\n".join(lines)
 
 
-def _plan_in_words(pager: Core) -> str:
+def _plan_in_words(pager: Core, follower: Follower | None) -> str:
     if pager.fits:
         return "Everything fits into the device budget: nothing is moved, so nothing is planned."
-    follower = pager.follower
     if follower is None:
         return "policy='lru' plans nothing: pages are brought in when an op needs them."
     error = follower.executor.error

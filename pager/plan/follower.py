@@ -40,7 +40,7 @@ from .sequence_trace import RunFacts, make_recorded
 if TYPE_CHECKING:
     from ..core import Core
     from ..machine.calibration.measure import Calibration
-    from ..streaming.workspace import Workspace
+    from ..tensor.workspace import Workspace
 
 _BATCH_SECONDS = 0.008  # of a channel's time: what one transfer moves
 _MOST_BATCH_BYTES = 128 << 20

@@ -27,9 +27,9 @@ from ..budget.dense_levels import levels_of
 from ..errors import PagerError
 from ..memory.space import PageRun
 from ..tensor.dispatcher import hide_from_dynamo
+from ..tensor.names import ModulePaths, named_parameters, named_runs
 from ..tensor.op_info import describe
 from ..tensor.paged_tensor import PagedTensor
-from .names import ModulePaths, named_parameters, named_runs
 from .op_clock import clock_of
 from .recording import Log, Mark, make_trace
 
@@ -82,7 +82,7 @@ class Recorder:
         self._now = self._clock.now
         self._here = _Here()
         self._stack = ExitStack()
-        self._levels = levels_of(pager)
+        self._levels = levels_of(pager.backend)
         self._forward: Watcher | None = None
         self._written: dict[Any, frozenset[int | str]] = {}  # op → arguments that it writes
 
@@ -99,7 +99,7 @@ class Recorder:
         self._marks: list[tuple[int, Any, Any, float, int]] = []
         self._count = itertools.count()
         self._here = _Here()
-        self._levels = levels_of(pager)
+        self._levels = levels_of(pager.backend)
         with pager.lock:
             pager.residency.collect()
             self._log.before = list(pager.space.runs.values())

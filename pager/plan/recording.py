@@ -19,7 +19,7 @@ import torch
 from ...planner.trace import KINDS, READ, READWRITE, WRITE, Floats, Ints, Trace
 from ...planner.trace_check import number_by_appearance
 from ..memory.space import TRANSIENT_KINDS, PageRun
-from .names import named_models, named_runs, shared_name
+from ..tensor.names import named_models, named_runs, shared_name
 
 if TYPE_CHECKING:
     from ..budget.dense_levels import Levels

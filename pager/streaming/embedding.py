@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
+from ..tensor.dispatcher import serve_call
 from ..tensor.paged_tensor import PagedTensor
 from .table_gradient import embedding_gradient
 from .table_rows import can_be_whole, is_large, is_table, look_up
@@ -110,3 +111,6 @@ class _Lookup(torch.autograd.Function):
             flat = grad.reshape(-1, grad.size(-1)).contiguous()
             of_weight = embedding_gradient(ctx.table, flat, indices, *options)
         return of_weight, None, None, None, None
+
+
+serve_call(EMBEDDING, embedding)

@@ -17,7 +17,7 @@ import torch
 from ..memory.page_table import Int32
 from ..tensor.dense_views import direct_view
 from ..tensor.paged_tensor import PagedTensor
-from .slabs import Pages, fair_share, stream
+from ..tensor.slabs import Pages, fair_share, stream
 from .table_gradient import pieces_of_bytes
 from .table_rows import is_large, is_table, row_bytes
 

@@ -48,10 +48,10 @@ from ...kernels.linear_grad import linear_input_grad, linear_weight_grad
 from ...kernels.paged_matrix import DTYPES, PagedMatrix
 from ..budget.fits import fits
 from ..budget.placement import Weight
+from ..core import PagedStorage
 from ..memory.page_table import Int32
-from ..memory.space import PagedStorage
 from ..tensor.paged_tensor import PagedTensor
-from .slabs import fair_share, pages_of, stream
+from ..tensor.slabs import fair_share, pages_of, stream
 from .table_gradient import new_gradient
 
 _HALVES = (torch.float16, torch.bfloat16)
@@ -70,7 +70,7 @@ def is_streamed(inputs: torch.Tensor, weight: PagedTensor) -> bool:
     run, pager = weight._storage.run, weight._storage.pager
     if run.streamed is not None:
         return run.streamed
-    whole = fits(pager, run.count, dense_bytes=_own_dense_bytes(weight))
+    whole = fits(pager.budget, run.count, dense_bytes=_own_dense_bytes(weight))
     columns = max(1, weight.size(-1))
     dense = inputs.numel() * (columns + weight.numel() // columns) // columns
     if not whole and dense * inputs.element_size() > pager.budget.bytes:

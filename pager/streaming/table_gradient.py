@@ -22,12 +22,12 @@ from ...kernels.elementwise import elementwise
 from ...kernels.fill import fill_pages
 from ...kernels.launch import upload
 from ...kernels.row_sums import RowGroups, add_rows, group_rows
+from ..core import PagedStorage
 from ..memory.page_table import Int32
-from ..memory.space import PagedStorage
 from ..tensor.new_pages import empty_like_geometry
 from ..tensor.page_run import elementwise_op
 from ..tensor.paged_tensor import PagedTensor
-from .slabs import Pages, fair_share, slabs, stream
+from ..tensor.slabs import Pages, fair_share, slabs, stream
 from .table_rows import can_be_whole, in_frames, pages_at_once, row_bytes
 
 _gradients: weakref.WeakSet[PagedStorage] = weakref.WeakSet()

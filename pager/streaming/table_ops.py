@@ -6,7 +6,6 @@ their states. All other ops are for ``dense_run.py``.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import closing
 from typing import Any
 
@@ -15,6 +14,7 @@ import torch
 
 from ...kernels.launch import upload
 from ...kernels.rows import gather_rows
+from ..tensor.dispatcher import serve_op
 from ..tensor.paged_tensor import PagedTensor
 from .table_gradient import add_gradients, copy_gradient, is_gradient
 from .table_rows import is_large, is_table, look_up, put_rows, row_groups
@@ -94,15 +94,10 @@ def _are_rows_of(values: Any, table: Any) -> bool:
     )
 
 
-_OPS: dict[Any, Callable[..., Any]] = {
-    aten.add.Tensor: _add,
-    aten.add_.Tensor: _add_sparse,
-    aten.clone.default: _clone,
-    aten.sparse_mask.default: _sparse_mask,
-}
-TABLE_OPS = frozenset(_OPS)
-
-
-def run_on_table(func: Any, args: Any, kwargs: dict[str, Any] | None) -> Any:
-    """One of ``TABLE_OPS``, or ``NotImplemented`` where operands are of the ordinary kind."""
-    return _OPS[func](*args, **(kwargs or {}))
+for _op, _run in (
+    (aten.add.Tensor, _add),
+    (aten.add_.Tensor, _add_sparse),
+    (aten.clone.default, _clone),
+    (aten.sparse_mask.default, _sparse_mask),
+):
+    serve_op(_op, _run)

@@ -23,9 +23,9 @@ from ...kernels.launch import upload
 from ...kernels.pieces import Paged
 from ...kernels.rows import gather_rows, pages_of_rows, row_blocks
 from ..budget.fits import fits
-from ..memory.space import PagedStorage
+from ..core import PagedStorage
 from ..tensor.paged_tensor import PagedTensor
-from .slabs import fair_share, pages_of, stream
+from ..tensor.slabs import fair_share, pages_of, stream
 
 SHARE = 3  # a table of more than this fraction of the arena is large
 _CHUNK_ELEMENTS = 1 << 20  # of a temporary
@@ -47,7 +47,7 @@ def is_large(table: PagedTensor) -> bool:
         return False
     if storage in _large:
         return True
-    if fits(pager, storage.run.count, share=SHARE):
+    if fits(pager.budget, storage.run.count, share=SHARE):
         return False
     _large.add(storage)
     return True
@@ -55,7 +55,7 @@ def is_large(table: PagedTensor) -> bool:
 
 def can_be_whole(table: PagedTensor) -> bool:
     """Whether all of it can be on the device at once."""
-    return fits(table._storage.pager, table._storage.run.count)
+    return fits(table._storage.pager.budget, table._storage.run.count)
 
 
 def is_table(tensor: PagedTensor) -> bool:

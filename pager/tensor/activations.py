@@ -19,7 +19,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.weak import TensorWeakRef
 
-from ..memory.space import PagedStorage
+from ..core import PagedStorage
 from .new_pages import store_bytes
 from .paged_tensor import PagedTensor
 from .transforms import PagerHooks

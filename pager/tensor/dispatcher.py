@@ -1,25 +1,24 @@
 """How PyTorch's calls reach a PagedTensor, and which function runs which kind of op.
 
-It is above all that runs ops, and gives the class its two hooks when it is imported: the modules
-below need the class, and the hooks need the modules. ``api.py`` imports it, and nobody can make
-a PagedTensor without a Pager.
+It is above all that runs ops in this room, and gives the class its two hooks when it is imported:
+the modules below need the class, and the hooks need the modules. Rooms above say here which
+functions and ops they run. ``api.py`` imports them all, and nobody can make a PagedTensor without a
+Pager.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch.autograd import forward_ad
 from torch.utils._pytree import tree_map_only
 
-from ..streaming.embedding import EMBEDDING, embedding
-from ..streaming.table_ops import TABLE_OPS, run_on_table
 from .activations import SavedTensors
 from .dense_run import NOT_QUICK, PLAIN, paged_in, run_dense, run_quickly
 from .doors import refuse_script, serve_function
-from .linear import LINEAR, linear
 from .op_info import BRANCHES_ON_SUBCLASS, OpInfo, describe
 from .open_weights import TAKE_OPEN, run_opened
 from .out_ops import run_into_out
@@ -28,6 +27,9 @@ from .special_ops import run_cast, run_composite, run_elementwise_list, run_like
 from .view_ops import run_inplace_view, run_resize, run_view
 
 _INFO: dict[Any, OpInfo] = {}
+_FUNCTIONS: dict[Any, tuple[Callable[..., Any], Callable[[], Any]]] = {}
+_OPS: dict[Any, Callable[..., Any]] = {}
+_NAMESPACES: dict[str, str] = {}  # of ops → their kind
 _ATTRIBUTE = type(vars(torch._C.TensorBase)["requires_grad"].__get__)  # of what gets or sets one
 _is_compiling = torch.compiler.is_compiling
 _is_tracing = torch._C._is_tracing
@@ -62,16 +64,14 @@ def _torch_function(
             result = run_opened(func, args, kwargs)
             if result is not NotImplemented:
                 return result
-        if func is LINEAR and not compiling and not (kwargs and "out" in kwargs):
-            with torch._C.DisableTorchFunctionSubclass():
-                result = linear(*args, **kwargs) if kwargs else linear(*args)
+        served = _FUNCTIONS.get(func)
+        if served is not None and not compiling and not (kwargs and "out" in kwargs):
+            run, guard = served
+            with guard():
+                result = run(*args, **kwargs) if kwargs else run(*args)
             if result is not NotImplemented:
                 return result
         kwargs = kwargs or {}
-        if func is EMBEDDING and not compiling:
-            result = embedding(*args, **kwargs)
-            if result is not NotImplemented:
-                return result
         if kwargs.get("out") is not None and paged_in((), {"out": kwargs["out"]}):
             return run_into_out(func, args, kwargs)
         if func in BRANCHES_ON_SUBCLASS and not _is_differentiated(args, kwargs):
@@ -91,13 +91,15 @@ def _torch_dispatch(
     """Every op on a PagedTensor, below autograd."""
     if _modes() and (_get_mode(_PROXY) is not None or _get_mode(_FAKE) is not None):
         return _without_values(func, args, kwargs or {})
-    if func in TABLE_OPS:
-        out = run_on_table(func, args, kwargs)
+    run = _OPS.get(func)
+    if run is not None:
+        out = run(*args, **(kwargs or {}))
         if out is not NotImplemented:
             return out
     info = _INFO.get(func)
     if info is None:
-        info = _INFO[func] = describe(func)
+        kind = _NAMESPACES.get(func.namespace)
+        info = _INFO[func] = describe(func) if kind is None else OpInfo(kind, (), ())
     kind = info.kind
     if kind == "plain":
         if not kwargs and not info.writes_named:
@@ -127,6 +129,27 @@ def _without_values(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     return func(*args, **kwargs)
 
 
+def serve_call(func: Any, run: Callable[..., Any], guard: Callable[[], Any] = nullcontext) -> None:
+    """``run`` is what runs ``func``, a function of ``torch.nn.functional``, inside ``guard()``.
+    ``NotImplemented``, and nothing done, where PyTorch's own way has to be taken."""
+    _FUNCTIONS[func] = run, guard
+    hide_from_dynamo(run)
+
+
+def serve_op(func: Any, run: Callable[..., Any]) -> None:
+    """The same for an op below autograd."""
+    _OPS[func] = run
+
+
+def serve_kind(
+    kind: str, run: Callable[..., Any], *, ops: Iterable[Any] = (), namespaces: Iterable[str] = ()
+) -> None:
+    """``run`` runs these ops, and those of these namespaces."""
+    _SPECIAL[kind] = run
+    _INFO.update((func, OpInfo(kind, (), ())) for func in ops)
+    _NAMESPACES.update((name, kind) for name in namespaces)
+
+
 def _refusal(args: Any, kwargs: Any, error: torch.OutOfMemoryError) -> Exception | None:
     paged = paged_in(args, kwargs or {})
     return paged[0]._storage.pager.refusal_of_guest(error) if paged else None
@@ -153,5 +176,5 @@ def hide_from_dynamo(function: Any) -> None:
 
 PagedTensor.__torch_function__ = classmethod(_torch_function)  # type: ignore[method-assign, assignment]
 PagedTensor.__torch_dispatch__ = classmethod(_torch_dispatch)  # type: ignore[assignment]
-for _entry in (_torch_dispatch, embedding, linear, SavedTensors.pack, SavedTensors.unpack):
+for _entry in (_torch_dispatch, SavedTensors.pack, SavedTensors.unpack):
     hide_from_dynamo(_entry)

@@ -69,7 +69,7 @@ class Doors:
     def data_ptr(self) -> int:
         """Where the bytes can be read: inside ``pager.saving()``, and always for what
         ``model.state_dict()`` gives. Raises ``PagerError`` elsewhere. ``saving`` says more."""
-        return self.pager.images.address_of(self)  # type: ignore[attr-defined,no-any-return]
+        return self._storage.pager.images.address_of(self)  # type: ignore[attr-defined,no-any-return]
 
     const_data_ptr = data_ptr
 

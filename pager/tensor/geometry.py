@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ..memory.space import PagedStorage
+from ..core import PagedStorage
 from .paged_tensor import PagedTensor
 
 

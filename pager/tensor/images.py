@@ -31,13 +31,13 @@ from contextlib import closing, contextmanager, suppress
 
 import torch
 
-from ..checkpoint.snapshot import open_scratch_files
-from ..checkpoint.tensor_bytes import BUFFER_BYTES, chunks
+from ..core import PagedStorage
 from ..devices.memory import make_read_only, map_bytes, map_memory
-from ..memory.space import PagedStorage
+from ..disk.scratch import open_scratch_files
 from ..memory.untyped import PagedUntypedStorage, Range, bytes_at
 from .doors import VIEW, refuse
 from .paged_tensor import PagedTensor
+from .tensor_bytes import BUFFER_BYTES, chunks
 
 IN_MEMORY_BYTES = BUFFER_BYTES
 """Of all images of a pager together; those beyond are in files."""
@@ -91,7 +91,9 @@ class Image:
 
     def _fill_file(self, flat: PagedTensor) -> bool:
         """``False`` where no disk has room, or all of them fail."""
-        for descriptor in open_scratch_files(flat._storage.pager, self._range.span):
+        disk = flat._storage.pager.disk
+        folder = disk.directory if disk is not None else None
+        for descriptor in open_scratch_files(folder, self._range.span):
             try:
                 with closing(chunks(flat)) as pieces:  # type: ignore[type-var]
                     if _write(descriptor, pieces):

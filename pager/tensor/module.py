@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..distributed import collectives as _collectives  # noqa: F401 - serves them, from here on
-from ..distributed.replicas import note_replicas, refuse_sharding, refuse_wrapped
 from .doors import refuse_script
 from .images import mark_saved
 from .new_pages import copy_in, empty_like_geometry
@@ -35,10 +32,9 @@ class ShapeHook:
             if not pager.turns.is_home():
                 pager.note_guest()
             pager.settling.note_shapes(module, args, kwargs)
-            note_replicas(pager)
-            if not self._looked:
-                self._looked = True
-                _refuse_dense_shards(module)
+            first, self._looked = not self._looked, True
+            for note in pager.on_forward:
+                note(module, first)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShapeHook:
         return self
@@ -48,9 +44,7 @@ class ShapeHook:
 
 
 def refuse_lazy(module: torch.nn.Module) -> None:
-    """Parameters of lazy modules have no shape before the first forward pass; and what
-    ``replicas.refuse_wrapped`` refuses."""
-    refuse_wrapped(module)
+    """Parameters of lazy modules have no shape before the first forward pass."""
     for name, parameter in module.named_parameters():
         if torch.nn.parameter.is_lazy(parameter):
             raise TypeError(
@@ -61,17 +55,11 @@ def refuse_lazy(module: torch.nn.Module) -> None:
 
 def page_module(pager: Core, module: torch.nn.Module) -> None:
     """Replace every parameter of ``module`` in place; see ``Pager.page_module``."""
-    if _is_sharded(module):
-        from ..distributed.shards import (
-            page_shards,  # torch.distributed, which others need not load
-        )
-
-        page_shards(pager, module)
     for prefix, child in module.named_modules():
         for name, parameter in list(child._parameters.items()):
             if parameter is None or type(parameter) is PagedTensor:
                 continue
-            if is_dtensor(parameter):  # paged as it is, by page_shards
+            if is_dtensor(parameter):  # paged as it is, by ``shards.py``
                 continue
             paged = known_parameter(pager, parameter)
             if paged is None:
@@ -94,20 +82,6 @@ def note_model(pager: Core, model: torch.nn.Module) -> None:
 def is_dtensor(parameter: torch.Tensor) -> bool:
     """Whether it has a local shard, without loading ``torch.distributed.tensor`` to know."""
     return getattr(parameter, "_local_tensor", None) is not None
-
-
-def _is_sharded(module: torch.nn.Module) -> bool:
-    fsdp = sys.modules.get("torch.distributed.fsdp")  # loaded where it was used
-    if fsdp is not None and any(isinstance(child, fsdp.FSDPModule) for child in module.modules()):
-        return True
-    return any(is_dtensor(parameter) for parameter in module.parameters())
-
-
-def _refuse_dense_shards(module: torch.nn.Module) -> None:
-    """Of parameters in pages before; where PyTorch lets ``fully_shard`` be refused, it was."""
-    for parameter in module.parameters():
-        if type(getattr(parameter, "_local_tensor", None)) is torch.Tensor:
-            refuse_sharding(parameter)
 
 
 def _join(prefix: str, name: str) -> str:

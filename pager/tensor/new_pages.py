@@ -11,13 +11,13 @@ import torch
 from ...kernels.launch import upload
 from ...kernels.scatter import scatter_pages
 from ..budget.fits import frames_anyway
+from ..core import PagedStorage
 from ..errors import InfeasibleBudget
 from ..memory.frame_pool import merge
 from ..memory.page_table import Int32
-from ..memory.space import PagedStorage
-from ..streaming.slabs import fair_share, pages_of, stream
 from .paged_tensor import PagedTensor
 from .plain_copies import dense_twin
+from .slabs import fair_share, pages_of, stream
 
 if TYPE_CHECKING:
     from ..core import Core
@@ -85,7 +85,7 @@ def write(pager: Core, storage: PagedStorage, source: torch.Tensor) -> None:
 def _write(pager: Core, storage: PagedStorage, source: torch.Tensor) -> None:
     run, residency = storage.run, pager.residency
     needs = residency.needs
-    if run.count > max(1, frames_anyway(pager)):  # one page may hold other storages
+    if run.count > max(1, frames_anyway(pager.budget)):  # one page may hold other storages
         _write_in_parts(pager, storage, source)
         return
     try:
@@ -171,7 +171,7 @@ def _new_storage(pager: Core, nbytes: int, kind: str, *, overwritten: bool = Fal
     ``overwritten`` as a whole."""
     with pager.lock:
         pager.residency.collect()
-        storage = pager.space.storage(pager, nbytes, kind)
+        storage = PagedStorage(pager, nbytes, kind)
     if storage.run.small is None:
         storage.run.overwritten = overwritten
     elif not overwritten:

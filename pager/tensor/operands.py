@@ -17,8 +17,8 @@ from ...kernels.pieces import Operand, Paged
 from ...kernels.update import State
 from ..errors import InfeasibleBudget, TierFull
 from ..memory.space import PageRun
-from ..streaming.slabs import fair_share, operand, part, slabs
 from .paged_tensor import PagedTensor
+from .slabs import fair_share, operand, part, slabs
 
 if TYPE_CHECKING:
     from ..core import Core

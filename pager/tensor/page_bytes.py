@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from ..errors import CorruptPage, HungDisk, PagerError
-from ..memory.page_names import run_name
+from .names import run_name
 from .paged_tensor import PagedTensor
 
 aten = torch.ops.aten

@@ -25,7 +25,6 @@ from ...kernels.reduce import reduce
 from ...kernels.unscale import non_finite_check_and_unscale
 from ..budget.fits import fits, frames_anyway
 from ..memory.space import PageRun
-from ..streaming.slabs import slabs
 from .dense_views import direct_view
 from .page_ops import Elementwise, bind, element, elementwise_call, form_of
 from .page_reduce import (
@@ -39,6 +38,7 @@ from .page_reduce import (
 )
 from .page_rules import is_operand
 from .paged_tensor import PagedTensor
+from .slabs import slabs
 
 if TYPE_CHECKING:
     from ..core import Core
@@ -137,7 +137,7 @@ def is_too_large(pager: Core, runs: Iterable[PageRun]) -> bool:
     """Whether ``runs`` are not to be on the device together, if that can be avoided: the arena has
     fewer frames. In a metered iteration, in which it is as large as it has to be: fewer than other
     ops need (:func:`run_in_slabs` refuses where that would change results)."""
-    return sum(run.count for run in runs) > frames_anyway(pager)
+    return sum(run.count for run in runs) > frames_anyway(pager.budget)
 
 
 def _has_to_be_whole(pager: Core, tensors: Iterable[Any]) -> bool:
@@ -147,7 +147,7 @@ def _has_to_be_whole(pager: Core, tensors: Iterable[Any]) -> bool:
         return False
     runs = {t._storage.run for t in tensors if type(t) is PagedTensor}
     pages = sum(run.count for run in runs)
-    if fits(pager, pages):
+    if fits(pager.budget, pages):
         return True
     if pager.metering_this():
         pager.budget.whole_needs.note(pages)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..memory.space import PagedStorage
+from ..core import PagedStorage
 from .doors import Doors
 
 if TYPE_CHECKING:

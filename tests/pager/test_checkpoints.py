@@ -19,10 +19,10 @@ from torch import nn
 import tensorpager as tp
 from tensorpager.pager.checkpoint import snapshot as checkpoint_snapshot
 from tensorpager.pager.checkpoint import tensor_bytes as checkpoint_bytes
-from tensorpager.pager.checkpoint.optimizer_states import load_optimizer
 from tensorpager.pager.checkpoint.save_load import load, save
-from tensorpager.pager.checkpoint.tensor_bytes import chunks
 from tensorpager.pager.debug.check import check_invariants
+from tensorpager.pager.optim.optimizer_states import load_optimizer
+from tensorpager.pager.tensor.tensor_bytes import chunks
 
 from .models import PAGE_BYTES, World, assert_same, make_pager, mlp, plain, train
 

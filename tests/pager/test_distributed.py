@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import tensorpager as tp
-from tensorpager.pager.budget import ranks
+from tensorpager.pager.machine import ranks
 from tensorpager.planner.sizes import parse_bytes
 
 from .. import programs

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 import tensorpager as tp
 from tensorpager.pager.debug.chaos import chaos, scattered
-from tensorpager.pager.tensor import linear as linear_module
+from tensorpager.pager.streaming import linear as linear_module
 
 SHAPES = [(5, 7), (1, 7), (3, 4, 7), (1, 1, 7), (2, 3, 4, 7), (64, 7), (0, 7), (7,)]
 

@@ -20,10 +20,10 @@ from tensorpager.kernels.pieces import stretches
 from tensorpager.pager.debug.chaos import chaos, scattered
 from tensorpager.pager.debug.check import check_invariants
 from tensorpager.pager.devices.dense_meter import DenseMeter
+from tensorpager.pager.streaming import linear as linear_module
 from tensorpager.pager.streaming import linear_stream
-from tensorpager.pager.streaming.slabs import slabs
-from tensorpager.pager.tensor import linear as linear_module
 from tensorpager.pager.tensor.new_pages import empty_like_geometry
+from tensorpager.pager.tensor.slabs import slabs
 
 from .models import PAGE_BYTES, live_pages, make_pager
 

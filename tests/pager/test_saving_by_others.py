@@ -22,8 +22,8 @@ import torch
 from torch import nn
 
 import tensorpager as tp
-from tensorpager.pager.checkpoint.snapshot import _IN_RAM, _kind
 from tensorpager.pager.debug.chaos import chaos
+from tensorpager.pager.disk.scratch import _IN_RAM, _kind
 from tensorpager.pager.optim.step_need import peak_of_results
 from tensorpager.pager.tensor import images
 

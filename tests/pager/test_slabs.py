@@ -25,8 +25,8 @@ from tensorpager.pager.moves.parts import Part
 from tensorpager.pager.moves.read_ahead import reading_ahead
 from tensorpager.pager.moves.transfers import Transfer
 from tensorpager.pager.plan.guide import ANYWHERE, Action
-from tensorpager.pager.streaming.slabs import operand, page_set, pages_of, part, slabs, stream
 from tensorpager.pager.tensor.new_pages import empty_like_geometry
+from tensorpager.pager.tensor.slabs import operand, page_set, pages_of, part, slabs, stream
 
 from .models import PAGE_BYTES, World, loss_of, make_pager, mlp
 from .test_planned import compare_planned, planned_pager

@@ -156,7 +156,7 @@ MUTANTS = {
         "a_page_is_used_on_two_streams",
     ),
     "nor where a part is pinned": Mutant(
-        "pager/streaming/slabs.py",
+        "pager/tensor/slabs.py",
         "        pager.backend.note_compute()\n",
         "",
         "a_part_is_used_on_another_stream",

@@ -10,9 +10,9 @@ import torch
 
 from ...kernels.pieces import stretches
 from ..errors import CorruptPage, PagerError
-from ..streaming.slabs import fair_share, slabs
-from ..tensor.page_bytes import unmoved_chunks
-from ..tensor.paged_tensor import PagedTensor
+from .page_bytes import unmoved_chunks
+from .paged_tensor import PagedTensor
+from .slabs import fair_share, slabs
 
 if TYPE_CHECKING:
     from ..core import Core

@@ -34,11 +34,12 @@ from ...kernels.linear_choice import choose
 from ...kernels.linear_grad import linear_input_grad
 from ...kernels.paged_matrix import DTYPES, PagedMatrix
 from ..errors import InfeasibleBudget
-from ..streaming.linear_stream import input_grad, is_streamed, linear_in_slabs, product, watched
-from .activations import raise_modified
-from .dense_run import NOT_QUICK, PLAIN, run_dense
-from .dense_views import dense_view, direct_view, withdraw
-from .paged_tensor import PagedTensor
+from ..tensor.activations import raise_modified
+from ..tensor.dense_run import NOT_QUICK, PLAIN, run_dense
+from ..tensor.dense_views import dense_view, direct_view, withdraw
+from ..tensor.dispatcher import serve_call
+from ..tensor.paged_tensor import PagedTensor
+from .linear_stream import input_grad, is_streamed, linear_in_slabs, product, watched
 
 if TYPE_CHECKING:
     from ..core import Core
@@ -454,3 +455,6 @@ _apply: Any = super(torch.autograd.Function, _Linear).apply
 
 def _is_column_major(matrix: torch.Tensor) -> bool:
     return matrix.stride() == (1, matrix.size(0))
+
+
+serve_call(LINEAR, linear, torch._C.DisableTorchFunctionSubclass)

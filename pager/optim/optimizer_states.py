@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 
-from ..optim.fused_states import is_big_dense, is_special
-from ..optim.load_hooks import around_load
 from ..tensor.new_pages import empty_like_geometry
 from ..tensor.sharded import is_sharded, local_state
+from .fused_states import is_big_dense, is_special
+from .load_hooks import around_load
 
 
 def load_optimizer(

@@ -1,4 +1,5 @@
-"""What tensors are called in a trace: by the module, parameter or state that they belong to."""
+"""What tensors are called: by the module, parameter or state that they belong to; their pages in
+messages."""
 
 from __future__ import annotations
 
@@ -13,8 +14,9 @@ from torch.nn.modules.module import (
     register_module_forward_pre_hook,
 )
 
+from ...planner.sizes import format_bytes
 from ..memory.space import TRANSIENT_KINDS
-from ..tensor.paged_tensor import PagedTensor
+from .paged_tensor import PagedTensor
 
 if TYPE_CHECKING:
     from ..core import Core
@@ -89,6 +91,50 @@ def shared_name(members: list[str]) -> str | None:
     return members[0] if len(members) == 1 else f"{members[0]} +{len(members) - 1} more"
 
 
+# -- pages, for messages --------------------------------------------------------------------------
+def page_name(pager: Core, page: int) -> str:
+    """``"page 2 of 4 of 'layers.0.weight'"``. For messages only: it looks through all tensors. Any
+    thread, with or without the pager's lock."""
+    run = pager.space.runs.get(int(pager.table.owner[page]))
+    if run is None:
+        return f"page {page}, of a tensor that is gone"
+    return f"page {page - run.first + 1} of {run.count} of {run_name(pager, run)!r}"
+
+
+def run_name(pager: Core, run: PageRun) -> str:
+    """The tensors in ``run`` by their place in the models, or what kind they are."""
+    try:
+        members = [label for other, label in named_runs(pager) if other is run]
+    except RuntimeError:  # an optimizer got a state while we looked
+        members = []
+    return shared_name(members) or f"{run.kind} (run {run.id})"
+
+
+def name_pages(pager: Core) -> None:
+    """Errors of the tiers and reports about the disk call pages by their tensors."""
+
+    def name_of(page: int) -> str:
+        return page_name(pager, page)
+
+    if pager.migration.host_stamps is not None:
+        pager.migration.host_stamps.name_of = name_of
+    disk = pager.disk
+    if disk is None:
+        return
+    disk.stamps.name_of = name_of
+    size, stamps = pager.page_size, disk.stamps
+
+    def tell(offset: int, nbytes: int) -> str:
+        slot, count = offset // size, -(-nbytes // size)
+        page = stamps.page_of(slot)
+        name = f", {page_name(pager, page)}" if page >= 0 else ""
+        pages = f"{count} pages from slot {slot} on" if count > 1 else f"the page in slot {slot}"
+        return f"{pages} ({format_bytes(nbytes)}{name})"
+
+    pager.io_watch.tell = tell
+
+
+# -- modules ---------------------------------------------------------------------------------------
 class ModulePaths:
     """Which module's ``forward`` is running, by its path in the paged model; per thread.
 

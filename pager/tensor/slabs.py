@@ -26,12 +26,13 @@ import torch
 
 from ...kernels.pieces import Operand, Paged
 from ..budget.fits import frames_anyway
+from ..core import PagedStorage
 from ..errors import PagerError
 from ..memory.page_table import Int32
-from ..memory.space import PagedStorage, PageRun
+from ..memory.space import PageRun
 from ..moves.parts import Part
 from ..moves.read_ahead import ReadAhead, reading_ahead
-from ..tensor.paged_tensor import PagedTensor
+from .paged_tensor import PagedTensor
 from .workspace import workspace
 
 if TYPE_CHECKING:
@@ -307,7 +308,7 @@ def _walk(
 def fair_share(pager: Core) -> int:
     """Frames for one slab: with the next one there too, others keep a third of the arena."""
     with pager.lock:
-        return max(0, frames_anyway(pager) - pager.residency.pinned_pages()) // _SHARE
+        return max(0, frames_anyway(pager.budget) - pager.residency.pinned_pages()) // _SHARE
 
 
 def _step(flat: Sequence[_Flat], numel: int, frames: int) -> int:
