@@ -74,6 +74,25 @@ def test_memory_is_that_of_the_named_device_and_given_back(device: str) -> None:
     assert [used(0), used(1)] == before
 
 
+def test_a_plan_is_followed_on_a_device_that_is_not_current(tmp_path: Path) -> None:
+    stepper(None, "cuda:1")()
+    others = used(0)
+    lower = {"host_budget": "64MiB", "disk_budget": "256MiB", "disk_path": str(tmp_path)}
+    with tp.Pager("96MiB", device="cuda:1", **lower) as pager:
+        step = stepper(pager, "cuda:1")
+        for _ in range(20):
+            step()
+            pager.plan(wait=True)
+            if pager.stats()["mode"] == "planned":
+                break
+        step()
+        stats = pager.stats()
+        assert stats["mode"] == "planned"
+        assert stats["disk_bytes_written"] > 0
+        assert torch.cuda.current_device() == 0
+        assert used(0) == others
+
+
 def test_where_all_fits_a_step_waits_for_nothing(counted: Counted) -> None:
     plain = stepper(None)
     for _ in range(3):
