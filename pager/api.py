@@ -37,7 +37,7 @@ from .settling import Settling
 from .streaming import embedding as _embedding  # noqa: F401 - serves it
 from .streaming import linear as _linear  # noqa: F401 - serves it
 from .streaming import table_ops as _table_ops  # noqa: F401 - serves them
-from .tensor import dispatcher as _dispatcher  # noqa: F401 - gives PagedTensor its two hooks
+from .tensor import dispatcher as _dispatcher
 from .tensor import module as _module
 from .tensor import new_pages as _new_pages
 from .tensor.activations import SavedTensors
@@ -122,6 +122,7 @@ class Pager:
         guard_data(saved)
         guard_dlpack()
         guard_transforms()
+        _dispatcher.hide_all_from_dynamo()
         guard_interrupts()
         watch_steps()
         _open_pagers.add(self)
@@ -213,6 +214,7 @@ class Pager:
         ``fused=True`` cannot be on the CPU: a parameter larger than the budget of a class whose
         fused kernel is not known in parts, or 16-bit parameters with momentum in SGD.
         """
+        _dispatcher.hide_all_from_dynamo()
         chosen = Format(states, master_weights)
         return _optimizer.paged_optimizer(self.core, optimizer, overlap=overlap, chosen=chosen)
 

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Self
 import torch
 
 from .errors import PagerError
+from .tensor.dispatcher import hide_all_from_dynamo, hide_from_dynamo
 
 if TYPE_CHECKING:
     from .core import Core
@@ -50,6 +51,7 @@ class Iteration(ContextDecorator):
     def begin(self) -> Self:
         """Begin, on this thread. Raises ``PagerError`` if an iteration of this pager is running,
         and nothing has begun then."""
+        hide_all_from_dynamo()
         pager = self._pager
         pager.check_open()
         before = pager.running
@@ -118,6 +120,10 @@ class Iteration(ContextDecorator):
         running.cut(error)
         if isinstance(error, torch.OutOfMemoryError):
             raise self._pager.budget.refused(error) from error
+
+
+for _entry in (Iteration.begin, Iteration.end, Iteration.__enter__, Iteration.__exit__):
+    hide_from_dynamo(_entry)
 
 
 class Running:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from ..errors import PagerError
+from ..tensor.dispatcher import hide_from_dynamo
 from ..tensor.module import is_dtensor, known_parameter
 from ..tensor.new_pages import copy_in
 from ..tensor.paged_tensor import PagedTensor
@@ -160,6 +161,9 @@ class PagedOptimizer:
         self._tp_versions.clear()
         for state in self.state.values():
             page_state(self._tp_pager, state)
+
+
+hide_from_dynamo(PagedOptimizer.step)  # with PyTorch's step: what is compiled keeps its operands
 
 
 def refuse_earlier(pager: Core, model: torch.nn.Module) -> None:

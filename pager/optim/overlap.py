@@ -32,6 +32,7 @@ import torch
 
 from ..memory.space import PageRun
 from ..streaming.table_rows import is_large
+from ..tensor.dispatcher import hide_from_dynamo
 from ..tensor.new_pages import copy_in
 from ..tensor.open_weights import backward_is_over
 from ..tensor.paged_tensor import PagedTensor
@@ -267,3 +268,6 @@ class Overlap:
         """Dense bytes now, as the budget counts them: on top of when the iteration began."""
         grown = self.pager.backend.dense_now() - self._dense_before
         return self.pager.budget.dense_baseline + max(0, grown)
+
+
+hide_from_dynamo(Overlap.page_grad)

@@ -76,7 +76,6 @@ def _is_watched(weight: PagedTensor) -> bool:
         (_modes() and can_be_whole(weight))
         or _functorch_level() is not None
         or forward_ad._current_level >= 0
-        or torch.compiler.is_compiling()
     )
 
 

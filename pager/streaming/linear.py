@@ -57,8 +57,7 @@ _take_sequence_nr = torch._C._functions.UndefinedGrad
 
 
 def linear(input: Any, weight: Any, bias: Any = None) -> Any:
-    """``F.linear``; ``NotImplemented`` where PyTorch's own way has to be taken. Not to be called
-    while ``torch.compile`` traces.
+    """``F.linear``; ``NotImplemented`` where PyTorch's own way has to be taken.
 
     input : [..., in_features], contiguous where it has more than two dimensions. Paged ones come
         from checkpointing, which must see the same node as in the first forward pass.

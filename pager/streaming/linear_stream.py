@@ -166,11 +166,7 @@ def input_grad(grad: torch.Tensor, weight: PagedTensor) -> torch.Tensor:
 # -- what is taken ---------------------------------------------------------------------------------
 def _is_taken_apart() -> bool:
     """By something that has to see the ops that a linear is made of."""
-    return bool(
-        _functorch_level() is not None
-        or forward_ad._current_level >= 0
-        or torch.compiler.is_compiling()
-    )
+    return bool(_functorch_level() is not None or forward_ad._current_level >= 0)
 
 
 def _as_autocast_has_it(

@@ -8,6 +8,7 @@ Pager.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from typing import Any
@@ -31,7 +32,6 @@ _FUNCTIONS: dict[Any, tuple[Callable[..., Any], Callable[[], Any]]] = {}
 _OPS: dict[Any, Callable[..., Any]] = {}
 _NAMESPACES: dict[str, str] = {}  # of ops → their kind
 _ATTRIBUTE = type(vars(torch._C.TensorBase)["requires_grad"].__get__)  # of what gets or sets one
-_is_compiling = torch.compiler.is_compiling
 _is_tracing = torch._C._is_tracing
 _functorch_level = torch._C._functorch.peek_interpreter_stack
 _modes = torch._C._len_torch_dispatch_stack
@@ -59,13 +59,12 @@ def _torch_function(
     try:
         if _is_tracing():
             refuse_script(*paged_in(args, kwargs or {})[:1])
-        compiling = _is_compiling()  # which would trace the ways of our own
-        if func in TAKE_OPEN and not compiling:
+        if func in TAKE_OPEN:
             result = run_opened(func, args, kwargs)
             if result is not NotImplemented:
                 return result
         served = _FUNCTIONS.get(func)
-        if served is not None and not compiling and not (kwargs and "out" in kwargs):
+        if served is not None and not (kwargs and "out" in kwargs):
             run, guard = served
             with guard():
                 result = run(*args, **kwargs) if kwargs else run(*args)
@@ -133,7 +132,6 @@ def serve_call(func: Any, run: Callable[..., Any], guard: Callable[[], Any] = nu
     """``run`` is what runs ``func``, a function of ``torch.nn.functional``, inside ``guard()``.
     ``NotImplemented``, and nothing done, where PyTorch's own way has to be taken."""
     _FUNCTIONS[func] = run, guard
-    hide_from_dynamo(run)
 
 
 def serve_op(func: Any, run: Callable[..., Any]) -> None:
@@ -166,15 +164,26 @@ def _is_differentiated(args: Any, kwargs: dict[str, Any]) -> bool:
 
 
 def hide_from_dynamo(function: Any) -> None:
-    """``torch.compile`` must not trace this, nor anything that it calls: what PyTorch calls below
-    autograd, or when it saves a tensor."""
+    """``torch.compile`` traces neither this nor anything that it calls. For places where PyTorch or
+    the user comes in. As ``torch.compiler.disable``, but no wrapper that each call would pay."""
+    function._torchdynamo_disable = True
     frames = torch._C._dynamo.eval_frame
     skip = frames._FrameAction.SKIP
     strategy = frames._FrameExecStrategy(skip, skip)
     frames.set_code_exec_strategy(function.__code__, strategy)
 
 
+def hide_all_from_dynamo() -> None:
+    """No code of ours is traced any more, wherever PyTorch calls it (hooks, backward passes). To be
+    called where a program comes in: its list is there once PyTorch has loaded ``torch.compile``, as
+    the first optimizer does."""
+    rules = sys.modules.get("torch._dynamo.trace_rules")
+    if rules is not None and not hasattr(rules, "without_tensorpager"):
+        rules.without_tensorpager = True  # type: ignore[attr-defined]
+        rules.add(__name__.partition(".")[0])
+
+
 PagedTensor.__torch_function__ = classmethod(_torch_function)  # type: ignore[method-assign, assignment]
 PagedTensor.__torch_dispatch__ = classmethod(_torch_dispatch)  # type: ignore[assignment]
-for _entry in (_torch_dispatch, SavedTensors.pack, SavedTensors.unpack):
+for _entry in (_torch_function, _torch_dispatch, SavedTensors.pack, SavedTensors.unpack):
     hide_from_dynamo(_entry)

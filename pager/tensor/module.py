@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from .dispatcher import hide_all_from_dynamo, hide_from_dynamo
 from .doors import refuse_script
 from .images import mark_saved
 from .new_pages import copy_in, empty_like_geometry
@@ -27,6 +28,7 @@ class ShapeHook:
         self._looked = False
 
     def __call__(self, module: torch.nn.Module, args: Any, kwargs: Any) -> None:
+        hide_all_from_dynamo()
         pager = self._pager() if self._pager is not None else None
         if pager is not None and pager.closed_reason is None:
             if not pager.turns.is_home():
@@ -41,6 +43,9 @@ class ShapeHook:
 
     def __reduce__(self) -> Any:
         return ShapeHook, ()
+
+
+hide_from_dynamo(ShapeHook.__call__)
 
 
 def refuse_lazy(module: torch.nn.Module) -> None:

@@ -72,12 +72,11 @@ def guard_transforms() -> None:
 def _guarded(transform: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(transform)
     def guarded(*args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():  # which traces PyTorch's own code
-            return transform(*args, **kwargs)
         with _without_pagers():
             return transform(*args, **kwargs)
 
     guarded.without_pagers = True  # type: ignore[attr-defined]
+    guarded._torchdynamo_inline = transform  # type: ignore[attr-defined]  # what is traced instead
     return guarded
 
 

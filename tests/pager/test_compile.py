@@ -1,0 +1,65 @@
+"""``torch.compile`` of code that trains a paged model: it stops at our doors, and the losses are
+those of the plain run."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import tensorpager as tp
+
+from .models import PAGE_BYTES
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+def train(pager: tp.Pager | None, how: str) -> tuple[list[float], list[torch.fx.GraphModule]]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.LayerNorm(128), nn.Linear(128, 8))
+    if pager is not None:
+        pager.page_module(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
+    if pager is not None:
+        pager.optimizer(optimizer)
+    graphs: list[torch.fx.GraphModule] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    def update(inputs: torch.Tensor) -> torch.Tensor:
+        loss = forward(inputs).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    def step(inputs: torch.Tensor) -> torch.Tensor:
+        if pager is None:
+            return update(inputs)
+        with pager.iteration():
+            return update(inputs)
+
+    torch._dynamo.reset()
+    forward = torch.compile(model, backend=backend) if how == "model" else model
+    if how == "step":
+        step = torch.compile(step, backend=backend)
+    generator = torch.Generator().manual_seed(1)
+    losses = [step(torch.randn(16, 64, generator=generator)).item() for _ in range(3)]
+    torch._dynamo.reset()
+    return losses, graphs
+
+
+def is_ours(node: torch.fx.Node) -> bool:
+    return "tensorpager/pager" in (node.stack_trace or "")
+
+
+@pytest.mark.parametrize("how", ["step", "model"])
+def test_losses_of_the_plain_run(one_thread: None, how: str) -> None:
+    expected, _ = train(None, "plain")
+    with tp.Pager("4MiB", "16MiB", page_size=PAGE_BYTES, device="cpu", policy="lru") as pager:
+        losses, graphs = train(pager, how)
+    assert losses == expected
+    assert not [node for graph in graphs for node in graph.graph.nodes if is_ours(node)]
+    assert len(graphs) < 8
