@@ -132,6 +132,7 @@ class Settling:
         place the border, and keep things dense if all fits."""
         budget = self._pager.budget
         if budget.metering:
+            budget.check(self._to_step())
             budget.end()
             self._place()
             for kind, dims in self._fresh_shapes:
@@ -142,6 +143,16 @@ class Settling:
             budget.dense_peak = max(budget.dense_peak, dense)
             self._place()
         budget.gave = False  # where all still fits the border may stay where it is
+
+    def _to_step(self) -> Any:
+        """A paged optimizer whose gradients wait for a step, which a later iteration takes."""
+        with torch._C.DisableTorchFunctionSubclass():
+            for known in self._pager.optimizers:
+                optimizer = known()
+                groups = [] if optimizer is None else optimizer.param_groups
+                if any(p.grad is not None for group in groups for p in group["params"]):
+                    return optimizer
+        return None
 
     def _still_fits(self, dense: int) -> bool:
         """Whether everything fits, beside so many dense bytes too."""

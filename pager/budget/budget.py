@@ -123,6 +123,7 @@ class DeviceBudget:
         self.make_dense_room: Callable[[int], bool] = lambda missing: False
         self.gave = False  # frames to dense memory, since the border was placed
         self._cap = 0  # of its dense memory
+        self._lacking = 0  # bytes, when it was last asked for more
         self._least_frames = 1  # that one op needs where not everything fits, as metered
         self.whole_needs = WholeNeeds(page_size)  # of what streams, in a metered iteration
         self._step: StepRoom | None = None  # of the step in a metered iteration, where it is known
@@ -432,7 +433,8 @@ class DeviceBudget:
         op needs and what is pinned now."""
         frames = 0 if self.fixed_reserve is not None else self.residency.frames
         room = max(0, frames - self._frames_to_stay()) * self.page_size
-        return self._beyond(missing) <= room
+        self._lacking = self._beyond(missing) - room
+        return self._lacking <= 0
 
     def _beyond(self, missing: int) -> int:
         """Bytes beyond the reserve, where ``missing`` are wanted beyond the cap."""
@@ -499,7 +501,7 @@ class DeviceBudget:
         return InfeasibleBudget(
             f"dense memory does not fit beside the arena: {told} Raise device_budget (now "
             f"{self.bytes} bytes), or make the batch smaller.",
-            minimum=self.bytes + self.page_size,
+            minimum=to_name(self.bytes + max(self._lacking, self.page_size)),
         )
 
     def end(self) -> None:

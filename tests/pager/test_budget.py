@@ -179,6 +179,34 @@ def test_the_named_minimum_for_larger_shapes_later_works() -> None:
     assert refusal(large, [1, 1, 100, 1]) is None
 
 
+@pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.RMSprop])
+def test_a_step_that_a_later_iteration_takes_is_foreseen(optimizer, one_thread: None) -> None:  # type: ignore[no-untyped-def]
+    """Gradients are accumulated over iterations. Refused is the first one, or none."""
+
+    def refusal(budget: int) -> int | None:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(160, 640), nn.ReLU(), nn.Linear(640, 160))
+        with tp.Pager(budget, "64MiB", page_size=PAGE, policy="lru", device="cpu") as pager:
+            pager.page_module(model)
+            paged = pager.optimizer(optimizer(model.parameters()))
+            for number in range(4):
+                try:
+                    with pager.iteration():
+                        model(torch.randn(4, 160)).square().mean().backward()
+                        if number % 2:
+                            paged.step()
+                            paged.zero_grad()
+                except tp.InfeasibleBudget as error:
+                    assert number == 0, "accepted, and refused later"
+                    return error.minimum
+            assert pager.stats()["peak_bytes"]["device"] <= budget
+        return None
+
+    minimum = refusal(2 * PAGE)
+    assert minimum is not None
+    assert refusal(minimum) is None
+
+
 def _train_with_copies(budget: int | None) -> list[list[torch.Tensor]]:
     """Parameters after each step. Inside the iteration they are copied after the step, twice, as
     for an average: dense memory that the check before the step cannot know of."""

@@ -185,7 +185,7 @@ def test_a_begin_or_an_end_that_raises(pager, where: str) -> None:
 
 
 def test_a_profiler_in_the_way_of_the_begin(pager, monkeypatch) -> None:
-    def refuse() -> None:
+    def refuse(*, go_on: bool = False) -> None:
         raise _StopError
 
     with monkeypatch.context() as patch:
