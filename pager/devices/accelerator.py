@@ -111,6 +111,7 @@ class Accelerator:
         self._has_clock = self._try_clock()
         self._alive = 0  # dense bytes that are not counted: they were there before
         self._alive_before = 0  # the same, when dense memory was measured last
+        self._rests = 0  # of the allocator's segments then: a cap counts them, nobody needs them
 
     @property
     def arena(self) -> torch.Tensor:
@@ -289,7 +290,7 @@ class Accelerator:
     # -- dense memory ----------------------------------------------------------------------------
     def limit_dense(self, nbytes: int | None, *, counted: int = 0, roomy: bool = False) -> None:
         if nbytes is not None:
-            nbytes += max(0, self._alive_before - counted)
+            nbytes += max(0, self._alive_before + self._rests - counted)
         self.kit.limit_dense(nbytes)
 
     def limit_guests(self, nbytes: int | None) -> None:
@@ -331,6 +332,8 @@ class Accelerator:
         torch.accelerator.reset_peak_memory_stats(self.device)
         if not go_on:
             self.count_anew()
+            if self.caps_dense:  # a segment stays whole while any tensor is in it
+                self._rests = self._memory("reserved", "current") - self._alive
         self._alive_before = self._alive
 
     def meter_sample(self) -> None:
@@ -340,7 +343,8 @@ class Accelerator:
         # A cap counts what the allocator holds, the rest of its segments included. Where there is
         # none it may keep any number of them, and what tensors take is all that can be said.
         counted = "reserved" if self.caps_dense else "allocated"
-        return max(0, self._memory(counted, "peak") - self.kit.counted_bytes - self._alive)
+        before = self.kit.counted_bytes + self._alive + self._rests
+        return max(0, self._memory(counted, "peak") - before)
 
     def meter_alive(self) -> int:
         return max(0, self.dense_now() - self._alive)

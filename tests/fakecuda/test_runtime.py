@@ -74,6 +74,21 @@ def test_memory_is_that_of_the_named_device_and_given_back(device: str) -> None:
     assert [used(0), used(1)] == before
 
 
+def test_what_was_there_before_is_no_part_of_the_need() -> None:
+    """PyTorch keeps all of the 4 GiB, since 8 MiB of them are in use."""
+    large = torch.empty(4 << 30, dtype=torch.uint8, device="cuda")
+    del large
+    small = torch.zeros(2 * MIB, device="cuda")
+    torch.cuda.empty_cache()
+    assert torch.cuda.memory_reserved() > 4 << 30
+    with tp.Pager("128MiB", host_budget="256MiB", device="cuda", policy="lru") as pager:
+        step = stepper(pager)
+        for _ in range(3):
+            step()
+        assert pager.stats()["faults"] > 0
+    del small
+
+
 def test_a_plan_is_followed_on_a_device_that_is_not_current(tmp_path: Path) -> None:
     stepper(None, "cuda:1")()
     others = used(0)
