@@ -171,7 +171,7 @@ def add_gradients(one: torch.Tensor, other: torch.Tensor, alpha: Any) -> Any:
             return NotImplemented
     began = time.perf_counter()
     total = new_gradient(gradient)
-    for slab in slabs(total.pager, [total, one, other], write=[True, False, False]):
+    for slab in slabs(total._storage.pager, [total, one, other], write=[True, False, False]):
         out, left, right = slab.operands
         place = Place(slab.start, total.numel())
         elementwise_op("add", [out], [[left], [right], [alpha]], [place])
@@ -183,7 +183,7 @@ def copy_gradient(gradient: PagedTensor) -> PagedTensor:
     """In new pages."""
     began = time.perf_counter()
     twin = new_gradient(gradient)
-    for slab in slabs(twin.pager, [twin, gradient], write=[True, False]):
+    for slab in slabs(twin._storage.pager, [twin, gradient], write=[True, False]):
         elementwise("copy", [slab.operands[0]], [slab.operands[1]])
     _note_made_of(twin, (gradient,), began)
     return twin

@@ -72,7 +72,7 @@ def frame_of(tensor: tp.PagedTensor) -> int:
 
 def planned(tensor: tp.PagedTensor, what: str, tier: str = "host", base: int = ANYWHERE) -> None:
     """All pages of ``tensor`` move at once, as a channel's thread does it."""
-    pager, run = tensor._storage.pager, tensor._storage.run
+    pager, run = tensor.pager, tensor._storage.run
     assert pager.core.follower is not None
     executor, transfers = pager.core.follower.executor, pager.core.follower.transfers
     number = ("host", "disk").index(tier) + 2 * (what == "in")
