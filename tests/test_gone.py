@@ -22,6 +22,7 @@ MODULES = (
 
 # Names that sources of ours must not have any more, wherever they are.
 NAMES = (
+    "HeapLevels",
     "_old_rows",
     "fetch_blocks",
     "host_row_bytes",

@@ -90,11 +90,6 @@ class DenseMeter:
         # Of the last measurement: times (``time.perf_counter``) and the dense bytes from then on.
         self.timeline: Timeline = (np.empty(0), np.empty(0, np.int64))
 
-    @property
-    def profiling(self) -> bool:
-        """Whether the profiler measures, and not :meth:`sample`."""
-        return self._measurement is not None
-
     def sample(self) -> None:
         """Look at the C heap, for when the profiler is not to be had."""
         self._sampled = max(self._sampled, mapped_bytes() - self._start)
