@@ -15,7 +15,6 @@ from ..planner.plan import Plan
 from .budget.arguments import check_arguments
 from .budget.capacity import bytes_in_pages, check_capacity
 from .checkpoint import save_load as _checkpoint
-from .checkpoint import saving as _saving
 from .core import Core
 from .disk.watch import IoWatch, check_timeout
 from .distributed import collectives as _collectives  # noqa: F401 - serves them
@@ -249,12 +248,12 @@ class Pager:
         write a checkpoint, :meth:`save` needs no such copy.
         """
         self.core.check_open()
-        return _saving.state_dict(self.core)
+        return _checkpoint.state_dict(self.core)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load what :meth:`state_dict` gave into the same models and optimizers."""
         self.core.check_open()
-        _saving.load_state_dict(self.core, state)
+        _checkpoint.load_state_dict(self.core, state)
 
     def saving(self) -> AbstractContextManager[None]:
         """Context manager: tensors paged here may be read through ``data_ptr()`` inside it, as

@@ -23,6 +23,7 @@ from ..tensor.paged_tensor import PagedTensor
 from ..tensor.sharded import as_sharded, is_sharded, local_of
 from ..tensor.tensor_bytes import Read, chunks
 from .safetensors_file import save_safetensors
+from .snapshot import snapshot
 from .sources import SAFETENSORS_SUFFIX, TORCH_SUFFIXES, open_checkpoint
 from .torch_file import save_torch
 from .tree import memory_of, tensors_of
@@ -251,3 +252,18 @@ def _in_pages(value: Any) -> bool:
 def _identity(tensor: torch.Tensor) -> Hashable:
     """Of a parameter; a rank's shard may be empty, which tells nothing."""
     return id(tensor) if is_sharded(tensor) else memory_of(tensor)
+
+
+# -- state_dict ----------------------------------------------------------------------------------
+def state_dict(pager: Core) -> dict[str, Any]:
+    """All that ``pager`` pages, as ordinary tensors: copies in a file.
+
+    A mapping that makes a tensor when it is asked for would be the whole model in memory after all:
+    what takes a state dict first collects its values. And its tensors would change with training.
+    """
+    return snapshot(pager, references(pager))  # type: ignore[no-any-return]
+
+
+def load_state_dict(pager: Core, state: dict[str, Any]) -> None:
+    """What ``state_dict`` gave."""
+    load_all(pager, state, loaded=lambda: None)

@@ -3,7 +3,7 @@
 Two engines, one for each way to a disk:
 
 ===========  ===================================================================================
-``posix``    ``preadv`` and ``pwritev`` on the tier's threads (disk/posix.py)
+``posix``    ``preadv`` and ``pwritev`` on the tier's threads
 ``kvikio``   NVIDIA's KvikIO: moves device memory itself, over GPUDirect Storage where the
              machine has that (disk/kvikio.py)
 ===========  ===================================================================================
@@ -16,8 +16,8 @@ from typing import Any, Protocol
 
 from ..devices.registration import Registration
 from ..errors import PagerError
+from . import file as disk_io
 from .kvikio import KvikioEngine, has_gds, why_not
-from .posix import PosixEngine
 
 ENGINES = ("auto", "kvikio", "posix")
 
@@ -56,6 +56,30 @@ class Engine(Protocol):
 
     def close(self) -> None:
         """Gives up what the engine has opened itself. Idempotent. Nothing is in flight."""
+
+
+class PosixEngine:
+    """An :class:`Engine` for host memory on ``fd``, which stays its owner's.
+
+    ``direct``: whether ``fd`` has O_DIRECT on (``disk_io.enable_direct``).
+    """
+
+    name = "posix"
+    takes_device = False
+
+    def __init__(self, fd: int, *, direct: bool) -> None:
+        self.direct = direct
+        self._fd = fd
+        self._unit = disk_io.ALIGNMENT if direct else 1
+
+    def write(self, buffers: Sequence[disk_io.Bytes], offset: int) -> None:
+        disk_io.write_at(self._fd, buffers, offset, unit=self._unit)
+
+    def read(self, buffers: Sequence[disk_io.Bytes], offset: int) -> None:
+        disk_io.read_at(self._fd, buffers, offset, unit=self._unit)
+
+    def close(self) -> None:
+        pass
 
 
 Wrap = Callable[[Engine], Engine]

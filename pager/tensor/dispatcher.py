@@ -22,9 +22,14 @@ from .dense_run import NOT_QUICK, PLAIN, paged_in, run_dense, run_quickly
 from .doors import refuse_script, serve_function
 from .op_info import BRANCHES_ON_SUBCLASS, OpInfo, describe
 from .open_weights import TAKE_OPEN, run_opened
-from .out_ops import run_into_out
 from .paged_tensor import PagedTensor
-from .special_ops import run_cast, run_composite, run_elementwise_list, run_like
+from .special_ops import (
+    run_cast,
+    run_composite,
+    run_elementwise_list,
+    run_into_out,
+    run_like,
+)
 from .view_ops import run_inplace_view, run_resize, run_view
 
 _INFO: dict[Any, OpInfo] = {}

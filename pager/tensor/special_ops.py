@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from .dense_run import LISTS, paged_in, run_dense
-from .geometry import meta_twin
+from .geometry import meta_twin, take_over
 from .new_pages import empty_like_geometry
 from .op_info import OpInfo
 from .paged_tensor import PagedTensor
@@ -105,3 +105,27 @@ def run_cast(func: Any, info: OpInfo, args: Any, kwargs: dict[str, Any]) -> Any:
     result = empty_like_geometry(pager, shape, "activation", overwritten=True)
     result.copy_(tensor)
     return result
+
+
+def run_into_out(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """A function with ``out=``: PyTorch may resize, restride or conjugate what it is given, so it
+    is given plain tensors, whose shape and values the paged ones take over."""
+    given = kwargs["out"]
+    targets = list(given) if type(given) in LISTS or isinstance(given, tuple) else [given]
+    plain = [
+        torch.empty_strided(t.size(), t.stride(), dtype=t.dtype, device=t.device).copy_(t.detach())
+        if type(t) is PagedTensor
+        else t
+        for t in targets
+    ]
+    alone = type(given) is PagedTensor
+    result = func(*args, **{**kwargs, "out": plain[0] if alone else tuple(plain)})
+    with torch.no_grad():
+        for target, dense in zip(targets, plain):
+            if type(target) is PagedTensor:
+                take_over(target, dense)
+    if result is None:
+        return None
+    if alone:
+        return given
+    return type(result)(targets) if isinstance(result, tuple) else given
