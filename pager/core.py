@@ -131,7 +131,6 @@ class Overlap(Protocol):
 
     updates: int
     dense_peak: int
-    one_shard: Callable[..., Any]
 
     def switch(self, optimizer: Any, on: bool) -> None: ...
     def begin(self) -> None: ...

@@ -21,6 +21,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parallel import DistributedDataParallel
 
 from ..errors import PagerError
+from ..tensor.doors import refuse_sharding
 from ..tensor.module import is_dtensor
 from ..tensor.paged_tensor import PagedTensor
 
@@ -113,14 +114,6 @@ def _refuse_unsuitable(ddp: Any) -> None:
         )
 
 
-def refuse_sharding(parameter: torch.Tensor) -> NoReturn:
-    """``parameter`` was in pages before ``fully_shard`` got it."""
-    raise PagerError(
-        "fully_shard was given parameters that are in pages already, and would make dense shards "
-        "of them; call fully_shard(model) first, then pager.page_module(model)"
-    )
-
-
 def _refuse_dense_shards(module: torch.nn.Module) -> None:
     """Of parameters in pages before; where PyTorch lets ``fully_shard`` be refused, it was."""
     for parameter in module.parameters():
@@ -141,8 +134,3 @@ def _is_sharded(module: torch.nn.Module) -> bool:
     if fsdp is not None and any(isinstance(child, fsdp.FSDPModule) for child in module.modules()):
         return True
     return any(is_dtensor(parameter) for parameter in module.parameters())
-
-
-# ``fully_shard`` of PyTorch 2.13 asks each parameter for this name, and takes only AttributeError
-# for a no. With others it is noticed in the first forward pass.
-PagedTensor._fsdp_orig_uid = property(refuse_sharding)  # type: ignore[attr-defined]

@@ -10,6 +10,7 @@ is better: then not even one parameter has to be on the device as a whole.
 from __future__ import annotations
 
 import copy
+import sys
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -22,6 +23,7 @@ from ..tensor.dispatcher import hide_from_dynamo
 from ..tensor.module import is_dtensor, known_parameter
 from ..tensor.new_pages import copy_in
 from ..tensor.paged_tensor import PagedTensor
+from ..tensor.sharded import local_state
 from . import fused, torch_fused
 from .advice import stepping
 from .dense_step import step_alone_as_dense, step_as_dense
@@ -58,13 +60,26 @@ class PagedOptimizer:
     state: Any
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One update of all parameters.
+        """One update of all parameters; of those of FSDP2, on their local shards.
 
         Room for new states is checked before anything changes. If a step is interrupted all the
         same (``TierFull``, a failing disk), the parameters updated so far keep their update, and
         the next ``step`` finishes the others only; of a parameter that is updated slab by slab, the
         elements that are left.
         """
+        if not _is_sharded(self):
+            return self._step(closure)
+        from .shards import local_step  # torch.distributed, which others need not load
+
+        loss = None
+        if closure is not None:  # it computes gradients, which are of the sharded parameters
+            with torch.enable_grad():
+                loss = closure()
+        with local_step(self):
+            self._step(None)
+        return loss
+
+    def _step(self, closure: Callable[[], Any] | None) -> Any:
         self._opt_called = True  # as learning-rate schedulers note it
         loss = None
         early = self._tp_early
@@ -154,6 +169,16 @@ class PagedOptimizer:
 
         A step that was interrupted is forgotten.
         """
+        if not _is_sharded(self):
+            self._load(state_dict)
+            return
+        from .shards import local_step
+
+        mine = local_state(self, state_dict)
+        with local_step(self):
+            self._load(mine)
+
+    def _load(self, state_dict: dict[str, Any]) -> None:
         with one_at_a_time(self), loading(self), torch.no_grad():
             super().load_state_dict(state_dict)  # type: ignore[misc]
         self._tp_done.clear()
@@ -164,6 +189,13 @@ class PagedOptimizer:
 
 
 hide_from_dynamo(PagedOptimizer.step)  # with PyTorch's step: what is compiled keeps its operands
+
+
+def _is_sharded(optimizer: Any) -> bool:
+    """Whether it has parameters of FSDP2."""
+    if "torch.distributed.tensor" not in sys.modules:
+        return False
+    return any(is_dtensor(p) for group in optimizer.param_groups for p in group["params"])
 
 
 def refuse_earlier(pager: Core, model: torch.nn.Module) -> None:

@@ -24,8 +24,8 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -76,7 +76,6 @@ class Overlap:
         self._used: dict[int, tuple[PageRun, int]] = {}  # by id, and when each was last used
         self._marks: list[_Mark] = []  # of a metered iteration
         self._dense_before = 0
-        self.one_shard: Callable[..., Any] = nullcontext  # see ``shards.py``
         self._too_big: dict[int, int] = {}  # id of a parameter → the reserve that was too small
 
     def switch(self, optimizer: Any, on: bool) -> None:
@@ -160,7 +159,9 @@ class Overlap:
         watched = len(hooks) > 1  # the user's come after ours, and want the gradient
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass(), ExitStack() as stack:
             if is_sharded(parameter):
-                shard = self.one_shard(optimizer, group, place.position)
+                from .shards import one_shard  # torch.distributed, which others need not load
+
+                shard = one_shard(optimizer, group, place.position)
                 parameter = stack.enter_context(shard)
             return bool(early.update(optimizer, place.group, parameter, wanted=watched))
 

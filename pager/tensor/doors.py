@@ -43,6 +43,14 @@ def refuse_script(tensor: Any = None) -> NoReturn:
     raise PagerError(f"torch.jit.script of a module with parameters in pages; {remedy}")
 
 
+def refuse_sharding(parameter: object) -> NoReturn:
+    """``parameter`` was in pages before ``fully_shard`` got it."""
+    raise PagerError(
+        "fully_shard was given parameters that are in pages already, and would make dense shards "
+        "of them; call fully_shard(model) first, then pager.page_module(model)"
+    )
+
+
 class Doors:
     """Mixin of PagedTensor."""
 
@@ -78,6 +86,10 @@ class Doors:
         if not copy:
             refuse(self, "DLPack export", f"ask for copy=True, {VIEW}")
         return self.to_dense().__dlpack__(**kwargs)  # type: ignore[attr-defined]
+
+    # ``fully_shard`` of PyTorch 2.13 asks each parameter for this name, and takes only
+    # AttributeError for a no. With others it is noticed in the first forward pass.
+    _fsdp_orig_uid = property(refuse_sharding)
 
     def share_memory_(self) -> NoReturn:
         refuse(self, "share_memory_()")
