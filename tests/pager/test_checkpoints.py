@@ -18,10 +18,10 @@ from torch import nn
 
 import tensorpager as tp
 from tensorpager.pager.checkpoint import snapshot as checkpoint_snapshot
-from tensorpager.pager.checkpoint import tensor_bytes as checkpoint_bytes
 from tensorpager.pager.checkpoint.save_load import load, save
 from tensorpager.pager.debug.check import check_invariants
 from tensorpager.pager.optim.optimizer_states import load_optimizer
+from tensorpager.pager.tensor import tensor_bytes as checkpoint_bytes
 from tensorpager.pager.tensor.tensor_bytes import chunks
 
 from .models import PAGE_BYTES, World, assert_same, make_pager, mlp, plain, train
@@ -64,7 +64,7 @@ def few_frames(one_thread: None) -> Iterator[tp.Pager]:
 def test_pt_file_from_pages_is_torchs_own(few_frames: tp.Pager, tmp_path: Path) -> None:
     path = tmp_path / "model.pt"
     model = few_frames.page_module(net(1))
-    save(few_frames, path, {"model": model.state_dict(), "step": 7, "more": [(1, None)]})
+    save(few_frames.core, path, {"model": model.state_dict(), "step": 7, "more": [(1, None)]})
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert os.listdir(tmp_path) == ["model.pt"]
     with zipfile.ZipFile(path) as container:
@@ -99,7 +99,7 @@ def _by_hand(path: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
 def test_safetensors_file_from_pages(few_frames: tp.Pager, tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     few_frames.page_module(model := net(1))
-    save(few_frames, path, metadata={"format": "pt", "who": "größe"})
+    save(few_frames.core, path, metadata={"format": "pt", "who": "größe"})
     header, arrays = _by_hand(path)
     assert header["__metadata__"] == {"format": "pt", "who": "größe"}
     expected = net(1).state_dict()
@@ -112,7 +112,7 @@ def test_safetensors_file_from_pages(few_frames: tp.Pager, tmp_path: Path) -> No
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.zero_()
-    loaded = load(few_frames, path)
+    loaded = load(few_frames.core, path)
     assert loaded == ([], [], {"format": "pt", "who": "größe"})
     assert_same(plain(model.state_dict()), plain(expected))
 
@@ -120,13 +120,13 @@ def test_safetensors_file_from_pages(few_frames: tp.Pager, tmp_path: Path) -> No
 def test_safetensors_library_agrees(few_frames: tp.Pager, tmp_path: Path) -> None:
     library = pytest.importorskip("safetensors.torch", reason="needs safetensors")
     model = few_frames.page_module(net(1))
-    save(few_frames, tmp_path / "ours.safetensors")
+    save(few_frames.core, tmp_path / "ours.safetensors")
     theirs = library.load_file(tmp_path / "ours.safetensors")
     expected = {name: value.contiguous() for name, value in net(1).state_dict().items()}
     assert_same(dict(theirs), plain(expected))
     expected = {name: value.clone() * 2 for name, value in expected.items()}
     library.save_file(expected, tmp_path / "theirs.safetensors", {"a": "b"})
-    assert load(few_frames, tmp_path / "theirs.safetensors").metadata == {"a": "b"}
+    assert load(few_frames.core, tmp_path / "theirs.safetensors").metadata == {"a": "b"}
     assert_same(plain(dict(model.state_dict())), plain(expected))
 
 
@@ -156,7 +156,7 @@ def test_views_into_pages_are_saved(few_frames: tp.Pager, tmp_path: Path) -> Non
         "rows": lambda t: t[7:290], "t": lambda t: t.t(), "gaps": lambda t: t[:, ::2],
         "one": lambda t: t[5, 6], "none": lambda t: t[:0],
     }  # fmt: skip
-    save(few_frames, tmp_path / "a.pt", {name: view(paged) for name, view in views.items()})
+    save(few_frames.core, tmp_path / "a.pt", {name: view(paged) for name, view in views.items()})
     loaded = torch.load(tmp_path / "a.pt", weights_only=True)
     for name, view in views.items():
         assert torch.equal(loaded[name], view(values)), name
@@ -229,7 +229,7 @@ def test_other_dtypes_are_cast_as_torch_does(few_frames: tp.Pager, tmp_path: Pat
     model = few_frames.page_module(net(1))
     state = {name: value.double() for name, value in net(2).state_dict().items()}
     torch.save(state, tmp_path / "double.pt")
-    load(few_frames, tmp_path / "double.pt")
+    load(few_frames.core, tmp_path / "double.pt")
     assert_same(plain(model.state_dict()), plain(net(2).state_dict()))
 
 
