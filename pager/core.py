@@ -84,7 +84,6 @@ class Opened(Protocol):
     """Weights that are open as plain tensors (``open_weights.py``)."""
 
     native: bool
-    differentiated_twice: bool
 
     @property
     def in_use(self) -> bool: ...

@@ -34,7 +34,6 @@ from ..memory.space import PageRun
 from ..streaming.table_rows import is_large
 from ..tensor.dispatcher import hide_from_dynamo
 from ..tensor.new_pages import copy_in
-from ..tensor.open_weights import backward_is_over
 from ..tensor.paged_tensor import PagedTensor
 from ..tensor.sharded import is_sharded, local_of
 from .early import EarlyUpdates, unsuitable
@@ -170,7 +169,6 @@ class Overlap:
         its dense gradient moves into pages."""
         pager = self.pager
         if pager.fits:
-            backward_is_over(parameter)
             return
         if self.update(parameter):
             return

@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from ..core import Core
 
 THRESHOLD_BYTES = 32 << 10  # smaller tensors cost more in bookkeeping than they free
-_grad_is_on = torch.is_grad_enabled
 _SPARSE_VIEW = 4  # a view that uses less than 1/4 of its storage is stored by itself
 
 
@@ -107,8 +106,13 @@ class SavedTensors(PagerHooks):
                 return _keep(tensor)
             with torch._C.DisableTorchFunctionSubclass():
                 return _keep(tensor)
-        weight = tensor._base
-        if type(weight) is PagedTensor:
+        base = tensor._base
+        weight = (
+            base
+            if type(base) is PagedTensor
+            else getattr(tensor if base is None else base, "_weight", None)
+        )
+        if weight is not None:
             return _keep_weight(weight, tensor)
         nbytes = tensor.nbytes if tensor.layout is torch.strided else 0
         if (
@@ -132,8 +136,6 @@ class SavedTensors(PagerHooks):
         return self._store(tensor, memory, nbytes)
 
     def unpack(self, packed: Any) -> torch.Tensor:
-        if _grad_is_on():
-            self._pager.opened.differentiated_twice = True
         if type(packed) is PagedTensor:
             return packed
         if len(packed) == 3:

@@ -2,10 +2,10 @@
 
 Where nothing has to leave the device, an iteration need not ask before each op where a weight is.
 In such an iteration a weight is *opened* when it is first used: its pages are pinned, and the ops
-of ``TAKE_OPEN`` are given a plain tensor over them. To autograd that is a view of the parameter
-(one ``AliasBackward`` node before its ``AccumulateGrad``), with its version counter, so graphs,
-hooks and errors are PyTorch's own, and below the op no Python of ours runs in either direction but
-for the hooks on saved tensors.
+of ``TAKE_OPEN`` are given a plain tensor over them. To autograd that is the parameter itself, a
+leaf with its ``AccumulateGrad`` node and version counter. So graphs, hooks, errors and the order in
+which a gradient is added up are PyTorch's own, second derivatives included, and below the op no
+Python of ours runs in either direction but for the hooks on saved tensors.
 
 ::
 
@@ -19,10 +19,6 @@ operand, and what autograd saves of it becomes the parameter again (``activation
 happen at any time. What still uses the memory then (an op of another thread, a graph that saved it
 past our hooks) is known by the storage's use count, and until it is gone the pages stay pinned.
 
-Where a graph is differentiated twice, this is left alone from the next iteration on: second
-derivatives would meet the first ones of their op at its ``AliasBackward``, and PyTorch adds all of
-a weight's up at its ``AccumulateGrad``, in another order.
-
 An iteration that began with everything fitting keeps to PyTorch's nodes to its end, open or not:
 activation checkpointing must see the same nodes again in the backward pass.
 """
@@ -35,6 +31,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
 
 from ..memory.space import PageRun
@@ -54,12 +51,10 @@ TAKE_OPEN = frozenset(
         torch.mul, torch.Tensor.mul, torch.add, torch.Tensor.add,
     }
 )  # fmt: skip
-_PROMPTLY = 2**64 - 1  # AccumulateGrad's place in the order of nodes: before all that can wait
 _ALIAS = torch.ops.aten.alias.default
 # Asked before each op, so without the way through `torch` and `torch._C`.
 _modes = torch._C._len_torch_dispatch_stack
 _any_autocast = torch._C._is_any_autocast_enabled
-_grad_is_on = torch.is_grad_enabled
 _functorch_level = torch._C._functorch.peek_interpreter_stack
 _no_overrides = torch._C.DisableTorchFunctionSubclass
 _uses: Any = torch._C._storage_Use_Count
@@ -83,40 +78,43 @@ class _Memory:
 
 
 class OpenWeight:
-    """``tensor``: what the latest op was given, ``None`` once it is closed. ``uses``: by ops that
-    may have a graph still."""
+    """``tensor``: what ops are given, ``None`` once it is closed."""
 
-    __slots__ = ("memory", "paged", "requires_grad", "run", "tensor", "uses")
+    __slots__ = ("_accumulates", "memory", "paged", "requires_grad", "run", "tensor")
 
     def __init__(self, paged: PagedTensor, memory: _Memory) -> None:
         self.paged = paged
         self.run: PageRun = paged._storage.run
         self.memory = memory
         self.requires_grad = paged.requires_grad
-        self.uses = 0
-        self.tensor: torch.Tensor | None = self._alias()
-
-    def _alias(self) -> torch.Tensor:
-        paged = self.paged
-        paged._opening = threading.get_ident(), self.memory.dense
+        paged._opening = threading.get_ident(), memory.dense
         try:
-            alias: torch.Tensor = _ALIAS(paged)
+            alias: torch.Tensor = _ALIAS(paged)  # with the parameter's version counter
         finally:
             paged._opening = None
+        self.tensor: torch.Tensor | None = alias
+        self._accumulates: Any = None  # kept: tensors know theirs by weak references
         if self.requires_grad:
             node: Any = alias.grad_fn
-            node._set_sequence_nr(_PROMPTLY)
-        return alias
+            self._accumulates = node.next_functions[0][0]
+            self.tensor = _in_place_of(paged, alias)
 
-    def take(self) -> torch.Tensor | None:
-        """For one op; ``None`` if it is closed. Each op of a graph has a node of its own: gradients
-        that met in one would be added up before they meet those of ops that do without it, and a
-        sum in another order has other bits."""
-        if self.requires_grad and self.tensor is not None and _grad_is_on():
-            if self.uses:
-                self.tensor = self._alias()
-            self.uses += 1
-        return self.tensor
+
+class _Saved(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(tensor)
+        return torch.empty(0)
+
+
+def _in_place_of(paged: PagedTensor, alias: torch.Tensor) -> torch.Tensor:
+    """The leaf that autograd takes for ``paged``: with its ``AccumulateGrad`` node, over memory of
+    ``alias``. It is what autograd makes of a leaf that it has saved, when hooks bring it back."""
+    with saved_tensors_hooks(lambda _: None, lambda _: alias):
+        node: Any = _Saved.apply(paged).grad_fn  # type: ignore[no-untyped-call]
+    (leaf,) = node.saved_tensors
+    leaf._weight = paged
+    return leaf  # type: ignore[no-any-return]
 
 
 class _Known(NamedTuple):
@@ -125,12 +123,11 @@ class _Known(NamedTuple):
 
 
 class OpenWeights:
-    """Of one pager. ``native``: this iteration keeps to PyTorch's nodes. ``differentiated_twice``:
-    a backward pass made a graph of itself."""
+    """Of one pager. ``native``: this iteration keeps to PyTorch's nodes."""
 
     def __init__(self, pager: Core) -> None:
         self._pager = pager
-        self.native = self.differentiated_twice = False
+        self.native = False
         self._open: list[OpenWeight] = []
         self._known: dict[int, _Known] = {}  # opened in iterations before, by id
         self._lingering: list[tuple[_Memory, PageRun]] = []  # closed, still in use
@@ -138,7 +135,7 @@ class OpenWeights:
     def begin(self) -> None:
         """An iteration begins."""
         pager = self._pager
-        self.native = pager.fits and pager.after_op is None and not self.differentiated_twice
+        self.native = pager.fits and pager.after_op is None
         with pager.lock, _no_overrides():
             self.close()
             if not self.native:
@@ -228,13 +225,6 @@ class OpenWeights:
         return bool(self._lingering)
 
 
-def backward_is_over(parameter: torch.Tensor) -> None:
-    """For one that was used once, so that the next use needs no other node."""
-    opened = getattr(parameter, "_open", None)
-    if opened is not None and opened.uses == 1:
-        opened.uses = 0
-
-
 def is_candidate(tensor: PagedTensor) -> bool:
     """Whether ``tensor`` is opened in iterations in which everything fits. Always says the same of
     a tensor while a graph has it. To be called without torch functions of subclasses."""
@@ -290,7 +280,7 @@ def _with_opened(values: Iterable[Any], *, native: bool) -> tuple[list[Any], boo
                     return None
                 weight = opened.open(value) if is_candidate(value) else None
             native = True
-            if weight is not None and (tensor := weight.take()) is not None:
+            if weight is not None and (tensor := weight.tensor) is not None:
                 value = tensor
         given.append(value)
     return given, native
