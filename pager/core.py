@@ -41,6 +41,7 @@ from .memory.space import PageRun, Space
 from .memory.turns import Turns
 from .memory.untyped import PagedUntypedStorage
 from .moves.migration import Migration
+from .moves.mover import Mover
 from .moves.residency import Residency
 
 _MAX_REACH = 1 << 45  # bytes of address space; no page of it costs memory before it is used
@@ -146,7 +147,7 @@ class Follower(Protocol):
 
     log: Any
     guide: Any
-    executor: Any
+    planned: Any
 
     def begin(self) -> None: ...
     def end(self, *, ok: bool) -> None: ...
@@ -200,6 +201,7 @@ class Core:
             self.table, self.space, self.migration, self.backend, given.frames, self.page_size,
             self.turns,
         )  # fmt: skip
+        self.mover = Mover(self.residency)
         self.budget = DeviceBudget(
             given.budget_bytes["device"], self.page_size, given.reserve, self.residency,
             self.backend,
@@ -338,7 +340,7 @@ class Core:
                 raise
 
         start = time.perf_counter()
-        moved = self.migration.bytes_in + self.migration.bytes_out
+        moved = self.migration.activity
         try:
             turns.take(attempt)
             self.budget.log_frames()
@@ -346,7 +348,7 @@ class Core:
             seconds = time.perf_counter() - start
             self.stall_us += seconds * 1e6
             if follower is not None:
-                waited = moved != self.migration.bytes_in + self.migration.bytes_out
+                waited = moved != self.migration.activity
                 follower.stalled(seconds if waited else 0.0)
 
     def note_guest(self) -> None:
@@ -378,11 +380,10 @@ class Core:
 
     @contextmanager
     def quiet(self) -> Iterator[None]:
-        """Under the lock, with no page moving but by the caller."""
-        with self.lock, ExitStack() as stack:
-            if self.follower is not None:
-                stack.enter_context(self.follower.executor.quiet())
-            stack.enter_context(self.residency.still())
+        """Under the lock, with no page moving but by the caller, and no weight open."""
+        with self.lock:
+            self.mover.drain()
+            self.residency.let_go()
             yield
 
     def unpin(self, runs: Sequence[PageRun]) -> None:
@@ -497,8 +498,7 @@ class Core:
     # -- the end ---------------------------------------------------------------------------------
     def close(self) -> None:
         """Give back every tier. Nothing uses pages any more."""
-        for stream in list(self.residency.streams):
-            stream.stop()
+        self.mover.stop()
         if not self.io_watch.wait_until_idle():
             _left_to_the_disk.append((self.backend, self.host, self.disk, self.migration))
             warnings.warn(

@@ -135,7 +135,7 @@ def train_paged(options: Options, folder: str, minutes: float) -> dict[str, Any]
                 told = time.monotonic()
                 tell(len(losses), samples[-1], unreliable)
         stats = pager.stats()
-        explained = pager.core.follower.executor.error if pager.core.follower is not None else None
+        explained = pager.core.mover.error
     return {
         "losses": losses,
         "samples": [asdict(one) for one in samples],

@@ -129,11 +129,5 @@ def test_only_the_top_names_pager(path: Path) -> None:
 
 
 STILL_UPWARD = """
-moves/channel > plan/guide
-moves/executor > plan/access_log
-moves/executor > plan/guide
 moves/read_ahead > core
-moves/read_ahead > plan/access_log
-moves/read_ahead > plan/guide
-moves/transfers > plan/access_log
 """

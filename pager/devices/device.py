@@ -19,9 +19,9 @@ below means for every stream that was noted.
 5. A host slot given back by a write may be filled again at once: by rule 3 the copy-in that last
    read it precedes that write on *compute*, and by rule 1 the next copy-out waits for *compute*.
 
-6. Planned moves run on threads of their own (``carry_out``, ``carry_in``): each waits for *out*, as
+6. Queued moves run on threads of their own (``carry_out``, ``carry_in``): each waits for *out*, as
    rule 2 has it, and for a *mark*, then copies on a stream of its own, and is complete when the
-   call returns. The mark of an out is made when it starts, after the last use was queued; that of
+   call returns. The mark of an out is made when it is queued, after the last use was; that of
    an in is the latest one of its frames, made when they were given back.
 7. Disk I/O straight on device frames is no stream's work. ``wait`` blocks its thread until *out*
    is empty and the mark of rule 6 has been reached (for a fault: one made then), and what is queued

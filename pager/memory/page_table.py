@@ -14,6 +14,9 @@ States of a live page, by its columns (``frame``, ``host``, ``disk``; −1 means
 * DIRTY: on the device, no copy below.  * CLEAN: on the device and a valid copy below.
 * BELOW: not on the device; at least one valid copy below.
 
+All of it in the order of the program: bytes that a transfer has yet to move have a ticket
+(``moves/tickets.py``), and whoever needs them, or the frame or the slot, waits for it.
+
 Rules: a slot holds a valid copy or is free; a write drops every copy; ``frame_page`` is the exact
 inverse of ``frame``. ``check.py`` proves them.
 """

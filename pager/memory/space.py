@@ -13,6 +13,8 @@ import itertools
 from collections import deque
 from collections.abc import Callable, Iterator
 
+import numpy as np
+
 from .frame_pool import FramePool
 from .page_table import Int32, PageTable
 
@@ -27,7 +29,7 @@ class PageRun:
     ``pins``: users that forbid eviction. ``generation``: changes whenever dense views go stale.
     ``settled``: all pages are known DIRTY, so that another write changes no state.
     ``born``: how many runs were born before it. ``key``: its name in access logs, 0 for none yet.
-    ``moving``: transfers of its pages under way; ``leaving``, ``coming``: planned ones not ended.
+    ``pages``: int32 [count], all of them.
     ``nbytes``: bytes in use, of shared pages all. ``parts``: pages that are pinned by themselves
     (``parts.py``), ``None`` for none. ``overwritten``: its maker writes every byte before anyone
     reads one, so frames need not be erased for it. ``writes``: counts what may have changed
@@ -36,15 +38,16 @@ class PageRun:
     """
 
     __slots__ = (
-        "base", "born", "coming", "count", "first", "generation", "id", "in_slabs", "key", "kind",
-        "leaving", "moving", "nbytes", "overwritten", "parts", "pins", "settled", "small",
-        "storages", "streamed", "writes",
+        "base", "born", "count", "first", "generation", "id", "in_slabs", "key", "kind", "nbytes",
+        "overwritten", "pages", "parts", "pins", "settled", "small", "storages", "streamed",
+        "writes",
     )  # fmt: skip
 
     def __init__(self, run_id: int, first: int, count: int, kind: str) -> None:
         self.id = run_id
         self.first = first
         self.count = count
+        self.pages = np.arange(first, first + count, dtype=np.int32)
         self.nbytes = 0
         self.kind = kind
         self.base = -1
@@ -59,7 +62,6 @@ class PageRun:
         self.in_slabs = False
         self.born = 0
         self.key = 0
-        self.moving = self.leaving = self.coming = 0
         self.writes = 0
 
 

@@ -66,6 +66,7 @@ class Turns:
     def __init__(self, lock: threading.RLock, runs: Mapping[int, PageRun]) -> None:
         self.home = threading.get_ident()
         self.queue: deque[int] = deque()
+        self.lock = lock
         self._changed = threading.Condition(lock)
         self._runs = runs
         self._listed: dict[int, list[_Pin]] = {}

@@ -72,11 +72,10 @@ def _moves(follower: Follower | None) -> dict[str, int]:
     if follower is None:
         zeros = ("prefetches", "prefetch_hits", "departures", "planned_iterations", "kinds")
         return dict.fromkeys(zeros, 0)
-    executor = follower.executor
-    prefetches = executor.transfers.prefetched
+    prefetches = follower.planned.prefetched
     return {
         "prefetches": prefetches,
-        "prefetch_hits": max(0, prefetches - executor.late),
+        "prefetch_hits": max(0, prefetches - follower.planned.late),
         "departures": follower.departures,
         "planned_iterations": follower.planned_iterations,
         "kinds": len(follower.kinds.all),

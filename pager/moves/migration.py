@@ -1,23 +1,23 @@
-"""Moves pages between the tiers. Slots are planned before the first byte moves: all or nothing."""
+"""Moves pages between the tiers at once: faults and write-backs. Slots are planned before the first
+byte moves: all or nothing. What need not be there at once is queued (``mover.py``)."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
-from typing import Any
 
 import numpy as np
 
 from ...planner.sizes import format_bytes
-from ..devices.device import Bytes, Copy, Device, HostMemory
-from ..disk.integrity import Stamps, Sums, page_sums
+from ..devices.device import Bytes, Device
+from ..disk.integrity import Stamps
 from ..disk.tier import DiskTier
 from ..disk.watch import IoWatch
-from ..errors import PagerError, TierFull
+from ..errors import TierFull
 from ..memory.frame_pool import FramePool, expand, merge
 from ..memory.host import HostTier
 from ..memory.page_table import DIRTY, Int32, PageTable
-
-_STAGING_PAGES = 8  # a power of two, so that the memory is in one piece
+from .tickets import Places, Tickets
+from .transfers import Carrier, Transfer
 
 
 class Migration:
@@ -26,10 +26,8 @@ class Migration:
     Evicted pages go to the host while it has room (copies of pages that are on the device too are
     given up for it), then to disk. A page whose copy below is still valid leaves for free.
 
-    ``watch``: of the disk's calls. ``disk_refuses``: the last write to disk failed, so pages that
-    need none should leave first. ``unfinished``: I/O that was given up while it was under way, with
-    the frames and disk slots that it may still use; ``held``: such I/O that is of no page, with
-    its slots by tier; see :meth:`take_back`.
+    ``watch``: of the disk's calls. ``held``: I/O that was given up and is of no page, with its
+    slots by tier; see :meth:`hold_back`.
     """
 
     def __init__(
@@ -48,23 +46,63 @@ class Migration:
         self.host = host
         self.disk = disk
         self.watch = watch or IoWatch(math.inf)
-        self.disk_refuses = False
-        self.unfinished: list[tuple[Future[None], Int32, Int32]] = []
+        self.tickets = Tickets(self.watch)
+        self.carrier = Carrier(backend, host, disk, page_size, self.watch, verify=verify)
         self.held: list[tuple[list[Future[None]], dict[str, Int32]]] = []
         self.page_size = page_size
-        self.bytes_out = self.bytes_in = 0
         self.peak_host_slots = self.peak_disk_slots = 0
-        # Of host slots, where pages are verified on their way in from there too.
-        self.host_stamps = Stamps(host.slots.count, "host") if verify else None
         # Bytes that each channel has moved, by the planner's names.
         self.moved = dict.fromkeys(("host-out", "disk-out", "host-in", "disk-in"), 0)
-        # Page-locked buffers between device and disk: of faults, planned outs and planned ins. None
-        # where the disk's engine moves frames itself.
-        self._staging: dict[str, HostMemory] = {}
-        on_frames = backend.host_addressable or (disk is not None and disk.engine.takes_device)
-        if disk is not None and not on_frames:
-            for user in ("fault", "out", "in"):
-                (self._staging[user],) = backend.host_memory(_STAGING_PAGES * page_size)
+
+    @property
+    def disk_refuses(self) -> bool:
+        """The last write to disk failed, so pages that need none should leave first."""
+        return self.carrier.disk_refuses
+
+    @property
+    def host_stamps(self) -> Stamps | None:
+        """Of host slots, where pages are verified on their way in from there too."""
+        return self.carrier.host_stamps
+
+    @property
+    def bytes_out(self) -> int:
+        """Moved off the device."""
+        return self.moved["host-out"] + self.moved["disk-out"]
+
+    @property
+    def bytes_in(self) -> int:
+        """Moved onto it."""
+        return self.moved["host-in"] + self.moved["disk-in"]
+
+    @property
+    def activity(self) -> int:
+        """Another number whenever pages were moved, or waited for."""
+        return self.bytes_in + self.bytes_out + self.tickets.waits
+
+    def transfer(
+        self, tier: str, pages: Int32, frames: Int32, slots: Int32, *, to_device: bool
+    ) -> Transfer:
+        """Of ``pages`` in the version that they have now."""
+        versions = self.table.version[pages]
+        return Transfer(self.carrier, tier, pages, versions, frames, slots, to_device=to_device)
+
+    def _now(self, transfer: Transfer) -> None:
+        """Carry it out. Where that is given up (``HungDisk``, Ctrl-C) while the disk is at it, what
+        it fills has a ticket: whoever is given these frames or slots next waits for its end."""
+        frames: Places = ("device", transfer.frames)
+        slots: Places = (transfer.tier, transfer.slots)
+        carrier = self.carrier
+        self.tickets.wait(self.tickets.of(frames, slots))
+        if transfer.tier == "disk":
+            carrier.wait_for_given_up()
+        try:
+            transfer.run()
+        except BaseException:
+            if carrier.given_up is not None:
+                filled = frames if transfer.to_device else slots
+                ticket = self.tickets.take("I/O that was given up", filled)
+                carrier.given_up.add_done_callback(lambda _: ticket.end())
+            raise
 
     # -- off the device --------------------------------------------------------------------------
     def evict(self, pages: Int32) -> Int32:
@@ -80,22 +118,25 @@ class Migration:
 
     def _write_back(self, dirty: Int32, leaving: Int32) -> None:
         """DIRTY → CLEAN: give every page of ``dirty`` a valid copy below. All or nothing."""
-        host_spare = self._spare("host", leaving)
-        disk_spare = self._spare("disk", leaving)
-        host_room = self.host.slots.free_count + len(host_spare)
-        disk_room = (self.disk.slots.free_count if self.disk else 0) + len(disk_spare)
-        if host_room + disk_room < len(dirty):
+        for _ in range(2):
+            host_spare = self._spare("host", leaving)
+            disk_spare = self._spare("disk", leaving)
+            host_room = self.host.slots.free_count + len(host_spare)
+            disk_room = (self.disk.slots.free_count if self.disk else 0) + len(disk_spare)
+            if host_room + disk_room >= len(dirty):
+                break
+            self.tickets.wait_for_all()  # copies of what has arrived may be given up too
+        else:
             raise self._full(len(dirty), host_room + disk_room)
         count = min(len(dirty), host_room)
         to_host, to_disk = dirty[:count], dirty[count:]
         if len(to_disk):  # the one that can fail goes first
             assert self.disk is not None
             self._make_room(self.disk.slots, "disk", disk_spare, len(to_disk))
-            self._write_disk(to_disk)
+            self._write("disk", to_disk)
         if len(to_host):
             self._make_room(self.host.slots, "host", host_spare, len(to_host))
-            self._write_host(to_host)
-        self.bytes_out += len(dirty) * self.page_size
+            self._write("host", to_host)
 
     def _spare(self, tier: str, leaving: Int32) -> Int32:
         """Pages whose copy in ``tier`` may be given up: they stay on the device. Those with a copy
@@ -105,6 +146,7 @@ class Migration:
         mask = (column >= 0) & (table.frame >= 0)
         mask[leaving] = False
         pages = np.flatnonzero(mask).astype(np.int32)
+        pages = pages[~self.tickets.pending("device", table.frame[pages])]  # not there yet
         return pages[np.argsort(other[pages] < 0, kind="stable")]
 
     def _make_room(self, slots: FramePool, tier: str, spare: Int32, count: int) -> None:
@@ -126,153 +168,73 @@ class Migration:
             f"({short} bytes; pager.grow does it now). Nothing was moved or lost."
         )
 
-    def _write_host(self, pages: Int32) -> None:
-        runs = self.host.slots.allocate(len(pages))
+    def _write(self, tier: str, pages: Int32) -> None:
+        pool = self._pool(tier)
+        assert pool is not None
+        runs = pool.allocate(len(pages))
         assert runs is not None
         slots = expand(runs)
-        frames = self.table.frame[pages]
-        copies = [
-            Copy(frame * self.page_size, view) for frame, view in self.host.stretches(frames, slots)
-        ]
         try:
-            self.backend.copy_out(copies)
-            if self.host_stamps is not None:
-                self.backend.host_ready()
-                self._stamp_host(pages, slots)
+            frames = self.table.frame[pages]
+            self._now(self.transfer(tier, pages, frames, slots, to_device=False))
         except BaseException:
-            self.give_slots("host", slots)
+            self.give_slots(tier, slots)
             raise
-        self.table.copied(pages, slots, "host")
-        self.moved["host-out"] += len(pages) * self.page_size
-        self.peak_host_slots = max(self.peak_host_slots, self.host.used_slots)
-
-    def _write_disk(self, pages: Int32) -> None:
-        assert self.disk is not None
-        runs = self.disk.slots.allocate(len(pages))
-        assert runs is not None
-        slots = expand(runs)
-        future: Future[None] | None = None
-        self.disk.stamps.claim(slots, pages, self.table.version[pages])
-        try:
-            for batch, buffers in self._disk_batches(self.table.frame[pages], slots, "fault"):
-                if batch:
-                    self.backend.copy_out(batch)
-                    self.backend.host_ready()
-                else:
-                    self.backend.wait(self.backend.mark())
-                future = self.disk.submit_write(buffers)
-                self.watch.wait(future)
-        except BaseException as error:
-            self._note_write(error)
-            if future is None or future.done():
-                self.give_slots("disk", slots)
-            else:
-                self.unfinished.append((future, np.empty(0, np.int32), slots))
-            raise
-        self._note_write(None)
-        self.table.copied(pages, slots, "disk")
-        self.moved["disk-out"] += len(pages) * self.page_size
-        used = self.disk.slots.count - self.disk.slots.free_count
-        self.peak_disk_slots = max(self.peak_disk_slots, used)
+        self.went(tier, pages, slots)
 
     # -- onto the device -------------------------------------------------------------------------
     def fetch(self, pages: Int32, frames: Int32) -> None:
         """BELOW → CLEAN: bring ``pages`` into the empty ``frames``; ops may use them afterwards.
 
         Raises ``CorruptPage`` or ``PagerError`` with the page table as it was. The caller gives the
-        frames back then, but for those in :attr:`unfinished`.
+        frames back then.
         """
         if not len(pages):
             return
         on_host = self.table.host[pages] >= 0
-        host_pages, host_frames = pages[on_host], frames[on_host]
-        slots = self.table.host[host_pages]
-        self._verify_host(host_pages, slots)
-        disk_pages, disk_frames = pages[~on_host], frames[~on_host]
-        if len(disk_pages):
-            self._read_disk(disk_pages, disk_frames)
-        self.backend.copy_in(
-            [
-                Copy(frame * self.page_size, view)
-                for frame, view in self.host.stretches(host_frames, slots)
-            ]
-        )
+        for tier, here in (("disk", ~on_host), ("host", on_host)):  # what can fail goes first
+            if here.any():
+                slots = self.slots_of(tier, pages[here])
+                self._now(self.transfer(tier, pages[here], frames[here], slots, to_device=True))
         self.backend.use_frames()
+        for tier, here in (("disk", ~on_host), ("host", on_host)):
+            self.came(tier, pages[here], frames[here])
+
+    # -- the page table --------------------------------------------------------------------------
+    def came(self, tier: str, pages: Int32, frames: Int32) -> None:
+        """BELOW → CLEAN: ``pages`` are in ``frames`` now."""
         self.table.place(pages, frames)
-        self.bytes_in += len(pages) * self.page_size
-        self.moved["disk-in"] += len(disk_pages) * self.page_size
-        self.moved["host-in"] += len(host_pages) * self.page_size
+        self.moved[f"{tier}-in"] += len(pages) * self.page_size
 
-    def _stamp_host(self, pages: Int32, slots: Int32) -> None:
-        """The bytes of ``pages`` are in these host slots."""
-        stamps = self.host_stamps
-        assert stamps is not None
-        stamps.claim(slots, pages, self.table.version[pages])
-        stamps.wrote(slots, self._host_sums(slots))
+    def went(self, tier: str, pages: Int32, slots: Int32) -> None:
+        """DIRTY → CLEAN: ``pages`` have a copy in ``slots`` now."""
+        self.table.copied(pages, slots, tier)
+        self.moved[f"{tier}-out"] += len(pages) * self.page_size
+        self.peak_host_slots = max(self.peak_host_slots, self.host.used_slots)
+        if self.disk is not None:
+            used = self.disk.slots.count - self.disk.slots.free_count
+            self.peak_disk_slots = max(self.peak_disk_slots, used)
 
-    def _verify_host(self, pages: Int32, slots: Int32) -> None:
-        """Raises ``CorruptPage`` if a host slot does not hold what was written there."""
-        stamps = self.host_stamps
-        if stamps is None or not len(pages):
-            return
-        stamps.expect(slots, pages, self.table.version[pages])
-        wrong = stamps.sums(slots) != self._host_sums(slots)
-        for slot in slots[wrong].tolist():
-            raise stamps.wrong(slot)
+    def undone(self, tier: str, count: int, *, to_device: bool) -> None:
+        """So many pages have not moved after all."""
+        self.moved[f"{tier}-{'in' if to_device else 'out'}"] -= count * self.page_size
 
-    def _host_sums(self, slots: Int32) -> Sums:
-        sums = [
-            page_sums(view.reshape(-1, self.page_size))
-            for _, view in self.host.stretches(slots, slots)
-        ]
-        return np.concatenate(sums)
+    def slots_of(self, tier: str, pages: Int32) -> Int32:
+        """Of pages that have one in ``tier``."""
+        column = self.table.host if tier == "host" else self.table.disk
+        slots: Int32 = column[pages]
+        return slots
 
-    def _read_disk(self, pages: Int32, frames: Int32) -> None:
-        assert self.disk is not None
-        slots = self.table.disk[pages]
-        self.disk.stamps.expect(slots, pages, self.table.version[pages])
-        for batch, buffers in self._disk_batches(frames, slots, "fault"):
-            if not batch:
-                self.backend.wait(self.backend.mark())
-            future = self.disk.submit_read(buffers)
-            try:
-                self.watch.wait(future)
-            except BaseException:
-                if not future.done():
-                    self.unfinished.append((future, frames, np.empty(0, np.int32)))
-                raise
-            if batch:
-                self.backend.copy_in(batch)
-                self.backend.host_ready()
+    def pending(self, pages: Int32) -> bool:
+        """Whether a transfer from or to any of ``pages`` is queued."""
+        if not self.tickets.any:
+            return False
+        table = self.table
+        columns = {"device": table.frame, "host": table.host, "disk": table.disk}
+        places = [(tier, column[pages]) for tier, column in columns.items()]
+        return bool(self.tickets.of(*((tier, some[some >= 0]) for tier, some in places)))
 
-    def _disk_batches(
-        self, frames: Int32, slots: Int32, user: str
-    ) -> Iterator[tuple[list[Copy], list[tuple[int, Any]]]]:
-        """Disk I/O in one batch straight on the frames (rule 7 of ``devices/device.py``), or piece
-        by piece through ``user``'s staging buffer."""
-        size = self.page_size
-        if user not in self._staging:
-            yield (
-                [],
-                [
-                    (slot, self.backend.frames_view(frame * size, count * size))
-                    for frame, slot, count in merge(frames, slots)
-                ],
-            )
-            return
-        staging = self._staging[user].bytes
-        for start in range(0, len(frames), _STAGING_PAGES):
-            part = slice(start, start + _STAGING_PAGES)
-            copies, buffers, used = [], [], 0
-            for frame, slot, count in merge(frames[part], slots[part]):
-                piece = staging[used : used + count * size]
-                copies.append(Copy(frame * size, piece))
-                buffers.append((slot, piece))
-                used += count * size
-            yield copies, buffers
-
-    # -- planned moves ---------------------------------------------------------------------------
-    # The page table is changed before and after, under the lock; bytes move without it.
+    # -- slots -----------------------------------------------------------------------------------
     def take_slots(self, tier: str, count: int, leaving: Int32) -> Int32:
         """At most ``count`` slots for pages that will be carried out; fewer, or none, if ``tier``
         is full even when copies of other pages on the device are given up."""
@@ -293,89 +255,12 @@ class Migration:
         for start, _, length in merge(slots, slots):
             pool.free(start, length)
 
-    def carry_out(self, tier: str, pages: Int32, frames: Int32, slots: Int32, mark: Any) -> None:
-        """Copy ``pages``, which are in ``frames``, to ``slots``; done when it returns. ``mark``:
-        see ``Device.mark``."""
-        size = self.page_size
-        if tier == "disk":
-            assert self.disk is not None
-            self.disk.stamps.claim(slots, pages, self.table.version[pages])
-            for batch, buffers in self._disk_batches(frames, slots, "out"):
-                if batch:
-                    self.backend.carry_out(batch, mark)
-                else:
-                    self.backend.wait(mark)
-                try:
-                    self.disk.write(buffers, here=True)
-                except BaseException as error:
-                    self._note_write(error)
-                    raise
-            self._note_write(None)
-            return
-        stretches = self.host.stretches(frames, slots)
-        copies = [Copy(frame * size, view) for frame, view in stretches]
-        self.backend.carry_out(copies, mark)
-        if self.host_stamps is not None:
-            self._stamp_host(pages, slots)
-
-    def carried_out(self, tier: str, pages: Int32, slots: Int32) -> None:
-        """DIRTY → CLEAN: ``pages`` have a copy in ``slots`` now."""
-        self.table.copied(pages, slots, tier)
-        self.bytes_out += len(pages) * self.page_size
-        self.moved[f"{tier}-out"] += len(pages) * self.page_size
-        self.peak_host_slots = max(self.peak_host_slots, self.host.used_slots)
-        if self.disk is not None:
-            used = self.disk.slots.count - self.disk.slots.free_count
-            self.peak_disk_slots = max(self.peak_disk_slots, used)
-
-    def carry_in(self, tier: str, pages: Int32, frames: Int32, slots: Int32, mark: Any) -> None:
-        """Copy ``slots`` into ``frames``; done when it returns. Raises ``CorruptPage``."""
-        size = self.page_size
-        if tier == "disk":
-            assert self.disk is not None
-            self.disk.stamps.expect(slots, pages, self.table.version[pages])
-            for batch, buffers in self._disk_batches(frames, slots, "in"):
-                if not batch:
-                    self.backend.wait(mark)
-                self.disk.read(buffers, here=True)
-                if batch:
-                    self.backend.carry_in(batch, mark)
-            return
-        self._verify_host(pages, slots)
-        stretches = self.host.stretches(frames, slots)
-        copies = [Copy(frame * size, view) for frame, view in stretches]
-        self.backend.carry_in(copies, mark)
-
-    def carried_in(self, tier: str, pages: Int32, frames: Int32) -> None:
-        """BELOW → CLEAN: ``pages`` are in ``frames`` now."""
-        self.table.place(pages, frames)
-        self.bytes_in += len(pages) * self.page_size
-        self.moved[f"{tier}-in"] += len(pages) * self.page_size
-
     def _pool(self, tier: str) -> FramePool | None:
         if tier == "host":
             return self.host.slots
         return self.disk.slots if self.disk else None
 
-    # -- a disk that fails -----------------------------------------------------------------------
-    def _note_write(self, error: BaseException | None) -> None:
-        self.disk_refuses = isinstance(error, PagerError)
-
-    def take_back(self) -> Int32:
-        """Wait for I/O that was given up; the frames that are free now that it has ended. Its slots
-        are too. Raises ``HungDisk`` if it does not end. Before that no page may move.
-        """
-        self._let_go()
-        frames = [np.empty(0, np.int32)]
-        while self.unfinished:
-            future, its_frames, slots = self.unfinished[0]
-            self.watch.wait_for_end(future)
-            del self.unfinished[0]
-            frames.append(its_frames)
-            if len(slots):
-                self.give_slots("disk", slots)
-        return np.concatenate(frames)
-
+    # -- I/O of no page --------------------------------------------------------------------------
     def hold_back(
         self, futures: Sequence[Future[None]], runs: dict[str, list[tuple[int, int]]]
     ) -> None:
@@ -383,7 +268,7 @@ class Migration:
         that stay taken until all of it has ended."""
         self.held.append((list(futures), {tier: expand(its) for tier, its in runs.items()}))
 
-    def _let_go(self) -> None:
+    def let_go(self) -> None:
         """Slots of :meth:`hold_back` whose I/O has ended by now are free."""
         held, self.held = self.held, []
         for futures, slots in held:
@@ -396,7 +281,7 @@ class Migration:
     def copy_of(self, pages: Int32, out: Bytes) -> None:
         """The bytes of ``pages``, wherever they are, into ``out``, uint8 [pages × page_size]; zeros
         for BLANK ones. No page moves and no frame or slot is needed, so a model can be saved when
-        no tier takes a page any more. With all channels quiet. Raises as :meth:`fetch` does.
+        no tier takes a page any more. While no transfer is queued. Raises as :meth:`fetch` does.
         """
         table, size = self.table, self.page_size
         places = np.arange(len(pages), dtype=np.int32)
@@ -404,27 +289,12 @@ class Migration:
         on_host &= ~resident
         on_disk = ~resident & ~on_host & (table.disk[pages] >= 0)
         out.reshape(-1, size)[~resident & ~on_host & ~on_disk] = 0
-        self.backend.copy_out(
-            [
-                Copy(frame * size, out[place * size : (place + count) * size])
-                for frame, place, count in merge(table.frame[pages[resident]], places[resident])
-            ]
-        )
-        self._verify_host(pages[on_host], table.host[pages[on_host]])
-        self.backend.host_ready()
-        for place, view in self.host.stretches(places[on_host], table.host[pages[on_host]]):
-            out[place * size : place * size + len(view)] = view
-        if on_disk.any():
-            assert self.disk is not None
-            slots = table.disk[pages[on_disk]]
-            self.disk.stamps.expect(slots, pages[on_disk], table.version[pages[on_disk]])
-            future = self.disk.submit_read(
-                [
-                    (slot, out[place * size : (place + count) * size])
-                    for slot, place, count in merge(slots, places[on_disk])
-                ]
-            )
-            self.watch.wait(future)
+        self.carrier.copy_out(table.frame[pages[resident]], places[resident], out)
+        reads = ("host", on_host, self.carrier.read_host), ("disk", on_disk, self.carrier.read_disk)
+        for tier, here, read in reads:
+            its = pages[here]
+            if tier == "host" or len(its):
+                read(its, table.version[its], self.slots_of(tier, its), places[here], out)
 
     # -- copies below ----------------------------------------------------------------------------
     def drop_copies(self, pages: Int32, tier: str) -> None:
@@ -446,6 +316,4 @@ class Migration:
             self.host_stamps.resize(self.host.slots.count)
 
     def close(self) -> None:
-        for staging in self._staging.values():
-            staging.give_back()
-        self._staging.clear()
+        self.carrier.close()

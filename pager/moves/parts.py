@@ -15,6 +15,7 @@ import numpy as np
 from ..errors import TierFull
 from ..memory.page_table import Int32
 from ..memory.space import PageRun
+from .tickets import MoveFailed
 
 if TYPE_CHECKING:
     from .residency import Residency
@@ -48,34 +49,43 @@ class Parts:
         ``streamed``: what is not pinned of their runs is the first to leave from now on.
 
         Raises ``InfeasibleBudget`` or ``TierFull``, or what the disk raises, with nothing pinned.
-        No planned move may be under way (``Core.quiet``).
+        While it waits for what is queued the lock is given away.
         """
         residency = self._residency
-        with residency.still():
-            residency.take_back()
-            residency.collect()
-            residency.before_pinning()
-            self.hold(parts, streamed=streamed)
-            try:
-                residency.check_need(())
-                for part in parts:
-                    try:
-                        self._bring(part)
-                    except TierFull:
-                        if not residency.make_way(len(part.pages)):
-                            raise
-                        self._bring(part)
-            except BaseException:
-                self.unpin(parts)
-                raise
+        residency.let_go()
+        try:
+            self._pin(parts, streamed=streamed)
+        except MoveFailed:
+            residency.drain()
+            self._pin(parts, streamed=streamed)
+
+    def _pin(self, parts: Sequence[Part], *, streamed: bool) -> None:
+        residency = self._residency
+        residency.migration.let_go()
+        residency.collect()
+        residency.before_pinning()
+        self.hold(parts, streamed=streamed)
+        try:
+            residency.check_need(())
+            for part in parts:
+                try:
+                    self._bring(part)
+                except TierFull:
+                    if not residency.make_way(len(part.pages)):
+                        raise
+                    self._bring(part)
+            for _, pages in parts:
+                residency.wait_for(pages)
+        except BaseException:
+            self.unpin(parts)
+            raise
 
     def has(self, parts: Sequence[Part]) -> bool:
-        """Whether all these pages are on the device, none of them about to leave."""
-        moving = self._residency.in_flight
+        """Whether all these pages are on the device, none of them still to arrive."""
+        tickets = self._residency.migration.tickets
         return all(
-            bool((self._table.frame[pages] >= 0).all())
-            and (not moving or moving.isdisjoint(pages.tolist()))
-            for _, pages in parts
+            bool((frames >= 0).all()) and not tickets.pending("device", frames).any()
+            for frames in (self._table.frame[pages] for _, pages in parts)
         )
 
     def hold(self, parts: Iterable[Part], *, streamed: bool = False) -> None:

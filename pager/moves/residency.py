@@ -18,8 +18,8 @@ Parts of runs (``parts.py``) are read page by page: any frames will do for them.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any, Protocol
+from contextlib import contextmanager
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -36,9 +36,7 @@ from ..memory.space import PageRun, Space, generations
 from ..memory.turns import Crowded, Pin, Turns
 from .migration import Migration
 from .parts import Parts, held_pages
-
-if TYPE_CHECKING:
-    from .executor import Executor
+from .tickets import MoveFailed
 
 _PINNED = np.iinfo(np.int64).max
 _AWAITED = _PINNED - 1
@@ -77,12 +75,10 @@ class Residency:
     ``make_room(frames)`` is asked when an op needs more frames than there are, ``make_way(frames)``
     when the tiers below have no room for what should leave; they may move the border of the arena,
     and return whether they did. ``before_pinning`` may move it too. ``let_go`` unpins what is
-    pinned only to be at hand.
+    pinned only to be at hand. ``drain``: ``Mover.drain``.
 
-    ``in_flight``: pages whose bytes are moving by planned transfers or read-ahead. ``streams``:
-    channels that read ahead where no plans are made, see :meth:`still`. ``workspaces``: of streams
-    beside which a plan is followed. ``pages_ahead``: pages that
-    were brought in before a slab needed them, and were still there when it did.
+    ``workspaces``: of streams beside which a plan is followed. ``pages_ahead``: pages that were
+    brought in before a slab needed them, and were still there when it did.
     """
 
     def __init__(
@@ -105,8 +101,6 @@ class Residency:
         self.tick = 0
         self.ages: npt.NDArray[np.int64] = np.zeros(1024, np.int64)
         self.parts = Parts(self)
-        self.in_flight: set[int] = set()
-        self.streams: list[Executor] = []
         self.workspaces: list[Workspace] = []
         self.pages_ahead = 0
         self.faults = 0
@@ -117,7 +111,7 @@ class Residency:
         self.rigid_need = 0
         self.step: Needs | None = None  # of an optimizer whose step is under way
         self.whole: Needs | None = None  # whose product is under way, in a metered iteration
-        self._moving_dead: list[PageRun] = []
+        self._held_dead: list[PageRun] = []
         self._asking: set[PageRun] = set()  # runs of the access that begins now
         self._lent: Int32 = np.empty(0, np.int32)  # frames, see `shrink`
         self._marks: dict[int, Any] = {}  # frame → when what it held was last used
@@ -126,6 +120,7 @@ class Residency:
         self.make_way: Callable[[int], bool] = lambda frames: False
         self.before_pinning: Callable[[], None] = lambda: None
         self.let_go: Callable[[], None] = lambda: None
+        self.drain: Callable[[], None] = lambda: None
         self.minimum_bytes: Callable[[int], int] = lambda frames: frames * page_size
 
     @property
@@ -153,13 +148,18 @@ class Residency:
     def pin(self, runs: Sequence[PageRun]) -> None:
         """Bring distinct ``runs`` onto the device and forbid their eviction. All or nothing.
 
-        Afterwards ``run.base`` is the first frame, or −1 for a run in scattered frames.
+        Afterwards ``run.base`` is the first frame, or −1 for a run in scattered frames. While it
+        waits for what is queued the lock is given away.
         """
-        with self.still():
+        self.let_go()
+        try:
+            self._pin(runs)
+        except MoveFailed:  # of what was queued before; now it is as if it never had been
+            self.drain()
             self._pin(runs)
 
     def _pin(self, runs: Sequence[PageRun]) -> None:
-        self.take_back()
+        self.migration.let_go()
         self.collect()
         self.before_pinning()
         for run in runs:
@@ -170,8 +170,8 @@ class Residency:
             self.check_need(runs)
             for run in sorted(runs, key=lambda run: -run.count):
                 if run.base < 0 and not self._is_scattered(run):
-                    if run.pins > 1 and self._is_there(run):
-                        continue  # in scattered frames, and another op reads them there
+                    if self.is_whole(run) or (run.pins > 1 and self._is_there(run)):
+                        continue  # on its way, or in scattered frames that another op reads
                     try:
                         self._bring(run, runs)
                     except TierFull:
@@ -184,6 +184,34 @@ class Residency:
             raise
         finally:
             self._asking = set()
+        try:
+            for run in runs:
+                if run.base < 0:
+                    self.wait_for(run.pages)
+                    if self.is_whole(run):
+                        self.settle(run)
+        except BaseException:
+            self.unpin(runs)
+            raise
+
+    def wait_for(self, pages: Int32) -> bool:
+        """Until those of ``pages`` are there that are on their way, the lock given away meanwhile;
+        whether any was. Raises ``MoveFailed`` and ``HungDisk``."""
+        if not self.migration.tickets.any:
+            return False
+        frames = self.table.frame[pages]
+        return self.wait_for_frames(frames[frames >= 0])
+
+    def wait_for_frames(self, frames: Int32) -> bool:
+        """The same until these frames can be used."""
+        tickets = self.migration.tickets.of(("device", frames))
+        self.migration.tickets.wait(tickets, self.turns.lock)
+        return bool(tickets)
+
+    def _reach(self, frames: Int32) -> None:
+        """The same with the lock held, amid a decision: nobody may see it half made."""
+        tickets = self.migration.tickets
+        tickets.wait(tickets.of(("device", frames)))
 
     def unpin(self, runs: Iterable[PageRun]) -> None:
         for run in runs:
@@ -196,6 +224,13 @@ class Residency:
 
     def _is_there(self, run: PageRun) -> bool:
         return bool((self._frames_of(run) >= 0).all())
+
+    def is_whole(self, run: PageRun) -> bool:
+        """All of it is in consecutive frames, or on its way there."""
+        frames = self._frames_of(run)
+        if frames[0] < 0 or (self.scattered and run.count > 1):
+            return False
+        return bool((frames == frames[0] + np.arange(run.count)).all())
 
     def _frames_of(self, run: PageRun) -> Int32:
         return self.table.frame[run.first : run.first + run.count]
@@ -264,19 +299,6 @@ class Residency:
         )
 
     # -- streams (``slabs.py``) ------------------------------------------------------------------
-    @contextmanager
-    def still(self) -> Iterator[None]:
-        """Inside, no stream's own channel moves a page (those of plans: ``Executor.quiet``), and no
-        weight is open."""
-        with ExitStack() as stack:
-            quiet: list[Executor] = []
-            # Waiting for one gives the lock away: another thread may begin a stream meanwhile.
-            while fresh := [stream for stream in self.streams if stream not in quiet]:
-                quiet.append(fresh[0])
-                stack.enter_context(fresh[0].quiet())
-            self.let_go()
-            yield
-
     def spent(self, run: PageRun) -> None:
         """Pages of ``run`` are the first to leave from now on: a stream is over with them."""
         self._set_age(run, 0)
@@ -285,20 +307,13 @@ class Residency:
         """Free frames that planned moves may not take: streams are about to fill them."""
         return sum(space.kept_frames() for space in self.workspaces)
 
-    def is_moving(self, pages: Int32) -> npt.NDArray[np.bool_]:
-        """Which of ``pages`` a channel is moving."""
-        if not self.in_flight:
-            return np.zeros(len(pages), np.bool_)
-        return np.isin(pages, list(self.in_flight))
-
     def oldest(self, count: int) -> Int32:
         """At most ``count`` pages on the device that may leave, least recently used first; none
-        that is awaited or moving."""
+        that is awaited."""
         ages = self._frame_ages()
         ages[self.table.frame_page < 0] = _PINNED
         order = np.argsort(ages, kind="stable")
-        pages = self.table.frame_page[order[ages[order] < _AWAITED]]
-        chosen: Int32 = pages[~self.is_moving(pages)][:count]
+        chosen: Int32 = self.table.frame_page[order[ages[order] < _AWAITED]][:count]
         return chosen
 
     # -- bringing a run in -----------------------------------------------------------------------
@@ -324,8 +339,6 @@ class Residency:
                 self._open_blank(run, pages[blank], frames[blank])
         except BaseException:
             unused = np.sort(frames[self.table.frame_page[frames] < 0])
-            for _, in_use, _ in self.migration.unfinished:
-                unused = np.setdiff1d(unused, in_use)  # bytes may still arrive there
             for start, _, length in merge(unused, unused):
                 self.pool.free(start, length)
             self.settle(run)
@@ -337,28 +350,26 @@ class Residency:
         """Pages that were never written get ``frames``. What another tensor left there is erased
         unless the maker of the run writes all of it anyway."""
         size = self.page_size
+        self._reach(frames)
         with self.backend.on_compute():
             if not run.overwritten:
                 for start, _, count in merge(frames, frames):
                     self.arena[start * size : (start + count) * size].zero_()
         self.table.place(pages, frames)
 
-    def take_back(self) -> None:
-        """Frames of I/O that was given up are free when it has ended; see ``Migration.take_back``.
-        Whatever moves pages begins with it."""
-        if self.migration.unfinished or self.migration.held:
-            frames = np.sort(self.migration.take_back())
-            for start, _, length in merge(frames, frames):
-                self.pool.free(start, length)
-
     def settle(self, run: PageRun) -> None:
         """Recompute ``run.base`` after its pages moved; dense views made before are stale."""
         frames = self._frames_of(run)
-        whole = frames[0] >= 0 and bool((frames == frames[0] + np.arange(run.count)).all())
-        whole = whole and not run.moving  # nobody may use it then without waiting
-        run.base = int(frames[0]) if whole and not (self.scattered and run.count > 1) else -1
+        there = self.is_whole(run) and not self.migration.tickets.of(("device", frames))
+        run.base = int(frames[0]) if there else -1  # nobody may use it before without waiting
         run.generation = next(generations)
         run.settled = False
+
+    def settle_all(self, pages: Int32) -> None:
+        """The runs of these pages; what came may be more than there ever was."""
+        for owner in np.unique(self.table.owner[pages]).tolist():
+            self.settle(self.space.runs[owner])
+        self.peak_frames = max(self.peak_frames, self.frames_used)
 
     def _claim(self, run: PageRun, wanted: Sequence[PageRun]) -> Int32:
         """Frames for all pages of ``run``, empty or its own; taken from the pool."""
@@ -473,8 +484,7 @@ class Residency:
         if not len(pages):
             return
         self._give_back(self.migration.evict(pages))
-        for owner in np.unique(self.table.owner[pages]).tolist():
-            self.settle(self.space.runs[owner])
+        self.settle_all(pages)
 
     def evict_run(self, run: PageRun) -> Int32:
         """Take an unpinned run off the device, but for pages that part pins hold; the frames that
@@ -529,14 +539,14 @@ class Residency:
         or left by those before. None of their runs is in use. Where it raises, some have moved and
         the others are where they were."""
         pages, size = self.table.frame_page[sources], self.page_size
+        self._reach(np.concatenate([sources, targets]))
         try:
-            with self.backend.on_compute():  # a channel's thread may ask for it
+            with self.backend.on_compute():
                 for source, target, count in merge(sources, targets):
                     self.backend.slide(source, target, count, size)
                     self._slid(source, target, count)
         finally:
-            for owner in np.unique(self.table.owner[pages]).tolist():
-                self.settle(self.space.runs[owner])
+            self.settle_all(pages)
             self.note_use(sources)
 
     def _slid(self, source: int, target: int, count: int) -> None:
@@ -558,14 +568,14 @@ class Residency:
             for start, _, length in merge(taken, taken):
                 self.pool.free(start, length)
             raise
-        for owner in np.unique(self.table.owner[pages]).tolist():
-            self.settle(self.space.runs[owner])
+        self.settle_all(pages)
 
     def _move(self, pages: Int32, frames: Int32) -> None:
         """Copy resident pages into other, empty frames of the arena."""
         old = self.table.frame[pages].copy()
+        self._reach(np.concatenate([old, frames]))
         device = self.backend.device
-        with self.backend.on_compute():  # a channel's thread may ask for it
+        with self.backend.on_compute():
             move_pages(
                 self.arena,
                 upload(torch.from_numpy(old), device),
@@ -587,24 +597,24 @@ class Residency:
     def resize(self, frames: int) -> None:
         """Move the border of the arena. Shrinking evicts what no longer fits, and stops at the
         last pinned frame."""
-        with self.still():
-            self.take_back()
-            self._resize(frames)
+        self.drain()
+        self.let_go()
+        self._resize(frames)
 
     def shrink(self, frames: int) -> None:
         """Have no more than so many frames, in the middle of an op: no fewer than are pinned. What
         is pinned stays where it is, so the border may be in its way. Then frames below it are
         *lent*: no page gets there, and their memory is given back, until the border is moved the
         next time. Raises ``TierFull``; there may be fewer frames than before then."""
-        with self.still():
-            self.take_back()
-            if not len(self._lent):
-                self._resize(frames)
-            if self.frames > frames:
-                lent = np.sort(self.claim_any(self.frames - frames))
-                for start, _, count in merge(lent, lent):
-                    self.backend.discard(start * self.page_size, count * self.page_size)
-                self._lent = np.concatenate([self._lent, lent])
+        self.drain()
+        self.let_go()
+        if not len(self._lent):
+            self._resize(frames)
+        if self.frames > frames:
+            lent = np.sort(self.claim_any(self.frames - frames))
+            for start, _, count in merge(lent, lent):
+                self.backend.discard(start * self.page_size, count * self.page_size)
+            self._lent = np.concatenate([self._lent, lent])
 
     def _resize(self, frames: int) -> None:
         for start, _, length in merge(lent := np.sort(self._lent), lent):
@@ -639,9 +649,10 @@ class Residency:
         (it is tried again when the border is placed the next time)."""
         nbytes = self.pool.count * self.page_size
         if not self.backend.can_unmap and nbytes != self.backend.arena.numel():
-            with self.still():
-                if not self.in_use():
-                    self._remake(nbytes)
+            self.drain()
+            self.let_go()
+            if not self.in_use():
+                self._remake(nbytes)
 
     def in_use(self) -> bool:
         """Somebody may have an address in the arena: a page is pinned, but for those of the access
@@ -663,21 +674,17 @@ class Residency:
             return False
         if not self.pool.is_free(base, run.count):
             return False
+        frames = run.pages - np.int32(run.first - base)
+        self._reach(frames)
         self.pool.take(base, run.count)
-        pages = np.arange(run.first, run.first + run.count, dtype=np.int32)
-        self._open_blank(run, pages, pages - run.first + np.int32(base))
-        self.arrived(run)
+        self._open_blank(run, run.pages, frames)
+        self.settle_all(run.pages)
         return True
 
     def is_blank(self, run: PageRun) -> bool:
         """Nothing was ever written to ``run``: it has no page anywhere."""
         rows = slice(run.first, run.first + run.count)
         return bool((self.table.flags[rows] & BLANK).all())
-
-    def arrived(self, run: PageRun) -> None:
-        """Pages of ``run`` were placed."""
-        self.settle(run)
-        self.peak_frames = max(self.peak_frames, self.frames_used)
 
     def mark_of(self, frames: Int32) -> Any:
         """See ``Device``'s rule 6: the latest mark of ``frames``."""
@@ -694,6 +701,10 @@ class Residency:
 
     def _give_back(self, frames: Int32) -> None:
         self.note_use(frames)
+        self.give_frames(frames)
+
+    def give_frames(self, frames: Int32) -> None:
+        """Back into the pool. What still goes on there has a ticket."""
         frames = np.sort(frames)
         for start, _, length in merge(frames, frames):
             self.pool.free(start, length)
@@ -708,17 +719,16 @@ class Residency:
 
     def collect(self) -> None:
         """Give back everything of runs that nobody refers to any more; of those whose pages are
-        moving, held or pinned, when they are not any more."""
-        if not self.space.dead and not self._moving_dead:
+        on their way, held or pinned, when they are not any more."""
+        if not self.space.dead and not self._held_dead:
             return
-        ended = [*self._moving_dead, *self.space.drain()]
-        self._moving_dead = [run for run in ended if run.moving or run.parts or run.pins]
+        ended, self._held_dead = [*self._held_dead, *self.space.drain()], []
         for run in ended:
-            if run.moving or run.parts or run.pins:
+            if run.parts or run.pins or self.migration.pending(run.pages):
+                self._held_dead.append(run)
                 continue
-            pages = np.arange(run.first, run.first + run.count, dtype=np.int32)
-            self.migration.void_copies(pages)
-            resident = pages[self.table.frame[pages] >= 0]
+            self.migration.void_copies(run.pages)
+            resident = run.pages[self.table.frame[run.pages] >= 0]
             if len(resident):
                 self._give_back(self.table.unplace(resident))
             self.space.forget(run)

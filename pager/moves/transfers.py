@@ -1,322 +1,255 @@
-"""What a channel's thread does to pages: prepared and finished under the lock, run without it.
-
-A run has ``moving`` > 0 from *prepare* to *finish*. Until then its pages keep what they have: pages
-that leave keep their frames, pages that come are nowhere but below, their frames taken. Whoever
-wants to pin the run waits, so nobody sees it in between. A run that dies meanwhile is given back
-when the transfer has ended (``Residency.collect`` leaves it alone).
-"""
+"""A transfer: bytes of pages between frames and slots of one tier. Knows no page states."""
 
 from __future__ import annotations
 
-from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any
+import threading
+from collections.abc import Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
-from ..devices.device import Device
+from ..devices.device import Copy, Device, HostMemory
+from ..disk.integrity import Stamps, Sums, page_sums
+from ..disk.tier import DiskTier
+from ..disk.watch import IoWatch
+from ..errors import PagerError
 from ..memory.frame_pool import merge
-from ..memory.page_table import BLANK, DIRTY, Int32, PageTable
-from ..memory.space import PageRun, generations
-from .channel import Channel, Job
-from .migration import Migration
-from .parts import held_pages
-from .residency import Residency
-from .windows import find_window
+from ..memory.host import HostTier
+from ..memory.page_table import Int32
 
-if TYPE_CHECKING:
-    from ..plan.access_log import Names
-
-PAGEWISE = -2  # an action's base: read-ahead, whose pages go to any free frames
+_STAGING_PAGES = 8  # a power of two, so that the memory is in one piece
 
 
+@dataclass(slots=True, eq=False)
 class Transfer:
-    """Pages of several jobs that move at once. ``parts``: (run, pages in order)."""
+    """``pages``, of ``versions``, between ``frames`` and ``slots`` of ``tier``. ``queued``: on a
+    lane, behind ``mark`` (``Device.mark``); otherwise in the order of what the caller does."""
 
-    __slots__ = ("frames", "mark", "migration", "pages", "parts", "slots", "tier", "to_device")
-
-    def __init__(
-        self,
-        migration: Migration,
-        tier: str,
-        parts: list[tuple[PageRun, Int32]],
-        frames: Int32,
-        slots: Int32,
-        *,
-        to_device: bool,
-        mark: Any,
-    ) -> None:
-        self.migration = migration
-        self.tier = tier
-        self.parts = parts
-        self.pages = np.concatenate([pages for _, pages in parts])
-        self.frames = frames
-        self.slots = slots
-        self.to_device = to_device
-        self.mark = mark
+    carrier: Carrier
+    tier: str
+    pages: Int32
+    versions: npt.NDArray[np.int64]
+    frames: Int32
+    slots: Int32
+    to_device: bool
+    queued: bool = False
+    mark: Any = None
 
     def run(self) -> None:
-        """Move the bytes; they are there when it returns. Any thread, without the lock."""
+        """Move the bytes. Queued, they are there when it returns; otherwise for whatever the caller
+        queues next. Any thread; without the GIL while bytes move."""
         if self.to_device:
-            self.migration.carry_in(self.tier, self.pages, self.frames, self.slots, self.mark)
+            self.carrier.bring(self)
         else:
-            self.migration.carry_out(self.tier, self.pages, self.frames, self.slots, self.mark)
+            self.carrier.take_away(self)
 
 
-class Transfers:
-    """Prepares and finishes transfers. ``prefetched``, ``skipped``: jobs that brought their pages,
-    and jobs that found nothing to do or no way to."""
+class Carrier:
+    """Moves the bytes of transfers. Any thread.
+
+    ``disk_refuses``: the last write to disk failed, so pages that need none should leave first.
+    ``given_up``: the disk's work that nobody waits for any more, and that may not have ended.
+    """
 
     def __init__(
         self,
-        table: PageTable,
-        migration: Migration,
-        residency: Residency,
         backend: Device,
-        names: Names,
+        host: HostTier,
+        disk: DiskTier | None,
+        page_size: int,
+        watch: IoWatch,
+        *,
+        verify: bool,
     ) -> None:
-        self._table = table
-        self._migration = migration
-        self._residency = residency
-        self._backend = backend
-        self._names = names
-        self.batch_pages: dict[str, int] = {}  # by channel name
-        self.prefetched = self.skipped = 0
+        self._backend, self._host, self._disk, self._size = backend, host, disk, page_size
+        self._watch = watch
+        self.disk_refuses = False
+        self.given_up: Future[None] | None = None
+        # Of host slots, where pages are verified on their way in from there too.
+        self.host_stamps = Stamps(host.slots.count, "host") if verify else None
+        # Page-locked buffers between device and disk. None where the disk's engine moves frames.
+        self._staging: dict[tuple[bool, bool], HostMemory] = {}
+        on_frames = backend.host_addressable or (disk is not None and disk.engine.takes_device)
+        if disk is not None and not on_frames:
+            for user in ((False, False), (True, False), (True, True)):
+                (self._staging[user],) = backend.host_memory(_STAGING_PAGES * page_size)
+        self._staging_locks = {user: threading.Lock() for user in self._staging}
 
-    # -- before ----------------------------------------------------------------------------------
-    def prepare(self, channel: Channel) -> Transfer | None:
-        """The next transfer of ``channel``, its frames or slots taken; ``None`` if its head has to
-        wait for something, or nothing is left to do. Where it raises nothing is taken, and no page
-        is moving for it."""
-        parts: list[tuple[PageRun, Int32]] = []
-        ends: list[Int32] = []  # frames (in) or slots (out), as the pages of `parts`
+    # -- off the device --------------------------------------------------------------------------
+    def take_away(self, transfer: Transfer) -> None:
+        """Frames → slots; stamped."""
+        if transfer.tier == "disk":
+            try:
+                self._write(transfer)
+            except BaseException as error:
+                self.disk_refuses = isinstance(error, PagerError)
+                raise
+            self.disk_refuses = False
+            return
+        self._copy(transfer, self._host_copies(transfer))
+        stamps = self.host_stamps
+        if stamps is not None:
+            if not transfer.queued:
+                self._backend.host_ready()
+            stamps.claim(transfer.slots, transfer.pages, transfer.versions)
+            stamps.wrote(transfer.slots, self._host_sums(transfer.slots))
+
+    def _write(self, transfer: Transfer) -> None:
+        assert self._disk is not None
+        self._disk.stamps.claim(transfer.slots, transfer.pages, transfer.versions)
+        for copies, buffers in self._disk_batches(transfer):
+            if copies:
+                self._copy(transfer, copies)
+                if not transfer.queued:
+                    self._backend.host_ready()
+            else:
+                self._reach(transfer)
+            if transfer.queued:
+                self._disk.write(buffers, here=True)
+            else:
+                self._wait(self._disk.submit_write(buffers))
+
+    # -- onto the device -------------------------------------------------------------------------
+    def bring(self, transfer: Transfer) -> None:
+        """Slots → frames. Raises ``CorruptPage`` where a slot does not hold what was written."""
+        if transfer.tier == "disk":
+            self._read(transfer)
+            return
+        self._verify_host(transfer.pages, transfer.versions, transfer.slots)
+        self._copy(transfer, self._host_copies(transfer))
+
+    def _read(self, transfer: Transfer) -> None:
+        assert self._disk is not None
+        self._disk.stamps.expect(transfer.slots, transfer.pages, transfer.versions)
+        for copies, buffers in self._disk_batches(transfer):
+            if not copies:
+                self._reach(transfer)
+            if transfer.queued:
+                self._disk.read(buffers, here=True)
+            else:
+                self._wait(self._disk.submit_read(buffers))
+            self._copy(transfer, copies)
+            if copies and not transfer.queued:
+                self._backend.host_ready()
+
+    # -- both ------------------------------------------------------------------------------------
+    def _copy(self, transfer: Transfer, copies: list[Copy]) -> None:
+        backend, mark = self._backend, transfer.mark
+        if not copies:
+            return
+        if not transfer.queued:
+            (backend.copy_in if transfer.to_device else backend.copy_out)(copies)
+        elif transfer.to_device:
+            backend.carry_in(copies, mark)
+        else:
+            backend.carry_out(copies, mark)
+
+    def _reach(self, transfer: Transfer) -> None:
+        """Ops and copies are done with the frames (rule 7 of ``devices/device.py``)."""
+        self._backend.wait(transfer.mark if transfer.queued else self._backend.mark())
+
+    def _wait(self, future: Future[None]) -> None:
         try:
-            self._collect(channel, parts, ends)
-            return self._transfer(channel, parts, ends) if parts else None
+            self._watch.wait(future)
         except BaseException:
-            self._undo(channel, parts, ends)
+            if not future.done():
+                self.given_up = future
             raise
 
-    def _collect(
-        self, channel: Channel, parts: list[tuple[PageRun, Int32]], ends: list[Int32]
-    ) -> None:
-        limit = self.batch_pages.get(channel.name, 1)
-        count = 0
-        while channel.jobs and count < limit:
-            job = channel.jobs[0]
-            if not self._names.is_live(job.run):
-                self._ended(channel)
-                continue
-            if channel.is_out:
-                chosen = [pages for run, pages in parts if run is job.run]
-                pages, taken = self._start_out(channel.tier, job, limit - count, chosen)
-            else:
-                pages, taken = self._start_in(job, limit - count)
-            if pages is None:
-                break
-            if len(pages):
-                job.run.moving += 1
-                self._residency.in_flight.update(pages.tolist())
-                parts.append((job.run, pages))
-                ends.append(taken)
-                count += len(pages)
-            if job.done >= job.action.pages:
-                self._ended(channel)
+    def wait_for_given_up(self) -> None:
+        """It has ended afterwards. Raises ``HungDisk`` if it does not."""
+        if self.given_up is not None:
+            self._watch.wait_for_end(self.given_up)
+            self.given_up = None
 
-    def _transfer(
-        self, channel: Channel, parts: list[tuple[PageRun, Int32]], ends: list[Int32]
-    ) -> Transfer:
-        together = np.concatenate(ends)
-        pages = np.concatenate([pages for _, pages in parts])
-        if channel.is_out:
-            return Transfer(
-                self._migration, channel.tier, parts, self._table.frame[pages].copy(), together,
-                to_device=False, mark=self._backend.mark(),
-            )  # fmt: skip
-        column = self._table.host if channel.tier == "host" else self._table.disk
-        return Transfer(
-            self._migration, channel.tier, parts, together, column[pages].copy(),
-            to_device=True, mark=self._residency.mark_of(together),
-        )  # fmt: skip
+    def _host_copies(self, transfer: Transfer) -> list[Copy]:
+        stretches = self._host.stretches(transfer.frames, transfer.slots)
+        return [Copy(frame * self._size, view) for frame, view in stretches]
 
-    def _undo(
-        self, channel: Channel, parts: list[tuple[PageRun, Int32]], ends: list[Int32]
-    ) -> None:
-        """Everything is as if these parts had never been chosen."""
-        for run, pages in parts:
-            self._still(run, pages)
-        for (run, _), taken in zip(parts, ends):
-            if channel.is_out:
-                self._migration.give_slots(channel.tier, taken)
-                self._residency.settle(run)
-            else:
-                self._give_frames(taken)
-
-    def _still(self, run: PageRun, pages: Int32) -> None:
-        """These pages are not moving any more."""
-        run.moving -= 1
-        self._residency.in_flight.difference_update(pages.tolist())
-
-    def _give_frames(self, frames: Int32) -> None:
-        """Back into the pool: what was taken for pages that do not come."""
-        frames = np.sort(frames)
-        for start, _, length in merge(frames, frames):
-            self._residency.pool.free(start, length)
-
-    def _ended(self, channel: Channel) -> None:
-        job = channel.jobs.popleft()
-        if channel.is_out:
-            job.run.leaving -= 1
-        else:
-            job.run.coming -= 1
-
-    def _rest(self, job: Job) -> Int32:
-        first = job.run.first + job.action.first
-        return np.arange(first + job.done, first + job.action.pages, dtype=np.int32)
-
-    def _start_out(
-        self, tier: str, job: Job, limit: int, chosen_before: list[Int32]
-    ) -> tuple[Int32 | None, Int32]:
-        """Clean pages leave at once; for the others slots are taken. ``chosen_before``: pages of
-        the run that this transfer has already."""
-        run, table = job.run, self._table
-        nothing = np.empty(0, np.int32)
-        pages = self._rest(job)
-        if run.pins:  # used at this moment, which the plan did not foresee
-            self.skipped += 1
-            job.done = job.action.pages
-            return nothing, nothing
-        if run.moving > len(chosen_before) and job.action.base != PAGEWISE:
-            return None, nothing
-        resident = self._may_leave(run, pages)
-        for others in chosen_before:  # an earlier job, so late that this one is due too
-            resident = np.setdiff1d(resident, others)
-        clean = resident[(table.flags[resident] & DIRTY) == 0]
-        if len(clean):
-            self._residency.evict_pages(clean)
-        dirty = resident[(table.flags[resident] & DIRTY) != 0]
-        if not len(dirty):
-            job.done = job.action.pages
-            return nothing, nothing
-        chosen = dirty[:limit]
-        slots = self._migration.take_slots(tier, len(chosen), leaving=dirty)
-        if not len(slots):
-            return None, nothing
-        chosen = chosen[: len(slots)]
-        run.base = -1
-        run.generation = next(generations)
-        job.done = int(chosen[-1]) + 1 - run.first - job.action.first
-        return chosen, slots
-
-    def _may_leave(self, run: PageRun, pages: Int32) -> Int32:
-        """Those that are on the device, not moving, and not pinned by themselves."""
-        resident = pages[self._table.frame[pages] >= 0]
-        if run.moving:
-            resident = resident[~self._residency.is_moving(resident)]
-        if run.parts is not None:
-            resident = np.setdiff1d(resident, held_pages(run))
-        return resident
-
-    def _start_in(self, job: Job, limit: int) -> tuple[Int32 | None, Int32]:
-        """Frames are taken, the planned ones where that is possible."""
-        run, table = job.run, self._table
-        nothing = np.empty(0, np.int32)
-        pagewise = job.action.base == PAGEWISE
-        if (run.leaving or run.moving) and not pagewise:
-            return None, nothing  # its pages are on their way out
-        if run.parts is not None and not pagewise:  # what is in use cannot make way for the rest
-            self.skipped += 1
-            job.done = job.action.pages
-            return nothing, nothing
-        pages = self._rest(job)
-        below = (table.frame[pages] < 0) & ((table.flags[pages] & BLANK) == 0)
-        if run.moving:
-            below &= ~self._residency.is_moving(pages)
-        column = table.host if job.action.tier == "host" else table.disk
-        here = below & (column[pages] >= 0)
-        if not here.any():
-            self.skipped += 1
-            job.done = job.action.pages
-            return nothing, nothing
-        start = int(np.argmax(here))
-        stop = start + int(np.argmin(np.append(here[start:], False)))
-        pages = pages[start : min(stop, start + limit)]
-        if not pagewise and self._residency.workspaces:
-            pages = self._beside_streams(pages)
-            if not len(pages):
-                return None, nothing
-        if pagewise:
-            frames = self._residency.claim_free(len(pages))
-        else:
-            frames = self._frames_for(run, pages, job.action.base)
-        if not len(frames):
-            return None, nothing
-        pages = pages[: len(frames)]
-        job.done = int(pages[-1]) + 1 - run.first - job.action.first
-        if job.done == job.action.pages and not pagewise:
-            self.prefetched += 1
-        return pages, frames
-
-    def _beside_streams(self, pages: Int32) -> Int32:
-        """The first of ``pages``: what leaves streams the frames that they are about to fill."""
-        residency = self._residency
-        return pages[: max(0, residency.pool.free_count - residency.kept_frames())]
-
-    def _frames_for(self, run: PageRun, pages: Int32, base: int) -> Int32:
-        """Free frames for the first of ``pages``, taken from the pool; none if too few are free.
-
-        The plan counts on any free frames: those that were foreseen are only the ones for which
-        nothing has to be moved aside.
-        """
-        pool = self._residency.pool
-        own = self._table.frame[run.first : run.first + run.count]
-        resident = np.flatnonzero(own >= 0)
-        offset = int(pages[0]) - run.first
-        if len(resident):
-            base = int(own[resident[0]] - resident[0])
-        if not self._fits(run, base, offset, len(pages), partly=bool(len(resident))):
-            found = find_window(self._residency, run)
-            if found is None:
-                return np.empty(0, np.int32)
-            base = found
-        first = base + offset
-        pool.take(first, len(pages))
-        return np.arange(first, first + len(pages), dtype=np.int32)
-
-    def _fits(self, run: PageRun, base: int, offset: int, count: int, *, partly: bool) -> bool:
-        """The frames for these pages are free; all of the run's, if none of it is there yet."""
-        if base < 0 or base + run.count > self._residency.pool.count:
-            return False
-        if partly:
-            return self._residency.pool.is_free(base + offset, count)
-        return self._residency.pool.is_free(base, run.count)
-
-    # -- after -----------------------------------------------------------------------------------
-    def finish(self, channel: Channel, transfer: Transfer, error: BaseException | None) -> None:
-        """The bytes are there, or not: put the page table right, of each part whatever becomes of
-        the others."""
-        start = 0
-        with ExitStack() as stack:
-            stack.callback(self._residency.collect)
-            for run, pages in transfer.parts:
-                part = slice(start, start + len(pages))
-                start += len(pages)
-                self._still(run, pages)
-                ok = error is None and self._names.is_live(run) and run.storages > 0
-                finish = self._finish_out if channel.is_out else self._finish_in
-                ends = transfer.slots[part] if channel.is_out else transfer.frames[part]
-                stack.callback(finish, channel.tier, run, pages, ends, ok)
-
-    def _finish_out(self, tier: str, run: PageRun, pages: Int32, slots: Int32, ok: bool) -> None:
-        if not ok:
-            self._migration.give_slots(tier, slots)
-            self._residency.settle(run)
+    def _disk_batches(
+        self, transfer: Transfer
+    ) -> Iterator[tuple[list[Copy], list[tuple[int, Any]]]]:
+        """Disk I/O in one batch straight on the frames (rule 7 of ``devices/device.py``), or piece
+        by piece through a staging buffer."""
+        size, frames, slots = self._size, transfer.frames, transfer.slots
+        if not self._staging:
+            yield (
+                [],
+                [
+                    (slot, self._backend.frames_view(frame * size, count * size))
+                    for frame, slot, count in merge(frames, slots)
+                ],
+            )
             return
-        self._migration.carried_out(tier, pages, slots)
-        self._residency.evict_pages(pages)
+        user = transfer.queued, transfer.queued and transfer.to_device
+        staging = self._staging[user].bytes
+        with self._staging_locks[user]:
+            for start in range(0, len(frames), _STAGING_PAGES):
+                part = slice(start, start + _STAGING_PAGES)
+                copies, buffers, used = [], [], 0
+                for frame, slot, count in merge(frames[part], slots[part]):
+                    piece = staging[used : used + count * size]
+                    copies.append(Copy(frame * size, piece))
+                    buffers.append((slot, piece))
+                    used += count * size
+                yield copies, buffers
 
-    def _finish_in(self, tier: str, run: PageRun, pages: Int32, frames: Int32, ok: bool) -> None:
-        if not ok:
-            self._give_frames(frames)
+    # -- host slots ------------------------------------------------------------------------------
+    def _verify_host(self, pages: Int32, versions: npt.NDArray[np.int64], slots: Int32) -> None:
+        """Raises ``CorruptPage`` if a host slot does not hold what was written there."""
+        stamps = self.host_stamps
+        if stamps is None or not len(pages):
             return
-        self._migration.carried_in(tier, pages, frames)
-        self._residency.arrived(run)
+        stamps.expect(slots, pages, versions)
+        wrong = stamps.sums(slots) != self._host_sums(slots)
+        for slot in slots[wrong].tolist():
+            raise stamps.wrong(slot)
+
+    def _host_sums(self, slots: Int32) -> Sums:
+        sums = [
+            page_sums(view.reshape(-1, self._size))
+            for _, view in self._host.stretches(slots, slots)
+        ]
+        return np.concatenate(sums)
+
+    # -- to plain memory -------------------------------------------------------------------------
+    def copy_out(self, frames: Int32, places: Int32, out: npt.NDArray[np.uint8]) -> None:
+        """``frames`` into the places, in pages, of ``out``. Complete after ``host_ready``."""
+        size = self._size
+        self._backend.copy_out(
+            [
+                Copy(frame * size, out[place * size : (place + count) * size])
+                for frame, place, count in merge(frames, places)
+            ]
+        )
+
+    def read_host(
+        self, pages: Int32, versions: npt.NDArray[np.int64], slots: Int32, places: Int32,
+        out: npt.NDArray[np.uint8],
+    ) -> None:  # fmt: skip
+        """The same of host slots."""
+        self._verify_host(pages, versions, slots)
+        self._backend.host_ready()
+        for place, view in self._host.stretches(places, slots):
+            out[place * self._size : place * self._size + len(view)] = view
+
+    def read_disk(
+        self, pages: Int32, versions: npt.NDArray[np.int64], slots: Int32, places: Int32,
+        out: npt.NDArray[np.uint8],
+    ) -> None:  # fmt: skip
+        """The same of the disk's."""
+        assert self._disk is not None
+        self._disk.stamps.expect(slots, pages, versions)
+        pieces = [
+            (slot, out[place * self._size : (place + count) * self._size])
+            for slot, place, count in merge(slots, places)
+        ]
+        self._watch.wait(self._disk.submit_read(pieces))
+
+    def close(self) -> None:
+        for staging in self._staging.values():
+            staging.give_back()
+        self._staging.clear()

@@ -132,13 +132,15 @@ def _costs(residency: Residency, run: PageRun) -> npt.NDArray[np.int64]:
     held = np.flatnonzero(table.frame_page >= 0)
     owners = table.owner[table.frame_page[held]]
     fixed = [r.id for r in residency.space.runs.values() if _stays(r) and r is not run]
-    cost[held] = np.where(np.isin(owners, fixed), _NEVER, 1)
+    on_their_way = residency.migration.tickets.pending("device", held.astype(np.int32))
+    stays = np.isin(owners, fixed) | on_their_way
+    cost[held] = np.where(stays, _NEVER, 1)
     return cost
 
 
 def _stays(run: PageRun) -> bool:
-    """Its pages may not move: they are in use, or moving."""
-    return bool(run.pins or run.moving or run.parts)
+    """Its pages may not move: they are in use."""
+    return bool(run.pins or run.parts)
 
 
 def _clear(residency: Residency, run: PageRun, base: int) -> bool:

@@ -44,7 +44,7 @@ def _plan_in_words(pager: Core, follower: Follower | None) -> str:
         return "Everything fits into the device budget: nothing is moved, so nothing is planned."
     if follower is None:
         return "policy='lru' plans nothing: pages are brought in when an op needs them."
-    error = follower.executor.error
+    error = follower.mover.error
     if error is not None:
         return f"No plan is followed any more, because a planned move failed: {error}"
     kind = follower.current

@@ -27,13 +27,11 @@ from ...planner.hardware import Hardware
 from ...planner.plan import Plan
 from ..errors import HungDisk, PagerError, TierFull
 from ..memory.space import PageRun
-from ..moves.executor import Executor
-from ..moves.transfers import Transfers
-from ..moves.windows import find_window
 from .access_log import AccessLog, Keys, Names, StreamAccess, newborn_key
 from .guide import Guide
 from .kinds import Kind, Kinds
 from .next_use import by_next_use
+from .planned import PlannedMoves
 from .reconcile import reconcile
 from .sequence_trace import RunFacts, make_recorded
 
@@ -64,12 +62,8 @@ class Follower:
         self._pager = pager
         self.names = Names(pager.space)
         self.kinds = Kinds()
-        self.transfers = Transfers(
-            pager.table, pager.migration, pager.residency, pager.backend, self.names
-        )  # fmt: skip
-        self.executor = Executor(
-            pager.lock, pager.residency, pager.migration, self.transfers, self.names
-        )
+        self.mover = pager.mover
+        self.planned = PlannedMoves(pager.residency, pager.mover, self.names)
         self.log: AccessLog | None = None  # of the iteration that runs
         self.guide: Guide | None = None  # that it follows
         self.most_plans = 4  # of one kind; each from better times than the one before
@@ -105,7 +99,7 @@ class Follower:
         self._whole = False
         kind = self.kinds.expected()
         guide = kind.guide if kind is not None else None
-        if guide is None or pager.budget.metering or self.executor.error is not None:
+        if guide is None or pager.budget.metering or self.mover.error is not None:
             self._leave()
         elif self._enter(guide):
             self._whole = True
@@ -115,20 +109,20 @@ class Follower:
 
     def _enter(self, guide: Guide) -> bool:
         """Bring the arena into the state in which ``guide`` begins, and follow it."""
-        executor, residency = self.executor, self._pager.residency
+        residency = self._pager.residency
         if self._in_state is not guide:
-            executor.drain()
-            with executor.quiet():  # other threads may have read ahead since
-                if residency.pinned_pages():
-                    self._leave()
-                    return False
-                try:
-                    missing = reconcile(residency, self.names, guide)
-                except (TierFull, PagerError):
-                    self._leave()
-                    return False
-            executor.births = guide.births
-            executor.issue(missing, ())
+            self.planned.clear()
+            self.mover.drain()
+            if residency.pinned_pages():
+                self._leave()
+                return False
+            try:
+                missing = reconcile(residency, self.names, guide)
+            except (TierFull, PagerError):
+                self._leave()
+                return False
+            self.planned.births = guide.births
+            self.planned.issue(missing, ())
         self.guide, self._expected = guide, guide.keys
         self._in_state = guide
         return True
@@ -155,29 +149,25 @@ class Follower:
 
     def pin(self, runs: Sequence[PageRun]) -> None:
         """Bring ``runs`` onto the device and pin them: by the plan, or by a fault."""
-        executor, residency = self.executor, self._pager.residency
-        if executor.error is not None:
+        residency = self._pager.residency
+        if self.mover.error is not None:
             self._leave()
-        if executor.idle and self.guide is None:
+        if self.guide is None:
             residency.pin(runs)
             return
         if self._pager.space.dead:
             residency.collect()
-            executor.kick()
-        if executor.serve(runs):
+        if self.planned.serve(runs):
             return
         with ExitStack() as stack:
-            stack.enter_context(executor.quiet())
-            if self.guide is not None and self.log is not None:
+            if self.log is not None:
                 now = len(self.log.keys) - 1
                 stack.enter_context(by_next_use(residency, self._expected, now))
-            for run in runs:
-                if run.base < 0:
-                    find_window(residency, run)  # now that nothing moves: evicting is the last way
+            self.planned.make_windows(runs)
             residency.pin(runs)
         for run in runs:
             residency.touch(run)
-        executor.faults += 1
+        self.planned.faults += 1
 
     def stream_begins(
         self, runs: Sequence[PageRun], write: Sequence[bool], frames: int, space: Workspace
@@ -193,14 +183,7 @@ class Follower:
         log.streams.append(access)
         if self.guide is None:
             return access
-        residency = self._pager.residency
-        residency.workspaces.append(space)
-        began = time.perf_counter()
-        waited = False
-        while residency.pool.free_count < space.kept_frames() and self.executor.wait():
-            waited = True
-        if waited:
-            self.stalled(time.perf_counter() - began)
+        self._pager.residency.workspaces.append(space)
         return access
 
     def stream_ended(self, access: StreamAccess | None, space: Workspace) -> None:
@@ -208,7 +191,6 @@ class Follower:
         workspaces = self._pager.residency.workspaces
         if space in workspaces:
             workspaces.remove(space)
-            self.executor.kick()
         if access is not None and self.log is not None and access in self.log.streams:
             access.end = max(access.end, len(self.log.keys))
             self.unpinned()
@@ -219,9 +201,6 @@ class Follower:
             return
         if self._pager.space.dead:
             self._pager.residency.collect()
-            self.executor.kick()
-        else:
-            self.executor.let_go()
         self._issue(len(self.log.keys))
 
     def _issue(self, upto: int) -> None:
@@ -229,12 +208,10 @@ class Follower:
         if guide is None or log is None:
             return
         first = self._issued
-        if first > upto:
-            return
-        self._issued = upto + 1
-        for actions in guide.actions[first : upto + 1]:
-            if actions:
-                self.executor.issue(actions, log.newborn)
+        self._issued = max(first, upto + 1)
+        actions = [action for some in guide.actions[first : upto + 1] for action in some]
+        if actions or self.planned.waiting:
+            self.planned.issue(actions, log.newborn)
 
     def stalled(self, seconds: float, *, own: bool = False) -> None:
         """The access that began last has waited; ``own``: a stream, for pages of its slabs."""
@@ -262,16 +239,16 @@ class Follower:
         if other is None or other.guide is None:
             return
         self.guide, self._expected = other.guide, other.keys
-        self.executor.births = other.guide.births
+        self.planned.births = other.guide.births
         self._issued = len(self.log.keys) + 1
 
     def _leave(self) -> None:
         """Follow no plan; pages are faulted in."""
         if self.guide is not None or self._in_state is not None:
-            self.executor.clear()
+            self.planned.clear()
         self.guide = self._in_state = None
         self._whole = False
-        self.executor.births = {}
+        self.planned.births = {}
 
     def end(self, *, ok: bool) -> None:
         """The iteration is over; ``ok``: it ended by itself."""
@@ -299,7 +276,7 @@ class Follower:
     def warn(self) -> None:
         """Tell the user, once, that plans are not followed any more. Without the lock, in the
         training thread, where everything is as it should be: a warning may be raised."""
-        error = self.executor.error
+        error = self.mover.error
         if error is None or self._warned:
             return
         self._warned = True
@@ -334,7 +311,7 @@ class Follower:
         """Start to plan ``kind`` beside the training if that promises something."""
         if kind.process is not None or kind.refused is not None:
             return
-        if self.executor.error is not None or kind.plans >= self.most_plans or not kind.keys:
+        if self.mover.error is not None or kind.plans >= self.most_plans or not kind.keys:
             return
         if kind.guide is None:
             if kind.seen < max(_RECORDED, kind.again_at):
@@ -436,7 +413,7 @@ class Follower:
 
         pager = self._pager
         if self._calibration is None:
-            self.executor.drain()
+            self.mover.drain()
             self._calibration = calibrate(
                 backend=pager.backend,
                 host=pager.host,
@@ -460,12 +437,12 @@ class Follower:
         """Rates that channels had beside the training, where they have moved enough to tell: ops
         and moves share cores and memory, so these are lower than those of an idle machine."""
         rates = {}
-        for channel in self.executor.channels:
-            nbytes = channel.moved_pages * self._pager.page_size
-            if channel.moving_seconds < _TELLING_SECONDS:
+        for lane in self.mover.lanes.values():
+            nbytes = lane.moved_pages * self._pager.page_size
+            if lane.moving_seconds < _TELLING_SECONDS:
                 continue
-            field = _RATES[channel.name]
-            seen = nbytes / channel.moving_seconds
+            field = _RATES[lane.name]
+            seen = nbytes / lane.moving_seconds
             rates[field] = min(getattr(machine, field), seen)
         return rates
 
@@ -473,7 +450,7 @@ class Follower:
         for name, field in _RATES.items():
             rate = getattr(measured, field) or 0.0
             nbytes = min(_MOST_BATCH_BYTES, int(rate * _BATCH_SECONDS))
-            self.transfers.batch_pages[name] = max(1, nbytes // self._pager.page_size)
+            self.mover.batch_pages[name] = max(1, nbytes // self._pager.page_size)
 
     def _facts(self, log: AccessLog) -> dict[int, RunFacts]:
         """Of every run that ``log`` may name."""
@@ -507,7 +484,7 @@ class Follower:
     def pause(self) -> None:
         """Follow nothing for the rest of the iteration: the arena is about to change its size."""
         self._leave()
-        self.executor.drain()
+        self.mover.drain()
 
     def forget_plans(self) -> None:
         """Budgets have changed: plans are made anew."""
@@ -539,9 +516,8 @@ class Follower:
         kind.demand_stall_us.clear()
 
     def stop(self) -> None:
-        """Cancel what is being planned and end all threads. Without the lock."""
+        """Cancel what is being planned. Without the lock."""
         for kind in self.kinds.all:
             if kind.process is not None:
                 kind.process.cancel()
                 kind.process = None
-        self.executor.stop()

@@ -37,7 +37,7 @@ class Away(NamedTuple):
 
 
 class Guide:
-    """What the executor follows through one kind of iteration.
+    """What is followed through one kind of iteration.
 
     ``actions[n]`` are queued when ``n`` accesses have ended. ``births``: key → frame of a run's
     first page when it is born. ``start``: positive key → frame of its first page when an iteration

@@ -119,8 +119,7 @@ def _pin(
                 pager.note_guest()
         try:
             if pager.metering_this() or not held.has(parts):
-                with pager.quiet():
-                    held.pin(parts, streamed=streamed)
+                held.pin(parts, streamed=streamed)
             else:
                 held.hold(parts, streamed=streamed)
         except BaseException:
@@ -171,7 +170,7 @@ def _will_write(pager: Core, part: Part) -> None:
 def _stalled(pager: Core, *, own: bool = False) -> Iterator[None]:
     """What happens inside is waiting for pages; ``own``: for a stream's, which no plan can move."""
     start = time.perf_counter()
-    moved = pager.migration.bytes_in + pager.migration.bytes_out
+    moved = pager.migration.activity
     try:
         yield
         pager.budget.log_frames()
@@ -179,7 +178,7 @@ def _stalled(pager: Core, *, own: bool = False) -> Iterator[None]:
         seconds = time.perf_counter() - start
         pager.stall_us += seconds * 1e6
         if pager.follower is not None:
-            waited = moved != pager.migration.bytes_in + pager.migration.bytes_out
+            waited = moved != pager.migration.activity
             pager.follower.stalled(seconds if waited else 0.0, own=own)
 
 

@@ -1,6 +1,5 @@
 """Following a plan where things are not quite as planned: nothing that it counts on goes away."""
 
-import time
 from collections.abc import Callable
 from types import SimpleNamespace
 
@@ -95,36 +94,25 @@ def waiting_for_a_window() -> Callable[[tp.Pager], tuple[Tensors, list]]:
         keys = named(pager, tensors)
         runs = [tensors[letter]._storage.run for letter in "BCD"]
         pager.core.pin(runs)
-        executor = pager.core.follower.executor
+        planned = pager.core.follower.planned
         with pager.core.lock:
-            executor.issue([Action("in", "host", keys["A"], 0, 4, ANYWHERE)], ())
-            (channel,) = (c for c in executor.channels if c.jobs)
-        until(lambda: channel.blocked)
-        with pager.core.lock:
-            assert not executor.wait()  # nothing would change
+            planned.issue([Action("in", "host", keys["A"], 0, 4, ANYWHERE)], ())
+            assert planned.waiting
+            planned.go_on()
+            assert planned.waiting  # nothing has changed
         return tensors, runs
 
     return prepare
-
-
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 300
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
 
 
 def test_a_move_goes_on_when_what_is_in_its_way_is_let_go(waiting_for_a_window) -> None:
     with make_pager(frames=FRAMES, policy="lp") as pager:
         tensors, runs = waiting_for_a_window(pager)
         pager.core.unpin(runs[:2])
-
-        def is_there() -> bool:
-            with pager.core.lock:
-                pager.core.follower.executor.let_go()  # as each op does at its end
-                return tensors["A"]._storage.run.base >= 0
-
-        until(is_there)
+        with pager.core.lock:
+            pager.core.follower.planned.go_on()  # as each access does at its end
+            assert not pager.core.follower.planned.waiting
+        assert (pager.core.table.frame[pages_of(tensors["A"])] >= 0).all()
         pager.core.unpin(runs[2:])
         check_invariants(pager.core)
         assert unchanged(tensors)
@@ -136,7 +124,7 @@ def test_an_access_finds_that_the_way_is_free_now(waiting_for_a_window) -> None:
         wanted = [tensors["A"]._storage.run]
         pager.core.unpin(runs)
         with pager.core.lock:
-            assert pager.core.follower.executor.serve(wanted)
+            assert pager.core.follower.planned.serve(wanted)
         pager.core.unpin(wanted)
         assert unchanged(tensors)
 
@@ -158,7 +146,7 @@ def test_accesses_add_up_to_the_fastest_iteration() -> None:
 def test_what_moves_just_before_an_op_pins_it_is_one_access(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A channel makes room and moves it aside. A second access would be none of the plan's."""
+    """Another thread makes room and moves it aside. A second access would be none of the plan's."""
     with make_pager(frames=FRAMES) as pager:
         tensors = laid_out(pager, "AABB......")
         tensor = tensors["A"]

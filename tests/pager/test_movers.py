@@ -20,7 +20,7 @@ import tensorpager as tp
 from tensorpager.pager.debug.check import check_invariants
 from tensorpager.pager.disk import watch as io_watch
 from tensorpager.pager.moves import residency as residency_module
-from tensorpager.pager.moves.channel import Channel
+from tensorpager.pager.moves.tickets import Lane
 from tensorpager.pager.plan.access_log import newborn_index, newborn_key
 from tensorpager.pager.plan.guide import ANYWHERE, Action, Guide
 from tensorpager.pager.plan.kinds import Kind
@@ -120,8 +120,7 @@ def test_a_plan_that_belongs_to_other_shapes(one_thread, steps: int) -> None:
             compare_runs(random_shapes(steps), world)
         assert world.imposed >= len(ROWS) - 1
         assert pager.stats()["departures"] > 0
-        assert pager.core.follower is not None
-        assert pager.core.follower.executor.error is None
+        assert pager.core.mover.error is None
 
 
 @pytest.mark.slow
@@ -129,8 +128,7 @@ def test_plans_for_each_of_many_shapes(one_thread, tmp_path) -> None:
     with planned_pager(frames=24, disk_path=tmp_path, **TIERS["both"]) as pager:
         compare_runs(random_shapes(200), PlannedWorld(pager))
         assert pager.stats()["planned_iterations"] > 0
-        assert pager.core.follower is not None
-        assert pager.core.follower.executor.error is None
+        assert pager.core.mover.error is None
 
 
 # -- moves that fail -------------------------------------------------------------------------------
@@ -164,13 +162,13 @@ def test_the_devices_copies_fail(one_thread, monkeypatch, which: str) -> None:
 
 
 class BrokenBesideTraining(FaultyEngine):
-    """One ``verb`` fails in the threads of ``channels``; faults, in others, meet no error."""
+    """One ``verb`` fails in the threads of ``lanes``; faults, in others, meet no error."""
 
     verb = ""
-    channels: tuple[Channel, ...] = ()
+    lanes: tuple[Lane, ...] = ()
 
     def _before(self, verb: str) -> None:
-        threads = [thread for channel in self.channels for thread in channel.threads]
+        threads = [thread for lane in self.lanes for thread in lane.threads]
         if verb == self.verb and threading.current_thread() in threads:
             self.happened["refused"] += 1
             raise OSError(errno.EIO, "the drive is gone")
@@ -178,15 +176,14 @@ class BrokenBesideTraining(FaultyEngine):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("verb", ["read", "write"])
-def test_the_disk_fails_the_channels(one_thread, tmp_path: Path, monkeypatch, verb: str) -> None:
+def test_the_disk_fails_the_lanes(one_thread, tmp_path: Path, monkeypatch, verb: str) -> None:
     monkeypatch.setattr(io_watch, "RETRY_PAUSES_SECONDS", (0.001,))
     with planned_pager(disk_path=tmp_path, **TIERS["disk"]) as pager:
         assert pager.core.disk is not None
-        assert pager.core.follower is not None
         watched = pager.core.disk.engine
         assert isinstance(watched, io_watch.WatchedEngine)
         watched.inner = engine = BrokenBesideTraining(watched.inner)
-        engine.verb, engine.channels = verb, pager.core.follower.executor.channels
+        engine.verb, engine.lanes = verb, tuple(pager.core.mover.lanes.values())
         goes_on_by_faults(pager, tp.PagerError, "the drive is gone")
         assert engine.happened["refused"] > 0
 
@@ -195,7 +192,7 @@ def test_the_disk_fails_the_channels(one_thread, tmp_path: Path, monkeypatch, ve
 @pytest.fixture
 def queued() -> Iterator[Callable[..., tuple[tp.Pager, dict[str, Any]]]]:
     """A pager in which the ``coming`` letters of ``before`` were sent below, ``after`` was laid out
-    over it, and all of ``coming`` were queued at once on one channel; they go as one transfer."""
+    over it, and all of ``coming`` were queued at once."""
     pagers = []
 
     def prepare(before: str, after: str, coming: str) -> tuple[tp.Pager, dict[str, Any]]:
@@ -207,14 +204,10 @@ def queued() -> Iterator[Callable[..., tuple[tp.Pager, dict[str, Any]]]]:
                 pager.core.residency.evict_pages(pages_of(tensors[letter]))
         tensors |= laid_out(pager, after)
         keys = named(pager, tensors)
-        executor = pager.core.follower.executor
-        executor.transfers.batch_pages["host-in"] = FRAMES
         with pager.core.lock:
             counts = {letter: len(pages_of(tensors[letter])) for letter in coming}
             moves = [Action("in", "host", keys[c], 0, counts[c], ANYWHERE) for c in coming]
-            executor.issue(moves, ())
-            while executor.error is None and executor.wait():
-                pass
+            pager.core.follower.planned.issue(moves, ())
         return pager, tensors
 
     yield prepare
@@ -229,23 +222,22 @@ def queued() -> Iterator[Callable[..., tuple[tp.Pager, dict[str, Any]]]]:
         (".BB.CC.DDD", "slid"),  # nothing has another place
     ],
 )
-def test_what_was_prepared_in_the_same_pass_is_undone(
+def test_a_move_that_cannot_be_prepared_ends_the_plan(
     queued, monkeypatch, after: str, copy: str
 ) -> None:
-    """E finds its frame; the copy that would make room for A fails."""
+    """E comes; the copy that would make room for A fails."""
     if copy == "moved":
         monkeypatch.setattr(residency_module, "move_pages", breaks)
     else:
         monkeypatch.setattr("tensorpager.pager.devices.cpu.Cpu.slide", breaks)
     count = 4 if copy == "moved" else 2
     pager, tensors = queued("A" * count + "E" + "." * (FRAMES - 1 - count), after, "EA")
-    executor = pager.core.follower.executor
-    assert isinstance(executor.error, BrokenCopyError)
-    assert layout(pager, tensors) == after
-    for letter in "AE":
-        run = tensors[letter]._storage.run
-        assert (run.moving, run.coming, run.base) == (0, 0, -1)
-    assert not pager.core.residency.in_flight
+    assert isinstance(pager.core.mover.error, BrokenCopyError)
+    assert not pager.core.follower.planned.waiting
+    others = {letter: tensor for letter, tensor in tensors.items() if letter != "E"}
+    came = layout(pager, tensors).index("E")
+    assert layout(pager, others) == after
+    assert after[came] == "."
     check_invariants(pager.core)
     monkeypatch.undo()
     assert unchanged(tensors)
@@ -256,12 +248,12 @@ def test_pages_that_a_run_does_not_have_are_not_moved(queued) -> None:
     with planned_pager(frames=FRAMES) as pager:
         tensors = laid_out(pager, "AABB......")
         keys = named(pager, tensors)
-        executor = pager.core.follower.executor
+        planned = pager.core.follower.planned
         with pager.core.lock:
             for what in ("out", "drop", "in"):
-                executor.issue([Action(what, "host", keys["A"], 1, 2, ANYWHERE)], ())
-            assert executor.idle
-            executor.drain()
+                planned.issue([Action(what, "host", keys["A"], 1, 2, ANYWHERE)], ())
+            assert not planned.waiting
+            assert not pager.core.migration.tickets.any
         assert layout(pager, tensors) == "AABB......"
         assert (np.asarray(pager.core.table.host[pages_of(tensors["B"])]) < 0).all()
         check_invariants(pager.core)

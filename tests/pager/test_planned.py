@@ -14,7 +14,7 @@ from torch import nn
 import tensorpager as tp
 from tensorpager.pager.debug.chaos import chaos
 from tensorpager.pager.errors import PagerError, TierFull
-from tensorpager.pager.moves.migration import Migration
+from tensorpager.pager.moves.transfers import Transfer
 
 from .models import World, compare_runs, loss_of, make_pager, mlp, train
 
@@ -249,7 +249,7 @@ def large_weight_losses(pager: tp.Pager, steps: int) -> tuple[list[float], list[
             optimizer.step()
             optimizer.zero_grad()
         losses.append(loss.item())
-        faults.append(0 if pager.core.follower is None else pager.core.follower.executor.faults)
+        faults.append(0 if pager.core.follower is None else pager.core.follower.planned.faults)
     return losses, [after - before for before, after in itertools.pairwise(faults)]
 
 
@@ -284,13 +284,13 @@ def test_a_disk_that_fails_stops_the_plan(one_thread, tmp_path, monkeypatch) -> 
     """Planned writes fail for a while: training goes on by faults, to the same bits."""
     count = itertools.count()
 
-    def carry_out(self: Migration, *arguments: Any) -> None:
-        if next(count) == 3:
+    def run(self: Transfer) -> None:
+        if self.queued and not self.to_device and next(count) == 3:
             raise PagerError("the drive is gone for a moment")
-        original(self, *arguments)
+        original(self)
 
-    original = Migration.carry_out
-    monkeypatch.setattr(Migration, "carry_out", carry_out)
+    original = Transfer.run
+    monkeypatch.setattr(Transfer, "run", run)
 
     def script(world: World) -> object:
         model = world.module(mlp(depth=6))
@@ -331,9 +331,9 @@ def test_close_in_the_middle_of_an_iteration(one_thread) -> None:
         train(PlannedWorld(pager), model, optimizer, 5)
         with pytest.raises(KeyboardInterrupt):
             interrupted_iteration(pager, model)
-        follower = pager.core.follower
-        assert follower is not None
-    assert not any(channel.threads for channel in follower.executor.channels)
+        mover = pager.core.mover
+        assert any(lane.threads for lane in mover.lanes.values())
+    assert not any(lane.threads for lane in mover.lanes.values())
 
 
 # -- what is said about it -----------------------------------------------------------------------

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import random
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -20,17 +19,17 @@ from tensorpager.kernels.pieces import Paged, stretches
 from tensorpager.pager.debug.chaos import chaos, scattered
 from tensorpager.pager.debug.check import check_invariants
 from tensorpager.pager.disk.tier import DiskTier
-from tensorpager.pager.moves.channel import Job
 from tensorpager.pager.moves.parts import Part
 from tensorpager.pager.moves.read_ahead import reading_ahead
-from tensorpager.pager.moves.transfers import Transfer
 from tensorpager.pager.plan.guide import ANYWHERE, Action
 from tensorpager.pager.tensor.new_pages import empty_like_geometry
 from tensorpager.pager.tensor.slabs import operand, page_set, pages_of, part, slabs, stream
 
 from .models import PAGE_BYTES, World, loss_of, make_pager, mlp
+from .test_following import named
 from .test_planned import compare_planned, planned_pager
 from .test_stress import slow_channels  # noqa: F401
+from .test_tickets import Gate, gate  # noqa: F401
 
 FRAMES = 8
 SEEDS = 20 if os.environ.get("TENSORPAGER_FULL") else 2
@@ -358,94 +357,68 @@ def test_a_metered_iteration_takes_no_more_than_it_must(tmp_path) -> None:
         assert stats["peak_bytes"]["device"] <= stats["budget_bytes"]["device"]
 
 
-class Gate:
-    """Transfers in one direction wait until it is opened."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, to_device: bool) -> None:
-        self.open = threading.Event()
-        run, gate = Transfer.run, self.open
-
-        def gated(transfer: Transfer) -> None:
-            if transfer.to_device == to_device:
-                assert gate.wait(300)
-            run(transfer)
-
-        monkeypatch.setattr(Transfer, "run", gated)
-
-    def open_soon(self) -> None:
-        threading.Timer(0.1, self.open.set).start()
-
-
 def virtual(tensor: tp.PagedTensor, *numbers: int) -> Any:
     return np.array(numbers, np.int32) + tensor._storage.run.first
 
 
-def test_pages_on_their_way_out(tmp_path, monkeypatch) -> None:
+def test_pages_on_their_way_out(tmp_path, gate: Gate) -> None:  # noqa: F811
     """They are not there for parts, nor their run for ops, even if the rest of it arrives."""
     with small_pager(tmp_path) as pager:
         tensor, run = (paged := pager.page(values(4 * FLOATS))), paged._storage.run
         with pager.core.quiet():
             pager.core.residency.evict_pages(virtual(tensor, 3))
-        gate, moving = Gate(monkeypatch, to_device=False), pager.core.residency.in_flight
         with reading_ahead(pager.core) as ahead:
-            for _ in range(2):  # the second time there is nothing to do
-                with pager.core.lock:
-                    ahead._queue("out", "host", virtual(tensor, 0))
-            wait_until(lambda: moving == {run.first} and not run.leaving)
+            with pager.core.lock:
+                ahead._send_away(virtual(tensor, 0))
+            assert frames_of(tensor) == [-1, 1, 2, -1]
             ahead.ask([Part(run, virtual(tensor, 2, 3))])
-            wait_until(lambda: frames_of(tensor) == [0, 1, 2, 3])
             assert run.base == -1
             held = pager.core.residency.parts
             assert [held.has([Part(run, virtual(tensor, i))]) for i in range(4)] == [
-                False, True, True, True,
+                False, True, True, False,
             ]  # fmt: skip
             gate.open_soon()
             with pager.part(tensor, 0, 2, write=True) as frames:
                 check_invariants(pager.core)
-                assert len(moving) == 0
                 pager.core.backend.arena[frames[0] * PAGE_BYTES : (frames[0] + 1) * PAGE_BYTES] = 0
-            assert ahead._executor.error is None
+            assert pager.core.mover.error is None
         expected = values(4 * FLOATS)
         expected[:FLOATS] = 0
         assert torch.equal(tensor.to_dense(), expected)
 
 
-def test_pages_on_their_way_in(tmp_path, monkeypatch) -> None:
+def test_pages_on_their_way_in(tmp_path, gate: Gate) -> None:  # noqa: F811
     """Nobody brings them a second time."""
     with small_pager(tmp_path) as pager:
         tensor, run = (paged := pager.page(values(4 * FLOATS))), paged._storage.run
         evict(pager, tensor)
-        gate = Gate(monkeypatch, to_device=True)
-        with reading_ahead(pager.core) as ahead:
+        before = pager.core.migration.bytes_in
+        with reading_ahead(pager.core) as ahead, reading_ahead(pager.core) as other:
             ahead.ask([Part(run, virtual(tensor, 1, 2))])
-            wait_until(lambda: len(pager.core.residency.in_flight) == 2)
-            with pager.core.lock:
-                ahead._queue("in", "host", virtual(tensor, 1, 2, 3))
-            wait_until(lambda: len(pager.core.residency.in_flight) == 3)
+            other.ask([Part(run, virtual(tensor, 1, 2, 3))])
             gate.open_soon()
             assert torch.equal(tensor.to_dense(), values(4 * FLOATS))
-            assert ahead._executor.error is None
+            assert pager.core.migration.bytes_in - before == 4 * PAGE_BYTES
+            assert pager.core.mover.error is None
             check_invariants(pager.core)
 
 
 def test_moves_of_pages_that_a_part_holds(tmp_path) -> None:
     """An out leaves them where they are; an in that would make them move is not done."""
-    with small_pager(tmp_path) as pager:
-        tensor, run = (paged := pager.page(values(4 * FLOATS))), paged._storage.run
+    with small_pager(tmp_path, policy="lp") as pager:
+        assert pager.core.follower is not None
+        tensor, planned = pager.page(values(4 * FLOATS)), pager.core.follower.planned
         evict(pager, tensor)
         with page_set(pager.core, pages_of(tensor, [1, 3], write=True)) as frames:
             assert frames.tolist() == [0, 1]
-            with reading_ahead(pager.core) as ahead:
-                executor = ahead._executor
-                with pager.core.lock:
-                    ahead._queue("out", "host", virtual(tensor, 1, 2, 3))
-                    run.coming += 1
-                    planned = Job(Action("in", "host", 0, 0, 4, ANYWHERE), run)
-                    next(c for c in executor.channels if c.name == "host-in").add(planned)
-                wait_until(lambda: executor.idle)
-                assert frames_of(tensor) == [-1, 0, -1, 1]
-                assert executor.transfers.skipped == 1
-                check_invariants(pager.core)
+            key = named(pager, {"A": tensor})["A"]
+            with pager.core.lock:
+                for what in ("out", "in"):
+                    planned.issue([Action(what, "host", key, 0, 4, ANYWHERE)], ())
+                assert not planned.waiting
+            assert frames_of(tensor) == [-1, 0, -1, 1]
+            assert planned.skipped == 1
+            check_invariants(pager.core)
 
 
 # -- part pins -----------------------------------------------------------------------------------

@@ -155,7 +155,7 @@ def test_random_training(
         compare_runs(script_of(seed), PlannedWorld(pager))
         stats = pager.stats()
         why = "" if stats["planned_iterations"] and stats["prefetches"] else pager.explain()
-        channels = {c.name: c.moved_pages for c in pager.core.follower.executor.channels}
+        channels = {lane.name: lane.moved_pages for lane in pager.core.mover.lanes.values()}
     assert stats["planned_iterations"] > 0, why
     assert stats["prefetches"] > 0, why
     assert stats["prefetches"] < MANY or stats["prefetch_hits"] > 0

@@ -310,40 +310,6 @@ def test_an_op_that_fails_leaves_the_views_of_others_alone() -> None:
             assert equal(view, plain)
 
 
-def test_channels_stay_quiet_until_the_last_one_who_wants_that_is_done() -> None:
-    with make_pager(8, policy="lp") as pager, pager.core.lock:
-        executor = pager.core.follower.executor
-        with executor.quiet():
-            with executor.quiet():
-                pass
-            assert executor.paused
-        assert not executor.paused
-
-
-def test_a_stream_that_begins_while_others_are_waited_for_is_quiet_too() -> None:
-    with make_pager(8) as pager, pager.core.lock:
-        streams = pager.core.residency.streams
-        quiet: list[str] = []
-
-        class Stream:
-            def __init__(self, name: str, follower: Any = None) -> None:
-                self.name, self.follower = name, follower
-
-            @contextmanager
-            def quiet(self) -> Iterator[None]:
-                if self.follower is not None:  # the lock is given away while it is waited for
-                    streams.append(self.follower)
-                quiet.append(self.name)
-                yield
-                quiet.remove(self.name)
-
-        streams.append(Stream("first", Stream("second")))
-        with pager.core.residency.still():
-            assert quiet == ["first", "second"]
-        streams.clear()
-        assert not quiet
-
-
 def test_a_thread_that_raises_holds_nothing_afterwards() -> None:
     plain = [matrix(2), matrix(6, 1)]
     with make_pager(6) as pager:

@@ -1,12 +1,13 @@
 """Small programs, each of which needs a wait of the runtime, whatever is slow and whatever is not.
 
-No move here is of a thread of its own: planned ones are prepared, run and finished where they
-stand. What is checked: the bytes, and by who runs one of these, that there is no race.
+Planned moves are begun and, but for those of the tickets, ended where they stand. What is checked:
+the bytes, and by who runs one of these, that there is no race.
 """
 
 from __future__ import annotations
 
 import ctypes
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,8 +23,8 @@ from tensorpager.pager.devices.choice import make_device, resolve
 from tensorpager.pager.devices.device import Copy, HostMemory
 from tensorpager.pager.devices.plain_memory import PlainMemory
 from tensorpager.pager.machine.calibration.link import measure_link
-from tensorpager.pager.moves.channel import Job
 from tensorpager.pager.plan.guide import ANYWHERE, Action
+from tensorpager.pager.plan.planned import Job
 from tensorpager.pager.tensor.new_pages import empty_like_geometry
 
 from .device import NAME, Machine
@@ -70,32 +71,31 @@ def frame_of(tensor: tp.PagedTensor) -> int:
     return int(tensor._storage.pager.table.frame[tensor._storage.run.first])
 
 
+def queue(tensor: tp.PagedTensor, what: str, tier: str = "host", base: int = ANYWHERE) -> None:
+    """All pages of ``tensor``, as a plan has it."""
+    core, run = tensor._storage.pager, tensor._storage.run
+    assert core.follower is not None
+    moves = core.follower.planned
+    with core.lock:
+        start = moves._start_out if what == "out" else moves._start_in
+        assert start(Job(Action(what, tier, run.key, 0, run.count, base), run))
+
+
 def planned(tensor: tp.PagedTensor, what: str, tier: str = "host", base: int = ANYWHERE) -> None:
-    """All pages of ``tensor`` move at once, as a channel's thread does it."""
-    pager, run = tensor.pager, tensor._storage.run
-    assert pager.core.follower is not None
-    executor, transfers = pager.core.follower.executor, pager.core.follower.transfers
-    number = ("host", "disk").index(tier) + 2 * (what == "in")
-    channel = executor.channels[number]
-    assert channel.name == f"{tier}-{what}"
-    transfers.batch_pages[channel.name] = run.count
-    with pager.core.lock:
-        channel.jobs.append(Job(Action(what, tier, run.key, 0, run.count, base), run))
-        if what == "out":
-            run.leaving += 1
-        else:
-            run.coming += 1
-        transfer = transfers.prepare(channel)
-    assert transfer is not None
-    error: BaseException | None = None
-    try:
-        transfer.run()
-    except BaseException as caught:
-        error = caught
-    with pager.core.lock:
-        transfers.finish(channel, transfer, error)
-    if error is not None:
-        raise error
+    """The same, and the move has ended."""
+    queue(tensor, what, tier, base)
+    core = tensor._storage.pager
+    with core.lock:
+        core.mover.drain()
+    if core.mover.error is not None:
+        raise core.mover.error
+
+
+def slow_out(pager: tp.Pager) -> None:
+    """What is queued for the host begins a while later."""
+    lane = pager.core.mover.lanes["host-out"]
+    begin = lane.add
+    lane.add = lambda *work: threading.Timer(0.2, begin, work).start()  # type: ignore[method-assign]
 
 
 @contextmanager
@@ -264,6 +264,29 @@ def a_late_op_and_planned_moves(machine: Machine, folder: Path) -> None:
         planned(x, "out")
         planned(x, "in")
         assert holds(x, 2)
+
+
+@script
+def a_page_comes_to_the_frame_of_one_that_leaves(machine: Machine, folder: Path) -> None:
+    with small(1, policy="lp") as pager:
+        x = page_of(pager, 1)
+        y = page_of(pager, 2).add_(1)
+        slow_out(pager)
+        queue(y, "out")
+        queue(x, "in")
+        assert holds(x, 1)
+        assert holds(y, 3)
+
+
+@script
+def a_new_page_takes_the_frame_of_one_that_is_queued(machine: Machine, folder: Path) -> None:
+    with small(1, policy="lp") as pager:
+        x = page_of(pager, 1)
+        slow_out(pager)
+        queue(x, "out")
+        y = new_page(pager).add_(2)
+        assert holds(x, 1)
+        assert holds(y, 2)
 
 
 @script

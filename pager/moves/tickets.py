@@ -1,0 +1,265 @@
+"""Tickets: what is queued already, and whoever comes next waits for.
+
+Note: program order
+-------------------
+The page table says where pages are in the order of the program. Whoever queues a transfer changes
+it at once; what is not there yet has a *ticket*. Each place (a frame, a host slot, a disk slot)
+knows the latest ticket of a transfer that reads or fills it::
+
+    out  A: frame 3 -> slot 7    ticket 1 on both        frame 3 is free, A is in slot 7
+    in   B: slot 5 -> frame 3    ticket 2, after 1       B is in frame 3
+    in   A: slot 7 -> frame 4    ticket 3, after 1       A is in frame 4
+    op on B                      waits for ticket 2
+
+So a transfer waits for the tickets of all its places, and an op for those of its frames. Tickets
+wait only for lower numbers and each lane takes them in order, so some ticket can always go on.
+
+A ticket that fails makes all fail that wait for it, and none of these has touched a byte: what the
+first one was to save is still in its frame. It stays on its places until ``Mover.drain`` has put
+the page table right.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from queue import Empty, SimpleQueue
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from ..disk.watch import IoWatch, Patience
+from ..errors import HungDisk, PagerError
+from ..memory.page_table import Int32
+
+if TYPE_CHECKING:
+    from .transfers import Transfer
+
+_WATCHDOG_SECONDS = 60.0
+Places = tuple[str, Int32]  # a tier, and frames or slots of it
+
+
+class MoveFailed(Exception):  # noqa: N818 - never the user's: ``Mover.drain`` deals with it
+    """What was waited for has failed; ``__cause__`` says how."""
+
+
+class Ticket:
+    """Of one transfer. ``after``: tickets that it waits for; ``error``: how it failed; ``undo``:
+    puts the page table right where it has."""
+
+    __slots__ = ("_over", "_told", "after", "error", "label", "number", "undo")
+
+    def __init__(self, number: int, after: list[Ticket], over: deque[int], label: str) -> None:
+        self.number = number
+        self.after = after
+        self.label = label
+        self.error: BaseException | None = None
+        self.undo: Callable[[], None] = lambda: None
+        self._over = threading.Event()
+        self._told = over
+
+    @property
+    def is_over(self) -> bool:
+        return self._over.is_set()
+
+    def end(self, error: BaseException | None = None) -> None:
+        """The bytes are there, or will not be. Any thread."""
+        self.error = error
+        self._over.set()
+        self._told.append(self.number)
+
+    def wait(self, seconds: float | None = None) -> bool:
+        """Until it is over; whether it is."""
+        return self._over.wait(seconds)
+
+
+class Tickets:
+    """Those of one pager. Under its lock. ``waits``: how often somebody had to."""
+
+    def __init__(self, watch: IoWatch) -> None:
+        self.waits = 0
+        self._watch = watch
+        self._last = 0
+        self._live: dict[int, Ticket] = {}  # not over, or failed
+        self._over: deque[int] = deque()  # numbers of those that have ended since
+        self._columns = {tier: np.zeros(0, np.int64) for tier in ("device", "host", "disk")}
+
+    def take(self, label: str, *places: Places) -> Ticket:
+        """A ticket on all of ``places``, after those that they have."""
+        self._last += 1
+        ticket = Ticket(self._last, self.of(*places), self._over, label)
+        for tier, numbers in places:
+            self._column(tier, numbers)[numbers] = self._last
+        self._live[self._last] = ticket
+        return ticket
+
+    def of(self, *places: Places) -> list[Ticket]:
+        """Tickets of ``places`` that are not over, or have failed."""
+        self._sweep()
+        if not self._live:
+            return []
+        found: set[int] = set()
+        oldest = next(iter(self._live))
+        for tier, numbers in places:
+            theirs = self._column(tier, numbers)[numbers]
+            if theirs.max(initial=0) >= oldest:
+                found.update(theirs.tolist())
+        return [self._live[number] for number in sorted(found) if number in self._live]
+
+    def pending(self, tier: str, numbers: Int32) -> npt.NDArray[np.bool_]:
+        """Which of these places have such a ticket."""
+        self._sweep()
+        if not self._live:
+            return np.zeros(len(numbers), np.bool_)
+        theirs = self._column(tier, numbers)[numbers]
+        found: npt.NDArray[np.bool_] = theirs >= next(iter(self._live))
+        if found.any():  # then it is worth to look at each
+            found[found] = [number in self._live for number in theirs[found].tolist()]
+        return found
+
+    @property
+    def any(self) -> bool:
+        self._sweep()
+        return bool(self._live)
+
+    @property
+    def failed(self) -> list[Ticket]:
+        """The latest first."""
+        self._sweep()
+        return [ticket for ticket in reversed(self._live.values()) if ticket.error is not None]
+
+    def wait(self, tickets: Iterable[Ticket], lock: threading.RLock | None = None) -> None:
+        """Until all are over. ``lock``: is given away meanwhile. Raises ``MoveFailed``, and
+        ``HungDisk`` if a call of the disk does not return."""
+        for ticket in tickets:
+            if not ticket.is_over:
+                self.waits += 1
+                held = lock._release_save() if lock is not None else None  # type: ignore[attr-defined]
+                try:
+                    self._wait(ticket)
+                finally:
+                    if lock is not None:
+                        lock._acquire_restore(held)  # type: ignore[attr-defined]
+            if ticket.error is not None:
+                raise MoveFailed from ticket.error
+
+    def wait_for_all(self) -> None:
+        """The same, of every ticket, failed or not."""
+        for ticket in list(self._live.values()):
+            if not ticket.is_over:
+                self.waits += 1
+                self._wait(ticket)
+
+    def forget(self, tickets: Iterable[Ticket]) -> None:
+        """What failed has been put right."""
+        for ticket in tickets:
+            self._live.pop(ticket.number, None)
+
+    def _wait(self, ticket: Ticket) -> None:
+        patience = Patience(self._watch)
+        deadline = time.monotonic() + _WATCHDOG_SECONDS
+        while not ticket.wait(patience.tick_seconds):
+            patience.ticked()
+            if self._watch.calls:  # a slow disk; a hung one has its own time-out
+                deadline = time.monotonic() + _WATCHDOG_SECONDS
+            if time.monotonic() > deadline:
+                under_way = [t.label for t in list(self._live.values()) if not t.is_over]
+                raise PagerError(
+                    f"no page moved for {_WATCHDOG_SECONDS:g} s; queued: {', '.join(under_way)}"
+                )
+
+    def _sweep(self) -> None:
+        while self._over:
+            number = self._over.popleft()
+            ticket = self._live.get(number)
+            if ticket is not None and ticket.error is None:
+                del self._live[number]
+
+    def _column(self, tier: str, numbers: Int32) -> npt.NDArray[np.int64]:
+        column = self._columns[tier]
+        most = int(numbers.max(initial=-1))
+        if most >= len(column):
+            column = np.zeros(max(2 * len(column), most + 1), np.int64)
+            column[: len(self._columns[tier])] = self._columns[tier]
+            self._columns[tier] = column
+        return column
+
+
+class Lane:
+    """Transfers of one tier in one direction, begun in their order, by ``threads`` threads: the
+    next one is under way when one ends, as Python lies in between, which waits for the GIL."""
+
+    def __init__(self, name: str, threads: int) -> None:
+        self.name = name
+        self.threads: list[threading.Thread] = []
+        # While any transfer was under way: what was moved, and how long that took.
+        self.moved_pages = 0
+        self.moving_seconds = 0.0
+        self._count = threads
+        self._queue: SimpleQueue[tuple[Transfer, Ticket] | None] = SimpleQueue()
+        self._clock = threading.Lock()
+        self._busy = 0
+        self._since = 0.0
+
+    def add(self, transfer: Transfer, ticket: Ticket) -> None:
+        if not self.threads:
+            for _ in range(self._count):
+                name = f"tensorpager-{self.name}"
+                self.threads.append(threading.Thread(target=self._run, name=name, daemon=True))
+                self.threads[-1].start()
+        self._queue.put((transfer, ticket))
+
+    def stop(self) -> None:
+        """What has not begun fails. Threads end when they have done what they are at."""
+        while True:
+            try:
+                work = self._queue.get_nowait()
+            except Empty:
+                break
+            if work is not None:
+                work[1].end(PagerError("the Pager was closed"))
+        for _ in self.threads:
+            self._queue.put(None)
+
+    def join(self, watch: IoWatch) -> None:
+        """One that waits for a disk that does not answer is left behind: it ends when that does."""
+        patience = Patience(watch)
+        for thread in self.threads:
+            try:
+                while thread.is_alive():
+                    thread.join(patience.tick_seconds)
+                    patience.ticked()
+            except HungDisk:
+                continue
+        self.threads.clear()
+
+    def _run(self) -> None:
+        while (work := self._queue.get()) is not None:
+            transfer, ticket = work
+            error = None
+            for before in ticket.after:
+                before.wait()
+                error = error or before.error
+            ticket.after = []
+            ticket.end(error or self._carry(transfer))
+            del work, transfer, ticket
+
+    def _carry(self, transfer: Transfer) -> BaseException | None:
+        with self._clock:
+            if not self._busy:
+                self._since = time.perf_counter()
+            self._busy += 1
+        try:
+            transfer.run()
+            return None
+        except BaseException as error:  # a thread that died would be waited for
+            return error
+        finally:
+            with self._clock:
+                self._busy -= 1
+                self.moved_pages += len(transfer.pages)
+                if not self._busy:
+                    self.moving_seconds += time.perf_counter() - self._since

@@ -1,0 +1,235 @@
+"""Carries out what a plan says: on the thread that runs ops, when an access ends.
+
+Moves are queued in the plan's order. What cannot begin (no frame or slot is free, something that
+may not move is in the way) is tried again when the next access ends, and everything behind it on
+the same channel waits with it. An access whose pages are queued waits for their tickets; what is
+not queued by then is faulted in. So a plan can be wrong in any way and costs only time.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from ..memory.frame_pool import merge
+from ..memory.page_table import BLANK, DIRTY, Int32
+from ..memory.space import PageRun
+from ..moves.mover import TIERS, Mover
+from ..moves.parts import held_pages
+from ..moves.residency import Residency
+from ..moves.tickets import MoveFailed
+from ..moves.windows import find_window
+from .access_log import Names
+from .guide import ANYWHERE, Action
+
+
+class Job(NamedTuple):
+    """An :class:`Action` on a live run. What is done of it the page table says."""
+
+    action: Action
+    run: PageRun
+
+    @property
+    def pages(self) -> Int32:
+        return self.run.pages[self.action.first : self.action.first + self.action.pages]
+
+
+class PlannedMoves:
+    """Of one pager; under its lock.
+
+    ``late``: runs that an access had to wait for; ``faults``: accesses that the plan did not serve;
+    ``prefetched``, ``skipped``: in-moves that brought their pages, and moves that found nothing to
+    do or no way to. ``births``: key → frame, of the plan that is followed.
+    """
+
+    def __init__(self, residency: Residency, mover: Mover, names: Names) -> None:
+        self.late = self.faults = self.prefetched = self.skipped = 0
+        self.births: dict[int, int] = {}
+        self._residency, self._mover, self._names = residency, mover, names
+        self._table, self._migration = residency.table, residency.migration
+        self._outs: dict[str, deque[Job]] = {tier: deque() for tier in TIERS}
+        self._ins: dict[str, deque[Job]] = {tier: deque() for tier in TIERS}
+
+    # -- queueing --------------------------------------------------------------------------------
+    def issue(self, actions: Iterable[Action], newborn: Sequence[PageRun]) -> None:
+        """Queue moves. Those of runs that are gone, and of pages that a run does not have, are left
+        out."""
+        for action in actions:
+            run = self._names.run_of(action.key, newborn)
+            if run is None or action.first + action.pages > run.count:
+                continue
+            if action.what == "drop":
+                self._drop(run, action)
+            else:
+                queues = self._outs if action.what == "out" else self._ins
+                queues[action.tier].append(Job(action, run))
+        self.go_on()
+
+    def _drop(self, run: PageRun, action: Action) -> None:
+        """Copies below are given up where the page is on the device."""
+        first = run.first + action.first
+        pages = np.arange(first, first + action.pages, dtype=np.int32)
+        pages = pages[self._table.frame[pages] >= 0]
+        pages = pages[~self._migration.tickets.pending("device", self._table.frame[pages])]
+        self._migration.drop_copies(pages, action.tier)
+
+    def go_on(self) -> None:
+        """Begin what can begin. Where that fails, or what was queued before has, its pages are
+        where they were, and the plan is over (``Mover.error``)."""
+        try:
+            for queues, start in ((self._outs, self._start_out), (self._ins, self._start_in)):
+                for queue in queues.values():
+                    while queue:
+                        job = queue[0]
+                        if self._names.is_live(job.run) and not start(job):
+                            break
+                        queue.popleft()
+        except MoveFailed:
+            self._mover.drain()
+        except Exception as error:
+            self._mover.error = self._mover.error or error
+        if self._mover.error is not None:
+            self.clear()
+
+    def clear(self) -> None:
+        """Forget what has not begun."""
+        for queue in (*self._outs.values(), *self._ins.values()):
+            queue.clear()
+
+    @property
+    def waiting(self) -> bool:
+        """Something has not begun."""
+        return any(self._outs.values()) or any(self._ins.values())
+
+    def _start_out(self, job: Job) -> bool:
+        """Clean pages leave at once; for the others slots are taken. Whether the job is done."""
+        run, table, tier = job.run, self._table, job.action.tier
+        if run.pins:  # used at this moment, which the plan did not foresee
+            self.skipped += 1
+            return True
+        resident = job.pages[table.frame[job.pages] >= 0]
+        if run.parts is not None:
+            resident = np.setdiff1d(resident, held_pages(run))
+        dirty = (table.flags[resident] & DIRTY) != 0
+        self._residency.evict_pages(resident[~dirty])
+        to_leave = resident[dirty]
+        if len(to_leave):
+            slots = self._migration.take_slots(tier, len(to_leave), leaving=to_leave)
+            self._mover.out(tier, to_leave[: len(slots)], slots)
+            return len(slots) == len(to_leave)
+        return True
+
+    def _start_in(self, job: Job) -> bool:
+        """Frames are taken, the planned ones where that is possible. Whether the job is done."""
+        run, table, tier = job.run, self._table, job.action.tier
+        if any(other.run is run for queue in self._outs.values() for other in queue):
+            return False  # its pages have yet to leave
+        below = (table.frame[job.pages] < 0) & ((table.flags[job.pages] & BLANK) == 0)
+        wanted = job.pages[below & (self._migration.slots_of(tier, job.pages) >= 0)]
+        if run.parts is not None or not len(wanted):  # what is in use cannot make way for the rest
+            self.skipped += 1
+            return True
+        for first, _, count in merge(wanted, wanted):
+            pages = np.arange(first, first + count, dtype=np.int32)
+            pages = self._beside_streams(pages)
+            self._mover.bring(tier, *self._with_frames(run, pages, job.action.base))
+            if table.frame[first + count - 1] < 0:
+                return False
+        self.prefetched += 1
+        return True
+
+    def _beside_streams(self, pages: Int32) -> Int32:
+        """The first of ``pages``: what leaves streams the frames that they are about to fill."""
+        residency = self._residency
+        if not residency.workspaces:
+            return pages
+        return pages[: max(0, residency.pool.free_count - residency.kept_frames())]
+
+    def _with_frames(self, run: PageRun, pages: Int32, base: int) -> tuple[Int32, Int32]:
+        """``pages``, and free frames taken for them; none of both if too few are free.
+
+        The plan counts on any free frames: those that were foreseen are only the ones for which
+        nothing has to be moved aside.
+        """
+        if not len(pages):
+            return pages, pages
+        own = self._table.frame[run.pages]
+        resident = np.flatnonzero(own >= 0)
+        if len(resident):
+            base = int(own[resident[0]] - resident[0])
+            pool = self._residency.pool
+            first = base + int(pages[0]) - run.first
+            free = self._is_inside(run, base) and pool.is_free(first, len(pages))
+            window = base if free else find_window(self._residency, run)
+        else:
+            window = self._window(run, base)
+        if window is None:
+            return pages[:0], pages[:0]
+        frames = pages - np.int32(run.first - window)
+        self._residency.pool.take(int(frames[0]), len(frames))
+        return pages, frames
+
+    def _window(self, run: PageRun, base: int) -> int | None:
+        """The first of as many free frames as ``run`` has pages, ``base`` if it is."""
+        if self._is_inside(run, base) and self._residency.pool.is_free(base, run.count):
+            return base
+        return find_window(self._residency, run)
+
+    def _is_inside(self, run: PageRun, base: int) -> bool:
+        return 0 <= base <= self._residency.pool.count - run.count
+
+    # -- accesses --------------------------------------------------------------------------------
+    def serve(self, runs: Sequence[PageRun]) -> bool:
+        """Wait until ``runs`` are on the device, and pin them. ``False``, and nothing pinned, if
+        the plan has not brought them."""
+        if self.waiting:
+            self.go_on()  # what was in the way then may move now
+        for run in runs:
+            run.pins += 1
+        served = False
+        try:
+            served = all(run.base >= 0 or self._serve(run) for run in runs)
+        except MoveFailed:
+            self._mover.drain()
+            self.clear()
+        finally:
+            if not served:
+                for run in runs:
+                    run.pins -= 1
+        for run in runs if served else ():
+            self._residency.touch(run)
+        return served
+
+    def make_windows(self, runs: Sequence[PageRun]) -> None:
+        """So that runs which are faulted in find room in one piece without evicting anything, if
+        enough frames are free."""
+        try:
+            for run in runs:
+                if run.base < 0 and not self._residency.is_whole(run):
+                    find_window(self._residency, run)
+        except MoveFailed:
+            self._mover.drain()
+
+    def _serve(self, run: PageRun) -> bool:
+        residency = self._residency
+        if residency.is_blank(run):
+            return self._bear(run)
+        if not residency.is_whole(run):
+            return False
+        self.late += residency.wait_for(run.pages)
+        residency.settle(run)
+        return run.base >= 0
+
+    def _bear(self, run: PageRun) -> bool:
+        """Frames for a run that is born, if enough are free."""
+        residency, base = self._residency, self.births.get(run.key, ANYWHERE)
+        while residency.is_blank(run):  # the lock is given away below
+            window = self._window(run, base)
+            if window is None:
+                return False
+            if not residency.wait_for_frames(run.pages - np.int32(run.first - window)):
+                return residency.place_at(run, window)
+        return run.base >= 0
