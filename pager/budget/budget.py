@@ -23,6 +23,7 @@ an op, where the device can ask.
 from __future__ import annotations
 
 import time
+import warnings
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -177,7 +178,18 @@ class DeviceBudget:
             except TierFull:  # the tiers below cannot take it, so it stays
                 self._stuck = True
             self._cap_metered()
+        self._give_way_to_dense()
         self.log_frames()
+
+    def _give_way_to_dense(self) -> None:
+        """Where the border cannot move, the arena begins larger than it is used while metering.
+        What the next op makes is not known before, so it is made smaller a little before."""
+        level = None if self.backend.can_unmap else self.backend.meter_level()
+        if level is None:
+            return
+        dense = self.dense_baseline + level + max(level // _MARGIN, _MARGIN_BYTES)
+        if self.backend.arena.numel() + dense > self.bytes:
+            self.residency.fit()
 
     def _frames_to_spare(self) -> int:
         """Frames beside twice the dense bytes of shapes that were metered, and of this one so far;
@@ -274,6 +286,8 @@ class DeviceBudget:
         """Before the first parameter changes: raise ``InfeasibleBudget`` if the budget is below
         what the forward and backward passes took and ``optimizer``'s step will take, of which
         ``step_room`` says how much."""
+        if not self.metering:
+            self.backend.look_at_dense()
         if not self.metering or self.checked:
             return
         self.checked = True
@@ -461,6 +475,7 @@ class DeviceBudget:
             least = min(frames, self._frames_to_stay())
             try:
                 residency.shrink(max(least, frames - -(-more // self.page_size)))
+                residency.fit()
             except TierFull:
                 return False
             finally:
@@ -492,6 +507,14 @@ class DeviceBudget:
         dense = self.dense_baseline + self.backend.dense_peak()
         self.backend.cap_dense(None)
         room = self.bytes - self._least_frames * self.page_size
+        most = room if self.fixed_reserve is None else self.reserve
+        if self.settled and self.backend.most_held() and dense > most:  # nothing could refuse it
+            raise self.refused(
+                RuntimeError(
+                    f"{dense} bytes of tensors were in use at once, and there is room for {most}. "
+                    "This iteration is done, and what it changed is as plain PyTorch has it."
+                )
+            )
         follows = self.settled and self.fixed_reserve is None
         return dense if follows and (self.gave or self.reserve < dense) and dense <= room else 0
 
@@ -513,6 +536,7 @@ class DeviceBudget:
         """
         self.check()
         self._note_peak()
+        self._tell_of_excess()
         self._least_frames = max(1, self.residency.largest_need)
         if self._is_enough(self.dense_peak, self.residency.largest_need):
             return
@@ -533,6 +557,19 @@ class DeviceBudget:
             rigid=rigid,
         )
         self.changed = True  # the next step goes slab by slab, if no weight streams from now on
+
+    def _tell_of_excess(self) -> None:
+        held = self.dense_baseline + self.backend.most_held()
+        if held > self.bytes:
+            warnings.warn(
+                f"this iteration had {held} bytes on {self.backend.device} at once, "
+                f"{held - self.bytes} more than device_budget: its memory cannot be capped, and "
+                "the arena was not smaller in time. The next iterations have a smaller one; with "
+                "dense_reserve= the first has too",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+            self._most = max(self._most, held)
 
     def settle(self, dense_extra: int, *, roomy: bool) -> None:
         """After :meth:`end`: put the border where it belongs.

@@ -112,6 +112,11 @@ class Accelerator:
         self._alive = 0  # dense bytes that are not counted: they were there before
         self._alive_before = 0  # the same, when dense memory was measured last
         self._rests = 0  # of the allocator's segments then: a cap counts them, nobody needs them
+        self._counts = kit.knows_dense and not kit.caps_dense  # nothing refuses what is too much
+        self._cap: int | None = None
+        self._make_room: Callable[[int], bool] = lambda missing: False
+        self._metering = False
+        self._most = self._most_held = 0  # dense bytes that are counted, without and with the arena
 
     @property
     def arena(self) -> torch.Tensor:
@@ -128,12 +133,14 @@ class Accelerator:
         self.kit.commit(nbytes)
 
     def discard(self, start: int, nbytes: int) -> None:
-        raise NotImplementedError("dense memory asks for nothing in the middle of an op")
+        pass  # it is given back when the arena is made anew
 
     def remake(self, nbytes: int) -> None:
         self._settle()
+        self._note_peak()  # of an arena of this size
         self.kit.remake(nbytes)
         torch.accelerator.empty_cache()
+        self._reset_peak()
 
     def _settle(self) -> None:
         """Nothing uses memory that is about to be given back, and PyTorch's cache keeps none that
@@ -300,20 +307,49 @@ class Accelerator:
         pass
 
     def cap_dense(self, nbytes: int | None, make_room: Callable[[int], bool] | None = None) -> None:
-        if make_room is not None:  # limit_dense is a cap already
+        if make_room is not None:
+            self._make_room = make_room
             self.count_anew()
+        self.raise_cap(nbytes)
 
     def raise_cap(self, nbytes: int | None) -> None:
-        pass
+        self._cap = nbytes if self._counts else None  # or limit_dense is a cap already
+
+    def look_at_dense(self) -> None:
+        if self._cap is None:
+            return
+        self._note_peak()
+        missing = self._most - self._cap
+        if missing > 0 and not self._make_room(missing):
+            raise torch.OutOfMemoryError(
+                f"{self._most} bytes of tensors were in use beside it, {missing} more than there "
+                f"is room for ({self.device} has no cap that could refuse them)."
+            )
 
     def count_anew(self) -> None:
         self._alive = self.dense_now()
+        self._most = self._most_held = 0
+        self._reset_peak()
+
+    def _reset_peak(self) -> None:
+        if self._counts:
+            torch.accelerator.reset_peak_memory_stats(self.device)
+
+    def _note_peak(self) -> None:
+        if self._counts:
+            held = self._memory("allocated", "peak") - self._alive
+            self._most_held = max(self._most_held, held)
+            self._most = max(self._most, held - self.kit.counted_bytes)
 
     def dense_now(self) -> int:
         return self._memory("allocated", "current") - self.kit.counted_bytes
 
     def dense_peak(self) -> int:
-        return 0
+        self._note_peak()
+        return self._most
+
+    def most_held(self) -> int:
+        return self._most_held
 
     def refusal(self) -> str:
         return ""
@@ -329,6 +365,9 @@ class Accelerator:
         if not self.knows_dense:
             return
         torch.accelerator.empty_cache()  # what is cached now is not what an iteration needs
+        self._metering = True
+        self._note_peak()
+        self._most = 0
         torch.accelerator.reset_peak_memory_stats(self.device)
         if not go_on:
             self.count_anew()
@@ -342,9 +381,10 @@ class Accelerator:
     def meter_stop(self) -> int:
         # A cap counts what the allocator holds, the rest of its segments included. Where there is
         # none it may keep any number of them, and what tensors take is all that can be said.
-        counted = "reserved" if self.caps_dense else "allocated"
-        before = self.kit.counted_bytes + self._alive + self._rests
-        return max(0, self._memory(counted, "peak") - before)
+        self._metering = False
+        if self.caps_dense:
+            return max(0, self._memory("reserved", "peak") - self._alive - self._rests)
+        return self.dense_peak()
 
     def meter_alive(self) -> int:
         return max(0, self.dense_now() - self._alive)
@@ -353,6 +393,7 @@ class Accelerator:
         if not self.knows_dense:
             action()
             return 0
+        self._note_peak()
         torch.accelerator.reset_peak_memory_stats(self.device)
         before = self._memory("allocated", "current")
         action()
@@ -362,7 +403,9 @@ class Accelerator:
         return None
 
     def meter_level(self) -> int | None:
-        return None  # of what it keeps cached, not of what this iteration takes
+        if not (self._counts and self._metering):
+            return None  # of what it keeps cached, not of what this iteration takes
+        return self.dense_peak()
 
     def meter_timeline(self) -> Timeline:
         return np.empty(0), np.empty(0, np.int64)

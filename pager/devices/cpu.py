@@ -167,6 +167,12 @@ class Cpu:
     def dense_peak(self) -> int:
         return self._account.peak if self._account is not None else 0
 
+    def look_at_dense(self) -> None:
+        pass
+
+    def most_held(self) -> int:
+        return 0
+
     def refusal(self) -> str:
         return self._account.refusal if self._account is not None else ""
 

@@ -205,6 +205,14 @@ class Device(Protocol):
     def dense_peak(self) -> int:
         """Most dense bytes that were counted at once since ``cap_dense``; 0 where not known."""
 
+    def look_at_dense(self) -> None:
+        """Where allocations ask nobody in the middle of an op: what went beyond the cap so far asks
+        ``make_room`` now; ``torch.OutOfMemoryError`` if that returns ``False``."""
+
+    def most_held(self) -> int:
+        """Most bytes of arena and dense tensors at once, of those that are counted, where the arena
+        may be larger than its frames are many (not ``can_unmap``); else 0."""
+
     def refusal(self) -> str:
         """What was refused last, in words; empty where not known."""
 

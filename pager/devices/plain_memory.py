@@ -40,7 +40,8 @@ class PlainMemory:
     def lacking(device: torch.device) -> list[str]:
         found = [
             "virtual memory (the arena is one allocation, made anew after the first iteration)",
-            "a cap on dense memory (tensors are measured, and PyTorch's allocator may keep more)",
+            "a cap on dense memory (what tensors take is seen between ops, and too much is refused "
+            "where a step begins or an iteration ends; PyTorch's allocator may keep more)",
         ]
         if not has_statistics(device):
             found.append("memory statistics (dense_reserve= has to be given)")
@@ -70,10 +71,12 @@ class PlainMemory:
         assert nbytes <= self.arena.numel(), "an arena of this kit is made anew to grow"
 
     def remake(self, nbytes: int) -> None:
-        """Where the device has no room for both arenas at once, the bytes pass through host
-        memory."""
+        """Where the budget or the device has no room for both arenas at once, the bytes pass
+        through host memory."""
         old, keep = self.arena, min(nbytes, self.arena.numel())
         try:
+            if self._in_use() + nbytes > self.reserved_bytes:
+                raise PagerError("both would be more than device_budget")
             arena = self._allocate(nbytes)
         except PagerError:
             aside = old[:keep].cpu()
@@ -91,6 +94,12 @@ class PlainMemory:
         arena[:keep].copy_(old[:keep])
         torch.accelerator.synchronize(self._device)  # the old one may be memory of another stream
         self.arena = arena
+
+    def _in_use(self) -> int:
+        """Of tensors, the arena included."""
+        if not self.knows_dense:
+            return self.arena.numel()
+        return int(torch.accelerator.memory_allocated(self._device))
 
     def register_frames(self, registration: Registration) -> None:
         raise NotImplementedError("takes_drives says that this cannot be")

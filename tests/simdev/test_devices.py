@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -234,6 +236,107 @@ def test_the_meter_counts_what_comes_on_top(device: Accelerator) -> None:
         del temporary
         assert 8 * MIB <= device.meter_stop() < 12 * MIB
     assert alive.numel() == 4 * MIB
+
+
+class Watched:
+    """Tensors on the device, the arena among them: the most at any allocation that is made here or
+    by the kit, beyond what there was."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.most, self._before = 0, torch.accelerator.memory_allocated()
+        allocate = plain_memory.PlainMemory._allocate
+
+        def allocated(kit: plain_memory.PlainMemory, nbytes: int) -> torch.Tensor:
+            memory = allocate(kit, nbytes)
+            self.look()
+            return memory
+
+        monkeypatch.setattr(plain_memory.PlainMemory, "_allocate", allocated)
+
+    def look(self) -> None:
+        self.most = max(self.most, torch.accelerator.memory_allocated() - self._before)
+
+    def dense(self, nbytes: int) -> torch.Tensor:
+        tensor = torch.empty(nbytes, dtype=torch.uint8, device=NAME)
+        self.look()
+        return tensor
+
+
+@pytest.fixture
+def watched(monkeypatch: pytest.MonkeyPatch) -> Watched:
+    gc.collect()
+    return Watched(monkeypatch)
+
+
+BUDGET = 8 * MIB
+
+
+@contextmanager
+def one_linear(step: bool = True) -> Iterator[tuple[tp.Pager, Any]]:
+    """A pager and ``train(act)``: an iteration in which ``act`` is called amid the forward pass."""
+    with tp.Pager(BUDGET, page_size=PAGE, device=NAME, host_budget="16MiB") as pager:
+        net = pager.page_module(nn.Sequential(*(nn.Linear(256, 256) for _ in range(8))).to(NAME))
+        optimizer = pager.optimizer(torch.optim.SGD(net.parameters(), lr=0.1))
+        x = torch.ones(4, 256, device=NAME)
+
+        def train(act: Any) -> None:
+            with pager.iteration():
+                y = x
+                for layer in net:
+                    y = layer(y)
+                    act()
+                y.sum().backward()
+                if step:
+                    optimizer.step()
+                    optimizer.zero_grad()
+            check_invariants(pager.core)
+
+        yield pager, train
+
+
+def test_the_arena_makes_room_in_the_first_iteration(watched: Watched) -> None:
+    """It begins with three quarters of the budget, which no allocator can take from it."""
+    with one_linear() as (pager, train):
+        kept: list[torch.Tensor] = []
+        train(lambda: kept.append(watched.dense(MIB // 2)))
+        assert pager.core.budget.settled
+    assert 4 * MIB < watched.most <= BUDGET + MIB
+
+
+def test_the_arena_makes_room_when_a_step_begins(watched: Watched) -> None:
+    with one_linear() as (pager, train):
+        train(lambda: None)
+        frames = pager.core.residency.pool.count
+        watched.most = 0
+        train(lambda: watched.dense(6 * MIB))
+        assert pager.core.residency.pool.count < frames
+        assert pager.core.backend.arena.numel() + 6 * MIB <= BUDGET
+        watched.most = 0
+        train(lambda: watched.dense(6 * MIB))
+        assert 6 * MIB < watched.most <= BUDGET
+
+
+@pytest.mark.parametrize("step", [True, False])
+def test_too_much_dense_memory_is_refused_as_soon_as_it_is_seen(
+    watched: Watched, step: bool
+) -> None:
+    with one_linear(step) as (pager, train):
+        train(lambda: None)
+        weight = next(pager.core.models[0]().parameters())  # type: ignore[union-attr]
+        before = weight.to_dense().cpu()
+        with pytest.raises(tp.InfeasibleBudget, match=r"\d{7} bytes of tensors were in use"):
+            train(lambda: watched.dense(9 * MIB))
+        assert torch.equal(weight.to_dense().cpu(), before)
+        train(lambda: None)
+
+
+def test_more_than_the_budget_in_the_first_iteration_is_told(watched: Watched) -> None:
+    """Where the arena cannot become smaller in time."""
+    with one_linear() as (pager, train):
+        with pytest.warns(RuntimeWarning, match="bytes on queued:0 at once, .* more than device_b"):
+            train(lambda: watched.dense(5 * MIB))
+        assert pager.stats()["peak_bytes"]["device"] > BUDGET
+        train(lambda: watched.dense(5 * MIB))
 
 
 def test_small_tensors_are_aligned_as_by_the_allocators_of_gpus() -> None:
