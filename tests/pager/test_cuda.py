@@ -69,7 +69,7 @@ def test_same_bits_as_dense(lane: str, tmp_path) -> None:  # type: ignore[no-unt
         lower = {"host_budget": "8MiB", "disk_budget": "512MiB", "disk_path": str(tmp_path)}
     with tp.Pager(budget, device="cuda", page_size="2MiB", **lower) as pager, ExitStack() as stack:
         if lane in ("chaos", "scattered"):
-            stack.enter_context({"chaos": chaos, "scattered": scattered}[lane](pager))
+            stack.enter_context({"chaos": chaos, "scattered": scattered}[lane](pager.core))
         losses, parameters = train(pager)
         stats = pager.stats()
     assert losses == expected[0]
