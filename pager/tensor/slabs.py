@@ -400,7 +400,7 @@ def _operand(pager: Core, run: PageRun, low: int, high: int, dtype: torch.dtype)
     frames = pager.table.frame[rows].copy()
     if (frames < 0).any():
         page = low // size + int(np.argmax(frames < 0))
-        raise PagerError(f"page {page} is not on the device; pin it first, with pager.slabs.part")
+        raise PagerError(f"page {page} is not on the device; pin it first, with pager.part")
     arena = pager.residency.arena
     if low % size == 0:
         return Paged(arena, frames, size, dtype, (high - low) // dtype.itemsize)
