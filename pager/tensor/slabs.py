@@ -31,8 +31,8 @@ from ..errors import PagerError
 from ..memory.page_table import Int32
 from ..memory.space import PageRun
 from ..moves.parts import Part
-from ..moves.read_ahead import ReadAhead, reading_ahead
 from .paged_tensor import PagedTensor
+from .read_ahead import ReadAhead, reading_ahead
 from .workspace import workspace
 
 if TYPE_CHECKING:

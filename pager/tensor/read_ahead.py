@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ..memory.page_table import BLANK, DIRTY, Int32
-from .parts import Part, held_pages
-from .tickets import MoveFailed
+from ..moves.parts import Part, held_pages
+from ..moves.tickets import MoveFailed
 
 if TYPE_CHECKING:
     from ..core import Core
