@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from tensorpager.pager import api as runtime
+from tensorpager.pager import core
 from tensorpager.pager.devices.accelerator import Accelerator
 from tensorpager.pager.devices.cpu import Cpu
 from tensorpager.pager.devices.device import HostMemory
@@ -191,5 +191,5 @@ def streams(monkeypatch: pytest.MonkeyPatch) -> Streams:
     monkeypatch.setattr(torch.accelerator, "empty_cache", lambda: None)
     monkeypatch.setattr(torch, "Stream", lambda *_: Stream(streams))
     monkeypatch.setattr(torch, "Event", event)
-    monkeypatch.setattr(runtime, "make_device", lambda *given: FakeAccelerator(streams, *given))
+    monkeypatch.setattr(core, "make_device", lambda *given: FakeAccelerator(streams, *given))
     return streams

@@ -167,7 +167,7 @@ def test_checkpoint_in_a_backward_pass_for_weights(same, how: str) -> None:
 
     def script(world: World) -> object:
         weight = world.module(nn.Linear(256, 256, bias=False)).weight
-        x = torch.randn(64, 256, requires_grad=True)
+        x = torch.randn(512, 256, requires_grad=True)
 
         def twice(x: torch.Tensor) -> torch.Tensor:
             return F.linear(F.linear(x, weight).tanh(), weight)
@@ -181,7 +181,7 @@ def test_checkpoint_in_a_backward_pass_for_weights(same, how: str) -> None:
                 torch.autograd.backward(loss, inputs=[weight])
         return loss, weight.grad, x.grad
 
-    same(script)
+    same(script, frames=16)
 
 
 @pytest.mark.parametrize("inside", [True, False])

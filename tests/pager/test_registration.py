@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import tensorpager as tp
-from tensorpager.pager import api as runtime
+from tensorpager.pager import core
 from tensorpager.pager.devices.cpu import Cpu
 from tensorpager.pager.devices.cuda_memory import CudaMemory
 from tensorpager.pager.devices.registration import Registration
@@ -195,7 +195,7 @@ def on_gds(
 
         return FakeAccelerator(streams, device, reserved, committed, kit)
 
-    monkeypatch.setattr(runtime, "make_device", make)
+    monkeypatch.setattr(core, "make_device", make)
     monkeypatch.setattr(Event, "synchronize", lambda e: streams.run_before(e), raising=False)
     return cufile
 

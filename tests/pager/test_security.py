@@ -171,7 +171,7 @@ def test_undefined_values_are_never_another_pagers() -> None:
     with make_pager() as second:
         model = second.page_module(meta_linear(256))
         paged = second.page(torch.ones(3 * PAGE_BYTES, dtype=torch.uint8))
-        for tensor in (*model.parameters(), second.empty_like_geometry(paged, "user")):
+        for tensor in (*model.parameters(), empty_like_geometry(second.core, paged, "user")):
             assert not tensor.detach().numpy().any()
 
 

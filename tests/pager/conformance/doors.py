@@ -121,7 +121,7 @@ def answer(word):
 try:
     with contextlib.ExitStack() as stack:
         for name in lanes:
-            stack.enter_context(getattr(debug_lanes, name)(pager))
+            stack.enter_context(getattr(debug_lanes, name)(pager.core))
         exec(body, globals())
 except Exception:
     send.send(("error", traceback.format_exc()))
