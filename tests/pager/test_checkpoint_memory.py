@@ -12,6 +12,7 @@ from pathlib import Path
 import torch, tensorpager as tp
 from torch import nn
 from tensorpager.pager.checkpoint.save_load import save, load
+from tensorpager.pager.tensor.new_pages import empty_like_geometry
 torch.set_num_threads(1)
 folder = Path(sys.argv[1])
 pager = tp.Pager(device_budget="24MiB", disk_budget="640MiB", disk_path=folder, page_size="256KiB",
@@ -23,15 +24,16 @@ optimizer = pager.optimizer(torch.optim.SGD(model.parameters(), lr=0.1, momentum
 with torch.no_grad():
     for p in model.parameters():
         p.normal_()
-        optimizer.state[p]["momentum_buffer"] = pager.empty_like_geometry(p, "optimizer").fill_(0.5)
+        optimizer.state[p]["momentum_buffer"] = (
+            empty_like_geometry(pager.core, p, "optimizer").fill_(0.5))
 small = {"a": torch.ones(3), "b": pager.page(torch.ones(1 << 17))}
 stages = {
-    "warm": lambda: [(save(pager, folder / f"w.{e}", small), load(pager, folder / f"w.{e}", strict=
+    "warm": lambda: [(save(pager.core, folder / f"w.{e}", small), load(pager.core, folder / f"w.{e}", strict=
         False, model=model)) for e in ("pt", "safetensors")],
-    "save pt": lambda: save(pager, folder / "a.pt"),
-    "save safetensors": lambda: save(pager, folder / "a.safetensors"),
-    "load safetensors": lambda: load(pager, folder / "a.safetensors"),
-    "load pt": lambda: load(pager, folder / "a.pt"),
+    "save pt": lambda: save(pager.core, folder / "a.pt"),
+    "save safetensors": lambda: save(pager.core, folder / "a.safetensors"),
+    "load safetensors": lambda: load(pager.core, folder / "a.safetensors"),
+    "load pt": lambda: load(pager.core, folder / "a.pt"),
     "state_dict": lambda: pager.state_dict(),
 }
 for name, stage in stages.items():
