@@ -80,7 +80,7 @@ class _Memory:
 class OpenWeight:
     """``tensor``: what ops are given, ``None`` once it is closed."""
 
-    __slots__ = ("_accumulates", "memory", "paged", "requires_grad", "run", "tensor")
+    __slots__ = ("memory", "paged", "requires_grad", "run", "tensor")
 
     def __init__(self, paged: PagedTensor, memory: _Memory) -> None:
         self.paged = paged
@@ -92,12 +92,9 @@ class OpenWeight:
             alias: torch.Tensor = _ALIAS(paged)  # with the parameter's version counter
         finally:
             paged._opening = None
-        self.tensor: torch.Tensor | None = alias
-        self._accumulates: Any = None  # kept: tensors know theirs by weak references
-        if self.requires_grad:
-            node: Any = alias.grad_fn
-            self._accumulates = node.next_functions[0][0]
-            self.tensor = _in_place_of(paged, alias)
+        self.tensor: torch.Tensor | None = (
+            _in_place_of(paged, alias) if self.requires_grad else alias
+        )
 
 
 class _Saved(torch.autograd.Function):
@@ -114,6 +111,9 @@ def _in_place_of(paged: PagedTensor, alias: torch.Tensor) -> torch.Tensor:
         node: Any = _Saved.apply(paged).grad_fn  # type: ignore[no-untyped-call]
     (leaf,) = node.saved_tensors
     leaf._weight = paged
+    # A leaf has its node by a weak reference, and without it would get one of its own and keep the
+    # gradient. Whoever has taken the leaf for an op may be the last to have it: others close.
+    leaf._accumulates = alias.grad_fn.next_functions[0][0]  # type: ignore[union-attr]
     return leaf  # type: ignore[no-any-return]
 
 

@@ -18,6 +18,7 @@ import tensorpager as tp
 from tensorpager.pager.debug.chaos import scramble
 from tensorpager.pager.debug.check import check_invariants
 from tensorpager.pager.tensor.activations import SavedTensors
+from tensorpager.pager.tensor.open_weights import run_opened
 
 from .models import World, assert_same, know_that_all_fits, live_pages, make_pager, plain
 
@@ -221,6 +222,26 @@ def test_weights_evicted_between_forward_and_backward(pager: tp.Pager) -> None:
         return loss
 
     _trains(body, pager)
+
+
+def test_weights_evicted_after_an_op_has_taken_them(pager: tp.Pager) -> None:
+    """By another thread, before PyTorch has asked where their gradients go."""
+    weight = pager.page(torch.zeros(WIDTH, WIDTH)).requires_grad_()
+
+    def op(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        assert type(w) is torch.Tensor
+        evicting = threading.Thread(target=scramble, args=(pager.core,))
+        evicting.start()
+        evicting.join()
+        assert weight._open is None
+        return F.linear(x, w)
+
+    with pager.iteration():
+        run_opened(op, (_inputs(), weight), None).sum().backward()
+    assert weight.grad is not None
+    assert_same(weight.grad.to_dense(), _inputs().sum(0).expand(WIDTH, WIDTH))
+    scramble(pager.core)
+    assert _pins(pager) == 0
 
 
 def test_weights_evicted_by_every_saved_tensor(pager: tp.Pager) -> None:
