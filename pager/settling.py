@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from .optim.step_need import step_room
+
 if TYPE_CHECKING:
     from .core import Core
 
@@ -132,7 +134,7 @@ class Settling:
         place the border, and keep things dense if all fits."""
         budget = self._pager.budget
         if budget.metering:
-            budget.check(self._to_step())
+            budget.check(self._to_step(), step_room)
             budget.end()
             self._place()
             for kind, dims in self._fresh_shapes:
