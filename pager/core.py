@@ -413,7 +413,7 @@ class Core:
         if run.settled:
             return
         if run.kind == "parameter" and not self.stepping and self.in_iteration():
-            self.budget.check()
+            self.budget.check(before="this write to a parameter")
         with self.lock:
             self.residency.written(run)
 

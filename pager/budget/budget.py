@@ -282,10 +282,16 @@ class DeviceBudget:
         if not self._is_capped:
             self.backend.raise_cap(None)
 
-    def check(self, optimizer: Any = None, step_room: StepRoomOf | None = None) -> None:
+    def check(
+        self,
+        optimizer: Any = None,
+        step_room: StepRoomOf | None = None,
+        *,
+        before: str = "",
+    ) -> None:
         """Before the first parameter changes: raise ``InfeasibleBudget`` if the budget is below
         what the forward and backward passes took and ``optimizer``'s step will take, of which
-        ``step_room`` says how much."""
+        ``step_room`` says how much. ``before``: what else is about to change it, in words."""
         if not self.metering:
             self.backend.look_at_dense()
         if not self.metering or self.checked:
@@ -313,7 +319,9 @@ class DeviceBudget:
                 break
         then = "No parameter was changed."
         if optimizer is not None:
-            then += " What comes after the optimizer's step is not counted yet."
+            before = "the optimizer's step"
+        if before:
+            then += f" What comes after {before} is not counted yet."
         self._keep_to(choice, then, room=room, rigid=rigid)
         if own is not None and room is not None:
             own.frames = room.frames

@@ -161,7 +161,7 @@ def _unpin(pager: Core, parts: Sequence[Part]) -> None:
 
 def _will_write(pager: Core, part: Part) -> None:
     if part.run.kind == "parameter" and not pager.stepping and pager.in_iteration():
-        pager.budget.check()
+        pager.budget.check(before="this write to a parameter")
     part.run.writes += 1
     pager.residency.parts.written(part)
 
