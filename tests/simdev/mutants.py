@@ -24,6 +24,12 @@ class Mutant(NamedTuple):
     case: str  # of orders.py, or a training, that finds it under the schedule "lazy"
     before: str = ""  # what precedes the line, if that is there more than once
 
+    def broken(self) -> str:
+        """The text of ``file`` then."""
+        text, old = (ROOT / self.file).read_text(), self.before + self.line
+        assert text.count(old) == 1, f"{old!r} is {text.count(old)} times in {self.file}"
+        return text.replace(old, self.before + self.fault)
+
 
 class Finding(NamedTuple):
     """``how``: "race", "bytes" or "error"; ``None`` where nothing is wrong."""
@@ -382,9 +388,10 @@ MUTANTS = {
     ),
     "the arena is made anew under copies": Mutant(
         ACCELERATOR,
-        "        self._settle()\n        self.kit.remake(nbytes)\n",
-        "        self.kit.remake(nbytes)\n",
+        "        self._settle()\n",
+        "",
         "the_arena_is_made_anew_under_what_is_queued",
+        "    def remake(self, nbytes: int) -> None:\n",
     ),
     "the old arena is given back while it is read": Mutant(
         "pager/devices/plain_memory.py",
@@ -433,10 +440,7 @@ def _broken_copy(mutant: Mutant, folder: Path) -> None:
         )
     for path in (ROOT / "tensorpager").glob("*.py"):
         shutil.copy(path, folder / "tensorpager")
-    path = folder / "tensorpager" / mutant.file
-    text, old = path.read_text(), mutant.before + mutant.line
-    assert text.count(old) == 1, f"{old!r} is {text.count(old)} times in {mutant.file}"
-    path.write_text(text.replace(old, mutant.before + mutant.fault))
+    (folder / "tensorpager" / mutant.file).write_text(mutant.broken())
 
 
 def _look(name: str, folder: Path) -> Finding:

@@ -605,8 +605,8 @@ def the_arena_is_made_anew_under_what_is_queued(machine: Machine, folder: Path) 
 
 @script
 def the_arena_is_made_anew_on_another_stream(machine: Machine, folder: Path) -> None:
-    """Its memory goes back to the stream that it was allocated on."""
-    device = make_device(resolve(NAME), 4 * PAGE, 4 * PAGE)
+    """Its memory goes back to the stream that it was allocated on. There is room for both."""
+    device = make_device(resolve(NAME), 64 * PAGE, 4 * PAGE)
     side = torch.Stream(NAME)
     with on(side):
         device.arena.zero_()

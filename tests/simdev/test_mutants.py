@@ -13,6 +13,12 @@ QUICK = {
 }
 
 
+@pytest.mark.parametrize("name", MUTANTS)
+def test_every_fault_can_be_made(name: str) -> None:
+    """Its line is there, once: what is slow to run is not slow to break."""
+    compile(MUTANTS[name].broken(), name, "exec")
+
+
 @pytest.mark.parametrize(
     "names", [QUICK, pytest.param(MUTANTS.keys() - QUICK, marks=pytest.mark.slow)]
 )
