@@ -28,8 +28,8 @@ with torch.no_grad():
             empty_like_geometry(pager.core, p, "optimizer").fill_(0.5))
 small = {"a": torch.ones(3), "b": pager.page(torch.ones(1 << 17))}
 stages = {
-    "warm": lambda: [(save(pager.core, folder / f"w.{e}", small), load(pager.core, folder / f"w.{e}", strict=
-        False, model=model)) for e in ("pt", "safetensors")],
+    "warm": lambda: [(save(pager.core, folder / f"w.{e}", small), load(pager.core,
+        folder / f"w.{e}", strict=False, model=model)) for e in ("pt", "safetensors")],
     "save pt": lambda: save(pager.core, folder / "a.pt"),
     "save safetensors": lambda: save(pager.core, folder / "a.safetensors"),
     "load safetensors": lambda: load(pager.core, folder / "a.safetensors"),
