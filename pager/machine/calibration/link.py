@@ -69,6 +69,7 @@ def _by_streams(backend: Device, source: Bytes) -> TimedCopies:
             "raise device_budget, or free device memory that other processes hold"
         ) from error
     stream = torch.Stream(backend.device)
+    stream.wait_stream(torch.accelerator.current_stream(backend.device))  # which fills it
 
     def timed(out: bool, pieces: Sequence[Bytes]) -> float:
         began, ended = (torch.Event(backend.device, enable_timing=True) for _ in range(2))
