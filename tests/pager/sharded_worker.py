@@ -24,8 +24,9 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.nn import functional as F
 
 import tensorpager as tp
-from tensorpager.pager.checkpoint import safetensors_file, tensor_bytes, together
+from tensorpager.pager.checkpoint import safetensors_file, together
 from tensorpager.pager.disk import watch as io_watch
+from tensorpager.pager.tensor import tensor_bytes
 from tests.pager import distributed_worker
 from tests.pager.distributed_worker import (
     PAGE_BYTES,
