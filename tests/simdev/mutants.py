@@ -137,6 +137,13 @@ MUTANTS = {
         "",
         "the_clock_is_read_when_the_work_is_done",
     ),
+    "the link is measured with what is not there yet": Mutant(
+        "pager/machine/calibration/link.py",
+        "    stream.wait_stream(torch.accelerator.current_stream(backend.device))"
+        "  # which fills it\n",
+        "",
+        "the_link_is_measured",
+    ),
     "the link is measured while it is at work": Mutant(
         "pager/machine/calibration/link.py",
         "        ended.synchronize()  # so nothing uses the memory on either side any more\n",

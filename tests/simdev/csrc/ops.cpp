@@ -315,8 +315,8 @@ void fallback(const c10::OperatorHandle& op, Stack* stack) {
 }
 
 // -- copies ----------------------------------------------------------------------------------------------
-// As CUDA's: with page-locked host memory queued work, and with other host memory the call takes the
-// bytes along, if they are few, and else returns when the copy is done.
+// As CUDA's driver has them: with page-locked host memory queued work, and with other host memory the
+// call takes the bytes along, if they are few, and else returns when the copy is done.
 Tensor copy_from(const Tensor& self, const Tensor& target, bool non_blocking) {
   if (!target.numel()) return target;
   if (counts.copies_to_fail >= 0 && counts.copies_to_fail-- == 0)
@@ -348,7 +348,7 @@ Tensor copy_from(const Tensor& self, const Tensor& target, bool non_blocking) {
   });
   auto end = machine.end_of(current_stream());
   bool across = !here(source) || !here(target);
-  if (across && (!non_blocking || (pageable && !here(target))))
+  if (across && !staged && (!non_blocking || (pageable && !here(target))))
     synchronize(end);
   else if (pageable && !staged)
     machine.synchronize(end, true);
