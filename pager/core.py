@@ -3,7 +3,7 @@
 ::
 
     ops, slabs, steps, checkpoints          who use pages
-              | hold, pin, will_write
+              | pin, will_write
               v
             Core ------------------------>  who look on: the log, a plan's follower, a recorder
               |

@@ -269,7 +269,7 @@ class CudaMemory:
 
     def close(self) -> None:
         """Raises ``PagerError`` with everything still mapped if a drive may still write there
-        (rule 4 of ``disk/registration.py``)."""
+        (rule 4 of ``registration.py``)."""
         if self._registration is not None:
             self._registration.keep(0)
         self.arena = torch.empty(0, dtype=torch.uint8, device=self._device)

@@ -4,7 +4,7 @@ Note: stream order
 ------------------
 Streams: *compute* (those that ops run on), *out* (device → host), *in* (host → device). Ops may run
 on several streams, one after the other: a stream that is current where pages are used is noted
-(``note_compute``), and waits then for the stream of the ops before and for *in* and *out*. So uses
+(``note_compute``), and waits then for the stream of the ops before. So uses
 of pages are one order, that of the program, whatever stream they are on; "waits for *compute*"
 below means for every stream that was noted.
 

@@ -17,7 +17,7 @@ callers, and where that is done:
 5. Its threads do not exist in a forked child, where whoever waited for them would wait for ever:
    a child has no such engine (``auto`` is ``posix`` there), and ends without KvikIO's destructors.
 6. It gives up on EINTR, and its errors are ``RuntimeError`` with a text: ``_translated``.
-7. cuFile copies device memory that was not registered: registration.py.
+7. cuFile copies device memory that was not registered: devices/registration.py.
 
 Settings are of the whole process, other users of KvikIO included: an engine with O_DIRECT turns
 ``auto_direct_io_*`` on for good, one without it turns them off while it opens its own file.

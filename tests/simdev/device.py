@@ -11,8 +11,8 @@ in a process of its own.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from ctypes import CFUNCTYPE, c_bool, c_char_p, c_double, c_int, c_int64, c_size_t, c_void_p
 from pathlib import Path
 from types import SimpleNamespace
@@ -191,6 +191,18 @@ class _Module:
     def get_device_properties(self, device: Any = None) -> Any:
         total = torch.accelerator.get_memory_info()[1]
         return SimpleNamespace(name="simulated accelerator", total_memory=total)
+
+
+@contextmanager
+def on(stream: torch.Stream) -> Iterator[None]:
+    """``stream`` is this thread's current one inside (``with stream:`` of one object from two
+    threads swaps their streams)."""
+    before = torch.accelerator.current_stream()
+    torch.accelerator.set_stream(stream)
+    try:
+        yield
+    finally:
+        torch.accelerator.set_stream(before)
 
 
 _machine: Machine | None = None

@@ -27,7 +27,7 @@ from tensorpager.pager.plan.guide import ANYWHERE, Action
 from tensorpager.pager.plan.planned import Job
 from tensorpager.pager.tensor.new_pages import empty_like_geometry
 
-from .device import NAME, Machine
+from .device import NAME, Machine, on
 
 PAGE = 64 << 10
 N = PAGE // 4
@@ -96,16 +96,6 @@ def slow_out(pager: tp.Pager) -> None:
     lane = pager.core.mover.lanes["host-out"]
     begin = lane.add
     lane.add = lambda *work: threading.Timer(0.2, begin, work).start()  # type: ignore[method-assign]
-
-
-@contextmanager
-def on(stream: torch.Stream) -> Iterator[None]:
-    before = torch.accelerator.current_stream()
-    torch.accelerator.set_stream(stream)
-    try:
-        yield
-    finally:
-        torch.accelerator.set_stream(before)
 
 
 # -- faults ----------------------------------------------------------------------------------------

@@ -4,8 +4,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,22 +12,12 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from .device import NAME, SCHEDULES, Machine
+from .device import NAME, SCHEDULES, Machine, on
 
 pytestmark = pytest.mark.simulated
 N = 1 << 15
 MIB = 1 << 20
 schedules = pytest.mark.parametrize("schedule", SCHEDULES)
-
-
-@contextmanager
-def on(stream: torch.Stream) -> Iterator[None]:
-    before = torch.accelerator.current_stream()
-    torch.accelerator.set_stream(stream)
-    try:
-        yield
-    finally:
-        torch.accelerator.set_stream(before)
 
 
 def locked(value: float) -> torch.Tensor:

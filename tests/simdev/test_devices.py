@@ -25,7 +25,7 @@ from tensorpager.pager.errors import PagerError
 from tensorpager.pager.machine.doctor.gpu import gpu_findings
 from tensorpager.planner.trace_file import read_trace
 
-from .device import NAME, SCHEDULES, Machine
+from .device import NAME, SCHEDULES, Machine, on
 
 pytestmark = [pytest.mark.simulated, pytest.mark.usefixtures("machine")]
 PAGE = 64 << 10
@@ -73,7 +73,7 @@ def train(
     for step in range(steps):
         x, y = torch.randint(0, 128, (2, 2, 32), generator=chance).to(NAME)
         with nullcontext() if pager is None else pager.iteration():
-            with on(side) if aside else nullcontext():
+            with on_another(side) if aside else nullcontext():
                 loss = F.cross_entropy(net(x).flatten(0, 1), y.flatten())
                 if step % 2:
                     loss.backward()
@@ -89,15 +89,13 @@ def train(
 
 
 @contextmanager
-def on(stream: torch.Stream) -> Iterator[None]:
+def on_another(stream: torch.Stream) -> Iterator[None]:
+    """``stream`` is current inside, behind what was queued before; later work is behind it."""
     main = torch.accelerator.current_stream()
     stream.wait_stream(main)
-    torch.accelerator.set_stream(stream)
-    try:
+    with on(stream):
         yield
-    finally:
-        torch.accelerator.set_stream(main)
-        main.wait_stream(stream)
+    main.wait_stream(stream)
 
 
 @pytest.fixture(scope="module")

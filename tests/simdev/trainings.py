@@ -18,7 +18,7 @@ import tensorpager as tp
 from tensorpager.pager.debug.chaos import chaos, scattered
 from tensorpager.pager.debug.check import check_invariants
 
-from .device import NAME, Machine
+from .device import NAME, Machine, on
 
 PAGE_BYTES = 64 << 10
 WIDTH = 256  # each matrix in the middle takes 4 pages, an AdamW step of one touches 16
@@ -105,11 +105,8 @@ def on_side_stream(block: nn.Module, x: torch.Tensor) -> torch.Tensor:
     ready.record(here)
     first = block(x)
     side.wait_event(ready)
-    torch.accelerator.set_stream(side)
-    try:
+    with on(side):
         second = block(x)
-    finally:
-        torch.accelerator.set_stream(here)
     here.wait_stream(side)
     x.record_stream(side)
     second.record_stream(here)
