@@ -32,7 +32,7 @@ from .optim.overlap import Overlap
 from .plan.explain import explain
 from .plan.follower import Follower
 from .plan.record import record_iterations, recording_from_environment
-from .settling import Settling
+from .profile_run import ProfileRun
 from .streaming import embedding as _embedding  # noqa: F401 - serves it
 from .streaming import linear as _linear  # noqa: F401 - serves it
 from .streaming import table_ops as _table_ops  # noqa: F401 - serves them
@@ -40,8 +40,8 @@ from .tensor import dispatcher as _dispatcher
 from .tensor import module as _module
 from .tensor import new_pages as _new_pages
 from .tensor.activations import SavedTensors
-from .tensor.doors import guard_data, guard_dlpack
 from .tensor.images import Images
+from .tensor.interop import guard_data, guard_dlpack
 from .tensor.meta_buffers import fill_buffers
 from .tensor.names import name_pages
 from .tensor.open_weights import OpenWeights
@@ -112,7 +112,7 @@ class Pager:
         core.images = Images()
         core.overlap = overlap = Overlap(core)
         core.page_grad = overlap.page_grad
-        core.settling = Settling(core)
+        core.profile_run = ProfileRun(core)
         watch_forward(core)
         core.opened = OpenWeights(core)
         core.residency.let_go = core.opened.close

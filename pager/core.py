@@ -37,7 +37,7 @@ from .machine.calibration.disk_threads import threads_for
 from .machine.ranks import share_of
 from .memory.host import HostTier
 from .memory.page_table import PageTable
-from .memory.space import PageRun, Space
+from .memory.space import Extent, Space
 from .memory.turns import Turns
 from .memory.untyped import PagedUntypedStorage
 from .moves.migration import Migration
@@ -57,16 +57,16 @@ class Watcher(Protocol):
     with the same runs. ``pinning`` comes before pages are waited for. Accesses can nest.
     """
 
-    def pinning(self, runs: Sequence[PageRun]) -> None:
+    def pinning(self, runs: Sequence[Extent]) -> None:
         """``runs`` are about to be used."""
 
-    def writing(self, run: PageRun) -> None:
+    def writing(self, run: Extent) -> None:
         """The bytes of ``run``, which is pinned, are about to change."""
 
-    def unpinned(self, runs: Sequence[PageRun]) -> None:
+    def unpinned(self, runs: Sequence[Extent]) -> None:
         """The use of ``runs`` is over."""
 
-    def filling(self, run: PageRun) -> AbstractContextManager[None]:
+    def filling(self, run: Extent) -> AbstractContextManager[None]:
         """Inside, values are copied into new pages of ``run``, by no op of the program."""
 
 
@@ -118,8 +118,8 @@ class Images(Protocol):
     def saving(self) -> AbstractContextManager[None]: ...
 
 
-class Settling(Protocol):
-    """Which iterations are metered (``settling.py``)."""
+class ProfileRun(Protocol):
+    """Which iterations are metered (``profile_run.py``)."""
 
     def note_shapes(self, module: Any, args: Any, kwargs: Any) -> None: ...
     def begin(self) -> None: ...
@@ -142,24 +142,24 @@ class Overlap(Protocol):
 
 
 class Follower(Protocol):
-    """Of plans (``follower.py``). ``log``: of the iteration that runs; ``guide``: the plan that it
-    follows."""
+    """Of plans (``follower.py``). ``log``: of the iteration that runs; ``compiled``: the plan that
+    it follows."""
 
     log: Any
-    guide: Any
+    compiled: Any
     planned: Any
 
     def begin(self) -> None: ...
     def end(self, *, ok: bool) -> None: ...
     def warn(self) -> None: ...
     def stop(self) -> None: ...
-    def pinning(self, runs: Sequence[PageRun]) -> None: ...
-    def pin(self, runs: Sequence[PageRun]) -> None: ...
+    def pinning(self, runs: Sequence[Extent]) -> None: ...
+    def pin(self, runs: Sequence[Extent]) -> None: ...
     def unpinned(self) -> None: ...
-    def wrote(self, run: PageRun) -> None: ...
+    def wrote(self, run: Extent) -> None: ...
     def stalled(self, seconds: float, *, own: bool = False) -> None: ...
     def stream_begins(
-        self, runs: Sequence[PageRun], write: Sequence[bool], frames: int, space: Any
+        self, runs: Sequence[Extent], write: Sequence[bool], frames: int, space: Any
     ) -> Any: ...
     def stream_ended(self, access: Any, space: Any) -> None: ...
     def pause(self) -> None: ...
@@ -181,7 +181,7 @@ class Core:
     saved: Saved
     images: Images
     opened: Opened
-    settling: Settling
+    profile_run: ProfileRun
     overlap: Overlap
     follower: Follower | None
     page_grad: Callable[[torch.Tensor], None]
@@ -272,7 +272,7 @@ class Core:
         and in autograd's own that do its backward passes."""
         return self.inside and self.turns.is_home()
 
-    def pin(self, runs: Sequence[PageRun]) -> None:
+    def pin(self, runs: Sequence[Extent]) -> None:
         """Bring ``runs`` onto the device and keep them there until :meth:`unpin`."""
         if self.closed_reason is not None:
             self.check_open()
@@ -284,7 +284,7 @@ class Core:
             # Now: while this thread waited for its turn, others may have noted theirs.
             self.backend.note_compute()
 
-    def _pin_at_home(self, runs: Sequence[PageRun]) -> None:
+    def _pin_at_home(self, runs: Sequence[Extent]) -> None:
         if self.watch is not None:
             self.watch.pinning(runs)
         follower, residency = self.follower, self.residency
@@ -301,7 +301,7 @@ class Core:
                 return
         self._bring(runs)
 
-    def _pin_beside(self, runs: Sequence[PageRun]) -> None:
+    def _pin_beside(self, runs: Sequence[Extent]) -> None:
         """The same in another thread than the one whose iteration runs or ran last. Only what
         autograd does for the iteration on threads of its own is known to it."""
         turns, follower = self.turns, self.follower
@@ -321,7 +321,7 @@ class Core:
             run.pins += 1
             self.residency.touch(run)
 
-    def _bring(self, runs: Sequence[PageRun]) -> None:
+    def _bring(self, runs: Sequence[Extent]) -> None:
         """Pin ``runs``, which are not all on the device, when this thread's turn comes."""
         follower, turns = self.follower, self.turns
         pins = None if get_ident() == turns.home else [(run, None) for run in runs]
@@ -386,7 +386,7 @@ class Core:
             self.residency.let_go()
             yield
 
-    def unpin(self, runs: Sequence[PageRun]) -> None:
+    def unpin(self, runs: Sequence[Extent]) -> None:
         """End of what :meth:`pin` began."""
         with self.lock:
             for run in runs:
@@ -398,12 +398,12 @@ class Core:
                 turns.unpinned()
             if self.watch is not None:
                 self.watch.unpinned(runs)
-            if self.follower is not None and self.follower.guide is not None and turns.is_home():
+            if self.follower is not None and self.follower.compiled is not None and turns.is_home():
                 self.follower.unpinned()
             if self.after_op is not None:
                 self.after_op()
 
-    def will_write(self, run: PageRun) -> None:
+    def will_write(self, run: Extent) -> None:
         """Copies below of a pinned run become void: its bytes are about to change."""
         run.writes += 1
         if self.watch is not None:
@@ -434,7 +434,7 @@ class Core:
             return False
         return 0 <= tensor.data_ptr() - self.backend.address < self.reach_bytes
 
-    def gather(self, run: PageRun) -> torch.Tensor:
+    def gather(self, run: Extent) -> torch.Tensor:
         """The bytes of a pinned run in scattered frames as one dense tensor, uint8."""
         self.gathers += 1
         out = torch.empty(run.count * self.page_size, dtype=torch.uint8, device=self.device)
@@ -443,7 +443,7 @@ class Core:
         gather_pages(self.residency.arena, frames, out, self.page_size)
         return out
 
-    def scatter(self, run: PageRun, source: torch.Tensor) -> None:
+    def scatter(self, run: Extent, source: torch.Tensor) -> None:
         """Write ``source`` (as :meth:`gather` gave it) back into the frames."""
         with self.lock:
             frames = self.table.device_frames(run.first, run.count)

@@ -149,7 +149,7 @@ class Running:
             pager.turns.move_home()
         self._metrics.begin()
         pager.saved.count()
-        pager.settling.begin()
+        pager.profile_run.begin()
         with pager.lock:
             pager.begin_guests()
         pager.overlap.begin()
@@ -168,7 +168,7 @@ class Running:
         except BaseException:
             pager.budget.abandon()
             raise
-        pager.settling.end()
+        pager.profile_run.end()
         pager.cut_short = None
         pager.iterations += 1
         self._metrics.end()
@@ -194,7 +194,7 @@ class Running:
             yield "the trace that was recorded of it"
         follower = pager.follower
         if follower is not None and follower.log is not None:
-            if follower.guide is not None:
+            if follower.compiled is not None:
                 yield "the rest of its plan, which the next iteration begins anew"
             else:
                 yield "the log of its accesses, of which plans are made"

@@ -82,8 +82,8 @@ def test_only_devices_know_that_one_is_cuda(path: Path) -> None:
 # From the bottom up: a room imports from those before it, types included.
 ROOMS = (
     "errors", "devices", "memory", "disk", "machine", "moves", "budget", "core", "debug", "tensor",
-    "streaming", "optim", "plan", "checkpoint", "distributed", "metrics", "settling", "iteration",
-    "api", "integrations", "cli",
+    "streaming", "optim", "plan", "checkpoint", "distributed", "metrics", "profile_run",
+    "iteration", "api", "integrations", "cli",
 )  # fmt: skip
 
 

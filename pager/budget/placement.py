@@ -10,7 +10,7 @@
 What is whole has PyTorch's bits, what streams has bits of its own (``linear_stream.py``), so the
 verdict must not depend on what happens to be on the device. It is made by sizes, the budget and
 what an iteration was found to take, and the larger the budget, the fewer weights stream. The
-verdict is kept with the pages, ``PageRun.streamed``; ``None`` before it is made. It changes once at
+verdict is kept with the pages, ``Extent.streamed``; ``None`` before it is made. It changes once at
 most: a weight that was whole streams if an iteration of other shapes finds no room for that, or
 what others have pinned leaves none.
 
@@ -41,7 +41,7 @@ import numpy as np
 import torch
 
 from ..devices.dense_meter import Timeline
-from ..memory.space import PageRun
+from ..memory.space import Extent
 
 
 @dataclass(eq=False)
@@ -49,7 +49,7 @@ class Weight:
     """Of a linear in metered iterations. ``limit_bytes``: of the smallest budget under which it may
     be whole. ``frames``: that its products have pinned, whole; ``least_frames``: if it streams."""
 
-    run: PageRun
+    run: Extent
     limit_bytes: int
     least_frames: int
     frames: int = 0
@@ -88,8 +88,8 @@ class Placement:
     """Of one pager: its weights in metered iterations, and what they took."""
 
     def __init__(self) -> None:
-        self.weights: dict[PageRun, Weight] = {}
-        self._made: list[PageRun] = []  # those whose verdict is of this iteration
+        self.weights: dict[Extent, Weight] = {}
+        self._made: list[Extent] = []  # those whose verdict is of this iteration
         self._gradients: list[_Gradient] = []
         self._products: list[_Product] = []
         self._timeline: Timeline = (np.empty(0), np.empty(0, np.int64))
@@ -103,7 +103,7 @@ class Placement:
         self._before = dense_before
         self.weights = {run: weight for run, weight in self.weights.items() if run.storages}
 
-    def judge(self, run: PageRun, *, streamed: bool) -> None:
+    def judge(self, run: Extent, *, streamed: bool) -> None:
         """Its first verdict."""
         run.streamed = streamed
         self._made.append(run)
@@ -115,7 +115,7 @@ class Placement:
         self._made.clear()
 
     # -- while an iteration is metered -----------------------------------------------------------
-    def weight(self, run: PageRun, limit_bytes: int, least_frames: int) -> Weight:
+    def weight(self, run: Extent, limit_bytes: int, least_frames: int) -> Weight:
         weight = self.weights.get(run)
         if weight is None:
             weight = self.weights[run] = Weight(run, limit_bytes, least_frames)
@@ -148,7 +148,7 @@ class Placement:
             began = min(began, max(entry.began for entry in entries))
             self.note_gradient(entries[0].weight, gradient, nbytes, began)
 
-    def gradient_is_kept(self, weight: PageRun) -> None:
+    def gradient_is_kept(self, weight: Extent) -> None:
         """As the parameter's: what is dense goes into pages now, what is in pages would."""
         for gradient in self._gradients:
             if gradient.weight.run is weight and not gradient.dense:

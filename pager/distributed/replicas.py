@@ -21,7 +21,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parallel import DistributedDataParallel
 
 from ..errors import PagerError
-from ..tensor.doors import refuse_sharding
+from ..tensor.interop import refuse_sharding
 from ..tensor.module import is_dtensor
 from ..tensor.paged_tensor import PagedTensor
 

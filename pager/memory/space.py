@@ -22,7 +22,7 @@ generations = itertools.count()  # never the same for two placements, of one run
 TRANSIENT_KINDS = ("activation", "gradient")  # the others live on from iteration to iteration
 
 
-class PageRun:
+class Extent:
     """Consecutive virtual pages ``first … first+count``.
 
     ``base``: frame of the first page while all pages are resident in consecutive frames, else −1.
@@ -72,16 +72,16 @@ class Space:
         self.table = table
         self.page_size = page_size
         self.alignment = alignment  # bytes, of storages that share a page
-        self.runs: dict[int, PageRun] = {}
-        self.dead: deque[tuple[PageRun, int, int, int]] = deque()
+        self.runs: dict[int, Extent] = {}
+        self.dead: deque[tuple[Extent, int, int, int]] = deque()
         self.clock = 0  # accesses of the iteration so far, for those who want to know of deaths
-        self.on_death: Callable[[PageRun, int], None] = lambda run, clock: None
+        self.on_death: Callable[[Extent, int], None] = lambda run, clock: None
         self.births = 0
         self.live_pages = 0
         self.kind_pages: dict[str, int] = {}
         self.peak_transient_pages = 0
         self.passed_in_slabs: set[str] = set()  # what transient runs were whose ops went in slabs
-        self._open: dict[str, dict[int, PageRun]] = {}
+        self._open: dict[str, dict[int, Extent]] = {}
         self._free_ids: list[int] = []  # ids stay small: they index arrays
 
     def pages_for(self, nbytes: int) -> int:
@@ -95,7 +95,7 @@ class Space:
         """Live pages of parameters, optimizer states and what the user paged."""
         return self.live_pages - sum(self.kind_pages.get(k, 0) for k in TRANSIENT_KINDS)
 
-    def allocate(self, nbytes: int, kind: str) -> tuple[PageRun, int]:
+    def allocate(self, nbytes: int, kind: str) -> tuple[Extent, int]:
         """The run and the offset of a new storage of at least one byte, whose contents are
         undefined; takes no frame until it is used. To be given back by :attr:`dead`."""
         if not self.is_small(nbytes):
@@ -107,7 +107,7 @@ class Space:
         run.storages += 1
         return run, offset
 
-    def _small(self, nbytes: int, kind: str) -> tuple[PageRun, int]:
+    def _small(self, nbytes: int, kind: str) -> tuple[Extent, int]:
         units = -(-nbytes // self.alignment)
         group = self._open.setdefault(kind, {})
         for run in group.values():
@@ -123,9 +123,9 @@ class Space:
         assert unit is not None
         return run, unit * self.alignment
 
-    def _new_run(self, count: int, kind: str) -> PageRun:
+    def _new_run(self, count: int, kind: str) -> Extent:
         run_id = self._free_ids.pop() if self._free_ids else len(self.runs)
-        run = PageRun(run_id, self.table.allocate(count, run_id), count, kind)
+        run = Extent(run_id, self.table.allocate(count, run_id), count, kind)
         self.runs[run_id] = run
         run.born = self.births
         self.births += 1
@@ -135,13 +135,13 @@ class Space:
         self.peak_transient_pages = max(self.peak_transient_pages, transient)
         return run
 
-    def note_in_slabs(self, run: PageRun) -> None:
+    def note_in_slabs(self, run: Extent) -> None:
         """An op on ``run`` goes slab by slab that has other bits so."""
         run.in_slabs = True
         if run.kind in TRANSIENT_KINDS:
             self.passed_in_slabs.add(f"{run.kind} of {run.nbytes} bytes")
 
-    def drain(self) -> Iterator[PageRun]:
+    def drain(self) -> Iterator[Extent]:
         """Runs that nobody refers to any more. The caller gives back their frames and slots,
         then calls :meth:`forget`."""
         while self.dead:
@@ -153,7 +153,7 @@ class Space:
                 self.on_death(run, clock)
                 yield run
 
-    def forget(self, run: PageRun) -> None:
+    def forget(self, run: Extent) -> None:
         self.table.release(run.first, run.count)
         del self.runs[run.id]
         self._free_ids.append(run.id)

@@ -30,14 +30,14 @@ import torch
 
 from ..errors import PagerError
 from .page_table import Int32
-from .space import PageRun
+from .space import Extent
 
 _TICK_SECONDS = 0.1  # pins of open weights end without a word
 _PATIENCE_SECONDS = 60.0  # without anybody unpinning
 _PATIENCE_ALONE_SECONDS = 5.0
 
 ResultT = TypeVar("ResultT")
-Pin = tuple[PageRun, Int32 | None]  # of these pages by themselves, or of the whole run
+Pin = tuple[Extent, Int32 | None]  # of these pages by themselves, or of the whole run
 
 
 class Crowded(Exception):  # noqa: N818 - a state, and never the user's
@@ -52,7 +52,7 @@ class Crowded(Exception):  # noqa: N818 - a state, and never the user's
 
 
 class _Pin(NamedTuple):
-    run: PageRun
+    run: Extent
     pages: Int32 | None
 
 
@@ -63,7 +63,7 @@ class Turns:
     order in which they came.
     """
 
-    def __init__(self, lock: threading.RLock, runs: Mapping[int, PageRun]) -> None:
+    def __init__(self, lock: threading.RLock, runs: Mapping[int, Extent]) -> None:
         self.home = threading.get_ident()
         self.queue: deque[int] = deque()
         self.lock = lock
@@ -102,7 +102,7 @@ class Turns:
                     break
         self.unpinned()
 
-    def _strike(self, ident: int, run: PageRun, pages: Int32 | None) -> bool:
+    def _strike(self, ident: int, run: Extent, pages: Int32 | None) -> bool:
         listed = self._listed.get(ident, [])
         for index, pin in enumerate(listed):
             if pin.run is run and pin.pages is pages:

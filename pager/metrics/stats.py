@@ -78,7 +78,7 @@ def _moves(follower: Follower | None) -> dict[str, int]:
         "prefetch_hits": max(0, prefetches - follower.planned.late),
         "departures": follower.departures,
         "planned_iterations": follower.planned_iterations,
-        "kinds": len(follower.kinds.all),
+        "kinds": len(follower.signatures.all),
     }
 
 
@@ -96,12 +96,12 @@ def plan_figures(follower: Follower | None) -> dict[str, float | None]:
     )
     if follower is None:
         return found
-    kind = follower.current
+    signature = follower.current
     found["iteration_stall_us"] = follower.stall_us_last
-    if kind is not None and kind.guide is not None:
-        plan = kind.guide.plan
-        found["predicted_us"] = kind.guide.predicted_us
-        found["ideal_us"] = kind.guide.trace.ideal_us
+    if signature is not None and signature.compiled is not None:
+        plan = signature.compiled.plan
+        found["predicted_us"] = signature.compiled.predicted_us
+        found["ideal_us"] = signature.compiled.trace.ideal_us
         found["bound_us"] = plan.bound.iteration_us if plan.bound is not None else None
-        found["measured_us"] = kind.measured
+        found["measured_us"] = signature.measured
     return found

@@ -14,7 +14,7 @@ import numpy as np
 
 from ..errors import TierFull
 from ..memory.page_table import Int32
-from ..memory.space import PageRun
+from ..memory.space import Extent
 from .tickets import MoveFailed
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ _NOTHING = np.empty(0, np.int32)
 class Part(NamedTuple):
     """Some virtual ``pages`` of ``run``, in order, none twice."""
 
-    run: PageRun
+    run: Extent
     pages: Int32
 
 
@@ -40,7 +40,7 @@ class Parts:
     def __init__(self, residency: Residency) -> None:
         self._residency = residency
         self._table = residency.table
-        self._runs: set[PageRun] = set()
+        self._runs: set[Extent] = set()
         self.awaited: list[Int32] = []
 
     # -- pinning ---------------------------------------------------------------------------------
@@ -140,14 +140,14 @@ class Parts:
         frames: Int32 = self._table.frame[pages]
         return frames[frames >= 0]
 
-    def count(self, besides: Sequence[PageRun] = ()) -> int:
+    def count(self, besides: Sequence[Extent] = ()) -> int:
         """Pages held, of runs that are not pinned whole, nor among ``besides``."""
         return sum(
             len(held_pages(run)) for run in self._runs if not run.pins and run not in besides
         )
 
 
-def held_pages(run: PageRun) -> Int32:
+def held_pages(run: Extent) -> Int32:
     """Pages of ``run`` that are pinned by themselves, in order."""
     if run.parts is None:
         return _NOTHING

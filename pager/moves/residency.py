@@ -32,7 +32,7 @@ from ..errors import InfeasibleBudget, TierFull
 from ..machine.ranks import about_share, ranks_sharing
 from ..memory.frame_pool import FramePool, expand, merge
 from ..memory.page_table import BLANK, DIRTY, Int32, PageTable
-from ..memory.space import PageRun, Space, generations
+from ..memory.space import Extent, Space, generations
 from ..memory.turns import Crowded, Pin, Turns
 from .migration import Migration
 from .parts import Parts, held_pages
@@ -111,8 +111,8 @@ class Residency:
         self.rigid_need = 0
         self.step: Needs | None = None  # of an optimizer whose step is under way
         self.whole: Needs | None = None  # whose product is under way, in a metered iteration
-        self._held_dead: list[PageRun] = []
-        self._asking: set[PageRun] = set()  # runs of the access that begins now
+        self._held_dead: list[Extent] = []
+        self._asking: set[Extent] = set()  # runs of the access that begins now
         self._lent: Int32 = np.empty(0, np.int32)  # frames, see `shrink`
         self._marks: dict[int, Any] = {}  # frame → when what it held was last used
         self.scattered = False  # debug lane: never hand out consecutive frames
@@ -133,19 +133,19 @@ class Residency:
         return self.frames - self.pool.free_count
 
     # -- pinning ---------------------------------------------------------------------------------
-    def touch(self, run: PageRun) -> None:
+    def touch(self, run: Extent) -> None:
         """``run`` is the most recently used one now."""
         self.tick += 1
         self._set_age(run, self.tick)
 
-    def _set_age(self, run: PageRun, age: int) -> None:
+    def _set_age(self, run: Extent, age: int) -> None:
         if run.id >= len(self.ages):
             ages = np.zeros(max(2 * len(self.ages), run.id + 1), np.int64)
             ages[: len(self.ages)] = self.ages
             self.ages = ages
         self.ages[run.id] = age
 
-    def pin(self, runs: Sequence[PageRun]) -> None:
+    def pin(self, runs: Sequence[Extent]) -> None:
         """Bring distinct ``runs`` onto the device and forbid their eviction. All or nothing.
 
         Afterwards ``run.base`` is the first frame, or −1 for a run in scattered frames. While it
@@ -158,7 +158,7 @@ class Residency:
             self.drain()
             self._pin(runs)
 
-    def _pin(self, runs: Sequence[PageRun]) -> None:
+    def _pin(self, runs: Sequence[Extent]) -> None:
         self.migration.let_go()
         self.collect()
         self.before_pinning()
@@ -213,35 +213,35 @@ class Residency:
         tickets = self.migration.tickets
         tickets.wait(tickets.of(("device", frames)))
 
-    def unpin(self, runs: Iterable[PageRun]) -> None:
+    def unpin(self, runs: Iterable[Extent]) -> None:
         for run in runs:
             assert run.pins > 0
             run.pins -= 1
 
-    def _is_scattered(self, run: PageRun) -> bool:
+    def _is_scattered(self, run: Extent) -> bool:
         """In frames already, just not consecutive, and to be left so."""
         return self.scattered and self._is_there(run)
 
-    def _is_there(self, run: PageRun) -> bool:
+    def _is_there(self, run: Extent) -> bool:
         return bool((self._frames_of(run) >= 0).all())
 
-    def is_whole(self, run: PageRun) -> bool:
+    def is_whole(self, run: Extent) -> bool:
         """All of it is in consecutive frames, or on its way there."""
         frames = self._frames_of(run)
         if frames[0] < 0 or (self.scattered and run.count > 1):
             return False
         return bool((frames == frames[0] + np.arange(run.count)).all())
 
-    def _frames_of(self, run: PageRun) -> Int32:
+    def _frames_of(self, run: Extent) -> Int32:
         return self.table.frame[run.first : run.first + run.count]
 
-    def pinned_pages(self, besides: Sequence[PageRun] = ()) -> int:
+    def pinned_pages(self, besides: Sequence[Extent] = ()) -> int:
         """Pages that may not leave, of all runs but ``besides``."""
         mine = {run.id for run in besides}
         whole = sum(r.count for r in self.space.runs.values() if r.pins and r.id not in mine)
         return whole + self.parts.count(besides)
 
-    def check_need(self, runs: Sequence[PageRun]) -> None:
+    def check_need(self, runs: Sequence[Extent]) -> None:
         """Room for ``runs`` beside all that is pinned. ``Crowded`` if there would be, were it not
         for the pins of other threads."""
         whole = sum(run.count for run in runs)
@@ -299,7 +299,7 @@ class Residency:
         )
 
     # -- streams (``slabs.py``) ------------------------------------------------------------------
-    def spent(self, run: PageRun) -> None:
+    def spent(self, run: Extent) -> None:
         """Pages of ``run`` are the first to leave from now on: a stream is over with them."""
         self._set_age(run, 0)
 
@@ -317,12 +317,12 @@ class Residency:
         return chosen
 
     # -- bringing a run in -----------------------------------------------------------------------
-    def _bring(self, run: PageRun, wanted: Sequence[PageRun]) -> None:
+    def _bring(self, run: Extent, wanted: Sequence[Extent]) -> None:
         frames = self._claim(run, wanted)
         pages = np.arange(run.first, run.first + run.count, dtype=np.int32)
         self.fill(run, pages, frames)
 
-    def fill(self, run: PageRun, pages: Int32, frames: Int32) -> None:
+    def fill(self, run: Extent, pages: Int32, frames: Int32) -> None:
         """Bring ``pages`` of ``run`` to ``frames``, which are empty, or theirs already."""
         current = self.table.frame[pages]
         moved = (current >= 0) & (current != frames)
@@ -346,7 +346,7 @@ class Residency:
         self.settle(run)
         self.peak_frames = max(self.peak_frames, self.frames_used)
 
-    def _open_blank(self, run: PageRun, pages: Int32, frames: Int32) -> None:
+    def _open_blank(self, run: Extent, pages: Int32, frames: Int32) -> None:
         """Pages that were never written get ``frames``. What another tensor left there is erased
         unless the maker of the run writes all of it anyway."""
         size = self.page_size
@@ -357,7 +357,7 @@ class Residency:
                     self.arena[start * size : (start + count) * size].zero_()
         self.table.place(pages, frames)
 
-    def settle(self, run: PageRun) -> None:
+    def settle(self, run: Extent) -> None:
         """Recompute ``run.base`` after its pages moved; dense views made before are stale."""
         frames = self._frames_of(run)
         there = self.is_whole(run) and not self.migration.tickets.of(("device", frames))
@@ -371,7 +371,7 @@ class Residency:
             self.settle(self.space.runs[owner])
         self.peak_frames = max(self.peak_frames, self.frames_used)
 
-    def _claim(self, run: PageRun, wanted: Sequence[PageRun]) -> Int32:
+    def _claim(self, run: Extent, wanted: Sequence[Extent]) -> Int32:
         """Frames for all pages of ``run``, empty or its own; taken from the pool."""
         count = run.count
         if run.parts is not None or (self.scattered and count > 1):
@@ -401,7 +401,7 @@ class Residency:
             self.pool.take(first, length)
         return window
 
-    def _in_place_base(self, run: PageRun) -> int | None:
+    def _in_place_base(self, run: Extent) -> int | None:
         """Where the window would begin if the pages that are resident stayed where they are."""
         frames = self._frames_of(run)
         resident = np.flatnonzero(frames >= 0)
@@ -428,7 +428,7 @@ class Residency:
                 ages[frames[frames >= 0]] = _PINNED
         return ages
 
-    def _choose_window(self, run: PageRun, in_place: int | None) -> int | None:
+    def _choose_window(self, run: Extent, in_place: int | None) -> int | None:
         if run.count > self.pool.count:
             return None
         ages = self._frame_ages()  # the run itself is pinned: its own frames are not to be had ...
@@ -442,7 +442,7 @@ class Residency:
                 return in_place
         return None if best == _PINNED else start
 
-    def _claim_scattered(self, run: PageRun) -> Int32:
+    def _claim_scattered(self, run: Extent) -> Int32:
         """Keep what is resident, take any frames for the rest."""
         frames = self._frames_of(run).copy()
         missing = np.flatnonzero(frames < 0)
@@ -486,7 +486,7 @@ class Residency:
         self._give_back(self.migration.evict(pages))
         self.settle_all(pages)
 
-    def evict_run(self, run: PageRun) -> Int32:
+    def evict_run(self, run: Extent) -> Int32:
         """Take an unpinned run off the device, but for pages that part pins hold; the frames that
         are free now."""
         assert not run.pins
@@ -498,7 +498,7 @@ class Residency:
         self.evict_pages(pages)
         return frames
 
-    def _compact_for(self, run: PageRun, wanted: Sequence[PageRun]) -> int | None:
+    def _compact_for(self, run: Extent, wanted: Sequence[Extent]) -> int | None:
         """Slide runs together until ``run`` fits in one piece; its first frame, or ``None``.
 
         Runs pinned by this very operation may move (nobody holds a view of them yet); runs pinned
@@ -668,7 +668,7 @@ class Residency:
             self.settle(run)
 
     # -- for planned moves -----------------------------------------------------------------------
-    def place_at(self, run: PageRun, base: int) -> bool:
+    def place_at(self, run: Extent, base: int) -> bool:
         """Put a run that was never written into the frames from ``base`` on, if they are free."""
         if base < 0 or base + run.count > self.pool.count:
             return False
@@ -681,7 +681,7 @@ class Residency:
         self.settle_all(run.pages)
         return True
 
-    def is_blank(self, run: PageRun) -> bool:
+    def is_blank(self, run: Extent) -> bool:
         """Nothing was ever written to ``run``: it has no page anywhere."""
         rows = slice(run.first, run.first + run.count)
         return bool((self.table.flags[rows] & BLANK).all())
@@ -710,7 +710,7 @@ class Residency:
             self.pool.free(start, length)
 
     # -- writes and ends -------------------------------------------------------------------------
-    def written(self, run: PageRun) -> None:
+    def written(self, run: Extent) -> None:
         """A write to ``run`` is about to happen: copies below are void."""
         if not run.settled:
             pages = np.arange(run.first, run.first + run.count, dtype=np.int32)
@@ -734,10 +734,10 @@ class Residency:
             self.space.forget(run)
 
 
-def _pages_in(pins: Sequence[Pin], besides: Sequence[PageRun]) -> int:
+def _pages_in(pins: Sequence[Pin], besides: Sequence[Extent]) -> int:
     """Pages that ``pins`` hold, each counted once, but for runs among ``besides``."""
     held = {run: pages for run, pages in pins if pages is None and run not in besides}
-    parts: dict[PageRun, list[Int32]] = {}
+    parts: dict[Extent, list[Int32]] = {}
     for run, pages in pins:
         if pages is not None and run not in held and run not in besides:
             parts.setdefault(run, []).append(pages)

@@ -19,7 +19,7 @@ import torch
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 from ..errors import PagerError, TierFull
-from ..memory.space import PageRun
+from ..memory.space import Extent
 from ..tensor.paged_tensor import PagedTensor
 from . import fused
 from .advice import is_ours
@@ -73,8 +73,8 @@ class EarlyUpdates:
         self._task = -1
         self._passes = 0  # backward passes that have added to these gradients
         self._settings: list[dict[str, Any]] = []
-        self._gradients: dict[int, PageRun] = {}  # noted ones, by the id of their parameter
-        self._weights: list[PageRun] = []  # of noted parameters that share no page
+        self._gradients: dict[int, Extent] = {}  # noted ones, by the id of their parameter
+        self._weights: list[Extent] = []  # of noted parameters that share no page
         self._seen: str | None = None  # what was used that should not be
 
     def restart(self) -> None:

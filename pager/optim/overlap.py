@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from ..memory.space import PageRun
+from ..memory.space import Extent
 from ..streaming.table_rows import is_large
 from ..tensor.dispatcher import hide_from_dynamo
 from ..tensor.new_pages import copy_in
@@ -72,7 +72,7 @@ class Overlap:
         self.dense_peak = 0
         self._places: dict[int, _Place] = {}  # by id; no parameter that two optimizers have
         self._watch = False  # an optimizer is being watched in this iteration
-        self._used: dict[int, tuple[PageRun, int]] = {}  # by id, and when each was last used
+        self._used: dict[int, tuple[Extent, int]] = {}  # by id, and when each was last used
         self._marks: list[_Mark] = []  # of a metered iteration
         self._dense_before = 0
         self._too_big: dict[int, int] = {}  # id of a parameter → the reserve that was too small
@@ -234,13 +234,13 @@ class Overlap:
         return max((n for p in peaks if 0 < (n := p - budget.dense_peak) <= spare), default=0)
 
     # -- called by EarlyUpdates ------------------------------------------------------------------
-    def note(self, tensor: Any) -> PageRun:
+    def note(self, tensor: Any) -> Extent:
         """Remember when the pages of ``tensor`` were last used: now."""
-        run: PageRun = tensor._storage.run
+        run: Extent = tensor._storage.run
         self._used[run.id] = run, int(self.pager.residency.ages[run.id])
         return run
 
-    def untouched(self, run: PageRun) -> bool:
+    def untouched(self, run: Extent) -> bool:
         """``run`` was not used since it was noted."""
         noted, tick = self._used[run.id]
         return noted is run and int(self.pager.residency.ages[run.id]) == tick

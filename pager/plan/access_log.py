@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ..memory.space import PageRun, Space
+from ..memory.space import Extent, Space
 
 Keys = tuple[int, ...]
 FIRST_STREAM = 1 << 40  # keys of streams are not less, those of runs are
@@ -61,7 +61,7 @@ class AccessLog:
         self.streams: list[StreamAccess] = []
         self.writes: list[tuple[int, int]] = []
         self.deaths: list[tuple[int, int]] = []
-        self.newborn: list[PageRun] = []
+        self.newborn: list[Extent] = []
         self.ended = 0.0
         self.stamps: list[Any] = []
         self.ready: dict[int, Any] = {}
@@ -104,14 +104,14 @@ class Names:
     def __init__(self, space: Space) -> None:
         self._space = space
         self._last = 0
-        self.runs: dict[int, PageRun] = {}  # by positive key
+        self.runs: dict[int, Extent] = {}  # by positive key
         self._heirs: dict[tuple[int, int, str], list[int]] = {}
         self._streams: dict[tuple[tuple[int, bool], ...], int] = {}
 
-    def is_live(self, run: PageRun) -> bool:
+    def is_live(self, run: Extent) -> bool:
         return self._space.runs.get(run.id) is run
 
-    def run_of(self, key: int, newborn: Sequence[PageRun]) -> PageRun | None:
+    def run_of(self, key: int, newborn: Sequence[Extent]) -> Extent | None:
         """The live run called ``key``, or ``None``."""
         if key < 0:
             index = newborn_index(key)
@@ -122,7 +122,7 @@ class Names:
             run = self.runs.get(key)
         return run if run is not None and self.is_live(run) else None
 
-    def name(self, run: PageRun, log: AccessLog, births_before: int) -> int:
+    def name(self, run: Extent, log: AccessLog, births_before: int) -> int:
         """Key of a run that has none yet. ``births_before``: runs born before the iteration."""
         if run.born < births_before:
             return self._keep(run)
@@ -156,7 +156,7 @@ class Names:
         run = self.runs.get(key)
         return run is not None and self.is_live(run)
 
-    def _keep(self, run: PageRun) -> int:
+    def _keep(self, run: Extent) -> int:
         self._last += 1
         run.key = self._last
         self.runs[run.key] = run

@@ -13,8 +13,8 @@ from ..tensor.names import streamed_names
 if TYPE_CHECKING:
     from ...planner.hardware import Hardware
     from ..core import Core
+    from .compiled_plan import CompiledPlan
     from .follower import Follower
-    from .guide import Guide
 
 _LIMITS = {
     "host-in": "the link into the device",
@@ -47,31 +47,36 @@ def _plan_in_words(pager: Core, follower: Follower | None) -> str:
     error = follower.mover.error
     if error is not None:
         return f"No plan is followed any more, because a planned move failed: {error}"
-    kind = follower.current
-    if kind is None:
+    signature = follower.current
+    if signature is None:
         return "There is no plan yet: no iteration has been recorded."
-    if kind.refused is not None:
-        return f"There is no plan, pages are brought in when an op needs them: {kind.refused}"
-    if kind.turned_down is not None:
-        return f"There is no plan: {kind.turned_down}."
-    if kind.guide is None:
-        state = "is being made" if kind.process is not None else "will be made"
-        return f"There is no plan yet: it {state}, of an iteration of {len(kind.keys)} accesses."
-    lines = _plan_lines(kind.guide)
-    if kind.measured is not None:
-        lines.append(
-            f"Measured: {kind.measured / 1e3:.1f} ms, "
-            f"{100 * (kind.measured / kind.guide.predicted_us - 1):+.1f} % of what was predicted."
+    if signature.refused is not None:
+        return f"There is no plan, pages are brought in when an op needs them: {signature.refused}"
+    if signature.turned_down is not None:
+        return f"There is no plan: {signature.turned_down}."
+    if signature.compiled is None:
+        state = "is being made" if signature.process is not None else "will be made"
+        return (
+            f"There is no plan yet: it {state}, of an iteration of {len(signature.keys)} accesses."
         )
-    if kind.on_demand_us is not None:
-        lines.append(f"Without a plan it takes {kind.on_demand_us / 1e3:.1f} ms at best.")
-    if kind.hardware is not None:
-        lines += [_limit(kind.guide, kind.hardware), _more(kind.guide, kind.hardware)]
+    lines = _plan_lines(signature.compiled)
+    if signature.measured is not None:
+        off = 100 * (signature.measured / signature.compiled.predicted_us - 1)
+        lines.append(
+            f"Measured: {signature.measured / 1e3:.1f} ms, {off:+.1f} % of what was predicted."
+        )
+    if signature.on_demand_us is not None:
+        lines.append(f"Without a plan it takes {signature.on_demand_us / 1e3:.1f} ms at best.")
+    if signature.hardware is not None:
+        lines += [
+            _limit(signature.compiled, signature.hardware),
+            _more(signature.compiled, signature.hardware),
+        ]
     return "\n".join(lines)
 
 
-def _plan_lines(guide: Guide) -> list[str]:
-    plan, trace = guide.plan, guide.trace
+def _plan_lines(compiled: CompiledPlan) -> list[str]:
+    plan, trace = compiled.plan, compiled.trace
     predicted = plan.predicted
     assert predicted is not None
     size = plan.page_size
@@ -83,7 +88,7 @@ def _plan_lines(guide: Guide) -> list[str]:
     moving = {move.tensor for move in plan.moves}
     ways = ", ".join(f"{format_bytes(nbytes)} {name}" for name, nbytes in sorted(moved.items()))
     lines = [
-        f"An iteration of {len(guide.keys)} accesses to {trace.tensors} page runs takes "
+        f"An iteration of {len(compiled.keys)} accesses to {trace.tensors} extents takes "
         f"{predicted.iteration_us / 1e3:.1f} ms by the plan and {predicted.ideal_us / 1e3:.1f} ms "
         "if nothing ever had to wait.",
         f"It moves {ways or 'nothing'}; {trace.tensors - len(moving)} runs stay on the device all "
@@ -97,14 +102,14 @@ def _plan_lines(guide: Guide) -> list[str]:
     return lines
 
 
-def _limit(guide: Guide, hardware: Hardware) -> str:
+def _limit(compiled: CompiledPlan, hardware: Hardware) -> str:
     from ...planner.simulator import simulate
 
-    result = simulate(guide.trace, hardware, guide.plan)
+    result = simulate(compiled.trace, hardware, compiled.plan)
     waited = Counter[str]()
     for stall in result.stalls:
         waited[stall.channel] += int(stall.us)
-    if sum(waited.values()) <= _NOTHING * guide.predicted_us:
+    if sum(waited.values()) <= _NOTHING * compiled.predicted_us:
         return "The limit is compute: the moves hide behind it."
     channel, microseconds = waited.most_common(1)[0]
     return (
@@ -113,13 +118,13 @@ def _limit(guide: Guide, hardware: Hardware) -> str:
     )
 
 
-def _more(guide: Guide, hardware: Hardware) -> str:
+def _more(compiled: CompiledPlan, hardware: Hardware) -> str:
     from ...planner.lp.policy import bound
 
     larger = hardware.with_(device_bytes=hardware.device_bytes + GiB)
     try:
-        now = bound(guide.trace, hardware, quick=True)
-        then = bound(guide.trace, larger, quick=True)
+        now = bound(compiled.trace, hardware, quick=True)
+        then = bound(compiled.trace, larger, quick=True)
     except PlannerError as error:
         return f"What one more GiB would buy could not be found out: {error}"
     saved = max(0.0, now - then)

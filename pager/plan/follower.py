@@ -26,14 +26,14 @@ from typing import TYPE_CHECKING
 from ...planner.hardware import Hardware
 from ...planner.plan import Plan
 from ..errors import HungDisk, PagerError, TierFull
-from ..memory.space import PageRun
+from ..memory.space import Extent
 from .access_log import AccessLog, Keys, Names, StreamAccess, newborn_key
-from .guide import Guide
-from .kinds import Kind, Kinds
-from .next_use import by_next_use
+from .belady import by_next_use
+from .compiled_plan import CompiledPlan
+from .enter_plan import enter_plan
 from .planned import PlannedMoves
-from .reconcile import reconcile
 from .sequence_trace import RunFacts, make_recorded
+from .signatures import Signatures, StepSignature
 
 if TYPE_CHECKING:
     from ..core import Core
@@ -61,11 +61,11 @@ class Follower:
     def __init__(self, pager: Core) -> None:
         self._pager = pager
         self.names = Names(pager.space)
-        self.kinds = Kinds()
+        self.signatures = Signatures()
         self.mover = pager.mover
         self.planned = PlannedMoves(pager.residency, pager.mover, self.names)
         self.log: AccessLog | None = None  # of the iteration that runs
-        self.guide: Guide | None = None  # that it follows
+        self.compiled: CompiledPlan | None = None  # that it follows
         self.most_plans = 4  # of one kind; each from better times than the one before
         self.only_if_faster = True  # no plan is followed that promises less than paging on demand
         self.departures = 0
@@ -78,7 +78,7 @@ class Follower:
         self._on_demand = False  # has followed no plan at all
         self._has_clock = pager.backend.stamp() is not None  # of the device
         self._stamps = False  # this iteration is timed by it
-        self._in_state: Guide | None = None  # the arena is as this plan left it
+        self._in_state: CompiledPlan | None = None  # the arena is as this plan left it
         self._births_before = 0
         self._began = 0.0
         self._warned = False  # that a planned move failed
@@ -97,48 +97,48 @@ class Follower:
         pager.space.clock = 0
         self._issued = 0
         self._whole = False
-        kind = self.kinds.expected()
-        guide = kind.guide if kind is not None else None
-        if guide is None or pager.budget.metering or self.mover.error is not None:
+        signature = self.signatures.expected()
+        compiled = signature.compiled if signature is not None else None
+        if compiled is None or pager.budget.metering or self.mover.error is not None:
             self._leave()
-        elif self._enter(guide):
+        elif self._enter(compiled):
             self._whole = True
             self._issue(0)
-        self._on_demand = self.guide is None
+        self._on_demand = self.compiled is None
         self._stamps = self._on_demand and self._has_clock
 
-    def _enter(self, guide: Guide) -> bool:
-        """Bring the arena into the state in which ``guide`` begins, and follow it."""
+    def _enter(self, compiled: CompiledPlan) -> bool:
+        """Bring the arena into the state in which ``compiled`` begins, and follow it."""
         residency = self._pager.residency
-        if self._in_state is not guide:
+        if self._in_state is not compiled:
             self.planned.clear()
             self.mover.drain()
             if residency.pinned_pages():
                 self._leave()
                 return False
             try:
-                missing = reconcile(residency, self.names, guide)
+                missing = enter_plan(residency, self.names, compiled)
             except (TierFull, PagerError):
                 self._leave()
                 return False
-            self.planned.births = guide.births
+            self.planned.births = compiled.births
             self.planned.issue(missing, ())
-        self.guide, self._expected = guide, guide.keys
-        self._in_state = guide
+        self.compiled, self._expected = compiled, compiled.keys
+        self._in_state = compiled
         return True
 
-    def pinning(self, runs: Sequence[PageRun]) -> None:
+    def pinning(self, runs: Sequence[Extent]) -> None:
         """An access begins."""
         log = self.log
         if log is None:
             return
         self._accessed(log, tuple([self._key_of(run, log) for run in runs]))
 
-    def _key_of(self, run: PageRun, log: AccessLog) -> int:
+    def _key_of(self, run: Extent, log: AccessLog) -> int:
         return run.key or self.names.name(run, log, self._births_before)
 
     def _accessed(self, log: AccessLog, keys: Keys) -> None:
-        if self.guide is not None:
+        if self.compiled is not None:
             position = len(log.keys)
             if position >= len(self._expected) or self._expected[position] != keys:
                 self._depart(keys)
@@ -147,12 +147,12 @@ class Follower:
             log.stamps.append(self._pager.backend.stamp())
         self._pager.space.clock = len(log.keys)
 
-    def pin(self, runs: Sequence[PageRun]) -> None:
+    def pin(self, runs: Sequence[Extent]) -> None:
         """Bring ``runs`` onto the device and pin them: by the plan, or by a fault."""
         residency = self._pager.residency
         if self.mover.error is not None:
             self._leave()
-        if self.guide is None:
+        if self.compiled is None:
             residency.pin(runs)
             return
         if self._pager.space.dead:
@@ -170,7 +170,7 @@ class Follower:
         self.planned.faults += 1
 
     def stream_begins(
-        self, runs: Sequence[PageRun], write: Sequence[bool], frames: int, space: Workspace
+        self, runs: Sequence[Extent], write: Sequence[bool], frames: int, space: Workspace
     ) -> StreamAccess | None:
         """An access by itself, until :meth:`stream_ended`: a stream through ``runs`` that fills
         ``frames`` at once. Where a plan is followed it has them free for ``space``, or soon."""
@@ -181,7 +181,7 @@ class Follower:
         self._accessed(log, (self.names.of_stream(keys),))
         access = StreamAccess(len(log.keys) - 1, frames)
         log.streams.append(access)
-        if self.guide is None:
+        if self.compiled is None:
             return access
         self._pager.residency.workspaces.append(space)
         return access
@@ -197,19 +197,19 @@ class Follower:
 
     def unpinned(self) -> None:
         """An access has ended: what the plan queues now is queued."""
-        if self.guide is None or self.log is None:
+        if self.compiled is None or self.log is None:
             return
         if self._pager.space.dead:
             self._pager.residency.collect()
         self._issue(len(self.log.keys))
 
     def _issue(self, upto: int) -> None:
-        guide, log = self.guide, self.log
-        if guide is None or log is None:
+        compiled, log = self.compiled, self.log
+        if compiled is None or log is None:
             return
         first = self._issued
         self._issued = max(first, upto + 1)
-        actions = [action for some in guide.actions[first : upto + 1] for action in some]
+        actions = [action for some in compiled.actions[first : upto + 1] for action in some]
         if actions or self.planned.waiting:
             self.planned.issue(actions, log.newborn)
 
@@ -222,11 +222,11 @@ class Follower:
             if self._stamps and seconds and not own:
                 self.log.ready[where] = self._pager.backend.stamp()
 
-    def wrote(self, run: PageRun) -> None:
+    def wrote(self, run: Extent) -> None:
         if self.log is not None and self._pager.turns.is_home():
             self.log.writes.append((len(self.log.keys) - 1, run.key))
 
-    def _died(self, run: PageRun, clock: int) -> None:
+    def _died(self, run: Extent, clock: int) -> None:
         if self.log is not None and run.key < 0:
             self.log.deaths.append((clock, run.key))
 
@@ -235,18 +235,18 @@ class Follower:
         assert self.log is not None
         self.departures += 1
         self._leave()
-        other = self.kinds.with_prefix([*self.log.keys, keys])
-        if other is None or other.guide is None:
+        other = self.signatures.with_prefix([*self.log.keys, keys])
+        if other is None or other.compiled is None:
             return
-        self.guide, self._expected = other.guide, other.keys
-        self.planned.births = other.guide.births
+        self.compiled, self._expected = other.compiled, other.keys
+        self.planned.births = other.compiled.births
         self._issued = len(self.log.keys) + 1
 
     def _leave(self) -> None:
         """Follow no plan; pages are faulted in."""
-        if self.guide is not None or self._in_state is not None:
+        if self.compiled is not None or self._in_state is not None:
             self.planned.clear()
-        self.guide = self._in_state = None
+        self.compiled = self._in_state = None
         self._whole = False
         self.planned.births = {}
 
@@ -262,15 +262,15 @@ class Follower:
             log.stamps.append(pager.backend.stamp())
         self.log = None
         pager.space.clock = 0
-        finished = self.guide is not None and len(log.keys) == len(self._expected)
+        finished = self.compiled is not None and len(log.keys) == len(self._expected)
         self.stall_us_last = sum(log.stalls.values()) * 1e6
-        if not ok or (self.guide is not None and not finished):
+        if not ok or (self.compiled is not None and not finished):
             self._leave()
         self.names.settle(log)
-        self.last_mode = "planned" if self.guide is not None else "demand"
+        self.last_mode = "planned" if self.compiled is not None else "demand"
         if ok and not pager.budget.metering and not pager.fits:
             self._learn(log, followed=finished and self._whole)
-        self.guide = None
+        self.compiled = None
         self.names.forget_dead()
 
     def warn(self) -> None:
@@ -290,33 +290,33 @@ class Follower:
 
     def _learn(self, log: AccessLog, *, followed: bool) -> None:
         log.take_times(self._pager.backend.elapsed)
-        kind = self.kinds.find(log)
-        if kind is None:
-            kind = self.kinds.add(log, self._facts(log))
+        signature = self.signatures.find(log)
+        if signature is None:
+            signature = self.signatures.add(log, self._facts(log))
             log.newborn = []
         else:
-            kind.seen += 1
+            signature.seen += 1
             if self._stamps or not self._has_clock:
-                kind.samples.append(log.seconds())
-        self.kinds.came(kind)
+                signature.samples.append(log.seconds())
+        self.signatures.came(signature)
         if followed:
             self.planned_iterations += 1
-            kind.measured_us.append((log.ended - self._began) * 1e6)
+            signature.measured_us.append((log.ended - self._began) * 1e6)
         elif self._on_demand:
-            kind.demand_stall_us.append(sum(log.stalls_of_plans().values()) * 1e6)
-        self._plan(kind)
+            signature.demand_stall_us.append(sum(log.stalls_of_plans().values()) * 1e6)
+        self._plan(signature)
 
     # -- planning --------------------------------------------------------------------------------
-    def _plan(self, kind: Kind) -> None:
-        """Start to plan ``kind`` beside the training if that promises something."""
-        if kind.process is not None or kind.refused is not None:
+    def _plan(self, signature: StepSignature) -> None:
+        """Start to plan ``signature`` beside the training if that promises something."""
+        if signature.process is not None or signature.refused is not None:
             return
-        if self.mover.error is not None or kind.plans >= self.most_plans or not kind.keys:
+        if self.mover.error is not None or signature.plans >= self.most_plans or not signature.keys:
             return
-        if kind.guide is None:
-            if kind.seen < max(_RECORDED, kind.again_at):
+        if signature.compiled is None:
+            if signature.seen < max(_RECORDED, signature.again_at):
                 return
-        elif not self._is_off(kind):
+        elif not self._is_off(signature):
             return
         from .planning import PlanningProcess
 
@@ -325,22 +325,24 @@ class Follower:
         except HungDisk:
             return  # what goes to other tiers goes on; to be tried again when it answers
         except PagerError as error:
-            kind.refused = f"this machine could not be measured: {error}"
+            signature.refused = f"this machine could not be measured: {error}"
             return
         if self._host_holds_all():
             hardware = hardware.with_(disk_bytes=0)
         size, device = self._pager.page_size, str(self._pager.device)
-        kind.recorded = make_recorded(
-            kind.log,
-            kind.facts,
+        signature.recorded = make_recorded(
+            signature.log,
+            signature.facts,
             size,
-            kind.seconds(),
+            signature.seconds(),
             device,
             frames=self._pager.residency.pool.count,
         )
-        kind.plans += 1
-        kind.hardware = hardware
-        kind.process = PlanningProcess(kind.recorded.trace, hardware, quick=kind.plans == 1)
+        signature.plans += 1
+        signature.hardware = hardware
+        signature.process = PlanningProcess(
+            signature.recorded.trace, hardware, quick=signature.plans == 1
+        )
 
     def _host_holds_all(self) -> bool:
         """Nothing needs the disk, so no plan writes there: a weight that is only read would be
@@ -349,48 +351,55 @@ class Follower:
         pages = space.persistent_pages + space.peak_transient_pages
         return pages <= self._pager.host.slots.count
 
-    def _is_off(self, kind: Kind) -> bool:
+    def _is_off(self, signature: StepSignature) -> bool:
         """Whether a new plan is worth its time: the first one is a quick one, and times change."""
-        if len(kind.measured_us) < _MEASURED or kind.guide is None or kind.measured is None:
+        if (
+            len(signature.measured_us) < _MEASURED
+            or signature.compiled is None
+            or signature.measured is None
+        ):
             return False
-        if kind.plans == 1:
+        if signature.plans == 1:
             return True
-        return abs(kind.measured - kind.guide.predicted_us) > _OFF_BY * kind.guide.predicted_us
+        return (
+            abs(signature.measured - signature.compiled.predicted_us)
+            > _OFF_BY * signature.compiled.predicted_us
+        )
 
     def _poll(self) -> None:
-        for kind in self.kinds.all:
-            if kind.process is not None and kind.process.done():
-                self._install(kind)
+        for signature in self.signatures.all:
+            if signature.process is not None and signature.process.done():
+                self._install(signature)
 
-    def _install(self, kind: Kind) -> None:
+    def _install(self, signature: StepSignature) -> None:
         from .planning import PlanRefused
 
-        process, recorded = kind.process, kind.recorded
+        process, recorded = signature.process, signature.recorded
         if process is None or recorded is None:
             return
-        kind.process = None
+        signature.process = None
         try:
             planned = process.result()
         except PlanRefused as refusal:
-            kind.refused = str(refusal)
+            signature.refused = str(refusal)
             return
         except PagerError as error:
-            kind.refused = f"the planner ended with an error: {error}"
+            signature.refused = f"the planner ended with an error: {error}"
             return
-        kind.measured_us.clear()
-        guide = Guide(recorded, planned.plan, planned.layout, kind.keys)
-        no_better = self._no_better(kind, guide)
+        signature.measured_us.clear()
+        compiled = CompiledPlan(recorded, planned.plan, planned.layout, signature.keys)
+        no_better = self._no_better(signature, compiled)
         if no_better is not None:  # the plan that is followed, if there is one, may do better
-            kind.turned_down = no_better if kind.guide is None else None
-            kind.again_at = _AGAIN * kind.seen
+            signature.turned_down = no_better if signature.compiled is None else None
+            signature.again_at = _AGAIN * signature.seen
             return
-        if kind.guide is not None and kind.guide is self._in_state:
+        if signature.compiled is not None and signature.compiled is self._in_state:
             self._leave()
-        kind.guide, kind.turned_down = guide, None
+        signature.compiled, signature.turned_down = compiled, None
 
-    def _no_better(self, kind: Kind, guide: Guide) -> str | None:
-        """Why ``guide`` should not be followed: on demand an iteration takes less."""
-        promised, measured = kind.promised_us(guide), kind.on_demand_us
+    def _no_better(self, signature: StepSignature, compiled: CompiledPlan) -> str | None:
+        """Why ``compiled`` should not be followed: on demand an iteration takes less."""
+        promised, measured = signature.promised_us(compiled), signature.on_demand_us
         if not self.only_if_faster or measured is None or promised <= measured:
             return None
         return (
@@ -402,10 +411,10 @@ class Follower:
         """Until no plan is being made. Without the lock."""
         from .planning import PlanRefused
 
-        for kind in list(self.kinds.all):
-            if kind.process is not None:
+        for signature in list(self.signatures.all):
+            if signature.process is not None:
                 with suppress(PlanRefused, PagerError):  # `_install` meets them again
-                    kind.process.result(timeout)
+                    signature.process.result(timeout)
 
     def hardware(self) -> Hardware:
         """This machine as the planner sees it: measured channels, the tiers as they are now."""
@@ -465,21 +474,25 @@ class Follower:
         """ "demand", "recording" (a plan is being made) or "planned"."""
         if self.last_mode == "planned":
             return "planned"
-        if any(kind.process is not None for kind in self.kinds.all):
+        if any(signature.process is not None for signature in self.signatures.all):
             return "recording"
         return "demand"
 
     @property
-    def current(self) -> Kind | None:
+    def current(self) -> StepSignature | None:
         """The latest iteration's kind."""
-        return self.kinds.all[-1] if self.kinds.all else None
+        return self.signatures.all[-1] if self.signatures.all else None
 
     def plan(self) -> Plan | None:
         """The latest kind's."""
         if self.log is None:
             self._poll()
-        kind = self.current
-        return kind.guide.plan if kind is not None and kind.guide is not None else None
+        signature = self.current
+        return (
+            signature.compiled.plan
+            if signature is not None and signature.compiled is not None
+            else None
+        )
 
     def pause(self) -> None:
         """Follow nothing for the rest of the iteration: the arena is about to change its size."""
@@ -489,8 +502,8 @@ class Follower:
     def forget_plans(self) -> None:
         """Budgets have changed: plans are made anew."""
         self.pause()
-        for kind in self.kinds.all:
-            self._forget(kind)
+        for signature in self.signatures.all:
+            self._forget(signature)
 
     def arena_resized(self) -> None:
         """The border has moved, after new shapes were metered. Plans for more frames than there are
@@ -498,26 +511,26 @@ class Follower:
         self.pause()
         pager = self._pager
         nbytes = pager.residency.pool.count * pager.page_size
-        for kind in self.kinds.all:
-            if kind.hardware is None or kind.hardware.device_bytes != nbytes:
-                kind.demand_stall_us.clear()
-                if kind.hardware is None or kind.hardware.device_bytes > nbytes:
-                    self._forget(kind)
-                elif kind.process is None:
-                    kind.plans = min(kind.plans, 1)
-                    kind.refused = kind.turned_down = None
+        for signature in self.signatures.all:
+            if signature.hardware is None or signature.hardware.device_bytes != nbytes:
+                signature.demand_stall_us.clear()
+                if signature.hardware is None or signature.hardware.device_bytes > nbytes:
+                    self._forget(signature)
+                elif signature.process is None:
+                    signature.plans = min(signature.plans, 1)
+                    signature.refused = signature.turned_down = None
 
-    def _forget(self, kind: Kind) -> None:
-        if kind.process is not None:
-            kind.process.cancel()
-        kind.process = kind.guide = kind.refused = kind.turned_down = None
-        kind.plans = kind.again_at = 0
-        kind.measured_us.clear()
-        kind.demand_stall_us.clear()
+    def _forget(self, signature: StepSignature) -> None:
+        if signature.process is not None:
+            signature.process.cancel()
+        signature.process = signature.compiled = signature.refused = signature.turned_down = None
+        signature.plans = signature.again_at = 0
+        signature.measured_us.clear()
+        signature.demand_stall_us.clear()
 
     def stop(self) -> None:
         """Cancel what is being planned. Without the lock."""
-        for kind in self.kinds.all:
-            if kind.process is not None:
-                kind.process.cancel()
-                kind.process = None
+        for signature in self.signatures.all:
+            if signature.process is not None:
+                signature.process.cancel()
+                signature.process = None

@@ -16,21 +16,21 @@ import numpy as np
 
 from ..memory.frame_pool import merge
 from ..memory.page_table import BLANK, DIRTY, Int32
-from ..memory.space import PageRun
+from ..memory.space import Extent
+from ..moves.compaction import find_window
 from ..moves.mover import TIERS, Mover
 from ..moves.parts import held_pages
 from ..moves.residency import Residency
 from ..moves.tickets import MoveFailed
-from ..moves.windows import find_window
 from .access_log import Names
-from .guide import ANYWHERE, Action
+from .compiled_plan import ANYWHERE, Action
 
 
 class Job(NamedTuple):
     """An :class:`Action` on a live run. What is done of it the page table says."""
 
     action: Action
-    run: PageRun
+    run: Extent
 
     @property
     def pages(self) -> Int32:
@@ -54,7 +54,7 @@ class PlannedMoves:
         self._ins: dict[str, deque[Job]] = {tier: deque() for tier in TIERS}
 
     # -- queueing --------------------------------------------------------------------------------
-    def issue(self, actions: Iterable[Action], newborn: Sequence[PageRun]) -> None:
+    def issue(self, actions: Iterable[Action], newborn: Sequence[Extent]) -> None:
         """Queue moves. Those of runs that are gone, and of pages that a run does not have, are left
         out."""
         for action in actions:
@@ -68,7 +68,7 @@ class PlannedMoves:
                 queues[action.tier].append(Job(action, run))
         self.go_on()
 
-    def _drop(self, run: PageRun, action: Action) -> None:
+    def _drop(self, run: Extent, action: Action) -> None:
         """Copies below are given up where the page is on the device."""
         first = run.first + action.first
         pages = np.arange(first, first + action.pages, dtype=np.int32)
@@ -148,7 +148,7 @@ class PlannedMoves:
             return pages
         return pages[: max(0, residency.pool.free_count - residency.kept_frames())]
 
-    def _with_frames(self, run: PageRun, pages: Int32, base: int) -> tuple[Int32, Int32]:
+    def _with_frames(self, run: Extent, pages: Int32, base: int) -> tuple[Int32, Int32]:
         """``pages``, and free frames taken for them; none of both if too few are free.
 
         The plan counts on any free frames: those that were foreseen are only the ones for which
@@ -172,17 +172,17 @@ class PlannedMoves:
         self._residency.pool.take(int(frames[0]), len(frames))
         return pages, frames
 
-    def _window(self, run: PageRun, base: int) -> int | None:
+    def _window(self, run: Extent, base: int) -> int | None:
         """The first of as many free frames as ``run`` has pages, ``base`` if it is."""
         if self._is_inside(run, base) and self._residency.pool.is_free(base, run.count):
             return base
         return find_window(self._residency, run)
 
-    def _is_inside(self, run: PageRun, base: int) -> bool:
+    def _is_inside(self, run: Extent, base: int) -> bool:
         return 0 <= base <= self._residency.pool.count - run.count
 
     # -- accesses --------------------------------------------------------------------------------
-    def serve(self, runs: Sequence[PageRun]) -> bool:
+    def serve(self, runs: Sequence[Extent]) -> bool:
         """Wait until ``runs`` are on the device, and pin them. ``False``, and nothing pinned, if
         the plan has not brought them."""
         if self.waiting:
@@ -203,7 +203,7 @@ class PlannedMoves:
             self._residency.touch(run)
         return served
 
-    def make_windows(self, runs: Sequence[PageRun]) -> None:
+    def make_windows(self, runs: Sequence[Extent]) -> None:
         """So that runs which are faulted in find room in one piece without evicting anything, if
         enough frames are free."""
         try:
@@ -213,7 +213,7 @@ class PlannedMoves:
         except MoveFailed:
             self._mover.drain()
 
-    def _serve(self, run: PageRun) -> bool:
+    def _serve(self, run: Extent) -> bool:
         residency = self._residency
         if residency.is_blank(run):
             return self._bear(run)
@@ -223,7 +223,7 @@ class PlannedMoves:
         residency.settle(run)
         return run.base >= 0
 
-    def _bear(self, run: PageRun) -> bool:
+    def _bear(self, run: Extent) -> bool:
         """Frames for a run that is born, if enough are free."""
         residency, base = self._residency, self.births.get(run.key, ANYWHERE)
         while residency.is_blank(run):  # the lock is given away below

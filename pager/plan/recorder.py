@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..budget.dense_levels import levels_of
 from ..errors import PagerError
-from ..memory.space import PageRun
+from ..memory.space import Extent
 from ..tensor.dispatcher import hide_from_dynamo
 from ..tensor.names import ModulePaths, named_parameters, named_runs
 from ..tensor.op_info import describe
@@ -54,11 +54,11 @@ class _Open:
 
     __slots__ = ("members", "runs", "used", "written")
 
-    def __init__(self, runs: Sequence[PageRun]) -> None:
+    def __init__(self, runs: Sequence[Extent]) -> None:
         self.runs = list(runs)
         self.members = set(runs)
-        self.used: set[PageRun] = set()
-        self.written: set[PageRun] = set()
+        self.used: set[Extent] = set()
+        self.written: set[Extent] = set()
 
 
 class _Here(threading.local):
@@ -68,8 +68,8 @@ class _Here(threading.local):
 
     def __init__(self) -> None:
         self.open: list[_Open] = []
-        self.held_at: dict[int, PageRun] = {}  # by place in the arena, in bytes
-        self.gradients: list[PageRun] = []  # just paged, of a parameter not known yet
+        self.held_at: dict[int, Extent] = {}  # by place in the arena, in bytes
+        self.gradients: list[Extent] = []  # just paged, of a parameter not known yet
 
 
 class Recorder:
@@ -160,7 +160,7 @@ class Recorder:
             if pager.watch is self:
                 pager.watch = self._forward
 
-    def pinning(self, runs: Sequence[PageRun]) -> None:
+    def pinning(self, runs: Sequence[Extent]) -> None:
         here = self._here
         if here.op >= 0:
             self._log.accesses.append((here.op, runs))
@@ -170,7 +170,7 @@ class Recorder:
         if self._forward is not None:
             self._forward.pinning(runs)
 
-    def writing(self, run: PageRun) -> None:
+    def writing(self, run: Extent) -> None:
         here = self._here
         if here.op >= 0:
             self._log.writes.append((here.op, run))
@@ -181,14 +181,14 @@ class Recorder:
         if self._forward is not None:
             self._forward.writing(run)
 
-    def unpinned(self, runs: Sequence[PageRun]) -> None:
+    def unpinned(self, runs: Sequence[Extent]) -> None:
         here = self._here
         if here.op < 0 and here.open:
             self._close(here, runs)
         if self._forward is not None:
             self._forward.unpinned(runs)
 
-    def _close(self, here: _Here, runs: Sequence[PageRun]) -> None:
+    def _close(self, here: _Here, runs: Sequence[Extent]) -> None:
         """The end of what was held. What was opened later and is still there failed to pin."""
         wanted = list(runs)
         for index in reversed(range(len(here.open))):
@@ -205,7 +205,7 @@ class Recorder:
             return
 
     @contextmanager
-    def filling(self, run: PageRun) -> Iterator[None]:
+    def filling(self, run: Extent) -> Iterator[None]:
         """Values that the pager itself copies into new pages: an op each."""
         here = self._here
         if here.op >= 0:
@@ -271,7 +271,7 @@ class Recorder:
         if writes:
             self._log.writes.append((op, run))
 
-    def _held_at(self, here: _Here, place: int) -> PageRun | None:
+    def _held_at(self, here: _Here, place: int) -> Extent | None:
         """The run whose frames are at byte ``place`` of the arena, if it is held. It stays there
         until it is let go."""
         pager = self._pager

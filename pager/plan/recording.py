@@ -18,7 +18,7 @@ import torch
 
 from ...planner.trace import KINDS, READ, READWRITE, WRITE, Floats, Ints, Trace
 from ...planner.trace_check import number_by_appearance
-from ..memory.space import TRANSIENT_KINDS, PageRun
+from ..memory.space import TRANSIENT_KINDS, Extent
 from ..tensor.names import named_models, named_runs, shared_name
 
 if TYPE_CHECKING:
@@ -45,11 +45,11 @@ class Log:
     """What was appended. Runs are kept alive, so that they can be told apart by identity."""
 
     marks: list[Mark] = field(default_factory=list)
-    accesses: list[tuple[int, Sequence[PageRun]]] = field(default_factory=list)  # (op, runs)
-    writes: list[tuple[int, PageRun]] = field(default_factory=list)
-    saved: list[tuple[PageRun, str]] = field(default_factory=list)  # and the module that ran
-    before: list[PageRun] = field(default_factory=list)  # alive when the iteration began
-    names: list[tuple[PageRun, str]] = field(default_factory=list)
+    accesses: list[tuple[int, Sequence[Extent]]] = field(default_factory=list)  # (op, runs)
+    writes: list[tuple[int, Extent]] = field(default_factory=list)
+    saved: list[tuple[Extent, str]] = field(default_factory=list)  # and the module that ran
+    before: list[Extent] = field(default_factory=list)  # alive when the iteration began
+    names: list[tuple[Extent, str]] = field(default_factory=list)
 
 
 @dataclass
@@ -100,7 +100,7 @@ def _facts(pager: Core, stalls: Floats, levels: Levels, ops: int) -> dict[str, A
 
 
 # -- tensors -------------------------------------------------------------------------------------
-def _tensors(pager: Core, log: Log) -> dict[PageRun, _Tensor]:
+def _tensors(pager: Core, log: Log) -> dict[Extent, _Tensor]:
     """The tensor that each run which was used belongs to."""
     used = dict.fromkeys(run for _, runs in log.accesses for run in runs)
     with pager.lock:
@@ -118,9 +118,9 @@ def _tensors(pager: Core, log: Log) -> dict[PageRun, _Tensor]:
     return tensors
 
 
-def _names(pager: Core, log: Log) -> dict[PageRun, list[str]]:
+def _names(pager: Core, log: Log) -> dict[Extent, list[str]]:
     """All names of each run, in the order in which they were met."""
-    found: dict[PageRun, dict[str, None]] = {}
+    found: dict[Extent, dict[str, None]] = {}
     saved: Counter[str] = Counter()
     for run, name in log.names:
         found.setdefault(run, {})[name] = None
@@ -133,12 +133,12 @@ def _names(pager: Core, log: Log) -> dict[PageRun, list[str]]:
 
 
 def _join_heirs(
-    tensors: dict[PageRun, _Tensor], before: set[PageRun], after: set[PageRun], log: Log
+    tensors: dict[Extent, _Tensor], before: set[Extent], after: set[Extent], log: Log
 ) -> None:
     """A run from before the iteration that died in it, and one of the same name that lives on, are
     one tensor if the first was last used when the second first was, or earlier."""
-    first: dict[PageRun, int] = {}
-    last: dict[PageRun, int] = {}
+    first: dict[Extent, int] = {}
+    last: dict[Extent, int] = {}
     for op, runs in log.accesses:
         for run in runs:
             first[run] = min(first.get(run, op), op)
@@ -155,7 +155,7 @@ def _identity(tensor: _Tensor) -> tuple[Any, ...]:
     return tensor.kind, tensor.nbytes, tuple(tensor.names)
 
 
-def _name_copies(tensors: dict[PageRun, _Tensor], log: Log) -> None:
+def _name_copies(tensors: dict[Extent, _Tensor], log: Log) -> None:
     """Copies of parameters that an op made (autocast) are called after them."""
     for _, runs in log.accesses:
         nameless = [tensors[run] for run in runs if not tensors[run].names]
@@ -167,7 +167,7 @@ def _name_copies(tensors: dict[PageRun, _Tensor], log: Log) -> None:
 
 
 # -- uses ----------------------------------------------------------------------------------------
-def _uses(tensors: dict[PageRun, _Tensor], log: Log) -> Uses:
+def _uses(tensors: dict[Extent, _Tensor], log: Log) -> Uses:
     """The first use of a tensor that is written there writes it; later ones may keep some of what
     was there, so they read it too."""
     written = {(op, tensors[run]) for op, run in log.writes}

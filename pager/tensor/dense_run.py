@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..errors import CorruptPage, InfeasibleBudget, PagerError
-from ..memory.space import PageRun
+from ..memory.space import Extent
 from .dense_views import dense_view, direct_view, withdraw
 from .geometry import set_geometry, take_over
 from .op_info import OpInfo
@@ -28,7 +28,7 @@ def run_quickly(func: Any, args: Any) -> Any:
     on the device with their dense views at hand. ``NOT_QUICK``, and nothing done, otherwise."""
     paged: list[PagedTensor] = []
     views: list[torch.Tensor] = []
-    runs: list[PageRun] = []
+    runs: list[Extent] = []
     plain = []
     pager = None
     for value in args:
@@ -187,7 +187,7 @@ class _Operands:
 
     def __init__(self, pager: Core) -> None:
         self.pager = pager
-        self.runs: list[PageRun] = []
+        self.runs: list[Extent] = []
         self.twins: dict[int, PagedTensor] = {}  # id(dense view) -> its PagedTensor
         self.views: list[torch.Tensor] = []
         self.buffers: dict[int, torch.Tensor] = {}  # run id -> gathered bytes
@@ -205,7 +205,7 @@ class _Operands:
         self.views.append(view)
         return view
 
-    def scatter_back(self, written: list[PageRun]) -> None:
+    def scatter_back(self, written: list[Extent]) -> None:
         for run in written:
             buffer = self.buffers.get(run.id)
             if buffer is not None:

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_map_only
 
 from .activations import SavedTensors
 from .dense_run import NOT_QUICK, PLAIN, paged_in, run_dense, run_quickly
-from .doors import refuse_script, serve_function
+from .interop import refuse_script, serve_function
 from .op_info import BRANCHES_ON_SUBCLASS, OpInfo, describe
 from .open_weights import TAKE_OPEN, run_opened
 from .paged_tensor import PagedTensor

@@ -35,7 +35,7 @@ from ..core import PagedStorage
 from ..devices.memory import make_read_only, map_bytes, map_memory
 from ..disk.scratch import open_scratch_files
 from ..memory.untyped import PagedUntypedStorage, Range, bytes_at
-from .doors import VIEW, refuse
+from .interop import VIEW, refuse
 from .paged_tensor import PagedTensor
 from .tensor_bytes import BUFFER_BYTES, chunks
 

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .dispatcher import hide_all_from_dynamo, hide_from_dynamo
-from .doors import refuse_script
 from .images import mark_saved
+from .interop import refuse_script
 from .new_pages import copy_in, empty_like_geometry
 from .paged_tensor import PagedTensor
 
@@ -33,7 +33,7 @@ class ShapeHook:
         if pager is not None and pager.closed_reason is None:
             if not pager.turns.is_home():
                 pager.note_guest()
-            pager.settling.note_shapes(module, args, kwargs)
+            pager.profile_run.note_shapes(module, args, kwargs)
             first, self._looked = not self._looked, True
             for note in pager.on_forward:
                 note(module, first)

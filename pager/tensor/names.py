@@ -20,7 +20,7 @@ from .paged_tensor import PagedTensor
 
 if TYPE_CHECKING:
     from ..core import Core
-    from ..memory.space import PageRun
+    from ..memory.space import Extent
 
 OUTSIDE = "iteration"  # stands for the module where none is running
 
@@ -50,7 +50,7 @@ def named_parameters(pager: Core) -> Iterator[tuple[str, torch.Tensor]]:
                 yield f"optimizer[{number}].parameter[{index}]", parameter
 
 
-def named_runs(pager: Core) -> Iterator[tuple[PageRun, str]]:
+def named_runs(pager: Core) -> Iterator[tuple[Extent, str]]:
     """Runs of parameters, their gradients (``….grad``) and optimizer states (``….exp_avg``) that
     are in pages now; a run of several tensors comes once for each."""
     optimizers = list(_optimizers(pager))
@@ -101,7 +101,7 @@ def page_name(pager: Core, page: int) -> str:
     return f"page {page - run.first + 1} of {run.count} of {run_name(pager, run)!r}"
 
 
-def run_name(pager: Core, run: PageRun) -> str:
+def run_name(pager: Core, run: Extent) -> str:
     """The tensors in ``run`` by their place in the models, or what kind they are."""
     try:
         members = [label for other, label in named_runs(pager) if other is run]

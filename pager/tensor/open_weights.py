@@ -34,7 +34,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
 
-from ..memory.space import PageRun
+from ..memory.space import Extent
 from .dense_views import dense_view
 from .paged_tensor import PagedTensor
 
@@ -84,7 +84,7 @@ class OpenWeight:
 
     def __init__(self, paged: PagedTensor, memory: _Memory) -> None:
         self.paged = paged
-        self.run: PageRun = paged._storage.run
+        self.run: Extent = paged._storage.run
         self.memory = memory
         self.requires_grad = paged.requires_grad
         paged._opening = threading.get_ident(), memory.dense
@@ -130,7 +130,7 @@ class OpenWeights:
         self.native = False
         self._open: list[OpenWeight] = []
         self._known: dict[int, _Known] = {}  # opened in iterations before, by id
-        self._lingering: list[tuple[_Memory, PageRun]] = []  # closed, still in use
+        self._lingering: list[tuple[_Memory, Extent]] = []  # closed, still in use
 
     def begin(self) -> None:
         """An iteration begins."""

@@ -16,7 +16,7 @@ from ...kernels.blockwise import BLOCK, Blockwise
 from ...kernels.pieces import Operand, Paged
 from ...kernels.update import State
 from ..errors import InfeasibleBudget, TierFull
-from ..memory.space import PageRun
+from ..memory.space import Extent
 from .paged_tensor import PagedTensor
 from .slabs import fair_share, operand, part, slabs
 
@@ -56,7 +56,7 @@ def tensors_of(values: Iterable[Value]) -> Iterator[torch.Tensor]:
             yield value
 
 
-def runs_of(values: Iterable[Value]) -> list[PageRun]:
+def runs_of(values: Iterable[Value]) -> list[Extent]:
     """The runs that ``values`` are in, none twice."""
     paged = (t for t in tensors_of(values) if type(t) is PagedTensor)
     return list({t._storage.run.id: t._storage.run for t in paged}.values())

@@ -24,7 +24,7 @@ from ...kernels.pieces import Operand, Paged, stretches
 from ...kernels.reduce import reduce
 from ...kernels.unscale import non_finite_check_and_unscale
 from ..budget.fits import fits, frames_anyway
-from ..memory.space import PageRun
+from ..memory.space import Extent
 from .dense_views import direct_view
 from .page_ops import Elementwise, bind, element, elementwise_call, form_of
 from .page_reduce import (
@@ -133,7 +133,7 @@ def _input(value: Any) -> Any:
 
 
 # -- larger than the arena -------------------------------------------------------------------------
-def is_too_large(pager: Core, runs: Iterable[PageRun]) -> bool:
+def is_too_large(pager: Core, runs: Iterable[Extent]) -> bool:
     """Whether ``runs`` are not to be on the device together, if that can be avoided: the arena has
     fewer frames. In a metered iteration, in which it is as large as it has to be: fewer than other
     ops need (:func:`run_in_slabs` refuses where that would change results)."""

@@ -6,7 +6,7 @@ Four rules keep it correct (``pager/README.md`` says what happens without each):
    the same storage, and the address of every other result is checked.
 2. ``chaos.py`` evicts everything after each op, in tests.
 3. A dense view of a PagedTensor has a ``torch.UntypedStorage`` of its own.
-4. Doors past the dispatcher (``data_ptr``, ``.data``, DLPack, …) are in ``doors.py``.
+4. Interop past the dispatcher (``data_ptr``, ``.data``, DLPack, …) are in ``interop.py``.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..core import PagedStorage
-from .doors import Doors
+from .interop import Interop
 
 if TYPE_CHECKING:
     from .images import Saved
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 _STORAGE_BYTES = 1 << 50  # of the wrapper; it has no memory, but geometry is checked against it
 
 
-class PagedTensor(Doors, torch.Tensor):
+class PagedTensor(Interop, torch.Tensor):
     """A tensor in pages. Made by ``pager.page(tensor)``, ``pager.page_module`` and by views.
 
     Any PyTorch op takes it. Ops read a zero-copy view where the pages are in consecutive frames

@@ -26,7 +26,7 @@ from ..moves.tickets import MoveFailed
 
 if TYPE_CHECKING:
     from ..core import Core
-    from ..memory.space import PageRun
+    from ..memory.space import Extent
 
 
 @contextmanager
@@ -84,7 +84,7 @@ class ReadAhead:
         pager = self._pager
         with pager.lock:
             follower = pager.follower
-            if follower is None or follower.guide is None or pager.closed_reason is not None:
+            if follower is None or follower.compiled is None or pager.closed_reason is not None:
                 return
             pages = _distinct([Part(run, _only_here(run, pages)) for run, pages in parts])
             pages = pages[pager.table.frame[pages] >= 0]
@@ -106,7 +106,7 @@ class ReadAhead:
         """So that ``frames`` are free: the least recently used pages leave. Those of a plan that is
         followed stay: it keeps frames free for the stream."""
         follower, residency = self._pager.follower, self._pager.residency
-        if follower is not None and follower.guide is not None:
+        if follower is not None and follower.compiled is not None:
             return
         short = frames - residency.pool.free_count
         if short > 0:
@@ -135,6 +135,6 @@ def _distinct(parts: Sequence[Part]) -> Int32:
     return np.unique(np.concatenate([pages for _, pages in parts]))
 
 
-def _only_here(run: PageRun, pages: Int32) -> Int32:
+def _only_here(run: Extent, pages: Int32) -> Int32:
     """Those that nobody has pinned."""
     return np.empty(0, np.int32) if run.pins else np.setdiff1d(pages, held_pages(run))

@@ -29,7 +29,7 @@ from ..budget.fits import frames_anyway
 from ..core import PagedStorage
 from ..errors import PagerError
 from ..memory.page_table import Int32
-from ..memory.space import PageRun
+from ..memory.space import Extent
 from ..moves.parts import Part
 from .paged_tensor import PagedTensor
 from .read_ahead import ReadAhead, reading_ahead
@@ -393,7 +393,7 @@ def operand(tensor: PagedTensor, first: int, count: int) -> Operand:
     return _operand(pager, tensor._storage.run, low, high, tensor.dtype)
 
 
-def _operand(pager: Core, run: PageRun, low: int, high: int, dtype: torch.dtype) -> Operand:
+def _operand(pager: Core, run: Extent, low: int, high: int, dtype: torch.dtype) -> Operand:
     """Bytes ``low … high`` of ``run``."""
     size = pager.page_size
     rows = slice(run.first + low // size, run.first - (-high // size))

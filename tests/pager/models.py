@@ -39,7 +39,7 @@ def know_that_all_fits(pager: tp.Pager) -> None:
     pager.core.saved.dense_allowance = 64 << 20
     pager.core.residency.resize(128 << 20 >> 16)
     pager.core.budget.reserve = 128 << 20
-    pager.core.settling.note_shapes = lambda *args: None  # type: ignore[method-assign]
+    pager.core.profile_run.note_shapes = lambda *args: None  # type: ignore[method-assign]
     assert pager.core.fits
 
 

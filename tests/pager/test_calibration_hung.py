@@ -150,7 +150,7 @@ def test_training_goes_on_and_plans_when_the_disk_is_back(
         engine.hang(verb)
         for _ in range(4):
             step(pager, weight)
-        assert not any(kind.refused or kind.process for kind in pager.core.follower.kinds.all)
+        assert not any(kind.refused or kind.process for kind in pager.core.follower.signatures.all)
         assert torch.equal(weight.to_dense(), expected)
         assert pager.stats()["faults"] > 0
         held = pager.stats()["used_bytes"]["disk"]
@@ -164,7 +164,7 @@ def test_training_goes_on_and_plans_when_the_disk_is_back(
             assert time.monotonic() < deadline
             time.sleep(0.01)
         step(pager, weight)
-        assert any(kind.process for kind in pager.core.follower.kinds.all)
+        assert any(kind.process for kind in pager.core.follower.signatures.all)
         assert pager.stats()["used_bytes"]["disk"] == 0
         assert torch.equal(weight.to_dense(), expected)
         check_invariants(pager.core)

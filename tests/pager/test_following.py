@@ -9,14 +9,14 @@ import pytest
 import tensorpager as tp
 from tensorpager.pager.debug.check import check_invariants
 from tensorpager.pager.plan.access_log import AccessLog
-from tensorpager.pager.plan.guide import ANYWHERE, Action
-from tensorpager.pager.plan.kinds import Kind
-from tensorpager.pager.plan.next_use import by_next_use
-from tensorpager.pager.plan.reconcile import reconcile
+from tensorpager.pager.plan.belady import by_next_use
+from tensorpager.pager.plan.compiled_plan import ANYWHERE, Action
+from tensorpager.pager.plan.enter_plan import enter_plan
+from tensorpager.pager.plan.signatures import StepSignature
 from tensorpager.pager.tensor.paged_tensor import PagedTensor
 
 from .models import make_pager
-from .test_windows import FRAMES, laid_out, layout, unchanged
+from .test_compaction import FRAMES, laid_out, layout, unchanged
 
 Tensors = dict[str, PagedTensor]
 
@@ -46,11 +46,11 @@ def test_what_the_plan_found_no_place_for_stays() -> None:
             pager.core.residency.evict_pages(pages_of(tensors["E"]))
         tensors |= laid_out(pager, "CCBBAAD...")
         keys = named(pager, tensors)
-        guide = SimpleNamespace(
+        compiled = SimpleNamespace(
             keys=[(keys[letter],) for letter in "ABCE"], start={keys["A"]: 0}, away=[], last_in={}
         )
         with pager.core.lock:
-            missing = reconcile(pager.core.residency, pager.core.follower.names, guide)
+            missing = enter_plan(pager.core.residency, pager.core.follower.names, compiled)
         after = layout(pager, {name: tensors[name] for name in "ABC"})
         assert after[:4] == "AABB"
         assert "CC" in after
@@ -134,12 +134,12 @@ def test_accesses_add_up_to_the_fastest_iteration() -> None:
     """Each iteration is slow somewhere else: the fastest of each access would say 4."""
     log = AccessLog()
     log.began((1,))
-    kind = Kind(1, log, {})
-    kind.samples.clear()
+    signature = StepSignature(1, log, {})
+    signature.samples.clear()
     for slow in range(4):
-        kind.samples.append([5.0 if position == slow else 1.0 for position in range(4)])
-    assert sum(kind.seconds()) == pytest.approx(8.0)
-    assert kind.seconds() == pytest.approx([2.0] * 4)
+        signature.samples.append([5.0 if position == slow else 1.0 for position in range(4)])
+    assert sum(signature.seconds()) == pytest.approx(8.0)
+    assert signature.seconds() == pytest.approx([2.0] * 4)
 
 
 # -- an op and a channel at once -------------------------------------------------------------------

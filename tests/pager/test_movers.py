@@ -22,14 +22,14 @@ from tensorpager.pager.disk import watch as io_watch
 from tensorpager.pager.moves import residency as residency_module
 from tensorpager.pager.moves.tickets import Lane
 from tensorpager.pager.plan.access_log import newborn_index, newborn_key
-from tensorpager.pager.plan.guide import ANYWHERE, Action, Guide
-from tensorpager.pager.plan.kinds import Kind
+from tensorpager.pager.plan.compiled_plan import ANYWHERE, Action, CompiledPlan
+from tensorpager.pager.plan.signatures import StepSignature
 
 from .faulty_engine import FaultyEngine
 from .models import SEED, World, compare_runs, loss_of, mlp, train
+from .test_compaction import FRAMES, laid_out, layout, unchanged
 from .test_following import named, pages_of
 from .test_planned import TIERS, PlannedWorld, planned_pager
-from .test_windows import FRAMES, laid_out, layout, unchanged
 
 ROWS = (64, 128, 192, 256)  # of a batch: activations of 1 to 4 pages
 
@@ -64,28 +64,29 @@ class OtherShapesPlan(PlannedWorld):
     def _impose(self, pager: tp.Pager) -> None:
         follower = pager.core.follower
         assert follower is not None
-        made = next((kind for kind in follower.kinds.all if kind.guide is not None), None)
-        if made is None or made.guide is None:
+        planned = (one for one in follower.signatures.all if one.compiled is not None)
+        made = next(planned, None)
+        if made is None or made.compiled is None:
             return
         follower.most_plans = 0
-        for kind in follower.kinds.all:
-            if kind.guide is None:
-                kind.guide = as_of(kind, made.guide)
+        for signature in follower.signatures.all:
+            if signature.compiled is None:
+                signature.compiled = as_of(signature, made.compiled)
                 self.imposed += 1
 
 
-def as_of(kind: Kind, guide: Guide) -> Guide:
-    """``guide`` with the names of ``kind``: its n-th born is the other's n-th, of any size."""
-    theirs = {newborn_index(key): key for access in kind.keys for key in access if key < 0}
+def as_of(signature: StepSignature, compiled: CompiledPlan) -> CompiledPlan:
+    """``compiled`` with the names of ``signature``: its n-th born is the other's, of any size."""
+    theirs = {newborn_index(key): key for access in signature.keys for key in access if key < 0}
 
     def renamed(key: int) -> int:
         return key if key > 0 else theirs.get(newborn_index(key), key)
 
-    other = copy.copy(guide)
-    other.keys = kind.keys
-    moves = [[act._replace(key=renamed(act.key)) for act in acts] for acts in guide.actions]
-    other.actions = [*moves, *([] for _ in kind.keys)][: len(kind.keys) + 1]
-    other.births = {renamed(key): base for key, base in guide.births.items()}
+    other = copy.copy(compiled)
+    other.keys = signature.keys
+    moves = [[act._replace(key=renamed(act.key)) for act in acts] for acts in compiled.actions]
+    other.actions = [*moves, *([] for _ in signature.keys)][: len(signature.keys) + 1]
+    other.births = {renamed(key): base for key, base in compiled.births.items()}
     return other
 
 

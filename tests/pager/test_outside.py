@@ -74,8 +74,8 @@ def test_under_a_data_limit_plain_dies_and_paged_trains(tmp_path: Path) -> None:
 
 
 # What a planned training takes beside its tiers, whatever the size of the model. Measured with
-# preset 10m under 141 MiB, one thread: 3.3 to 4.5 MiB (objects of Python, as plan, guide and log;
-# stacks and heaps of threads), and up to 8 for a moment, while the rates are measured.
+# preset 10m under 141 MiB, one thread: 3.3 to 4.5 MiB (objects of Python, as the compiled plan and
+# the log; stacks and heaps of threads), and up to 8 for a moment, while the rates are measured.
 ALLOWANCE = 12 * MIB
 EXTENTS = 64 << 10  # blocks in which a file system notes which blocks a file has: 4 KiB seen
 

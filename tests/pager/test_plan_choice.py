@@ -11,7 +11,7 @@ from torch import nn
 
 import tensorpager as tp
 from tensorpager.pager.plan.access_log import AccessLog
-from tensorpager.pager.plan.kinds import Kind
+from tensorpager.pager.plan.signatures import StepSignature
 from tensorpager.planner.hardware import Hardware
 
 from .models import PAGE_BYTES, make_pager, mlp
@@ -21,13 +21,13 @@ MANY = 1e12  # bytes per second: nothing waits
 FEW = 1e4  # a page takes seconds
 
 
-def kind_of(samples: list[list[float]]) -> Kind:
+def signature_of(samples: list[list[float]]) -> StepSignature:
     log = AccessLog()
     log.began((1,))
-    kind = Kind(1, log, {})
-    kind.samples.clear()
-    kind.samples.extend(samples)
-    return kind
+    signature = StepSignature(1, log, {})
+    signature.samples.clear()
+    signature.samples.extend(samples)
+    return signature
 
 
 def on_machine(pager: tp.Pager, monkeypatch: pytest.MonkeyPatch, **rates: float) -> Hardware:
@@ -59,27 +59,27 @@ def generate(pager: tp.Pager, model: nn.Module, tokens: int, token: Any = None) 
 # -- durations -------------------------------------------------------------------------------------
 def test_what_happens_once_is_no_part_of_a_duration() -> None:
     """The first iteration is slow everywhere, the second one at its end."""
-    kind = kind_of([[9.0, 9.0, 9.0], [1.0, 2.0, 9.0], [1.5, 2.0, 3.0]])
-    assert sum(kind.seconds()) == pytest.approx(6.5)  # the fastest iteration
-    assert kind.seconds() == pytest.approx([6.5 / 6, 2 * 6.5 / 6, 3 * 6.5 / 6])
+    signature = signature_of([[9.0, 9.0, 9.0], [1.0, 2.0, 9.0], [1.5, 2.0, 3.0]])
+    assert sum(signature.seconds()) == pytest.approx(6.5)  # the fastest iteration
+    assert signature.seconds() == pytest.approx([6.5 / 6, 2 * 6.5 / 6, 3 * 6.5 / 6])
 
 
 def test_a_promise_is_of_the_fastest_iteration_and_the_plans_own_waiting() -> None:
-    kind = kind_of([[9e-3], [2e-3]])
-    assert kind.promised_us(SimpleNamespace(predicted_us=9500.0, ideal_us=9000.0)) == 2500.0
+    signature = signature_of([[9e-3], [2e-3]])
+    assert signature.promised_us(SimpleNamespace(predicted_us=9500.0, ideal_us=9000.0)) == 2500.0
 
 
 # -- what is followed ------------------------------------------------------------------------------
 def test_what_a_plan_promises_is_compared_with_what_was_measured() -> None:
-    kind = kind_of([[2e-3]])
-    guide = SimpleNamespace(predicted_us=9500.0, ideal_us=9000.0)
+    signature = signature_of([[2e-3]])
+    compiled = SimpleNamespace(predicted_us=9500.0, ideal_us=9000.0)
     with make_pager(policy="lp") as pager:
         follower = pager.core.follower
-        assert follower._no_better(kind, guide) is None  # nothing was measured
-        kind.demand_stall_us.extend([900.0, 499.0, 800.0])
-        assert "promises 2.5 ms an iteration" in follower._no_better(kind, guide)
-        kind.demand_stall_us.extend([501.0] * 5)
-        assert follower._no_better(kind, guide) is None
+        assert follower._no_better(signature, compiled) is None  # nothing was measured
+        signature.demand_stall_us.extend([900.0, 499.0, 800.0])
+        assert "promises 2.5 ms an iteration" in follower._no_better(signature, compiled)
+        signature.demand_stall_us.extend([501.0] * 5)
+        assert follower._no_better(signature, compiled) is None
 
 
 @pytest.mark.slow
@@ -90,8 +90,12 @@ def test_a_plan_that_promises_less_than_demand_gives_is_not_followed(monkeypatch
         assert "planned" not in generate(pager, model, 4)
         assert pager.stats()["planned_iterations"] == 0
         assert "There is no plan: the one that was made promises" in pager.explain()
-        kind = pager.core.follower.current
-        assert (kind.plans, kind.seen, kind.again_at) == (1, 3, 4)  # the first one was metered
+        signature = pager.core.follower.current
+        assert (signature.plans, signature.seen, signature.again_at) == (
+            1,
+            3,
+            4,
+        )  # the first one was metered
 
 
 def test_read_only_weights_are_not_written_to_the_disk(monkeypatch, tmp_path) -> None:
@@ -107,13 +111,13 @@ def test_read_only_weights_are_not_written_to_the_disk(monkeypatch, tmp_path) ->
         stats = pager.stats()
         assert stats["disk_bytes_written"] == 0
         assert stats["channel_bytes"]["host-in"] > 0
-        guide = follower.current.guide
+        compiled = follower.current.compiled
         with pager.core.lock:
             follower.arena_resized()
-            assert follower.current.guide is guide
+            assert follower.current.compiled is compiled
             pager.core.residency.resize(pager.core.residency.pool.count - 1)
             follower.arena_resized()
-            assert follower.current.guide is None
+            assert follower.current.compiled is None
 
 
 @pytest.mark.slow

@@ -20,7 +20,7 @@ from tensorpager.pager.debug.chaos import chaos, scattered
 from tensorpager.pager.debug.check import check_invariants
 from tensorpager.pager.disk.tier import DiskTier
 from tensorpager.pager.moves.parts import Part
-from tensorpager.pager.plan.guide import ANYWHERE, Action
+from tensorpager.pager.plan.compiled_plan import ANYWHERE, Action
 from tensorpager.pager.tensor.new_pages import empty_like_geometry
 from tensorpager.pager.tensor.read_ahead import reading_ahead
 from tensorpager.pager.tensor.slabs import operand, page_set, pages_of, part, slabs, stream

@@ -22,8 +22,8 @@ from tensorpager.pager.tensor.new_pages import empty_like_geometry
 from tensorpager.pager.tensor.paged_tensor import PagedTensor
 
 from .models import make_pager
+from .test_compaction import FRAMES, laid_out, layout, unchanged
 from .test_following import pages_of
-from .test_windows import FRAMES, laid_out, layout, unchanged
 
 
 class Gate:

@@ -23,7 +23,7 @@ from tensorpager.pager.devices.choice import make_device, resolve
 from tensorpager.pager.devices.device import Copy, HostMemory
 from tensorpager.pager.devices.plain_memory import PlainMemory
 from tensorpager.pager.machine.calibration.link import measure_link
-from tensorpager.pager.plan.guide import ANYWHERE, Action
+from tensorpager.pager.plan.compiled_plan import ANYWHERE, Action
 from tensorpager.pager.plan.planned import Job
 from tensorpager.pager.tensor.new_pages import empty_like_geometry
 

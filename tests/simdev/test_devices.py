@@ -365,7 +365,7 @@ def test_ops_take_the_time_of_the_device(machine: Machine, tmp_path: Path) -> No
             with pager.iteration():
                 one_slow_op(pager, machine, weights)
         assert pager.core.follower is not None
-        kind = pager.core.follower.kinds.all[-1]
+        kind = pager.core.follower.signatures.all[-1]
         assert kind.seen > 1
         longest = max(range(len(kind.keys)), key=lambda at: kind.seconds()[at])
         assert (longest, kind.seconds()[longest] > SLOW_SECONDS / 2) == (1, True)

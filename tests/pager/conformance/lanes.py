@@ -51,14 +51,14 @@ class Lane:
 def _iteration_that_fits(pager: tp.Pager) -> Iterator[None]:
     before = pager.core.fits, pager.core.budget.settled
     pager.core.fits = pager.core.budget.settled = True
-    settling = pager.core.settling
-    settling.note_shapes = lambda *args: None  # type: ignore[method-assign]
+    profile_run = pager.core.profile_run
+    profile_run.note_shapes = lambda *args: None  # type: ignore[method-assign]
     try:
         with pager.iteration():
             yield
     finally:
         pager.core.fits, pager.core.budget.settled = before
-        del settling.note_shapes
+        del profile_run.note_shapes
 
 
 PLAIN = Lane("plain")

@@ -22,7 +22,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import tensorpager as tp
 
-from .doors import same
+from .interop import same
 from .lanes import CHAOS, OPEN
 
 pytestmark = pytest.mark.filterwarnings("ignore")

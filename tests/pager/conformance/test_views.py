@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from .doors import raises_alike, right_or_refused, same, twins
+from .interop import raises_alike, right_or_refused, same, twins
 from .lanes import CHAOS, LANES, PLAIN
 
 pytestmark = pytest.mark.filterwarnings("ignore")

@@ -36,7 +36,7 @@ class Away(NamedTuple):
     tier: str
 
 
-class Guide:
+class CompiledPlan:
     """What is followed through one kind of iteration.
 
     ``actions[n]`` are queued when ``n`` accesses have ended. ``births``: key → frame of a run's

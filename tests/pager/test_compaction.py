@@ -8,7 +8,7 @@ import torch
 
 import tensorpager as tp
 from tensorpager.pager.debug.check import check_invariants
-from tensorpager.pager.moves.windows import find_window
+from tensorpager.pager.moves.compaction import find_window
 from tensorpager.pager.tensor.new_pages import empty_like_geometry
 from tensorpager.pager.tensor.paged_tensor import PagedTensor
 

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import tensorpager as tp
-from tensorpager.pager.settling import Shapes
+from tensorpager.pager.profile_run import Shapes
 
 from .models import World, compare_runs, loss_of, make_pager, mlp
 

@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 import tensorpager as tp
 
-from .doors import right_or_refused, same, twins
+from .interop import right_or_refused, same, twins
 from .lanes import CHAOS, LANES, PLAIN
 
 pytestmark = pytest.mark.filterwarnings("ignore")

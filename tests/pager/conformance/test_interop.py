@@ -12,7 +12,7 @@ from torch import nn
 
 import tensorpager as tp
 
-from .doors import Twins, must_be_clear, right_or_refused, same, twins
+from .interop import Twins, must_be_clear, right_or_refused, same, twins
 from .lanes import CHAOS, PLAIN
 
 pytestmark = pytest.mark.filterwarnings("ignore")

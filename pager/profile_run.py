@@ -41,7 +41,7 @@ def _is_within(dims: tuple[int, ...], other: tuple[int, ...]) -> bool:
     return all(mine <= theirs for mine, theirs in zip(dims, other, strict=True))
 
 
-class Settling:
+class ProfileRun:
     """Of one pager."""
 
     def __init__(self, pager: Core) -> None:

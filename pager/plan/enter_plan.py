@@ -6,22 +6,22 @@ import numpy as np
 import numpy.typing as npt
 
 from ..memory.page_table import NONE, Int32
-from ..memory.space import PageRun
+from ..memory.space import Extent
+from ..moves.compaction import rearrange
 from ..moves.residency import Residency
-from ..moves.windows import rearrange
 from .access_log import Names
-from .guide import ANYWHERE, Action, Guide
+from .compiled_plan import ANYWHERE, Action, CompiledPlan
 
 
-def reconcile(residency: Residency, names: Names, guide: Guide) -> list[Action]:
-    """Pages that ``guide`` does not want on the device leave it; the others go to their frames.
+def enter_plan(residency: Residency, names: Names, compiled: CompiledPlan) -> list[Action]:
+    """Pages that ``compiled`` does not want on the device leave it; the others go to their frames.
 
     The moves that bring what is missing, to be queued before the plan's own. Nothing may be moving
     and nothing pinned. Raises ``TierFull`` if what should leave has nowhere to go.
     """
     table = residency.table
-    order = _by_first_use(names, guide)
-    target, wanted = _targets(residency, names, guide, order)
+    order = _by_first_use(names, compiled)
+    target, wanted = _targets(residency, names, compiled, order)
     resident = table.frame >= 0
     unwanted = np.flatnonzero(resident & (target < 0)).astype(np.int32)
     residency.evict_pages(unwanted)
@@ -29,19 +29,19 @@ def reconcile(residency: Residency, names: Names, guide: Guide) -> list[Action]:
     rearrange(residency, pages, target[pages].astype(np.int32))
     settled = [entry for entry in order if (target[entry[1].first :][: entry[1].count] >= 0).any()]
     late = [entry for entry in order if entry not in settled]
-    late.sort(key=lambda entry: guide.last_in.get(entry[0], 0))
-    return _missing(residency, guide, [*settled, *late], wanted)
+    late.sort(key=lambda entry: compiled.last_in.get(entry[0], 0))
+    return _missing(residency, compiled, [*settled, *late], wanted)
 
 
-def _by_first_use(names: Names, guide: Guide) -> list[tuple[int, PageRun]]:
+def _by_first_use(names: Names, compiled: CompiledPlan) -> list[tuple[int, Extent]]:
     """Keys and runs that live on from iteration to iteration."""
-    keys = dict.fromkeys(key for access in guide.keys for key in access if key > 0)
+    keys = dict.fromkeys(key for access in compiled.keys for key in access if key > 0)
     found = ((key, names.run_of(key, ())) for key in keys)
     return [(key, run) for key, run in found if run is not None]
 
 
 def _targets(
-    residency: Residency, names: Names, guide: Guide, order: list[tuple[int, PageRun]]
+    residency: Residency, names: Names, compiled: CompiledPlan, order: list[tuple[int, Extent]]
 ) -> tuple[Int32, npt.NDArray[np.bool_]]:
     """Frame of each page, −1 for none; and which pages should be on the device.
 
@@ -53,7 +53,7 @@ def _targets(
     wanted = np.zeros(len(table.frame), np.bool_)
     for _, run in order:
         wanted[run.first : run.first + run.count] = True
-    for away in guide.away:
+    for away in compiled.away:
         gone = names.run_of(away.key, ())
         if gone is not None:
             rows = slice(gone.first, gone.first + gone.count)
@@ -61,7 +61,7 @@ def _targets(
     target = np.full(len(table.frame), NONE)
     taken = np.zeros(residency.pool.count, np.bool_)
 
-    def put(run: PageRun, pages: npt.NDArray[np.intp], base: int) -> bool:
+    def put(run: Extent, pages: npt.NDArray[np.intp], base: int) -> bool:
         frames = base + pages
         if not len(frames) or frames[0] < 0 or frames[-1] >= len(taken) or taken[frames].any():
             return False
@@ -72,8 +72,8 @@ def _targets(
     elsewhere = []
     for key, run in order:
         pages = np.flatnonzero(wanted[run.first : run.first + run.count])
-        if key in guide.start:
-            put(run, pages, guide.start[key])
+        if key in compiled.start:
+            put(run, pages, compiled.start[key])
         elif len(pages) and not (run.base >= 0 and put(run, pages, run.base)):
             elsewhere.append((run, pages))
     for run, pages in elsewhere:
@@ -86,15 +86,15 @@ def _targets(
 
 def _missing(
     residency: Residency,
-    guide: Guide,
-    order: list[tuple[int, PageRun]],
+    compiled: CompiledPlan,
+    order: list[tuple[int, Extent]],
     wanted: npt.NDArray[np.bool_],
 ) -> list[Action]:
     """In-moves for pages that should be on the device and are below it."""
     table = residency.table
     found = []
     for key, run in order:
-        base = guide.start.get(key, ANYWHERE)
+        base = compiled.start.get(key, ANYWHERE)
         rows = slice(run.first, run.first + run.count)
         absent = wanted[rows] & (table.frame[rows] < 0)
         for tier, here in (

@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from ..memory.frame_pool import merge
 from ..memory.page_table import Int32
-from ..memory.space import PageRun
+from ..memory.space import Extent
 
 if TYPE_CHECKING:
     from .residency import Residency
@@ -30,7 +30,7 @@ _TRIES = 4  # windows to try, the cheapest first
 _ROOM, _HELD, _WALL = 0, 1, 2
 
 
-def find_window(residency: Residency, run: PageRun) -> int | None:
+def find_window(residency: Residency, run: Extent) -> int | None:
     """The first of ``run.count`` consecutive frames that are free, or were made so; pages of
     ``run`` itself may be in them, then at their places. ``None`` as of :func:`_open_window`."""
     rows = slice(run.first, run.first + run.count)
@@ -40,7 +40,7 @@ def find_window(residency: Residency, run: PageRun) -> int | None:
     return _open_window(residency, run) if found is None else found
 
 
-def _open_window(residency: Residency, run: PageRun) -> int | None:
+def _open_window(residency: Residency, run: Extent) -> int | None:
     """Make ``run.count`` consecutive frames free but for pages of ``run`` itself, which are at
     their places in it then; the first frame. ``None``, and nothing moved that matters, if too few
     are free or nothing can be moved. ``run`` must not be in use in its present place."""
@@ -67,7 +67,7 @@ def _cheapest(windows: npt.NDArray[np.int64]) -> list[int]:
     return found
 
 
-def _slide(residency: Residency, run: PageRun) -> int | None:
+def _slide(residency: Residency, run: Extent) -> int | None:
     """The same where nothing has another place to go to: what lies between two frames that must
     stay is pushed together there, as little of it as possible."""
     table = residency.table
@@ -109,7 +109,7 @@ def _slide(residency: Residency, run: PageRun) -> int | None:
     return base
 
 
-def _pieces(residency: Residency, run: PageRun) -> list[tuple[int, int, int]]:
+def _pieces(residency: Residency, run: Extent) -> list[tuple[int, int, int]]:
     """All frames as (from, to, kind): consecutive ones that are free or ``run``'s own, that are
     another run's and may move, or that must stay."""
     cost = _costs(residency, run)
@@ -123,7 +123,7 @@ def _pieces(residency: Residency, run: PageRun) -> list[tuple[int, int, int]]:
     return [(a, b, int(kind[a])) for a, b in itertools.pairwise(edges)]
 
 
-def _costs(residency: Residency, run: PageRun) -> npt.NDArray[np.int64]:
+def _costs(residency: Residency, run: Extent) -> npt.NDArray[np.int64]:
     """Of making each frame free: 0 where it is, 1 for a page that may move."""
     table, pool = residency.table, residency.pool
     cost = np.full(pool.count, _NEVER, np.int64)
@@ -138,12 +138,12 @@ def _costs(residency: Residency, run: PageRun) -> npt.NDArray[np.int64]:
     return cost
 
 
-def _stays(run: PageRun) -> bool:
+def _stays(run: Extent) -> bool:
     """Its pages may not move: they are in use."""
     return bool(run.pins or run.parts)
 
 
-def _clear(residency: Residency, run: PageRun, base: int) -> bool:
+def _clear(residency: Residency, run: Extent, base: int) -> bool:
     """Move what is in the window from ``base`` on to other places, and ``run``'s pages into it."""
     table, pool = residency.table, residency.pool
     window = np.arange(base, base + run.count, dtype=np.int32)
@@ -173,7 +173,7 @@ def _clear(residency: Residency, run: PageRun, base: int) -> bool:
     return cleared
 
 
-def _move_aside(residency: Residency, run: PageRun) -> bool:
+def _move_aside(residency: Residency, run: Extent) -> bool:
     """All pages of ``run`` that are on the device go to another place for the whole of it."""
     start = residency.pool.find_run(run.count)
     if start is None:
@@ -182,7 +182,7 @@ def _move_aside(residency: Residency, run: PageRun) -> bool:
     return True
 
 
-def _bring_together(residency: Residency, run: PageRun, base: int) -> None:
+def _bring_together(residency: Residency, run: Extent, base: int) -> None:
     """Pages of ``run`` go to their frames from ``base`` on, which are free or their own."""
     table = residency.table
     pages = np.arange(run.first, run.first + run.count, dtype=np.int32)

@@ -6,7 +6,7 @@ import itertools
 import pytest
 import torch
 
-from .doors import in_process
+from .interop import in_process
 from .lanes import CHAOS, PLAIN
 
 LANES = pytest.mark.parametrize("lane", [PLAIN, CHAOS], ids=lambda lane: lane.name)

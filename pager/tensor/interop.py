@@ -1,6 +1,6 @@
 """Ways to a tensor's memory that bypass the dispatcher: each is served, or refused by name.
 
-``Doors`` holds the methods and properties of PagedTensor that Python can see. Two doors are
+``Interop`` holds the methods and properties of PagedTensor that Python can see. Two doors are
 elsewhere, and have guards: ``plain.data = paged`` would take over a tensor with no memory of its
 own, and crash at the next read; ``to_dlpack`` reads the memory of any tensor.
 """
@@ -51,7 +51,7 @@ def refuse_sharding(parameter: object) -> NoReturn:
     )
 
 
-class Doors:
+class Interop:
     """Mixin of PagedTensor."""
 
     def numpy(self, *, force: bool = False) -> Any:
@@ -113,7 +113,7 @@ class Doors:
         return self.storage()
 
     def is_set_to(self, tensor: torch.Tensor) -> bool:
-        if not isinstance(tensor, Doors):
+        if not isinstance(tensor, Interop):
             return False
         mine, other = (
             (id(t._storage), t.storage_offset(), t.size(), t.stride())  # type: ignore[attr-defined]
@@ -170,7 +170,7 @@ def _asked_in_a_list(name: str) -> Any:
 
 
 for _name in ("__bool__", "__complex__", "__float__", "__index__", "__int__", "__iter__"):
-    setattr(Doors, _name, _asked_in_a_list(_name))
+    setattr(Interop, _name, _asked_in_a_list(_name))
 
 
 def serve_function(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -206,7 +206,7 @@ _RUN_GRAPHS = {
 
 def _plain_indices(args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     def plain(value: Any) -> Any:
-        return value.detach().to_dense() if isinstance(value, Doors) else value  # type: ignore[attr-defined]
+        return value.detach().to_dense() if isinstance(value, Interop) else value  # type: ignore[attr-defined]
 
     kwargs = {k: v if k in ("input", "self") else plain(v) for k, v in kwargs.items()}
     return (*args[:1], *(plain(a) for a in args[1:])), kwargs
@@ -230,7 +230,7 @@ def guard_dlpack() -> None:
 def _guarded(export: Any) -> Any:
     @functools.wraps(export)
     def to_dlpack(tensor: torch.Tensor) -> Any:
-        if isinstance(tensor, Doors):
+        if isinstance(tensor, Interop):
             refuse(tensor, "to_dlpack()")
         return export(tensor)
 
@@ -253,7 +253,7 @@ def guard_data(saved: Any) -> None:
         return _plain_data.__get__(self)  # type: ignore[no-any-return]
 
     def put(self: torch.Tensor, value: Any) -> None:
-        if isinstance(value, Doors):
+        if isinstance(value, Interop):
             value = value.detach().to_dense()  # type: ignore[attr-defined]
         _plain_data.__set__(self, value)
 

@@ -1,5 +1,5 @@
 """Kinds of iterations (a training step, a step that only accumulates, an evaluation, another batch
-shape), told apart by what they access, and which one comes next."""
+shape), told apart by their signatures, which are what they access, and which one comes next."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from .access_log import AccessLog, Keys
-from .guide import Guide
+from .compiled_plan import CompiledPlan
 from .sequence_trace import RunFacts
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ _HISTORY = 256
 _LONGEST_MATCH = 16
 
 
-class Kind:
+class StepSignature:
     """Iterations with the same accesses. ``log`` is of the first one seen.
 
     ``turned_down``: why the latest plan is not followed; another one may be made when ``again_at``
@@ -36,8 +36,8 @@ class Kind:
         self.log = log
         self.facts = facts
         self.seen = 1
-        self.guide: Guide | None = None
-        self.recorded: Recorded | None = None  # what `process` or `guide` was made from
+        self.compiled: CompiledPlan | None = None
+        self.recorded: Recorded | None = None  # what `process` or `compiled` was made from
         self.hardware: Hardware | None = None  # it was, or is being, planned for
         self.process: PlanningProcess | None = None
         self.refused: str | None = None  # why there is no plan
@@ -46,7 +46,7 @@ class Kind:
         self.plans = 0
         # Of the latest iterations, without stalls: seconds of each access.
         self.samples: deque[list[float]] = deque([log.seconds()], _SAMPLES)
-        self.measured_us: deque[float] = deque(maxlen=_SAMPLES)  # of those that followed `guide`
+        self.measured_us: deque[float] = deque(maxlen=_SAMPLES)  # of those that followed `compiled`
         self.demand_stall_us: deque[float] = deque(maxlen=_SAMPLES)  # of those that followed none
 
     def seconds(self) -> list[float]:
@@ -59,10 +59,10 @@ class Kind:
         whole, parts = float(samples.sum(axis=1).min()), float(least.sum())
         return [float(s) for s in least * (whole / parts if parts else 1.0)]
 
-    def promised_us(self, guide: Guide) -> float:
-        """Of an iteration that follows ``guide``: the waiting of the plan, beside what the accesses
-        take in the fastest iteration seen."""
-        return sum(self.seconds()) * 1e6 + guide.predicted_us - guide.ideal_us
+    def promised_us(self, compiled: CompiledPlan) -> float:
+        """Of an iteration that follows ``compiled``: the waiting of the plan, beside what the
+        accesses take in the fastest iteration seen."""
+        return sum(self.seconds()) * 1e6 + compiled.predicted_us - compiled.ideal_us
 
     @property
     def on_demand_us(self) -> float | None:
@@ -78,36 +78,36 @@ class Kind:
         return float(np.median(self.measured_us)) if self.measured_us else None
 
 
-class Kinds:
+class Signatures:
     """The kinds seen so far, the latest used last, and the order in which they came."""
 
     def __init__(self) -> None:
-        self.all: list[Kind] = []
+        self.all: list[StepSignature] = []
         self._numbers = 0
         self._history: list[int] = []
 
-    def find(self, log: AccessLog) -> Kind | None:
-        return next((kind for kind in self.all if kind.keys == log.keys), None)
+    def find(self, log: AccessLog) -> StepSignature | None:
+        return next((signature for signature in self.all if signature.keys == log.keys), None)
 
-    def add(self, log: AccessLog, facts: dict[int, RunFacts]) -> Kind:
+    def add(self, log: AccessLog, facts: dict[int, RunFacts]) -> StepSignature:
         """A new kind; the one that was not seen for longest is forgotten if there are many."""
         self._numbers += 1
-        kind = Kind(self._numbers, log, facts)
-        self.all.append(kind)
+        signature = StepSignature(self._numbers, log, facts)
+        self.all.append(signature)
         if len(self.all) > _MOST_KINDS:
             gone = self.all.pop(0)
             if gone.process is not None:
                 gone.process.cancel()
-        return kind
+        return signature
 
-    def came(self, kind: Kind) -> None:
-        """``kind`` was the latest iteration's. What came only once says nothing of what follows."""
-        self.all.remove(kind)
-        self.all.append(kind)
-        if kind.seen > 1 or not self._history:
-            self._history = [*self._history[1 - _HISTORY :], kind.number]
+    def came(self, signature: StepSignature) -> None:
+        """``signature`` was the latest iteration's. What came only once tells nothing."""
+        self.all.remove(signature)
+        self.all.append(signature)
+        if signature.seen > 1 or not self._history:
+            self._history = [*self._history[1 - _HISTORY :], signature.number]
 
-    def expected(self) -> Kind | None:
+    def expected(self) -> StepSignature | None:
         """The kind that followed the last time that things went as they do now: after the longest
         sequence of kinds that was seen before."""
         history = self._history
@@ -123,11 +123,11 @@ class Kinds:
                 best, number = length, history[end]
             if best == _LONGEST_MATCH:
                 break
-        return next((kind for kind in self.all if kind.number == number), None)
+        return next((signature for signature in self.all if signature.number == number), None)
 
-    def with_prefix(self, keys: list[Keys]) -> Kind | None:
+    def with_prefix(self, keys: list[Keys]) -> StepSignature | None:
         """A planned kind that began as ``keys`` have so far."""
-        for kind in reversed(self.all):
-            if kind.guide is not None and kind.keys[: len(keys)] == keys:
-                return kind
+        for signature in reversed(self.all):
+            if signature.compiled is not None and signature.keys[: len(keys)] == keys:
+                return signature
         return None
