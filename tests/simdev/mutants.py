@@ -38,6 +38,7 @@ class Finding(NamedTuple):
     text: str = ""
 
 
+CHAOS = "pager/debug/chaos.py"
 ACCELERATOR = "pager/devices/accelerator.py"
 MIGRATION = "pager/moves/migration.py"
 MOVER = "pager/moves/mover.py"
@@ -213,6 +214,12 @@ MUTANTS = {
         "a_page_moves_to_the_frame_of_one_that_leaves",
         "        device = self.backend.device\n",
     ),
+    "chaos writes at once": Mutant(
+        CHAOS,
+        "                with pager.backend.on_compute():\n",
+        "                if True:\n",
+        "chaos_writes_to_the_frame_of_one_that_leaves",
+    ),
     "a kernel reads the frames of later": Mutant(
         "pager/memory/page_table.py",
         "        return upload("
@@ -276,6 +283,12 @@ MUTANTS = {
         "",
         "a_planned_page_comes_to_a_frame_that_was_in_use",
         "    def _give_back(self, frames: Int32) -> None:\n",
+    ),
+    "chaos writes, and its frames have no mark": Mutant(
+        CHAOS,
+        "                pager.residency.note_use(frames)\n",
+        "",
+        "a_planned_page_comes_to_a_frame_that_chaos_has_written",
     ),
     "a page moves, and its frames have no mark": Mutant(
         RESIDENCY,

@@ -18,6 +18,7 @@ import pytest
 import torch
 
 import tensorpager as tp
+from tensorpager.pager.debug.chaos import scramble
 from tensorpager.pager.devices import choice
 from tensorpager.pager.devices.choice import make_device, resolve
 from tensorpager.pager.devices.device import Copy, HostMemory
@@ -140,6 +141,14 @@ def pages_slide_to_the_frames_of_one_that_leaves(machine: Machine, folder: Path)
             pager.core.residency.compact(set())
         assert holds(x, 1)
         assert holds(y, 2)
+
+
+@script
+def chaos_writes_to_the_frame_of_one_that_leaves(machine: Machine, folder: Path) -> None:
+    with small(1) as pager:
+        x = page_of(pager, 1)
+        scramble(pager.core)
+        assert holds(x, 1)
 
 
 @script
@@ -352,6 +361,15 @@ def a_planned_page_comes_to_a_frame_that_was_in_use(machine: Machine, folder: Pa
         del y
         with pager.core.lock:
             pager.core.residency.collect()
+        planned(x, "in")
+        assert holds(x, 1)
+
+
+@script
+def a_planned_page_comes_to_a_frame_that_chaos_has_written(machine: Machine, folder: Path) -> None:
+    with small(1) as pager:
+        x = page_of(pager, 1)
+        scramble(pager.core)
         planned(x, "in")
         assert holds(x, 1)
 
