@@ -32,6 +32,7 @@ from .optim.overlap import Overlap
 from .plan.explain import explain
 from .plan.follower import Follower
 from .plan.record import record_iterations, recording_from_environment
+from .plan.recorder import Recorder
 from .profile_run import ProfileRun
 from .streaming import embedding as _embedding  # noqa: F401 - serves it
 from .streaming import linear as _linear  # noqa: F401 - serves it
@@ -116,7 +117,9 @@ class Pager:
         watch_forward(core)
         core.opened = OpenWeights(core)
         core.residency.let_go = core.opened.close
-        core.follower = self._follower = Follower(core) if policy != "lru" else None
+        self._recorder = recorder = Recorder(core)
+        plans = policy != "lru"
+        core.follower = self._follower = Follower(core, recorder) if plans else None
         self.metrics = Metrics(core, self._follower)
         guard_data(saved)
         guard_dlpack()
@@ -126,7 +129,7 @@ class Pager:
         watch_steps()
         _open_pagers.add(self)
         try:
-            recording_from_environment(core)
+            recording_from_environment(recorder)
             if given.metrics:
                 self.metrics.open()
         except BaseException:
@@ -342,7 +345,7 @@ class Pager:
         cannot be written or no iteration was completed; nothing is written then.
         """
         self.core.check_open()
-        return record_iterations(self.core, path)
+        return record_iterations(self._recorder, path)
 
     def plan(self, *, wait: bool = True) -> Plan | None:
         """The plan of the latest kind of iteration; ``None`` if it has none (everything fits,

@@ -51,7 +51,8 @@ _left_to_the_disk: list[tuple[object, ...]] = []  # tiers of cores closed while 
 
 
 class Watcher(Protocol):
-    """Told of every use of paged tensors, in order, under the lock; must be quick.
+    """Told of every use of paged tensors, in order, under the lock; must be quick. While an
+    iteration runs other threads' uses are none of its, and it is not told of them.
 
     An access is ``pinning``, then ``writing`` for each run that will be written, then ``unpinned``
     with the same runs. ``pinning`` comes before pages are waited for. Accesses can nest.
@@ -68,6 +69,19 @@ class Watcher(Protocol):
 
     def filling(self, run: Extent) -> AbstractContextManager[None]:
         """Inside, values are copied into new pages of ``run``, by no op of the program."""
+
+    def wait_begins(self) -> Any:
+        """Pages may have to be waited for; what it gives is for ``waited``."""
+
+    def waited(self, seconds: float, began: Any, *, own: bool) -> None:
+        """The access that began last has waited; ``own``: a stream, for pages of its slabs."""
+
+    def stream_begins(self, runs: Sequence[Extent], write: Sequence[bool], frames: int) -> Any:
+        """An access by itself, until ``stream_ended``: a stream through ``runs`` that fills
+        ``frames`` at once. ``None`` where that is of no interest."""
+
+    def stream_ended(self, access: Any) -> None:
+        """``access``: what ``stream_begins`` gave."""
 
 
 class IterationListener(Protocol):
@@ -142,10 +156,8 @@ class Overlap(Protocol):
 
 
 class Follower(Protocol):
-    """Of plans (``follower.py``). ``log``: of the iteration that runs; ``compiled``: the plan that
-    it follows."""
+    """Of plans (``follower.py``). ``compiled``: the one that the iteration follows."""
 
-    log: Any
     compiled: Any
     planned: Any
 
@@ -153,15 +165,8 @@ class Follower(Protocol):
     def end(self, *, ok: bool) -> None: ...
     def warn(self) -> None: ...
     def stop(self) -> None: ...
-    def pinning(self, runs: Sequence[Extent]) -> None: ...
     def pin(self, runs: Sequence[Extent]) -> None: ...
     def unpinned(self) -> None: ...
-    def wrote(self, run: Extent) -> None: ...
-    def stalled(self, seconds: float, *, own: bool = False) -> None: ...
-    def stream_begins(
-        self, runs: Sequence[Extent], write: Sequence[bool], frames: int, space: Any
-    ) -> Any: ...
-    def stream_ended(self, access: Any, space: Any) -> None: ...
     def pause(self) -> None: ...
     def arena_resized(self) -> None: ...
     def forget_plans(self) -> None: ...
@@ -173,7 +178,8 @@ class Core:
     ``inside``: an iteration runs. ``fits``: everything fits, nothing has to move. ``stepping``: an
     optimizer's step is under way. ``replaced``: paged parameters by the id of what they were made
     of. ``cut_short``: what was dropped with the latest iteration, if it was. ``after_op``: called
-    when an access has ended. ``watch``, ``follower``, ``on_iteration`` look on. ``on_forward``:
+    when an access has ended. ``watch``, ``follower``, ``on_iteration`` look on. ``sees_ops``: the
+    ops of the program are wanted one by one, and none that we make of them. ``on_forward``:
     called as a paged model runs, with it and whether it is the first time. ``page_grad``: hook of a
     parameter whose gradient is there.
     """
@@ -209,6 +215,7 @@ class Core:
         self.stepping = self.inside = self.fits = False
         self.after_op: Callable[[], None] | None = None
         self.watch: Watcher | None = None
+        self.sees_ops = False
         self.on_iteration: list[IterationListener] = []
         self.running: Any = None  # the iteration (``iteration.py``)
         self.on_forward: list[Callable[[torch.nn.Module, bool], None]] = []
@@ -287,9 +294,7 @@ class Core:
     def _pin_at_home(self, runs: Sequence[Extent]) -> None:
         if self.watch is not None:
             self.watch.pinning(runs)
-        follower, residency = self.follower, self.residency
-        if follower is not None and follower.log is not None:
-            follower.pinning(runs)
+        residency = self.residency
         if not (self.budget.metering or self.turns.queue):
             for run in runs:
                 if run.base < 0:
@@ -304,14 +309,12 @@ class Core:
     def _pin_beside(self, runs: Sequence[Extent]) -> None:
         """The same in another thread than the one whose iteration runs or ran last. Only what
         autograd does for the iteration on threads of its own is known to it."""
-        turns, follower = self.turns, self.follower
+        turns = self.turns
         own = turns.is_home()
         if self.watch is not None and (own or not self.inside):
             self.watch.pinning(runs)
         if not own:
             self.note_guest()
-        if own and follower is not None and follower.log is not None:
-            follower.pinning(runs)
         metering = own and self.budget.metering
         if metering or turns.queue or any(run.base < 0 for run in runs):
             self._bring(runs)
@@ -339,17 +342,29 @@ class Core:
                     turns.left(pins)
                 raise
 
-        start = time.perf_counter()
-        moved = self.migration.activity
-        try:
+        with self.waiting():
             turns.take(attempt)
+
+    def watcher(self) -> Watcher | None:
+        """Who looks on at what this thread does."""
+        watch = self.watch
+        return watch if watch is None or not self.inside or self.turns.is_home() else None
+
+    @contextmanager
+    def waiting(self, *, own: bool = False) -> Iterator[None]:
+        """What happens inside is waiting for pages; ``own``: for a stream's, which no plan can
+        move."""
+        watch, moved = self.watcher(), self.migration.activity
+        began = watch.wait_begins() if watch is not None else None
+        start = time.perf_counter()
+        try:
+            yield
             self.budget.log_frames()
         finally:
             seconds = time.perf_counter() - start
             self.stall_us += seconds * 1e6
-            if follower is not None:
-                waited = moved != self.migration.activity
-                follower.stalled(seconds if waited else 0.0)
+            if watch is not None and moved != self.migration.activity:
+                watch.waited(seconds, began, own=own)
 
     def note_guest(self) -> None:
         """This thread, which is not at home, uses pages: beside an iteration, perhaps."""
@@ -406,10 +421,9 @@ class Core:
     def will_write(self, run: Extent) -> None:
         """Copies below of a pinned run become void: its bytes are about to change."""
         run.writes += 1
-        if self.watch is not None:
-            self.watch.writing(run)
-        if self.follower is not None:
-            self.follower.wrote(run)
+        watch = self.watcher()
+        if watch is not None:
+            watch.writing(run)
         if run.settled:
             return
         if run.kind == "parameter" and not self.stepping and self.in_iteration():

@@ -190,10 +190,10 @@ class Running:
         pager = self._pager
         if pager.budget.metering:
             yield "the measurement of its dense memory, which the next iteration repeats"
-        if pager.watch is not None:
+        if pager.sees_ops:
             yield "the trace that was recorded of it"
         follower = pager.follower
-        if follower is not None and follower.log is not None:
+        if follower is not None and not pager.fits:
             if follower.compiled is not None:
                 yield "the rest of its plan, which the next iteration begins anew"
             else:

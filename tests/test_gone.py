@@ -16,12 +16,16 @@ MODULES = (
     "pager.machine.fio",
     "pager.metrics.format",
     "pager.metrics.outputs",
+    "pager.plan.op_clock",
+    "pager.plan.recording",
+    "pager.plan.sequence_trace",
     "pager.streaming.host_rows",
     "pager.tensor.page_lists",
 )
 
 # Names that sources of ours must not have any more, wherever they are.
 NAMES = (
+    "DeviceClock",
     "HeapLevels",
     "_old_rows",
     "fetch_blocks",

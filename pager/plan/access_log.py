@@ -13,9 +13,10 @@ iterations come back under their names.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
+from ..devices.device import Device
 from ..memory.space import Extent, Space
 
 Keys = tuple[int, ...]
@@ -45,55 +46,84 @@ class StreamAccess:
         self.frames = frames
 
 
+class Facts(NamedTuple):
+    """What a trace says of a run."""
+
+    pages: int
+    kind: str
+
+
+class Wait(NamedTuple):
+    """What access number ``access`` waited for its pages. ``stamps``: of a device's clock, at the
+    begin and at the end; ``own``: of a stream, for pages of its slabs, which no plan can bring."""
+
+    access: int
+    host_seconds: float
+    stamps: tuple[Any, Any] | None
+    own: bool
+
+    def seconds(self, device: Device) -> float:
+        """By the device's clock, if it was asked."""
+        return self.host_seconds if self.stamps is None else device.elapsed(*self.stamps)
+
+
 class AccessLog:
-    """The accesses of one iteration. ``times``: seconds at which each began; ``stalls``: position →
-    seconds that it waited for its pages, ``own_stalls``: for those of a stream, which no plan can
-    bring; ``writes`` and ``deaths``: (position, key).
+    """The accesses of one iteration. ``births``: runs born before it. ``times``: seconds at which
+    each access began; ``stalls``: position → seconds that it waited for what a plan can bring;
+    ``stall_seconds``: all waiting; ``writes`` and ``deaths``: (position, key).
 
-    ``stamps``: of a device (``Device.stamp``), where it has a clock: one as each access began, and
-    one at the end; ``ready``: position → when the pages that it waited for were there."""
+    ``stamps``: of ``clock``, a device that has one, or ``None``: as each access began, and one at
+    the end. ``settle_times`` puts its times in the place of the host's: when ops began and ended
+    there, not when they were queued.
+    """
 
-    def __init__(self) -> None:
+    def __init__(self, births: int = 0) -> None:
+        self.births = births
         self.keys: list[Keys] = []
         self.times: list[float] = []
+        self.waits: list[Wait] = []
         self.stalls: dict[int, float] = {}
-        self.own_stalls: dict[int, float] = {}
+        self.stall_seconds = 0.0
         self.streams: list[StreamAccess] = []
         self.writes: list[tuple[int, int]] = []
         self.deaths: list[tuple[int, int]] = []
         self.newborn: list[Extent] = []
+        self.facts: dict[int, Facts] = {}  # once it is known that a trace is made of it
         self.ended = 0.0
+        self.clock: Device | None = None
         self.stamps: list[Any] = []
-        self.ready: dict[int, Any] = {}
 
     def began(self, keys: Keys) -> None:
         self.keys.append(keys)
+        self._tick()
+
+    def _tick(self) -> None:
         self.times.append(time.perf_counter())
+        if self.clock is not None:
+            self.stamps.append(self.clock.stamp())
 
-    def take_times(self, elapsed: Callable[[Any, Any], float]) -> None:
-        """Where there are stamps, times and stalls are the device's from now on: when ops began and
-        ended there, not when they were queued."""
-        if not self.stamps:
-            return
-        first, starts = self.stamps[0], self.stamps[:-1]
-        self.times = [elapsed(first, stamp) for stamp in starts]
-        self.ended = elapsed(first, self.stamps[-1])
-        self.stalls = {where: elapsed(starts[where], at) for where, at in self.ready.items()}
-        self.own_stalls = {}
-        self.stamps, self.ready = [], {}
+    def end(self) -> None:
+        self._tick()
+        self.ended = self.times.pop()
+        self.stall_seconds = sum(wait.host_seconds for wait in self.waits)
 
-    def stalls_of_plans(self) -> dict[int, float]:
-        """Position → seconds that it waited for what a plan can bring."""
-        own = self.own_stalls
-        return {where: waited - own.get(where, 0.0) for where, waited in self.stalls.items()}
+    def settle_times(self, device: Device) -> None:
+        """Once, after the end. Waits for the device where it was the clock."""
+        stamps = self.stamps
+        if stamps:
+            *self.times, self.ended = (device.elapsed(stamps[0], stamp) for stamp in stamps)
+        for wait in self.waits:
+            if not wait.own:
+                seconds = wait.seconds(device) if stamps else wait.host_seconds
+                self.stalls[wait.access] = self.stalls.get(wait.access, 0.0) + seconds
+        self.waits, self.stamps, self.clock = [], [], None
 
     def seconds(self) -> list[float]:
         """Of each access up to the next one, without the time that it waited for what a plan can
         bring: the reads of a stream are a part of it."""
         ends = [*self.times[1:], self.ended]
-        stalls = self.stalls_of_plans()
         return [
-            max(0.0, end - start - stalls.get(position, 0.0))
+            max(0.0, end - start - self.stalls.get(position, 0.0))
             for position, (start, end) in enumerate(zip(self.times, ends))
         ]
 
@@ -122,9 +152,9 @@ class Names:
             run = self.runs.get(key)
         return run if run is not None and self.is_live(run) else None
 
-    def name(self, run: Extent, log: AccessLog, births_before: int) -> int:
-        """Key of a run that has none yet. ``births_before``: runs born before the iteration."""
-        if run.born < births_before:
+    def name(self, run: Extent, log: AccessLog) -> int:
+        """Key of a run that has none yet."""
+        if run.born < log.births:
             return self._keep(run)
         run.key = newborn_key(len(log.newborn), run.count)
         log.newborn.append(run)
@@ -133,6 +163,11 @@ class Names:
     def of_stream(self, runs: Sequence[tuple[int, bool]]) -> int:
         """Key of a stream through runs with these keys, each written or not."""
         return self._streams.setdefault(tuple(runs), FIRST_STREAM + len(self._streams))
+
+    def facts_of(self, log: AccessLog) -> dict[int, Facts]:
+        """Of every run that ``log`` may name; those that are gone until ``forget_dead``."""
+        born = {newborn_key(index, run.count): run for index, run in enumerate(log.newborn)}
+        return {key: Facts(run.count, run.kind) for key, run in (self.runs | born).items()}
 
     def settle(self, log: AccessLog) -> None:
         """End of an iteration: runs that outlive it are named for the next ones."""

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from ...planner.plan import Plan
 from .access_log import Keys
-from .sequence_trace import Recorded
 
 if TYPE_CHECKING:
     from ...planner.layout import Layout
+    from .traces import Recorded
 
 ANYWHERE = -1  # no frame was found for it in advance
 

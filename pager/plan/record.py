@@ -18,7 +18,7 @@ from ..errors import PagerError
 
 if TYPE_CHECKING:
     from ...planner.trace import Trace
-    from ..core import Core
+    from .op_log import OpLog
     from .recorder import Recorder
 
 PATH_VARIABLE = "TENSORPAGER_RECORD"  # where the trace goes; unset: nothing is recorded
@@ -30,7 +30,7 @@ CLAIM = "claim"
 
 # -- Pager.record --------------------------------------------------------------------------------
 @contextmanager
-def record_iterations(pager: Core, path: str | os.PathLike[str]) -> Iterator[None]:
+def record_iterations(recorder: Recorder, path: str | os.PathLike[str]) -> Iterator[None]:
     """Record the first whole iteration that runs inside the block, and write its trace to ``path``
     (all or nothing, mode 0600) when the block ends.
 
@@ -40,54 +40,45 @@ def record_iterations(pager: Core, path: str | os.PathLike[str]) -> Iterator[Non
     """
     target = Path(path)
     _check_target(target)
-    recording = _FirstIteration(pager)
-    recording.start()
-    pager.on_iteration.append(recording)
+    first = _FirstIteration(recorder)
+    listeners = recorder.pager.on_iteration
+    listeners.append(first)
     try:
         yield
-        trace = recording.result(target)
+        if first.trace is None and first.begun:
+            raise PagerError(
+                f"{target} was not written: {first.begun} iteration() began inside record() and "
+                "none was completed; keep the whole iteration inside the block"
+            )
+        trace = first.trace or recorder.finish(first.ops)
     finally:
-        pager.on_iteration.remove(recording)
-        recording.recorder.abandon()
+        listeners.remove(first)
+        recorder.abandon(first.ops)
     write(target, trace)
 
 
 class _FirstIteration:
     """Listens for the first iteration that is completed; until one begins it records already."""
 
-    def __init__(self, pager: Core) -> None:
-        from .recorder import Recorder
-
-        self.recorder: Recorder = Recorder(pager)
-        self._trace: Trace | None = None
-        self._begun = 0
-
-    def start(self) -> None:
-        self.recorder.start()
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+        self.ops = recorder.start()
+        self.trace: Trace | None = None
+        self.begun = 0
 
     def begin(self) -> None:
-        if self._trace is None:
-            self._begun += 1
-            self.recorder.abandon()
-            self.recorder.start()
+        if self.trace is None:
+            self.begun += 1
+            self._recorder.abandon(self.ops)
+            self.ops = self._recorder.start()
 
     def end(self, ok: bool) -> None:
-        if self._trace is not None or not self._begun:
+        if self.trace is not None or not self.begun:
             return  # done, or an iteration that had begun before the block
         if ok:
-            self._trace = self.recorder.finish()
+            self.trace = self._recorder.finish(self.ops)
         else:
-            self.recorder.abandon()
-
-    def result(self, target: Path) -> Trace:
-        if self._trace is not None:
-            return self._trace
-        if self._begun:
-            raise PagerError(
-                f"{target} was not written: {self._begun} iteration() began inside record() and "
-                "none was completed; keep the whole iteration inside the block"
-            )
-        return self.recorder.finish()
+            self._recorder.abandon(self.ops)
 
 
 def _check_target(target: Path) -> None:
@@ -109,7 +100,7 @@ def write(target: Path, trace: Trace) -> Trace:
 
 
 # -- tensorpager record --------------------------------------------------------------------------
-def recording_from_environment(pager: Core) -> None:
+def recording_from_environment(recorder: Recorder) -> None:
     """Called for each new Pager: record one of its iterations if the environment says so.
 
     Trouble with it is reported on stderr and to the command, and never ends the training.
@@ -121,8 +112,8 @@ def recording_from_environment(pager: Core) -> None:
     if not text.isdecimal() or int(text) < 1:
         raise PagerError(f"{ITERATION_VARIABLE}={text!r} is not a whole number ≥ 1")
     folder = os.environ.get(REPORT_VARIABLE)
-    pager.on_iteration.append(
-        _NumberedIteration(pager, Path(path), int(text), Path(folder) if folder else None)
+    recorder.pager.on_iteration.append(
+        _NumberedIteration(recorder, Path(path), int(text), Path(folder) if folder else None)
     )
 
 
@@ -132,14 +123,14 @@ class _NumberedIteration:
 
     _made = 0
 
-    def __init__(self, pager: Core, target: Path, number: int, folder: Path | None) -> None:
+    def __init__(self, recorder: Recorder, target: Path, number: int, folder: Path | None) -> None:
         type(self)._made += 1
         self._report = folder / f"{os.getpid()}-{self._made}.json" if folder else None
         self._claim = folder / CLAIM if folder else None
-        self._pager = pager
+        self._recorder = recorder
         self._target = target
         self._number = number
-        self._recorder: Recorder | None = None
+        self._ops: OpLog | None = None
         self._completed = 0
         self._done = False
         self._tell()
@@ -150,37 +141,32 @@ class _NumberedIteration:
         if not self._mine():
             self._done = True
             return
-        from .recorder import Recorder
-
-        self._recorder = Recorder(self._pager)
         try:
-            self._recorder.start()
+            self._ops = self._recorder.start()
         except Exception as error:
             self._fail(error)
 
     def end(self, ok: bool) -> None:
-        recorder, self._recorder = self._recorder, None
+        ops, self._ops = self._ops, None
         if not ok:
-            if recorder is not None:
-                recorder.abandon()
+            self._recorder.abandon(ops)
             return
-        if self._done and recorder is None:
+        if self._done:
             return
         self._completed += 1
-        if recorder is None:
+        if ops is None:
             self._tell()
             return
         self._done = True
         try:
-            trace = recorder.finish()
-            write(self._target, trace)
+            trace = write(self._target, self._recorder.finish(ops))
             self._tell(written=True, ops=trace.ops, tensors=trace.tensors)
         except Exception as error:
             self._fail(error)
 
     def _mine(self) -> bool:
         """Whether no other pager of this run has begun to record."""
-        if self._claim is None or self._recorder is not None:
+        if self._claim is None:
             return True
         try:
             self._claim.open("x").close()
@@ -192,9 +178,7 @@ class _NumberedIteration:
         return True
 
     def _fail(self, error: Exception) -> None:
-        if self._recorder is not None:
-            self._recorder.abandon()
-        self._done, self._recorder = True, None
+        self._done = True
         reason = str(error) or type(error).__name__
         print(f"tensorpager: {self._target} was not written: {reason}", file=sys.stderr)
         self._tell(error=reason)

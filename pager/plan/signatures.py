@@ -8,15 +8,19 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from ..errors import PagerError
 from .access_log import AccessLog, Keys
 from .compiled_plan import CompiledPlan
-from .sequence_trace import RunFacts
 
 if TYPE_CHECKING:
     from ...planner.hardware import Hardware
     from .planning import PlanningProcess
-    from .sequence_trace import Recorded
+    from .traces import Recorded
 
+_RECORDED = 2  # iterations before the first plan: what happens once would be taken for work
+_AGAIN = 2  # times as many iterations seen, until there is another plan after one turned down
+_MEASURED = 3  # iterations that follow a plan before it is judged
+_OFF_BY = 0.05
 _SAMPLES = 5
 _MOST_KINDS = 8
 _HISTORY = 256
@@ -30,11 +34,10 @@ class StepSignature:
     iterations have been seen.
     """
 
-    def __init__(self, number: int, log: AccessLog, facts: dict[int, RunFacts]) -> None:
+    def __init__(self, number: int, log: AccessLog) -> None:
         self.number = number
         self.keys: list[Keys] = log.keys
         self.log = log
-        self.facts = facts
         self.seen = 1
         self.compiled: CompiledPlan | None = None
         self.recorded: Recorded | None = None  # what `process` or `compiled` was made from
@@ -77,6 +80,77 @@ class StepSignature:
         """Median µs of the latest iterations that followed the plan."""
         return float(np.median(self.measured_us)) if self.measured_us else None
 
+    # -- plans -----------------------------------------------------------------------------------
+    def is_due(self, most_plans: int) -> bool:
+        """Whether a plan is worth its time: the first one, which is a quick one, a full one after
+        it, or one from other times."""
+        if self.process is not None or self.refused is not None or self.plans >= most_plans:
+            return False
+        if self.compiled is None:
+            return bool(self.keys) and self.seen >= max(_RECORDED, self.again_at)
+        if self.measured is None or len(self.measured_us) < _MEASURED:
+            return False
+        predicted = self.compiled.predicted_us
+        return self.plans == 1 or abs(self.measured - predicted) > _OFF_BY * predicted
+
+    def take_plan(self, *, only_if_faster: bool) -> None:
+        """``process`` has ended: its plan is the one to follow, or it is known why there is none.
+        If no plan is better than none, one that is followed already may still be."""
+        from .planning import PlanRefused
+
+        process, self.process = self.process, None
+        assert process is not None
+        assert self.recorded is not None
+        try:
+            planned = process.result()
+        except PagerError as error:
+            known = isinstance(error, PlanRefused)
+            self.refused = str(error) if known else f"the planner ended with an error: {error}"
+            return
+        self.measured_us.clear()
+        compiled = CompiledPlan(self.recorded, planned.plan, planned.layout, self.keys)
+        no_better = self.no_better(compiled) if only_if_faster else None
+        if no_better is None:
+            self.compiled, self.turned_down = compiled, None
+            return
+        self.turned_down = no_better if self.compiled is None else None
+        self.again_at = _AGAIN * self.seen
+
+    def no_better(self, compiled: CompiledPlan) -> str | None:
+        """Why ``compiled`` should not be followed: on demand an iteration takes less."""
+        promised, measured = self.promised_us(compiled), self.on_demand_us
+        if measured is None or promised <= measured:
+            return None
+        return (
+            f"the one that was made promises {promised / 1e3:.1f} ms an iteration, and bringing "
+            f"pages in when an op needs them takes {measured / 1e3:.1f} ms"
+        )
+
+    def arena_has(self, nbytes: int) -> None:
+        """The device has so many bytes for pages now."""
+        planned_bytes = self.hardware.device_bytes if self.hardware is not None else None
+        if planned_bytes == nbytes:
+            return
+        self.demand_stall_us.clear()
+        if planned_bytes is None or planned_bytes > nbytes:
+            self.forget_plan()
+        elif self.process is None:
+            self.plans = min(self.plans, 1)
+            self.refused = self.turned_down = None
+
+    def forget_plan(self) -> None:
+        self.cancel()
+        self.compiled = self.refused = self.turned_down = None
+        self.plans = self.again_at = 0
+        self.measured_us.clear()
+        self.demand_stall_us.clear()
+
+    def cancel(self) -> None:
+        """Nothing is planned any more when this returns."""
+        if self.process is not None:
+            self.process.cancel()
+            self.process = None
+
 
 class Signatures:
     """The kinds seen so far, the latest used last, and the order in which they came."""
@@ -89,15 +163,13 @@ class Signatures:
     def find(self, log: AccessLog) -> StepSignature | None:
         return next((signature for signature in self.all if signature.keys == log.keys), None)
 
-    def add(self, log: AccessLog, facts: dict[int, RunFacts]) -> StepSignature:
+    def add(self, log: AccessLog) -> StepSignature:
         """A new kind; the one that was not seen for longest is forgotten if there are many."""
         self._numbers += 1
-        signature = StepSignature(self._numbers, log, facts)
+        signature = StepSignature(self._numbers, log)
         self.all.append(signature)
         if len(self.all) > _MOST_KINDS:
-            gone = self.all.pop(0)
-            if gone.process is not None:
-                gone.process.cancel()
+            self.all.pop(0).cancel()
         return signature
 
     def came(self, signature: StepSignature) -> None:
@@ -125,9 +197,7 @@ class Signatures:
                 break
         return next((signature for signature in self.all if signature.number == number), None)
 
-    def with_prefix(self, keys: list[Keys]) -> StepSignature | None:
-        """A planned kind that began as ``keys`` have so far."""
-        for signature in reversed(self.all):
-            if signature.compiled is not None and signature.keys[: len(keys)] == keys:
-                return signature
-        return None
+    def with_prefix(self, keys: list[Keys]) -> CompiledPlan | None:
+        """The plan of a kind that began as ``keys`` have so far."""
+        plans = (one.compiled for one in reversed(self.all) if one.keys[: len(keys)] == keys)
+        return next((compiled for compiled in plans if compiled is not None), None)

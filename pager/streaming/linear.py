@@ -94,7 +94,7 @@ def _whole(inputs: torch.Tensor, weight: PagedTensor, bias: Any) -> torch.Tensor
 def _is_watched(pager: Core) -> bool:
     """Somebody wants to see, or to change, the ops that a linear is made of."""
     return bool(
-        pager.watch is not None
+        pager.sees_ops
         or _modes()
         or (_any_autocast() and torch.is_autocast_enabled(pager.device.type))
         or _functorch_level() is not None

@@ -221,7 +221,7 @@ def _give_weight(weight: PagedTensor, version: int, geometry: Any) -> torch.Tens
     """Plain where the weight is open: it is pinned as long as anybody has the memory."""
     opened = weight._open
     tensor = opened.tensor if opened is not None else None
-    if tensor is not None and weight._storage.pager.watch is None:
+    if tensor is not None and not weight._storage.pager.sees_ops:
         if tensor._version != version:
             raise_modified(tensor, version)
         return tensor if geometry is None else tensor.as_strided(*geometry)

@@ -183,7 +183,7 @@ class OpenWeights:
 
     def _can_open(self, paged: PagedTensor) -> bool:
         pager = self._pager
-        return paged._storage.run.base >= 0 and pager.fits and pager.watch is None
+        return paged._storage.run.base >= 0 and pager.fits and not pager.sees_ops
 
     def _open_now(self, paged: PagedTensor) -> OpenWeight:
         run = paged._storage.run

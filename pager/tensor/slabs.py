@@ -129,7 +129,7 @@ def _pin(
 
     with pager.lock:
         if turns.queue or pager.metering_this() or not held.has(parts):
-            with _stalled(pager, own=streamed):
+            with pager.waiting(own=streamed):
                 turns.take(attempt)
         else:
             attempt()
@@ -166,22 +166,6 @@ def _will_write(pager: Core, part: Part) -> None:
     pager.residency.parts.written(part)
 
 
-@contextmanager
-def _stalled(pager: Core, *, own: bool = False) -> Iterator[None]:
-    """What happens inside is waiting for pages; ``own``: for a stream's, which no plan can move."""
-    start = time.perf_counter()
-    moved = pager.migration.activity
-    try:
-        yield
-        pager.budget.log_frames()
-    finally:
-        seconds = time.perf_counter() - start
-        pager.stall_us += seconds * 1e6
-        if pager.follower is not None:
-            waited = moved != pager.migration.activity
-            pager.follower.stalled(seconds if waited else 0.0, own=own)
-
-
 # -- streams -------------------------------------------------------------------------------------
 def stream(
     pager: Core, slabs: Iterable[Sequence[Pages]], *, noted: bool = False
@@ -208,7 +192,7 @@ def stream(
         try:
             while wanted is not None:
                 parts = [pages.part for pages in wanted]
-                with pager.lock, _stalled(pager, own=True):
+                with pager.lock, pager.waiting(own=True):
                     ahead.take()
                 frames = _pin(pager, wanted, parts, streamed=True)
                 brought = frames_kept.newest

@@ -63,14 +63,21 @@ def workspace(
     first two; ``write``: for each part of the first one."""
     frames = sum(len(np.unique(pages)) for slab in slabs for _, pages in slab)
     space = Workspace(pager.table, min(frames, pager.residency.pool.count))
-    follower = pager.follower
-    if follower is None:
+    watch, follower, kept = pager.watcher(), pager.follower, pager.residency.workspaces
+    if watch is None:
         yield space
         return
     with pager.lock:
-        access = follower.stream_begins([run for run, _ in slabs[0]], write, frames, space)
+        access = watch.stream_begins([run for run, _ in slabs[0]], write, frames)
+        if access is not None and follower is not None and follower.compiled is not None:
+            kept.append(space)
     try:
         yield space
     finally:
         with pager.lock:
-            follower.stream_ended(access, space)
+            if space in kept:
+                kept.remove(space)
+            if access is not None:
+                watch.stream_ended(access)
+                if follower is not None:
+                    follower.unpinned()

@@ -233,7 +233,7 @@ def _counters(pager: tp.Pager) -> dict[str, float]:
     """Numbers that only grow."""
     stats = pager.stats()
     names = ("stall_us", "prefetches", "prefetch_hits", "faults", "departures", "gathers")
-    kinds = pager.core.follower.kinds.all if pager.core.follower is not None else []
+    kinds = pager.core.follower.signatures.all if pager.core.follower is not None else []
     return {
         **{name: stats[name] for name in (*names, "compactions", "planned_iterations")},
         "disk_bytes_written": stats["disk_bytes_written"],

@@ -27,7 +27,7 @@ def named(pager: tp.Pager, tensors: Tensors) -> dict[str, int]:
     for number, letter in enumerate(sorted(tensors), start=1):
         run = tensors[letter]._storage.run
         run.key = keys[letter] = number
-        pager.core.follower.names.runs[number] = run
+        pager.core.follower.recorder.names.runs[number] = run
     return keys
 
 
@@ -50,7 +50,7 @@ def test_what_the_plan_found_no_place_for_stays() -> None:
             keys=[(keys[letter],) for letter in "ABCE"], start={keys["A"]: 0}, away=[], last_in={}
         )
         with pager.core.lock:
-            missing = enter_plan(pager.core.residency, pager.core.follower.names, compiled)
+            missing = enter_plan(pager.core.residency, pager.core.follower.recorder.names, compiled)
         after = layout(pager, {name: tensors[name] for name in "ABC"})
         assert after[:4] == "AABB"
         assert "CC" in after
@@ -134,7 +134,7 @@ def test_accesses_add_up_to_the_fastest_iteration() -> None:
     """Each iteration is slow somewhere else: the fastest of each access would say 4."""
     log = AccessLog()
     log.began((1,))
-    signature = StepSignature(1, log, {})
+    signature = StepSignature(1, log)
     signature.samples.clear()
     for slow in range(4):
         signature.samples.append([5.0 if position == slow else 1.0 for position in range(4)])

@@ -180,14 +180,14 @@ def recorded_pager(monkeypatch: pytest.MonkeyPatch, **variables: str) -> tp.Page
         monkeypatch.setenv(name, value)
     pager = make_pager(policy="lru")
     if not pager.core.on_iteration:
-        recording_from_environment(pager.core)
+        recording_from_environment(pager._recorder)
     return pager
 
 
 def test_without_the_variable_nothing_listens(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(PATH_VARIABLE, raising=False)
     with make_pager(policy="lru") as pager:
-        recording_from_environment(pager.core)
+        recording_from_environment(pager._recorder)
         assert pager.core.on_iteration == []
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import stat
+import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -15,8 +17,6 @@ from torch import nn
 
 import tensorpager as tp
 from tensorpager.pager.debug.check import check_invariants
-from tensorpager.pager.plan.record import record_iterations
-from tensorpager.pager.plan.recorder import Recorder
 from tensorpager.planner.commands.plan import checked
 from tensorpager.planner.hardware import Hardware
 from tensorpager.planner.lifetimes import live_pages as live_pages_of
@@ -75,11 +75,20 @@ def iterate(pager: tp.Pager, model: nn.Module, optimizer: torch.optim.Optimizer)
     train(World(pager), model, optimizer, 1)
 
 
+@contextmanager
+def recorded(pager: tp.Pager) -> Iterator[list[Trace]]:
+    """The trace is in the list when the block has ended."""
+    found: list[Trace] = []
+    with TemporaryDirectory() as folder:
+        with pager.record(Path(folder, "a.parquet")):
+            yield found
+        found.append(read_trace(Path(folder, "a.parquet")))
+
+
 def record(pager: tp.Pager, model: nn.Module, optimizer: torch.optim.Optimizer) -> Trace:
-    recorder = Recorder(pager.core)
-    recorder.start()
-    iterate(pager, model, optimizer)
-    return recorder.finish()
+    with recorded(pager) as found:
+        iterate(pager, model, optimizer)
+    return found[0]
 
 
 @pytest.fixture
@@ -120,22 +129,24 @@ def test_a_recorded_trace_survives_its_file(trace: Trace, tmp_path: Path) -> Non
 
 
 def test_durations_are_the_iteration_without_its_stalls(one_thread: None) -> None:
-    with trained() as (pager, model, optimizer):
-        recorder = Recorder(pager.core)
-        stalls = pager.core.stall_us
-        recorder.start()
-        started = recorder._started.when
-        iterate(pager, model, optimizer)
-        stalls = pager.core.stall_us - stalls
-        trace = recorder.finish()
-        assert stalls > 0
-        assert trace.metadata["stall_us"] == pytest.approx(stalls)
+    with trained() as (pager, model, optimizer), pager.iteration():
+        stalls, outside = pager.stats()["stall_us"], time.perf_counter()
+        with recorded(pager) as found:
+            inside = time.perf_counter()
+            loss_of(model).backward()
+            optimizer.step()
+            inside = time.perf_counter() - inside
+        outside = time.perf_counter() - outside
+        stalls = pager.stats()["stall_us"] - stalls
+        optimizer.zero_grad()
+    trace = found[0]
+    waited = trace.metadata["stall_us"]
+    assert 0 < waited <= stalls  # what moved no page is no waiting for one
+    assert inside * 1e6 <= trace.ideal_us + waited <= outside * 1e6
     assert (trace.op_duration_us >= 0).all()
     ends = trace.op_start_us + trace.op_duration_us
     np.testing.assert_allclose(trace.op_start_us[1:], ends[:-1])
     assert trace.op_start_us[0] == 0
-    last = max(mark.when for mark in recorder._log.marks)
-    assert trace.ideal_us + stalls >= (last - started) * 1e6 * 0.999
 
 
 def test_parameters_are_read_in_both_passes_and_written_in_the_step(trace: Trace) -> None:
@@ -265,11 +276,9 @@ def test_module_paths_of_nested_modules_and_of_one_called_twice(one_thread: None
 def test_two_models_are_told_apart(one_thread: None) -> None:
     with trained() as (pager, model, _):
         other = pager.page_module(mlp())
-        recorder = Recorder(pager.core)
-        recorder.start()
-        with pager.iteration():
+        with recorded(pager) as found, pager.iteration():
             (loss_of(model) + loss_of(other)).backward()
-        names = recorder.finish().tensor_names
+        names = found[0].tensor_names
         assert {"Sequential[0].2.weight", "Sequential[1].2.weight"} <= set(names)
         assert {"Sequential[0].2.weight.grad", "Sequential[1].2.weight.grad"} <= set(names)
 
@@ -277,11 +286,9 @@ def test_two_models_are_told_apart(one_thread: None) -> None:
 def test_gradients_kept_over_iterations_are_persistent(one_thread: None) -> None:
     with trained() as (pager, model, _):
         loss_of(model).backward()
-        recorder = Recorder(pager.core)
-        recorder.start()
-        with pager.iteration():
+        with recorded(pager) as found, pager.iteration():
             loss_of(model).backward()
-        trace = recorder.finish()
+        trace = found[0]
         assert trace.tensor_persistent[index_of(trace, "2.weight.grad")]
         assert set(uses_of(trace, "2.weight.grad")) == {("aten::add_", "readwrite")}
 
@@ -315,12 +322,10 @@ def made_in_the_recorded_iteration() -> Trace:
     with make_pager(policy="lru") as pager:
         model = pager.page_module(mlp())
         optimizer = pager.optimizer(torch.optim.AdamW(model.parameters()))
-        recorder = Recorder(pager.core)
-        with pager.iteration():  # the metered one
-            recorder.start()
+        with pager.iteration(), recorded(pager) as found:  # the metered one
             loss_of(model).backward()
             optimizer.step()
-            trace = recorder.finish()
+        trace = found[0]
         state = index_of(trace, "2.weight.exp_avg")
         assert trace.tensor_persistent[state]
         first = trace.access_mode[trace.access_tensor == state][0]
@@ -340,14 +345,13 @@ def test_what_is_pinned_is_used_by_the_ops_on_its_view(one_thread: None) -> None
     with make_pager(policy="lru") as pager:
         one = pager.page(torch.ones(256, 256))
         two = pager.page(torch.ones(256, 256))
-        recorder = Recorder(pager.core)
-        recorder.start()
-        with one.pin() as dense:
-            dense.mul_(2)
-        with two.pin():
-            pass
-        copy = one.to_dense()
-        trace = recorder.finish()
+        with recorded(pager) as found:
+            with one.pin() as dense:
+                dense.mul_(2)
+            with two.pin():
+                pass
+            copy = one.to_dense()
+        trace = found[0]
         assert float(copy[0, 0]) == 2
     inputs = [
         (trace.op_names[op], int(tensor), ACCESS_NAMES[mode])
@@ -379,14 +383,11 @@ def test_iterations_with_larger_shapes_are_metered_all_the_same(
     one_thread: None, no_allocator: None
 ) -> None:
     with trained() as (pager, model, optimizer):
-        recorder = Recorder(pager.core)
-        recorder.start()
-        with pager.iteration():
+        with recorded(pager) as found, pager.iteration():
             loss_of(model, 96).backward()
             optimizer.step()
             optimizer.zero_grad()
-        trace = recorder.finish()
-        assert trace.metadata["dense_from"] == "samples"
+        assert found[0].metadata["dense_from"] == "samples"
         assert pager.core.budget.settled
         check_invariants(pager.core)
         iterate(pager, model, optimizer)
@@ -395,20 +396,16 @@ def test_iterations_with_larger_shapes_are_metered_all_the_same(
 # -- recording changes nothing -------------------------------------------------------------------
 @pytest.mark.parametrize("fits", [False, True])
 def test_losses_and_parameters_are_the_same_bits(one_thread: None, fits: bool) -> None:
-    def run(recorded: bool) -> Any:
+    def run(watched: bool) -> Any:
         torch.manual_seed(3)
         with make_pager(fits=fits, policy="lru") as pager:
             world = World(pager)
             model = world.module(Nested())
             optimizer = world.optimizer(torch.optim.AdamW(model.parameters()))
             losses = train(world, model, optimizer, 2)
-            recorder = Recorder(pager.core)
             for _ in range(3):
-                if recorded:
-                    recorder.start()
-                losses += train(world, model, optimizer, 1)
-                if recorded:
-                    recorder.finish()
+                with recorded(pager) if watched else nullcontext():
+                    losses += train(world, model, optimizer, 1)
             return losses, plain(model), plain(optimizer)
 
     assert_same(list(run(True)), list(run(False)))
@@ -418,21 +415,18 @@ def test_nothing_is_left_behind(one_thread: None) -> None:
     with trained() as (pager, model, optimizer):
         before = {p: len(p._post_accumulate_grad_hooks) for p in model.parameters()}
         mine, backend = set(vars(pager.core)), set(vars(pager.core.backend))
-        recorder = Recorder(pager.core)
         for _ in range(2):
-            recorder.start()
-            with pager.iteration():
+            fails = pytest.raises(KeyError, match="enough")
+            with fails, recorded(pager), pager.iteration():
                 loss_of(model).backward()
-            recorder.abandon()
+                raise KeyError("enough")
             assert pager.core.watch is None
             assert set(vars(pager.core)) == mine
             assert set(vars(pager.core.backend)) == backend
             assert torch._C._len_torch_dispatch_stack() == 0
             assert before == {p: len(p._post_accumulate_grad_hooks) for p in model.parameters()}
         optimizer.zero_grad()
-        recorder.start()
-        iterate(pager, model, optimizer)
-        assert recorder.finish().ops > 50
+        assert record(pager, model, optimizer).ops > 50
 
 
 def test_a_failed_pin_is_no_use(one_thread: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -443,32 +437,51 @@ def test_a_failed_pin_is_no_use(one_thread: None, monkeypatch: pytest.MonkeyPatc
 
     with make_pager(policy="lru") as pager:
         tensors = [pager.page(torch.ones(256, 256)) for _ in range(6)]  # the first one had to leave
-        recorder = Recorder(pager.core)
-        recorder.start()
-        with tensors[5].pin() as dense:
-            with monkeypatch.context() as patch:
-                patch.setattr(pager.core.residency, "pin", fail)
-                with pytest.raises(tp.TierFull):
-                    tensors[0].pin().__enter__()
-            dense.neg_()
-        torch.ones(3).exp()
-        trace = recorder.finish()
-    assert recorder._here.open == []
+        with recorded(pager) as found:
+            with tensors[5].pin() as dense:
+                with monkeypatch.context() as patch:
+                    patch.setattr(pager.core.residency, "pin", fail)
+                    with pytest.raises(tp.TierFull):
+                        tensors[0].pin().__enter__()
+                dense.neg_()
+            torch.ones(3).exp()
+        trace = found[0]
     inputs = np.array(trace.tensor_kinds)[trace.access_tensor] == "input"
     assert [trace.op_names[op] for op in trace.access_op[inputs]] == ["aten::neg_"]
     assert trace.op_names[-1] == "aten::exp"
 
 
-def test_one_recording_at_a_time(one_thread: None) -> None:
+def test_one_recording_at_a_time(one_thread: None, tmp_path: Path) -> None:
     with make_pager(policy="lru") as pager:
-        recorder = Recorder(pager.core)
-        recorder.start()
-        with pytest.raises(tp.PagerError, match="already"):
-            Recorder(pager.core).start()
-        with pytest.raises(tp.PagerError, match="nothing ran"):
-            recorder.finish()
-        recorder.start()
-        recorder.abandon()
+        with recorded(pager) as found:
+            with pytest.raises(tp.PagerError, match="already"), pager.record(tmp_path / "a"):
+                pass
+            torch.ones(3).exp()
+        assert found[0].op_names[-1] == "aten::exp"
+        assert list(tmp_path.iterdir()) == []
+
+
+def test_iterations_are_logged_for_plans_while_ops_are_recorded(one_thread: None) -> None:
+    """One recorder has both logs. (Recorded ops are dispatched one by one, in another order, so
+    these are another kind of iterations.)"""
+    torch.manual_seed(1)
+    with make_pager(policy="lp") as pager:
+        follower = pager.core.follower
+        follower.most_plans = 0
+        world = World(pager)
+        model = world.module(mlp())
+        optimizer = world.optimizer(torch.optim.AdamW(model.parameters()))
+        train(world, model, optimizer, 3)
+        usual = follower.current
+        for _ in range(2):
+            trace = record(pager, model, optimizer)
+        watched = follower.current
+        assert (usual.seen, watched.seen) == (2, 2)
+        assert len(watched.keys) == len(usual.keys)
+        assert trace.op_names.count("aten::addcdiv_") == 4 * 2
+        assert pager.core.watch is None
+        train(world, model, optimizer, 1)
+        assert follower.current is usual
 
 
 # -- files ---------------------------------------------------------------------------------------
@@ -477,7 +490,7 @@ def test_the_first_whole_iteration_of_the_block_is_written(
 ) -> None:
     path = tmp_path / "a.parquet"
     with trained() as (pager, model, optimizer):
-        with record_iterations(pager.core, path):
+        with pager.record(path):
             torch.zeros(5).cumprod(0)  # before the iteration, so not in it
             with pytest.raises(KeyError), pager.iteration():
                 raise KeyError
@@ -495,10 +508,10 @@ def test_the_first_whole_iteration_of_the_block_is_written(
 
 def test_a_block_without_iteration_is_one(one_thread: None, tmp_path: Path) -> None:
     with trained() as (pager, model, _):
-        with record_iterations(pager.core, tmp_path / "a.parquet"):
+        with pager.record(tmp_path / "a.parquet"):
             loss_of(model).backward()
         assert "aten::mm" in read_trace(tmp_path / "a.parquet").op_names
-        with pager.iteration(), record_iterations(pager.core, tmp_path / "b.parquet"):
+        with pager.iteration(), pager.record(tmp_path / "b.parquet"):
             loss_of(model)
         assert "aten::addmm" in read_trace(tmp_path / "b.parquet").op_names
 
@@ -508,15 +521,15 @@ def test_nothing_is_written_if_no_iteration_is_completed(one_thread: None, tmp_p
     nowhere = tmp_path / "none" / "a.parquet"
     failed, refused = pytest.raises(KeyError), pytest.raises(tp.PagerError, match="none was compl")
     with trained() as (pager, _, _):
-        with refused, record_iterations(pager.core, path), failed, pager.iteration():
+        with refused, pager.record(path), failed, pager.iteration():
             raise KeyError
-        with pytest.raises(KeyError), record_iterations(pager.core, path), pager.iteration():
+        with pytest.raises(KeyError), pager.record(path), pager.iteration():
             raise KeyError
-        with pytest.raises(tp.PagerError, match="nothing ran"), record_iterations(pager.core, path):
+        with pytest.raises(tp.PagerError, match="nothing ran"), pager.record(path):
             pass
         with (
             pytest.raises(tp.PagerError, match="no folder"),
-            record_iterations(pager.core, nowhere),
+            pager.record(nowhere),
         ):
             pass
         assert list(tmp_path.iterdir()) == []

@@ -137,16 +137,26 @@ def test_threads_beside_each_other_for_long(frames: int, width: int, policy: str
 
 
 # -- frames that others have pinned ----------------------------------------------------------------
-class _InOrder:
+class _Watcher:
+    """Looks on, and does nothing about it."""
+
+    def pinning(self, runs: Sequence[Any]) -> None: ...
+
+    def writing(self, run: Any) -> None: ...
+
+    def unpinned(self, runs: Sequence[Any]) -> None: ...
+
+    def wait_begins(self) -> None: ...
+
+    def waited(self, seconds: float, began: None, *, own: bool) -> None: ...
+
+
+class _InOrder(_Watcher):
     """Runs in the order in which their uses end."""
 
     def __init__(self, pager: tp.Pager) -> None:
         self.ended: list[Any] = []
         pager.core.watch = self
-
-    def pinning(self, runs: Sequence[Any]) -> None: ...
-
-    def writing(self, run: Any) -> None: ...
 
     def unpinned(self, runs: Sequence[Any]) -> None:
         self.ended += runs
@@ -256,7 +266,7 @@ def test_scattered_pages_stay_where_another_op_reads_them() -> None:
 
 
 # -- what another thread does between two steps of ours --------------------------------------------
-class _Meanwhile:
+class _Meanwhile(_Watcher):
     """Another thread gets its turn between finding a dense view and pinning its pages."""
 
     def __init__(self, pager: tp.Pager, action: Callable[[], None]) -> None:
@@ -266,10 +276,6 @@ class _Meanwhile:
     def pinning(self, runs: Sequence[Any]) -> None:
         self.pager.core.watch = None
         self.action()
-
-    def writing(self, run: Any) -> None: ...
-
-    def unpinned(self, runs: Sequence[Any]) -> None: ...
 
 
 def test_a_view_that_was_made_anew_meanwhile_is_the_one_that_is_read() -> None:
