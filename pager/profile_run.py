@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from .errors import TierFull
 from .optim.step_need import step_room
 
 if TYPE_CHECKING:
@@ -182,16 +183,24 @@ class ProfileRun:
             frames = residency.pool.count
             roomy = pager.fits and 4 * (arena + transient + dense) <= 3 * budget.bytes
             extra = transient if pager.fits else pager.overlap.extra_dense()
+            spare = 0
             if pager.fits and not pager.backend.host_addressable:
                 # Its allocator's fragments are not known before the first iteration with all dense.
-                extra = max(extra, budget.bytes - arena - arena // 16 - dense)
+                spare = max(0, budget.bytes - arena - arena // 16 - dense - extra)
             with pager.quiet():
-                budget.settle(extra, roomy=roomy)
+                try:
+                    budget.settle(extra, spare=spare, roomy=roomy)
+                except TierFull:
+                    if not pager.fits or pager.backend.can_unmap:
+                        raise
+                    pager.fits = False  # the arena cannot be made anew: all that was in it stays so
+                    extra = spare = 0
+                    budget.settle(pager.overlap.extra_dense(), roomy=False)
             least = budget.dense_peak if budget.fixed_reserve is None else budget.fixed_reserve
             if budget.reserve < least:  # pins of other threads were in the way
                 pager.turns.alone()
                 with pager.quiet():
-                    budget.place(extra, roomy=roomy)
+                    budget.place(extra, spare=spare, roomy=roomy)
             if pager.follower is not None and residency.pool.count != frames:
                 pager.follower.arena_resized()
         pager.saved.dense_allowance = transient if pager.fits else 0

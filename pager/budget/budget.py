@@ -189,7 +189,10 @@ class DeviceBudget:
             return
         dense = self.dense_baseline + level + max(level // _MARGIN, _MARGIN_BYTES)
         if self.backend.arena.numel() + dense > self.bytes:
-            self.residency.fit()
+            try:
+                self.residency.fit()
+            except TierFull:
+                self._stuck = True
 
     def _frames_to_spare(self) -> int:
         """Frames beside twice the dense bytes of shapes that were metered, and of this one so far;
@@ -579,14 +582,15 @@ class DeviceBudget:
             )
             self._most = max(self._most, held)
 
-    def settle(self, dense_extra: int, *, roomy: bool) -> None:
+    def settle(self, dense_extra: int, *, spare: int = 0, roomy: bool) -> None:
         """After :meth:`end`: put the border where it belongs.
 
-        ``dense_extra``: bytes beside the measured peak that may stay dense from now on;
+        ``dense_extra``: bytes beside the measured peak that may stay dense from now on; ``spare``:
+        more that dense memory should have, where the tiers below have room for what then leaves;
         ``roomy``: see ``Device.limit_dense``.
         """
         self.metering, self.settled = False, True
-        self.place(dense_extra, roomy=roomy)
+        self.place(dense_extra, spare=spare, roomy=roomy)
         if self.changed:  # what streams from now on was not metered so
             self.settled = False
             if self._most > self.bytes:
@@ -606,7 +610,7 @@ class DeviceBudget:
         frames -= frames % max(1, self.backend.granularity // self.page_size)
         return max(1, frames)
 
-    def place(self, dense_extra: int = 0, *, roomy: bool = False) -> None:
+    def place(self, dense_extra: int = 0, *, spare: int = 0, roomy: bool = False) -> None:
         """Move the border to the measured dense peak plus a margin."""
         self.gave = False
         reserve = self.fixed_reserve
@@ -615,15 +619,19 @@ class DeviceBudget:
         least = self._frames_beside(reserve)
         frames = least
         if self.fixed_reserve is None:
-            margin = max(self.dense_peak // _MARGIN, _MARGIN_BYTES)
+            margin = spare + max(self.dense_peak // _MARGIN, _MARGIN_BYTES)
             frames = max(self._frames_beside(reserve + margin), self.residency.largest_need)
             frames = min(frames, least)
+        held = self.backend.arena.numel() // self.page_size
         try:
             try:
                 self.residency.resize(frames)
+                self.residency.fit()
             except TierFull:  # the tiers below are full: the margin's frames must hold pages
-                self.residency.resize(least)
-            self.residency.fit()
+                stays = not self.backend.can_unmap and self.residency.largest_need <= held <= least
+                self.residency.resize(held if stays else least)
+                if not stays:
+                    self.residency.fit()
         finally:  # if there is no memory for the arena, it is what it was before
             self.residency.peak_frames = self.residency.frames_used
             self.reserve = self.bytes - self.residency.frames * self.page_size

@@ -60,7 +60,7 @@ class Kit(Protocol):
         """Bytes of the arena that PyTorch's allocator counts among its own."""
 
     def commit(self, nbytes: int) -> None: ...
-    def remake(self, nbytes: int) -> None: ...
+    def remake(self, nbytes: int, *, empty: bool) -> bool: ...
     def register_frames(self, registration: Registration) -> None: ...
     def host_memory(self, nbytes: int) -> list[HostMemory]: ...
     def register_host(self, memory: Bytes) -> None: ...
@@ -135,12 +135,14 @@ class Accelerator:
     def discard(self, start: int, nbytes: int) -> None:
         pass  # it is given back when the arena is made anew
 
-    def remake(self, nbytes: int) -> None:
+    def remake(self, nbytes: int, *, empty: bool) -> bool:
         self._settle()
         self._note_peak()  # of an arena of this size
-        self.kit.remake(nbytes)
+        if not self.kit.remake(nbytes, empty=empty):
+            return False
         torch.accelerator.empty_cache()
         self._reset_peak()
+        return True
 
     def _settle(self) -> None:
         """Nothing uses memory that is about to be given back, and PyTorch's cache keeps none that

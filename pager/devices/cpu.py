@@ -63,7 +63,7 @@ class Cpu:
     def discard(self, start: int, nbytes: int) -> None:
         self._region.discard(start, nbytes)
 
-    def remake(self, nbytes: int) -> None:
+    def remake(self, nbytes: int, *, empty: bool) -> bool:
         raise NotImplementedError("the border moves")
 
     def register_frames(self, registration: Registration) -> None:

@@ -181,7 +181,7 @@ class CudaMemory:
         finally:
             self._register()
 
-    def remake(self, nbytes: int) -> None:
+    def remake(self, nbytes: int, *, empty: bool) -> bool:
         raise NotImplementedError("the border moves")
 
     def register_frames(self, registration: Registration) -> None:

@@ -103,10 +103,12 @@ class Device(Protocol):
     def discard(self, start: int, nbytes: int) -> None:
         """These bytes of the arena are lost, and take no memory until they are written again."""
 
-    def remake(self, nbytes: int) -> None:
+    def remake(self, nbytes: int, *, empty: bool) -> bool:
         """Where not ``can_unmap``: an arena of ``nbytes`` in place of this one, the same bytes in
         it as far as it goes. No view of the old one may be in use; ``arena`` and ``address`` are
-        others afterwards. All or nothing."""
+        others afterwards. ``False``, and nothing has changed, where the budget or the device has no
+        room for both at once. ``empty``: no byte counts, so the old one is given back first. If
+        there is no memory for the new one, the old size is there again."""
 
     def register_frames(self, registration: Registration) -> None:
         """Keep ``registration`` in step with the memory behind the arena, from now until the arena

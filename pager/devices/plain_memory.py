@@ -70,30 +70,31 @@ class PlainMemory:
     def commit(self, nbytes: int) -> None:
         assert nbytes <= self.arena.numel(), "an arena of this kit is made anew to grow"
 
-    def remake(self, nbytes: int) -> None:
-        """Where the budget or the device has no room for both arenas at once, the bytes pass
-        through host memory."""
-        old, keep = self.arena, min(nbytes, self.arena.numel())
+    def remake(self, nbytes: int, *, empty: bool) -> bool:
+        if empty:
+            self._replace(nbytes)
+            return True
+        if self._in_use() + nbytes > self.reserved_bytes:
+            return False
         try:
-            if self._in_use() + nbytes > self.reserved_bytes:
-                raise PagerError("both would be more than device_budget")
             arena = self._allocate(nbytes)
         except PagerError:
-            aside = old[:keep].cpu()
-            size = old.numel()
-            self.arena = old = torch.empty(0, dtype=torch.uint8, device=self._device)
-            torch.accelerator.empty_cache()
-            try:
-                self.arena = self._allocate(nbytes)
-            except PagerError:
-                self.arena = self._allocate(size)
-                self.arena[:keep].copy_(aside)
-                raise
-            self.arena[:keep].copy_(aside)
-            return
-        arena[:keep].copy_(old[:keep])
+            return False
+        keep = min(nbytes, self.arena.numel())
+        arena[:keep].copy_(self.arena[:keep])
         torch.accelerator.synchronize(self._device)  # the old one may be memory of another stream
         self.arena = arena
+        return True
+
+    def _replace(self, nbytes: int) -> None:
+        size = self.arena.numel()
+        self.arena = torch.empty(0, dtype=torch.uint8, device=self._device)
+        torch.accelerator.empty_cache()
+        try:
+            self.arena = self._allocate(nbytes)
+        except PagerError:
+            self.arena = self._allocate(size)
+            raise
 
     def _in_use(self) -> int:
         """Of tensors, the arena included."""

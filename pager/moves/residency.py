@@ -168,7 +168,10 @@ class Residency:
         self._asking = set(runs)
         try:
             self.check_need(runs)
-            for run in sorted(runs, key=lambda run: -run.count):
+            largest_first = sorted(runs, key=lambda run: -run.count)
+            left = list(largest_first)
+            while left:
+                run = left.pop(0)
                 if run.base < 0 and not self._is_scattered(run):
                     if self.is_whole(run) or (run.pins > 1 and self._is_there(run)):
                         continue  # on its way, or in scattered frames that another op reads
@@ -177,7 +180,9 @@ class Residency:
                     except TierFull:
                         if not self.make_way(run.count):
                             raise
-                        self._bring(run, runs)
+                        left = list(
+                            largest_first
+                        )  # what was there may have left an arena made anew
         except BaseException:
             for run in runs:
                 run.pins -= 1
@@ -646,13 +651,18 @@ class Residency:
 
     def fit(self) -> None:
         """Where the border cannot move: an arena of the size that is used now, if no page is pinned
-        (it is tried again when the border is placed the next time)."""
+        (it is tried again when the border is placed the next time). Raises ``TierFull`` with the
+        old one in use as far as it goes."""
         nbytes = self.pool.count * self.page_size
         if not self.backend.can_unmap and nbytes != self.backend.arena.numel():
             self.drain()
             self.let_go()
             if not self.in_use():
-                self._remake(nbytes)
+                try:
+                    self._remake(nbytes)
+                except TierFull:
+                    self._resize(self.backend.arena.numel() // self.page_size)
+                    raise
 
     def in_use(self) -> bool:
         """Somebody may have an address in the arena: a page is pinned, but for those of the access
@@ -662,8 +672,20 @@ class Residency:
         return bool(self.parts.count()) or any(run.pins > (run in asking) for run in runs)
 
     def _remake(self, nbytes: int) -> None:
-        """Nobody has an address in the arena; addresses that were known are wrong afterwards."""
-        self.backend.remake(nbytes)
+        """Nobody has an address in the arena; addresses that were known are wrong afterwards. Where
+        there is no room for the old one beside the new one, all pages leave. Raises ``TierFull``
+        with everything as it was if they have nowhere to go."""
+        if not self.backend.remake(nbytes, empty=False):
+            try:
+                self._evict_frames(np.arange(self.pool.count, dtype=np.int32))
+            except TierFull as error:
+                raise TierFull(
+                    f"{self.backend.device} has no room inside device_budget for an arena of "
+                    f"{nbytes} bytes beside the one of {self.backend.arena.numel()} that it "
+                    f"replaces, so its pages have to leave for a moment, but: {error} With "
+                    "dense_reserve= the arena has its size from the start."
+                ) from error
+            self.backend.remake(nbytes, empty=True)
         for run in self.space.runs.values():
             self.settle(run)
 

@@ -411,7 +411,7 @@ MUTANTS = {
         "        self._settle()\n",
         "",
         "the_arena_is_made_anew_under_what_is_queued",
-        "    def remake(self, nbytes: int) -> None:\n",
+        "    def remake(self, nbytes: int, *, empty: bool) -> bool:\n",
     ),
     "the old arena is given back while it is read": Mutant(
         "pager/devices/plain_memory.py",

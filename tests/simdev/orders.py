@@ -618,7 +618,7 @@ def the_arena_is_made_anew_on_another_stream(machine: Machine, folder: Path) -> 
     side = torch.Stream(NAME)
     with on(side):
         device.arena.zero_()
-        device.remake(2 * PAGE)
+        device.remake(2 * PAGE, empty=False)
         assert bool((device.arena.cpu() == 0).all())
     device.close()
 

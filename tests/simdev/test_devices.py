@@ -146,7 +146,7 @@ def test_training_has_the_bits_of_the_same_device(
 # -- the kit ---------------------------------------------------------------------------------------
 @pytest.fixture
 def device() -> Iterator[Accelerator]:
-    device = make_device(resolve(NAME), 8 * PAGE, 4 * PAGE)
+    device = make_device(resolve(NAME), 64 * PAGE, 4 * PAGE)
     assert isinstance(device, Accelerator)
     yield device
     torch.accelerator.synchronize()
@@ -187,16 +187,81 @@ def test_an_arena_that_is_made_anew_keeps_its_bytes(
     piece.bytes[:] = torch.arange(4 * PAGE).to(torch.uint8).numpy()
     device.copy_in([Copy(0, piece.bytes)])
     device.use_frames()
-    if not room:  # for both at once
-        machine.limit(torch.accelerator.memory_reserved() + 2 * PAGE)
-    device.remake(6 * PAGE)
-    assert device.arena.numel() == 6 * PAGE
+    assert device.remake((6 if room else 61) * PAGE, empty=False) == room  # beside the old one
+    size = device.arena.numel()
+    assert size == (6 if room else 4) * PAGE
     assert device.arena[: 4 * PAGE].cpu().numpy().tobytes() == piece.bytes.tobytes()
     machine.limit(torch.accelerator.memory_reserved())
     with pytest.raises(PagerError, match=r"bytes are free on queued:0 for the arena"):
-        device.remake(1 << 30)
-    assert device.arena.numel() == 6 * PAGE
-    assert device.arena[: 4 * PAGE].cpu().numpy().tobytes() == piece.bytes.tobytes()
+        device.remake(1 << 30, empty=True)
+    assert device.arena.numel() == size
+
+
+def an_arena_that_has_to_grow(pager: tp.Pager) -> tuple[list[tp.PagedTensor], int]:
+    """Full of pages, and a size for which the budget has no room beside it."""
+    frames = pager.core.residency.pool.count
+    weights = [pager.page(torch.full((PAGE // 4,), float(n), device=NAME)) for n in range(frames)]
+    return weights, frames + 8
+
+
+def hold_their_numbers(weights: list[tp.PagedTensor]) -> bool:
+    return all(bool((w.to_dense().cpu() == n).all()) for n, w in enumerate(weights))
+
+
+def test_pages_of_an_arena_that_is_made_anew_stay_inside_the_budgets(machine: Machine) -> None:
+    """They leave for the tiers below, and no copy of them is made in other host memory."""
+    with tp.Pager(BUDGET, page_size=PAGE, device=NAME, host_budget=BUDGET) as pager:
+        weights, frames = an_arena_that_has_to_grow(pager)
+        before = machine.counts()
+        with pager.core.quiet():
+            pager.core.residency.resize(frames)
+        assert machine.counts().pageable == before.pageable
+        assert pager.core.backend.arena.numel() == frames * PAGE
+        check_invariants(pager.core)
+        assert hold_their_numbers(weights)
+
+
+def test_an_arena_whose_pages_have_nowhere_to_go_is_what_it_was() -> None:
+    with tp.Pager(BUDGET, page_size=PAGE, device=NAME) as pager:
+        weights, frames = an_arena_that_has_to_grow(pager)
+        with pytest.raises(tp.TierFull, match=r"raise host_budget.*With dense_reserve= the arena"):
+            pager.core.residency.resize(frames)
+        check_invariants(pager.core)
+        assert hold_their_numbers(weights)
+
+
+@pytest.mark.parametrize("frozen", [9, 0])
+def test_where_nothing_can_leave_the_arena_stays_as_large_as_it_is(frozen: int) -> None:
+    """It is larger than it need be. Where dense memory has too little beside it, what the first
+    iteration had in pages is in pages again."""
+    plain = stack_of_linears(None, frozen)
+    with tp.Pager(BUDGET, page_size=PAGE, device=NAME) as pager:
+        before = pager.core.backend.arena.numel()
+        assert stack_of_linears(pager, frozen) == plain
+        assert pager.stats()["fits"] == (frozen > 0)
+        assert pager.core.backend.arena.numel() == before
+        assert pager.stats()["peak_bytes"]["device"] <= BUDGET
+
+
+def stack_of_linears(pager: tp.Pager | None, frozen: int) -> list[float]:
+    """Losses; the weights are a third of BUDGET."""
+    torch.manual_seed(0)
+    net = nn.Sequential(*(nn.Linear(256, 256) for _ in range(10))).to(NAME)
+    net[:frozen].requires_grad_(False)
+    if pager is not None:
+        pager.page_module(net)
+    optimizer: Any = torch.optim.SGD(net[frozen:].parameters(), lr=0.1)
+    if pager is not None:
+        optimizer = pager.optimizer(optimizer)
+    losses = []
+    for _ in range(3):
+        with nullcontext() if pager is None else pager.iteration():
+            loss = net(torch.ones(4, 256, device=NAME)).square().sum()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
 
 
 def test_an_allocator_that_does_not_count_needs_a_reserve(
