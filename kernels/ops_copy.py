@@ -6,15 +6,13 @@ gathered tensor require it (``requires_grad_()``) and scatter its ``grad`` where
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 
 from .checksum import page_checksums
 from .fill import fill_pages
 from .gather import gather_pages
 from .move import move_pages, slide_pages
-from .ops_define import define
+from .ops_define import Call, define
 from .scatter import scatter_pages
 
 __all__: list[str] = []
@@ -30,69 +28,46 @@ def _bytes(name: str, tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().view(-1).view(torch.uint8)
 
 
-def _gather(
-    arena: torch.Tensor,
-    frame_of: torch.Tensor,
-    page_bytes: int,
-    size: Sequence[int],
-    dtype: torch.dtype,
-) -> torch.Tensor:
-    out = torch.empty(size, dtype=dtype, device=arena.device)
-    gather_pages(arena, frame_of, _bytes("out", out), page_bytes)
+def _gathered(call: Call) -> torch.Tensor:
+    """Room for what is gathered."""
+    out: torch.Tensor = call.arena.new_empty(call.size, dtype=call.dtype)
     return out
 
 
-def _gather_fake(
-    arena: torch.Tensor,
-    frame_of: torch.Tensor,
-    page_bytes: int,
-    size: Sequence[int],
-    dtype: torch.dtype,
-) -> torch.Tensor:
-    return arena.new_empty(size, dtype=dtype)
-
-
-def _gather_into(
-    arena: torch.Tensor, frame_of: torch.Tensor, page_bytes: int, out: torch.Tensor
-) -> None:
-    gather_pages(arena, frame_of, _bytes("out", out), page_bytes)
-
-
-def _scatter(
-    src: torch.Tensor, arena: torch.Tensor, frame_of: torch.Tensor, page_bytes: int
-) -> None:
-    scatter_pages(_bytes("src", src), frame_of, arena, page_bytes)
-
-
-def _checksums_fake(arena: torch.Tensor, frames: torch.Tensor, page_bytes: int) -> torch.Tensor:
-    return arena.new_empty(frames.shape, dtype=torch.int64)
+def _gather(call: Call) -> torch.Tensor:
+    out = _gathered(call)
+    gather_pages(call.arena, call.frame_of, _bytes("out", out), call.page_bytes)
+    return out
 
 
 define(
     "gather_pages(Tensor arena, Tensor frame_of, int page_bytes, SymInt[] size, ScalarType dtype)"
     " -> Tensor",
     _gather,
-    _gather_fake,
+    _gathered,
 )
 define(
     "gather_pages_into(Tensor arena, Tensor frame_of, int page_bytes, Tensor(a!) out) -> ()",
-    _gather_into,
+    lambda c: gather_pages(c.arena, c.frame_of, _bytes("out", c.out), c.page_bytes),
 )
 define(
     "scatter_pages(Tensor src, Tensor(a!) arena, Tensor frame_of, int page_bytes) -> ()",
-    _scatter,
+    lambda c: scatter_pages(_bytes("src", c.src), c.frame_of, c.arena, c.page_bytes),
 )
 define(
     "move_pages(Tensor(a!) arena, Tensor src_frames, Tensor dst_frames, int page_bytes) -> ()",
-    move_pages,
+    lambda c: move_pages(**vars(c)),
 )
 define(
     "slide_pages(Tensor(a!) arena, int src_frame, int dst_frame, int pages, int page_bytes) -> ()",
-    slide_pages,
+    lambda c: slide_pages(**vars(c)),
 )
-define("fill_pages(Tensor(a!) arena, Tensor frames, int page_bytes, int value) -> ()", fill_pages)
+define(
+    "fill_pages(Tensor(a!) arena, Tensor frames, int page_bytes, int value) -> ()",
+    lambda c: fill_pages(**vars(c)),
+)
 define(
     "page_checksums(Tensor arena, Tensor frames, int page_bytes) -> Tensor",
-    page_checksums,
-    _checksums_fake,
+    lambda c: page_checksums(**vars(c)),
+    lambda c: c.arena.new_empty(c.frames.shape, dtype=torch.int64),
 )

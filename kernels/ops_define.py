@@ -17,11 +17,15 @@ paged          no elements, any shape; its dtype is the operand's      int32 [pa
 
 A paged tensor without elements is the same as a dense one. `encoded` makes the two lists of
 operands, `decoded` is what ops undo it with.
+
+What an op does is written as a function of a `Call`, which has the arguments by the names that they
+have in the schema; shapes, dtypes and defaults are named there only.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -30,17 +34,35 @@ from torch.autograd.graph import increment_version
 from .launch import check_arena
 from .pieces import Operand, Paged
 
-__all__ = ["NAMESPACE", "decoded", "define", "encoded", "operand_list"]
+__all__ = ["NAMESPACE", "Call", "decoded", "define", "encoded", "operand_list"]
 
 NAMESPACE = "tensorpager"
 LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")
 TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
 
 
+class Call(SimpleNamespace):
+    """The arguments of one call of an op, by the names that its schema gives them."""
+
+    def operands(
+        self, name: str, numels: Sequence[int] | None = None, **options: Any
+    ) -> list[Operand]:
+        """The list of operands of that name; numels : where they are not those of the call."""
+        return decoded(
+            *(name, self.arena, self.page_bytes, self.numels if numels is None else numels),
+            *(getattr(self, name), getattr(self, f"{name}_frames")),
+            **options,
+        )
+
+    def named(self, *names: str) -> dict[str, Any]:
+        """Those arguments, for a launcher that calls them the same."""
+        return {name: getattr(self, name) for name in names}
+
+
 def define(
     schema: str,
-    run: Callable[..., Any],
-    fake: Callable[..., Any] | None = None,
+    run: Callable[[Call], Any],
+    fake: Callable[[Call], Any] | None = None,
     *,
     backward: Callable[..., Any] | None = None,
     setup_context: Callable[..., None] | None = None,
@@ -56,9 +78,10 @@ def define(
     """
     name = schema.partition("(")[0]
     LIBRARY.define(schema, tags=TAGS)
-    LIBRARY.impl(name, run, "CompositeExplicitAutograd")
     overload: torch._ops.OpOverload = getattr(getattr(torch.ops, NAMESPACE), name).default
-    torch.library.register_fake(f"{NAMESPACE}::{name}", fake or _nothing, lib=LIBRARY)
+    LIBRARY.impl(name, _by_name(overload, run), "CompositeExplicitAutograd")
+    shapes = _by_name(overload, fake or (lambda _call: None))
+    torch.library.register_fake(f"{NAMESPACE}::{name}", shapes, lib=LIBRARY)
     if backward is not None:
         torch.library.register_autograd(
             f"{NAMESPACE}::{name}", backward, setup_context=setup_context, lib=LIBRARY
@@ -148,6 +171,18 @@ def _check_table(where: str, tensor: torch.Tensor, table: torch.Tensor) -> None:
         )
 
 
+def _by_name(overload: torch._ops.OpOverload, function: Callable[[Call], Any]) -> Any:
+    """`function` as the dispatcher calls it, which leaves out what has its default."""
+    arguments = overload._schema.arguments
+    names = [argument.name for argument in arguments]
+    defaults = {a.name: a.default_value for a in arguments if a.has_default_value()}
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return function(Call(**{**defaults, **dict(zip(names, args, strict=False)), **kwargs}))
+
+    return call
+
+
 def _refusing(overload: torch._ops.OpOverload, instead: str) -> Callable[..., Any]:
     """What autograd does with an op that has no derivative."""
 
@@ -193,7 +228,3 @@ def _tensors(
             for i, each in enumerate(value):
                 if isinstance(each, torch.Tensor):
                     yield f"{name}[{i}]", each
-
-
-def _nothing(*_args: Any, **_kwargs: Any) -> None:
-    """The fake of an op that only writes."""

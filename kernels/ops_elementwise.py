@@ -35,28 +35,17 @@ import torch
 from .elementwise import elementwise
 from .elementwise_call import Input
 from .norm import total_norm
-from .ops_define import decoded, define, operand_list
+from .ops_define import Call, decoded, define, operand_list
 from .reduce import reduce
 from .unscale import non_finite_check_and_unscale
 
 __all__: list[str] = []
 
-_Tensors = Sequence[torch.Tensor]
 
-
-def _elementwise(
-    op: str,
-    arena: torch.Tensor,
-    page_bytes: int,
-    numels: Sequence[int],
-    outs: _Tensors,
-    outs_frames: _Tensors,
-    kinds: str,
-    inputs: _Tensors,
-    inputs_frames: _Tensors,
-    numbers: Sequence[float],
-) -> None:
+def _elementwise(call: Call) -> None:
     """See the module; the table of kinds is there."""
+    op, kinds, numels, numbers = call.op, call.kinds, call.numels, call.numbers
+    inputs, inputs_frames = call.inputs, call.inputs_frames
     count = len(numels)
     tensors, letters = {"t": count, "c": 1}, {"m": count, "n": 1}
     wrong = set(kinds) - {*tensors, *letters}
@@ -79,81 +68,26 @@ def _elementwise(
         here = slice(tensor, tensor + tensors[kind])
         sizes = numels if kind == "t" else [1]
         column = decoded(
-            *("inputs", arena, page_bytes, sizes, inputs[here], inputs_frames[here]), cells=True
+            *("inputs", call.arena, call.page_bytes, sizes, inputs[here], inputs_frames[here]),
+            cells=True,
         )
         columns.append(cast(Input, column[0] if kind == "c" else column))
         tensor += tensors[kind]
-    written = decoded("outs", arena, page_bytes, numels, outs, outs_frames)
-    elementwise(op, written, *columns)
+    elementwise(op, call.operands("outs"), *columns)
 
 
-def _reduce(
-    arena: torch.Tensor,
-    page_bytes: int,
-    numels: Sequence[int],
-    xs: _Tensors,
-    xs_frames: _Tensors,
-    how: str,
-    p: float = 2.0,
-    dtype: torch.dtype | None = None,
-) -> torch.Tensor:
-    operands = decoded("xs", arena, page_bytes, numels, xs, xs_frames)
-    return reduce(operands, how, p, dtype).to(arena.device)
+def _reduce(call: Call) -> torch.Tensor:
+    found = reduce(call.operands("xs"), call.how, call.p, call.dtype)
+    return found.to(call.arena.device)
 
 
-def _reduce_fake(
-    arena: torch.Tensor,
-    page_bytes: int,
-    numels: Sequence[int],
-    xs: _Tensors,
-    xs_frames: _Tensors,
-    how: str,
-    p: float = 2.0,
-    dtype: torch.dtype | None = None,
-) -> torch.Tensor:
-    result = torch.bool if how == "isfinite" else dtype or _promoted(xs)
-    return arena.new_empty((len(xs),), dtype=result)
+def _reduce_fake(call: Call) -> torch.Tensor:
+    dtype = torch.bool if call.how == "isfinite" else call.dtype or _promoted(call.xs)
+    result: torch.Tensor = call.arena.new_empty((len(call.xs),), dtype=dtype)
+    return result
 
 
-def _total_norm(
-    arena: torch.Tensor,
-    page_bytes: int,
-    numels: Sequence[int],
-    xs: _Tensors,
-    xs_frames: _Tensors,
-    p: float = 2.0,
-    dtype: torch.dtype | None = None,
-) -> torch.Tensor:
-    operands = decoded("xs", arena, page_bytes, numels, xs, xs_frames)
-    return total_norm(operands, p, dtype).to(arena.device)
-
-
-def _total_norm_fake(
-    arena: torch.Tensor,
-    page_bytes: int,
-    numels: Sequence[int],
-    xs: _Tensors,
-    xs_frames: _Tensors,
-    p: float = 2.0,
-    dtype: torch.dtype | None = None,
-) -> torch.Tensor:
-    return arena.new_empty((), dtype=dtype or _promoted(xs))
-
-
-def _unscale(
-    arena: torch.Tensor,
-    page_bytes: int,
-    numels: Sequence[int],
-    xs: _Tensors,
-    xs_frames: _Tensors,
-    found_inf: torch.Tensor,
-    inv_scale: torch.Tensor,
-) -> None:
-    operands = decoded("xs", arena, page_bytes, numels, xs, xs_frames)
-    non_finite_check_and_unscale(operands, found_inf, inv_scale)
-
-
-def _promoted(xs: _Tensors) -> torch.dtype:
+def _promoted(xs: Sequence[torch.Tensor]) -> torch.dtype:
     dtypes = [x.dtype for x in xs]
     return functools.reduce(torch.promote_types, dtypes) if dtypes else torch.get_default_dtype()
 
@@ -172,11 +106,11 @@ define(
 define(
     f"total_norm(Tensor arena, int page_bytes, SymInt[] numels, {operand_list('xs')}, "
     "float p=2.0, ScalarType? dtype=None) -> Tensor",
-    _total_norm,
-    _total_norm_fake,
+    lambda c: total_norm(c.operands("xs"), c.p, c.dtype).to(c.arena.device),
+    lambda c: c.arena.new_empty((), dtype=c.dtype or _promoted(c.xs)),
 )
 define(
     "non_finite_check_and_unscale(Tensor(a!) arena, int page_bytes, SymInt[] numels, "
     f"{operand_list('xs', 'b')}, Tensor(c!) found_inf, Tensor inv_scale) -> ()",
-    _unscale,
+    lambda c: non_finite_check_and_unscale(c.operands("xs"), c.found_inf, c.inv_scale),
 )

@@ -21,7 +21,7 @@ import torch
 
 from .linear import linear_forward
 from .linear_grad import linear_input_grad, linear_weight_grad
-from .ops_define import define
+from .ops_define import Call, define
 from .paged_matrix import PagedMatrix
 
 __all__: list[str] = []
@@ -33,43 +33,26 @@ def _flat(x: torch.Tensor) -> torch.Tensor:
     return flat if flat.stride(-1) == 1 or flat.shape[1] < 2 else flat.contiguous()
 
 
-def _matrix(
-    arena: torch.Tensor,
-    frame_of: torch.Tensor,
-    page_bytes: int,
-    dtype: torch.dtype,
-    rows: int,
-    columns: int,
-) -> PagedMatrix:
-    return PagedMatrix(arena, frame_of, page_bytes, dtype, rows, columns)
+def _matrix(call: Call, rows: int, columns: int) -> PagedMatrix:
+    """The weight, or its gradient."""
+    return PagedMatrix(call.arena, call.frame_of, call.page_bytes, call.dtype, rows, columns)
 
 
-def _linear(
-    x: torch.Tensor,
-    arena: torch.Tensor,
-    frame_of: torch.Tensor,
-    page_bytes: int,
-    dtype: torch.dtype,
-    rows: int,
-    bias: torch.Tensor | None,
-) -> torch.Tensor:
-    flat = _flat(x)
-    weight = _matrix(arena, frame_of, page_bytes, dtype, rows, flat.shape[1])
-    out = torch.empty(*x.shape[:-1], rows, dtype=dtype, device=arena.device)
-    linear_forward(flat, weight, out.view(flat.shape[0], rows), bias)
+def _slab(call: Call, weight: PagedMatrix) -> tuple[int, int]:
+    return call.begin, weight.rows if call.end is None else call.end
+
+
+def _products(call: Call) -> torch.Tensor:
+    """Room for x Wᵀ."""
+    out: torch.Tensor = call.arena.new_empty((*call.x.shape[:-1], call.rows), dtype=call.dtype)
     return out
 
 
-def _linear_fake(
-    x: torch.Tensor,
-    arena: torch.Tensor,
-    frame_of: torch.Tensor,
-    page_bytes: int,
-    dtype: torch.dtype,
-    rows: int,
-    bias: torch.Tensor | None,
-) -> torch.Tensor:
-    return arena.new_empty((*x.shape[:-1], rows), dtype=dtype)
+def _linear(call: Call) -> torch.Tensor:
+    out, flat = _products(call), _flat(call.x)
+    weight = _matrix(call, call.rows, flat.shape[1])
+    linear_forward(flat, weight, out.view(flat.shape[0], call.rows), call.bias)
+    return out
 
 
 def _linear_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
@@ -87,46 +70,23 @@ def _linear_backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None,
     return dx, None, None, None, None, None, db
 
 
-def _linear_into(
-    x: torch.Tensor,
-    arena: torch.Tensor,
-    frame_of: torch.Tensor,
-    page_bytes: int,
-    dtype: torch.dtype,
-    out: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    begin: int = 0,
-    end: int | None = None,
-) -> None:
-    weight = _matrix(arena, frame_of, page_bytes, dtype, out.shape[1], x.shape[1])
-    slab = (begin, weight.rows if end is None else end)
-    linear_forward(x.detach(), weight, out.detach(), bias, slab)
+def _linear_into(call: Call) -> None:
+    weight = _matrix(call, call.out.shape[1], call.x.shape[1])
+    linear_forward(call.x.detach(), weight, call.out.detach(), call.bias, _slab(call, weight))
 
 
-def _input_grad(
-    grad: torch.Tensor,
-    arena: torch.Tensor,
-    frame_of: torch.Tensor,
-    page_bytes: int,
-    dtype: torch.dtype,
-    columns: int,
-) -> torch.Tensor:
-    flat = _flat(grad)
-    weight = _matrix(arena, frame_of, page_bytes, dtype, flat.shape[1], columns)
-    out = torch.empty(*grad.shape[:-1], columns, dtype=dtype, device=arena.device)
-    linear_input_grad(flat, weight, out.view(flat.shape[0], columns))
+def _gradients(call: Call) -> torch.Tensor:
+    """Room for the gradient of x."""
+    shape = (*call.grad.shape[:-1], call.columns)
+    out: torch.Tensor = call.arena.new_empty(shape, dtype=call.dtype)
     return out
 
 
-def _input_grad_fake(
-    grad: torch.Tensor,
-    arena: torch.Tensor,
-    frame_of: torch.Tensor,
-    page_bytes: int,
-    dtype: torch.dtype,
-    columns: int,
-) -> torch.Tensor:
-    return arena.new_empty((*grad.shape[:-1], columns), dtype=dtype)
+def _input_grad(call: Call) -> torch.Tensor:
+    out, flat = _gradients(call), _flat(call.grad)
+    weight = _matrix(call, flat.shape[1], call.columns)
+    linear_input_grad(flat, weight, out.view(flat.shape[0], call.columns))
+    return out
 
 
 def _input_grad_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
@@ -139,42 +99,21 @@ def _input_grad_backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | N
     return again, None, None, None, None, None
 
 
-def _input_grad_into(
-    grad: torch.Tensor,
-    arena: torch.Tensor,
-    frame_of: torch.Tensor,
-    page_bytes: int,
-    dtype: torch.dtype,
-    out: torch.Tensor,
-    accumulate: bool = False,
-    begin: int = 0,
-    end: int | None = None,
-) -> None:
-    weight = _matrix(arena, frame_of, page_bytes, dtype, grad.shape[1], out.shape[1])
-    slab = (begin, weight.rows if end is None else end)
-    linear_input_grad(grad.detach(), weight, out.detach(), slab, accumulate)
+def _input_grad_into(call: Call) -> None:
+    weight = _matrix(call, call.grad.shape[1], call.out.shape[1])
+    slab = _slab(call, weight)
+    linear_input_grad(call.grad.detach(), weight, call.out.detach(), slab, call.accumulate)
 
 
-def _weight_grad(
-    grad: torch.Tensor,
-    x: torch.Tensor,
-    arena: torch.Tensor,
-    frame_of: torch.Tensor,
-    page_bytes: int,
-    dtype: torch.dtype,
-    accumulate: bool = False,
-    begin: int = 0,
-    end: int | None = None,
-) -> None:
-    flat, flat_x = _flat(grad), _flat(x)
+def _weight_grad(call: Call) -> None:
+    flat, flat_x = _flat(call.grad), _flat(call.x)
     if flat.shape[0] != flat_x.shape[0]:
         raise ValueError(
-            f"grad is {tuple(grad.shape)} and x {tuple(x.shape)}; they must agree but for the last "
-            "size"
+            f"grad is {tuple(call.grad.shape)} and x {tuple(call.x.shape)}; they must agree but "
+            "for the last size"
         )
-    matrix = _matrix(arena, frame_of, page_bytes, dtype, flat.shape[1], flat_x.shape[1])
-    slab = (begin, matrix.rows if end is None else end)
-    linear_weight_grad(flat, flat_x, matrix, slab, accumulate)
+    matrix = _matrix(call, flat.shape[1], flat_x.shape[1])
+    linear_weight_grad(flat, flat_x, matrix, _slab(call, matrix), call.accumulate)
 
 
 _WEIGHT = "Tensor arena, Tensor frame_of, int page_bytes, ScalarType dtype"
@@ -185,7 +124,7 @@ _SLAB = "SymInt begin=0, SymInt? end=None"
 define(
     f"linear(Tensor x, {_WEIGHT}, SymInt rows, Tensor? bias) -> Tensor",
     _linear,
-    _linear_fake,
+    _products,
     backward=_linear_backward,
     setup_context=_linear_context,
 )
@@ -197,7 +136,7 @@ define(
 define(
     f"linear_input_grad(Tensor grad, {_WEIGHT}, SymInt columns) -> Tensor",
     _input_grad,
-    _input_grad_fake,
+    _gradients,
     backward=_input_grad_backward,
     setup_context=_input_grad_context,
 )

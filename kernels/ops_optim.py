@@ -12,187 +12,63 @@ not be compiled again: on the host they are read at the call, on the device in s
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from typing import Any
 
 import torch
 
 from .adam import adam_step
 from .blockwise import BLOCK, Blockwise
-from .ops_define import decoded, define, operand_list
-from .pieces import Operand
+from .ops_define import Call, define, operand_list
 from .quantize import dequantize, quantize
 from .sgd import sgd_step
 from .update import Number, State
 
 __all__: list[str] = []
 
-_Tensors = Sequence[torch.Tensor]
+# What both steps call as the launchers do.
+_SAME = ("weight_decay", "maximize", "found_inf", "seeds", "firsts")
 
 
-def _adam(
-    arena: torch.Tensor,
-    page_bytes: int,
-    numels: Sequence[int],
-    params: _Tensors,
-    params_frames: _Tensors,
-    grads: _Tensors,
-    grads_frames: _Tensors,
-    states: _Tensors,
-    states_frames: _Tensors,
-    scales: _Tensors,
-    scales_frames: _Tensors,
-    masters: _Tensors,
-    masters_frames: _Tensors,
-    steps: _Tensors,
-    lr: torch.Tensor,
-    inv_scale: torch.Tensor | None,
-    found_inf: torch.Tensor | None,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    weight_decay: float,
-    decoupled: bool,
-    amsgrad: bool = False,
-    maximize: bool = False,
-    seeds: Sequence[int] | None = None,
-    firsts: Sequence[int] | None = None,
-) -> None:
-    kinds = _states(
-        *(arena, page_bytes, numels, states, states_frames, scales, scales_frames),
-        kinds=3 if amsgrad else 2,
-    )
+def _adam(call: Call) -> None:
+    kinds = _states(call, 3 if call.amsgrad else 2)
     adam_step(
-        decoded("params", arena, page_bytes, numels, params, params_frames),
-        decoded("grads", arena, page_bytes, numels, grads, grads_frames),
-        kinds[0],
-        kinds[1],
-        max_exp_avg_sqs=kinds[2] if amsgrad else None,
-        masters=_masters(arena, page_bytes, numels, masters, masters_frames),
-        steps=[_number(step) for step in steps],
-        lr=_number(lr),
-        beta1=beta1,
-        beta2=beta2,
-        eps=eps,
-        weight_decay=weight_decay,
-        decoupled=decoupled,
-        amsgrad=amsgrad,
-        maximize=maximize,
-        inv_scale=None if inv_scale is None else _number(inv_scale),
-        found_inf=found_inf,
-        seeds=seeds,
-        firsts=firsts,
+        *(call.operands("params"), call.operands("grads"), kinds[0], kinds[1]),
+        max_exp_avg_sqs=kinds[2] if call.amsgrad else None,
+        steps=[_number(step) for step in call.steps],
+        **call.named("beta1", "beta2", "eps", "decoupled", "amsgrad", *_SAME),
+        **_numbers_and_masters(call),
     )
 
 
-def _sgd(
-    arena: torch.Tensor,
-    page_bytes: int,
-    numels: Sequence[int],
-    params: _Tensors,
-    params_frames: _Tensors,
-    grads: _Tensors,
-    grads_frames: _Tensors,
-    states: _Tensors,
-    states_frames: _Tensors,
-    scales: _Tensors,
-    scales_frames: _Tensors,
-    masters: _Tensors,
-    masters_frames: _Tensors,
-    step: torch.Tensor,
-    lr: torch.Tensor,
-    inv_scale: torch.Tensor | None,
-    found_inf: torch.Tensor | None,
-    first: Sequence[bool],
-    momentum: float,
-    dampening: float,
-    weight_decay: float,
-    nesterov: bool,
-    maximize: bool = False,
-    seeds: Sequence[int] | None = None,
-    firsts: Sequence[int] | None = None,
-) -> None:
-    kinds = _states(
-        *(arena, page_bytes, numels, states, states_frames, scales, scales_frames),
-        kinds=1 if momentum else 0,
-    )
+def _sgd(call: Call) -> None:
+    kinds = _states(call, 1 if call.momentum else 0)
     sgd_step(
-        decoded("params", arena, page_bytes, numels, params, params_frames),
-        decoded("grads", arena, page_bytes, numels, grads, grads_frames),
-        kinds[0] if momentum else None,
-        lr=_number(lr),
-        momentum=momentum,
-        dampening=dampening,
-        weight_decay=weight_decay,
-        nesterov=nesterov,
-        maximize=maximize,
-        first=list(first),
-        masters=_masters(arena, page_bytes, numels, masters, masters_frames),
-        inv_scale=None if inv_scale is None else _number(inv_scale),
-        found_inf=found_inf,
-        seeds=seeds,
-        step=_number(step),
-        firsts=firsts,
+        *(call.operands("params"), call.operands("grads"), kinds[0] if call.momentum else None),
+        step=_number(call.step),
+        **call.named("momentum", "dampening", "nesterov", "first", *_SAME),
+        **_numbers_and_masters(call),
     )
 
 
-def _quantize(
-    arena: torch.Tensor,
-    page_bytes: int,
-    numels: Sequence[int],
-    values: _Tensors,
-    values_frames: _Tensors,
-    codes: _Tensors,
-    codes_frames: _Tensors,
-    scales: _Tensors,
-    scales_frames: _Tensors,
-    root: bool,
-) -> None:
-    quantize(
-        decoded("values", arena, page_bytes, numels, values, values_frames),
-        _blockwise(arena, page_bytes, numels, codes, codes_frames, scales, scales_frames),
-        root=root,
-    )
+def _numbers_and_masters(call: Call) -> dict[str, Any]:
+    return {
+        "masters": call.operands("masters") if call.masters else None,
+        "lr": _number(call.lr),
+        "inv_scale": None if call.inv_scale is None else _number(call.inv_scale),
+    }
 
 
-def _dequantize(
-    arena: torch.Tensor,
-    page_bytes: int,
-    numels: Sequence[int],
-    codes: _Tensors,
-    codes_frames: _Tensors,
-    scales: _Tensors,
-    scales_frames: _Tensors,
-    values: _Tensors,
-    values_frames: _Tensors,
-    root: bool,
-) -> None:
-    dequantize(
-        _blockwise(arena, page_bytes, numels, codes, codes_frames, scales, scales_frames),
-        decoded("values", arena, page_bytes, numels, values, values_frames),
-        root=root,
-    )
-
-
-def _states(
-    arena: torch.Tensor,
-    page_bytes: int,
-    numels: Sequence[int],
-    states: _Tensors,
-    states_frames: _Tensors,
-    scales: _Tensors,
-    scales_frames: _Tensors,
-    kinds: int,
-) -> list[list[State]]:
+def _states(call: Call, kinds: int) -> list[list[State]]:
     """The states of each kind."""
-    count = len(numels)
-    all_numels = list(numels) * kinds
-    found: list[State] = [*decoded("states", arena, page_bytes, all_numels, states, states_frames)]
-    if scales:
+    count = len(call.numels)
+    numels = list(call.numels) * kinds
+    found: list[State] = [*call.operands("states", numels)]
+    if call.scales:
         blocks = [
             -(-numel // BLOCK) if state.dtype == torch.uint8 else 0
-            for numel, state in zip(all_numels, states, strict=True)
+            for numel, state in zip(numels, call.states, strict=True)
         ]
-        given = decoded("scales", arena, page_bytes, blocks, scales, scales_frames)
+        given = call.operands("scales", blocks)
         found = [
             Blockwise(state, scale)
             if not isinstance(state, Blockwise) and state.dtype == torch.uint8
@@ -202,34 +78,9 @@ def _states(
     return [found[kind * count : (kind + 1) * count] for kind in range(kinds)]
 
 
-def _blockwise(
-    arena: torch.Tensor,
-    page_bytes: int,
-    numels: Sequence[int],
-    codes: _Tensors,
-    codes_frames: _Tensors,
-    scales: _Tensors,
-    scales_frames: _Tensors,
-) -> list[Blockwise]:
-    blocks = [-(-numel // BLOCK) for numel in numels]
-    pairs = zip(
-        decoded("codes", arena, page_bytes, numels, codes, codes_frames),
-        decoded("scales", arena, page_bytes, blocks, scales, scales_frames),
-        strict=True,
-    )
-    return [Blockwise(code, scale) for code, scale in pairs]
-
-
-def _masters(
-    arena: torch.Tensor,
-    page_bytes: int,
-    numels: Sequence[int],
-    masters: _Tensors,
-    masters_frames: _Tensors,
-) -> list[Operand] | None:
-    if not masters:
-        return None
-    return decoded("masters", arena, page_bytes, numels, masters, masters_frames)
+def _blockwise(call: Call) -> list[Blockwise]:
+    scales = call.operands("scales", [-(-numel // BLOCK) for numel in call.numels])
+    return [Blockwise(*each) for each in zip(call.operands("codes"), scales, strict=True)]
 
 
 def _number(tensor: torch.Tensor) -> Number:
@@ -266,10 +117,10 @@ define(
 define(
     f"quantize({_CALL}, {operand_list('values')}, {operand_list('codes', 'b')}, "
     f"{operand_list('scales', 'c')}, bool root) -> ()",
-    _quantize,
+    lambda c: quantize(c.operands("values"), _blockwise(c), root=c.root),
 )
 define(
     f"dequantize({_CALL}, {operand_list('codes')}, {operand_list('scales')}, "
     f"{operand_list('values', 'b')}, bool root) -> ()",
-    _dequantize,
+    lambda c: dequantize(_blockwise(c), c.operands("values"), root=c.root),
 )

@@ -16,7 +16,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from .ops_define import define
+from .ops_define import Call, define
 from .pieces import Paged
 from .row_sums import RowGroups, add_rows, group_rows, sum_rows
 from .rows import gather_rows
@@ -25,65 +25,41 @@ from .softmax_slabs import softmax_grad_, softmax_update
 __all__: list[str] = []
 
 
-def _table(
-    arena: torch.Tensor,
-    frame_of: torch.Tensor,
-    page_bytes: int,
-    dtype: torch.dtype,
-    numel: int,
-) -> Paged:
+def _table(call: Call, columns: int) -> Paged:
     """The table; on a device the host does not look at its frames, so only their number is known.
 
     Launchers are given `frame_of` beside it, which is what kernels read.
     """
-    if frame_of.device.type == "cpu":
-        frames = frame_of.detach().numpy()
+    if call.frame_of.device.type == "cpu":
+        frames = call.frame_of.detach().numpy()
     else:
-        frames = np.full(frame_of.shape, -1, np.int32)
-    return Paged(arena, frames, page_bytes, dtype, numel)
+        frames = np.full(call.frame_of.shape, -1, np.int32)
+    return Paged(call.arena, frames, call.page_bytes, call.dtype, call.rows * columns)
 
 
-def _gather_rows(
-    arena: torch.Tensor,
-    frame_of: torch.Tensor,
-    page_bytes: int,
-    dtype: torch.dtype,
-    rows: int,
-    columns: int,
-    indices: torch.Tensor,
-) -> torch.Tensor:
-    flat = indices.reshape(-1)
-    out = torch.empty(*indices.shape, columns, dtype=dtype, device=arena.device)
-    table = _table(arena, frame_of, page_bytes, dtype, rows * columns)
-    gather_rows(table, flat, out.view(flat.numel(), columns), frame_of)
+def _looked_up(call: Call) -> torch.Tensor:
+    """Room for the rows that are looked up."""
+    shape = (*call.indices.shape, call.columns)
+    out: torch.Tensor = call.arena.new_empty(shape, dtype=call.dtype)
     return out
 
 
-def _gather_rows_fake(
-    arena: torch.Tensor,
-    frame_of: torch.Tensor,
-    page_bytes: int,
-    dtype: torch.dtype,
-    rows: int,
-    columns: int,
-    indices: torch.Tensor,
-) -> torch.Tensor:
-    return arena.new_empty((*indices.shape, columns), dtype=dtype)
+def _gather_rows(call: Call) -> torch.Tensor:
+    out, flat = _looked_up(call), call.indices.reshape(-1)
+    rows = out.view(flat.numel(), call.columns)
+    gather_rows(_table(call, call.columns), flat, rows, call.frame_of)
+    return out
 
 
-def _group_rows(
-    indices: torch.Tensor, padding_idx: int | None = None
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    groups = group_rows(indices, padding_idx)
+def _group_rows(call: Call) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    groups = group_rows(call.indices, call.padding_idx)
     return groups.ids, groups.order, groups.starts
 
 
-def _group_rows_fake(
-    indices: torch.Tensor, padding_idx: int | None = None
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    context = torch.library.get_ctx()
+def _group_rows_fake(call: Call) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    context, indices = torch.library.get_ctx(), call.indices
     distinct = context.new_dynamic_size()
-    counted = indices.numel() if padding_idx is None else context.new_dynamic_size()
+    counted = indices.numel() if call.padding_idx is None else context.new_dynamic_size()
     return (
         indices.new_empty((distinct,)),
         indices.new_empty((counted,), dtype=torch.int32),
@@ -91,58 +67,26 @@ def _group_rows_fake(
     )
 
 
-def _sum_rows(
-    grad_out: torch.Tensor,
-    ids: torch.Tensor,
-    order: torch.Tensor,
-    starts: torch.Tensor,
-    dtype: torch.dtype | None = None,
-    scale_grad_by_freq: bool = False,
-) -> torch.Tensor:
-    out = grad_out.new_empty((ids.numel(), grad_out.shape[1]), dtype=dtype)
-    groups = RowGroups(ids, order, starts, grad_out.shape[0])
-    sum_rows(grad_out.detach(), groups, out, scale_grad_by_freq)
+def _groups(call: Call) -> RowGroups:
+    return RowGroups(call.ids, call.order, call.starts, call.grad_out.shape[0])
+
+
+def _summed(call: Call) -> torch.Tensor:
+    """Room for the sums."""
+    shape = (call.ids.shape[0], call.grad_out.shape[1])
+    out: torch.Tensor = call.grad_out.new_empty(shape, dtype=call.dtype)
     return out
 
 
-def _sum_rows_fake(
-    grad_out: torch.Tensor,
-    ids: torch.Tensor,
-    order: torch.Tensor,
-    starts: torch.Tensor,
-    dtype: torch.dtype | None = None,
-    scale_grad_by_freq: bool = False,
-) -> torch.Tensor:
-    return grad_out.new_empty((ids.shape[0], grad_out.shape[1]), dtype=dtype)
+def _sum_rows(call: Call) -> torch.Tensor:
+    out = _summed(call)
+    sum_rows(call.grad_out.detach(), _groups(call), out, call.scale_grad_by_freq)
+    return out
 
 
-def _add_rows(
-    arena: torch.Tensor,
-    frame_of: torch.Tensor,
-    page_bytes: int,
-    dtype: torch.dtype,
-    rows: int,
-    grad_out: torch.Tensor,
-    ids: torch.Tensor,
-    order: torch.Tensor,
-    starts: torch.Tensor,
-    scale_grad_by_freq: bool = False,
-) -> None:
-    table = _table(arena, frame_of, page_bytes, dtype, rows * grad_out.shape[1])
-    groups = RowGroups(ids, order, starts, grad_out.shape[0])
-    add_rows(grad_out.detach(), groups, table, frame_of, scale_grad_by_freq)
-
-
-def _softmax_update(
-    logits: torch.Tensor, begin: int, targets: torch.Tensor, state: torch.Tensor
-) -> None:
-    softmax_update(logits.detach(), begin, targets, state.detach())
-
-
-def _softmax_grad(
-    logits: torch.Tensor, begin: int, targets: torch.Tensor, factors: torch.Tensor
-) -> None:
-    softmax_grad_(logits.detach(), begin, targets, factors.detach())
+def _add_rows(call: Call) -> None:
+    table = _table(call, call.grad_out.shape[1])
+    add_rows(call.grad_out.detach(), _groups(call), table, call.frame_of, call.scale_grad_by_freq)
 
 
 _TABLE = "Tensor frame_of, int page_bytes, ScalarType dtype, SymInt rows"
@@ -151,7 +95,7 @@ _GROUPS = "Tensor ids, Tensor order, Tensor starts"
 define(
     f"gather_rows(Tensor arena, {_TABLE}, SymInt columns, Tensor indices) -> Tensor",
     _gather_rows,
-    _gather_rows_fake,
+    _looked_up,
 )
 define(
     "group_rows(Tensor indices, SymInt? padding_idx=None) -> (Tensor, Tensor, Tensor)",
@@ -162,7 +106,7 @@ define(
     f"sum_rows(Tensor grad_out, {_GROUPS}, ScalarType? dtype=None, "
     "bool scale_grad_by_freq=False) -> Tensor",
     _sum_rows,
-    _sum_rows_fake,
+    _summed,
 )
 define(
     f"add_rows(Tensor(a!) arena, {_TABLE}, Tensor grad_out, {_GROUPS}, "
@@ -171,9 +115,9 @@ define(
 )
 define(
     "softmax_update(Tensor logits, SymInt begin, Tensor targets, Tensor(a!) state) -> ()",
-    _softmax_update,
+    lambda c: softmax_update(c.logits.detach(), c.begin, c.targets, c.state.detach()),
 )
 define(
     "softmax_grad(Tensor(a!) logits, SymInt begin, Tensor targets, Tensor factors) -> ()",
-    _softmax_grad,
+    lambda c: softmax_grad_(c.logits.detach(), c.begin, c.targets, c.factors.detach()),
 )

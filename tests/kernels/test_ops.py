@@ -83,16 +83,18 @@ def test_opcheck_notices(lie: str) -> None:
     name = f"test_{lie}"
     if not hasattr(ops, name):
         if lie == "writes_unsaid":
-            define(f"{name}(Tensor arena) -> ()", lambda arena: arena.fill_(1) and None)
+            define(f"{name}(Tensor arena) -> ()", lambda call: call.arena.fill_(1) and None)
         elif lie == "wrong_shape":
             define(
                 f"{name}(Tensor arena) -> Tensor",
-                lambda arena: arena[:7] + 1,
-                lambda arena: arena.new_empty(8),
+                lambda call: call.arena[:7] + 1,
+                lambda call: call.arena.new_empty(8),
             )
         else:
             define(
-                f"{name}(Tensor arena) -> Tensor", lambda arena: arena[:8], lambda arena: arena[:8]
+                f"{name}(Tensor arena) -> Tensor",
+                lambda call: call.arena[:8],
+                lambda call: call.arena[:8],
             )
     with pytest.raises(Exception, match="opcheck"):
         torch.library.opcheck(_op(name), (arena,))
