@@ -7,13 +7,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
-from .blockwise import memory_of
 from .launch import tl, triton, use_triton
-from .pieces import Operand
+from .pieces import Operand, memory_of
 from .rounding import load_as, random_bits, random_key, store_as, tile_elements, tile_rows
 from .update import (
     Group,
@@ -277,6 +276,7 @@ def adam_step(
     found_inf: torch.Tensor | None = None,
     seeds: Sequence[int] | None = None,
     firsts: Sequence[int] | None = None,
+    reference: bool = False,
 ) -> None:
     """One step of torch.optim's Adam (or AdamW: decoupled) for a list of parameters, in place.
 
@@ -295,6 +295,7 @@ def adam_step(
         step and element number. Without it to nearest.
     firsts : for parameters updated a stretch at a time, the number of its first element, a
         multiple of 4096; only the random numbers depend on it.
+    reference : in plain torch also where there is Triton.
 
     Computes in float32 (float64 for float64), and rounds only what is stored. One launch for all
     groups with the same dtypes. On CUDA it is queued on the current stream of the device and the
@@ -311,7 +312,7 @@ def adam_step(
     )
     if not groups:
         return
-    if not use_triton(memory_of(groups[0].param)):
+    if reference or not use_triton(memory_of(groups[0].param)):
         _run_reference(groups, steps, chosen)
         return
     for bucket in alike(groups):
@@ -375,38 +376,15 @@ def _numbers(groups: Sequence[Group], steps: Sequence[Number], chosen: _Adam) ->
     return table(rows, groups[0], len(groups))
 
 
-@torch.no_grad()
 def adam_step_reference(
     params: Sequence[Operand],
     grads: Sequence[Operand],
     exp_avgs: Sequence[State],
     exp_avg_sqs: Sequence[State],
-    *,
-    max_exp_avg_sqs: Sequence[State] | None = None,
-    masters: Sequence[Operand] | None = None,
-    steps: Sequence[Number],
-    lr: Number,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    weight_decay: float,
-    decoupled: bool,
-    amsgrad: bool = False,
-    maximize: bool = False,
-    inv_scale: Number | None = None,
-    found_inf: torch.Tensor | None = None,
-    seeds: Sequence[int] | None = None,
-    firsts: Sequence[int] | None = None,
+    **options: Any,
 ) -> None:
     """`adam_step` in plain torch: the same bits as torch.optim's for-loop where all is float32."""
-    chosen = _Adam(
-        *(lr, beta1, beta2, eps, weight_decay, decoupled, amsgrad, maximize, inv_scale, found_inf)
-    )
-    groups = _groups(
-        *(params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, masters, steps),
-        *(amsgrad, seeds, firsts),
-    )
-    _run_reference(groups, steps, chosen)
+    adam_step(params, grads, exp_avgs, exp_avg_sqs, **options, reference=True)
 
 
 def _run_reference(groups: Sequence[Group], steps: Sequence[Number], chosen: _Adam) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from .pieces import Operand, Paged, Pieces, stretches
+from .pieces import Operand, Paged, Pieces, numel_of, stretches
 
 __all__ = ["BLOCK", "Blockwise", "check_blocks", "scale_addresses"]
 
@@ -27,21 +27,6 @@ class Blockwise:
 
     codes: Operand
     scales: Operand
-
-
-def memory_of(operand: Operand) -> torch.Tensor:
-    """The tensor whose memory an operand is in."""
-    return operand.arena if isinstance(operand, Paged) else operand
-
-
-def numel_of(operand: Operand) -> int:
-    """Elements of an operand."""
-    return operand.numel if isinstance(operand, Paged) else operand.numel()
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """What kernels call a dtype."""
-    return str(dtype).removeprefix("torch.")
 
 
 def check_blocks(operands: Sequence[Operand | Blockwise], number: int) -> None:

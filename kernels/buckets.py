@@ -10,7 +10,7 @@ import numpy.typing as npt
 import torch
 
 from .launch import ARENA_ALIGNMENT_BYTES
-from .pieces import Operand, Paged, Pieces, cut
+from .pieces import Operand, Pieces, cut, dtype_name, memory_of, numel_of
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -28,26 +28,12 @@ def bucketed(operands: Sequence[Operand]) -> list[Bucket]:
     numbers: dict[tuple[torch.dtype, bool], list[int]] = {}
     for number, operand in enumerate(operands):
         aligned = memory_of(operand).data_ptr() % ARENA_ALIGNMENT_BYTES == 0
-        if elements_of(operand):
+        if numel_of(operand):
             numbers.setdefault((operand.dtype, aligned), []).append(number)
     return [
         Bucket(dtype, np.array(chosen), cut([[operands[number]] for number in chosen]))
         for (dtype, _), chosen in numbers.items()
     ]
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """What kernels call it: "float32"."""
-    return str(dtype).removeprefix("torch.")
-
-
-def memory_of(operand: Operand) -> torch.Tensor:
-    """The tensor that the operand's elements are in."""
-    return operand.arena if isinstance(operand, Paged) else operand
-
-
-def elements_of(operand: Operand) -> int:
-    return operand.numel if isinstance(operand, Paged) else operand.numel()
 
 
 def check_floats(operands: Sequence[Operand]) -> None:

@@ -12,7 +12,7 @@ import torch
 
 from .elementwise_call import Batch, Input, Kind, Value, batches
 from .launch import INTERPRETED, launch, tl, triton, upload, use_triton
-from .pieces import Operand, Paged, Pieces, cut, stretches
+from .pieces import Operand, Paged, Pieces, cut, dtype_name, memory_of, stretches
 
 __all__ = ["elementwise"]
 
@@ -243,7 +243,7 @@ def elementwise(op: str, outs: Sequence[Operand], *inputs: Input) -> None:
     Raises ValueError for arguments that are not as above, before anything is written.
     """
     todo = batches(op, outs, inputs)
-    if not todo or not use_triton(_memory(todo[0].outs[0])):
+    if not todo or not use_triton(memory_of(todo[0].outs[0])):
         elementwise_reference(op, outs, *inputs)
         return
     for batch, pieces in [(batch, cut(batch.groups(), LONGEST_PIECE)) for batch in todo]:
@@ -276,7 +276,7 @@ def _launch(batch: Batch, pieces: Pieces) -> None:
         elif kind:
             words = [_word(values[i], batch.compute) for values in batch.values]
             rows.append(np.array(words, np.int64)[group])
-    memory = _memory(batch.outs[0])
+    memory = memory_of(batch.outs[0])
     table = upload(torch.from_numpy(np.stack(rows)), memory.device)
     tile = LARGE_TILE if pieces.longest >= LARGE_TILE else SMALL_TILE
     tiles = -(-pieces.longest // tile)
@@ -310,11 +310,7 @@ def _triton_type(dtype: torch.dtype) -> Any:
         return tl.uint16
     if dtype is torch.bool:
         return tl.uint8
-    return getattr(tl, str(dtype).removeprefix("torch."))
-
-
-def _memory(operand: Operand) -> torch.Tensor:
-    return operand.arena if isinstance(operand, Paged) else operand
+    return getattr(tl, dtype_name(dtype))
 
 
 @torch.no_grad()

@@ -14,7 +14,7 @@ from typing import NamedTuple, TypeAlias, cast
 import torch
 
 from .elementwise_ops import Op, op_named
-from .pieces import Operand, Paged
+from .pieces import Operand, Paged, dtype_name, memory_of, numel_of
 
 __all__ = ["Batch", "Input", "Kind", "Slot", "batches"]
 
@@ -81,15 +81,15 @@ def batches(name: str, outs: Sequence[Operand], inputs: Sequence[Input]) -> list
     found: dict[tuple[torch.dtype, tuple[Slot, ...]], Batch] = {}
     for number, out in enumerate(outs):
         where = f"{number} of {name}"
-        if _device(out) != _device(outs[0]):
+        if memory_of(out).device != memory_of(outs[0]).device:
             raise ValueError(
-                f"out {where} is on {_device(out)}, out 0 on {_device(outs[0])}; "
+                f"out {where} is on {memory_of(out).device}, out 0 on {memory_of(outs[0]).device}; "
                 "call it once for each device"
             )
         compute, slots, group = _typed(
             name, op, where, [out, *(column[number] for column in columns)]
         )
-        if _numel(out):
+        if numel_of(out):
             key = (slots[0].dtype, slots[1:])
             batch = found.setdefault(key, Batch(op, compute, *key, [], []))
             batch.outs.append(cast(Operand, group[0]))
@@ -135,7 +135,7 @@ def _typed(
         if not isinstance(value, int | float | Paged | torch.Tensor):
             raise ValueError(f"{labels[i]} {where} is {_described(value)}; pass an operand")
         parameter = i >= len(labels) - op.parameters
-        if _is_on_host(value) and _device(out).type != "cpu":
+        if _is_on_host(value) and memory_of(out).device.type != "cpu":
             group[i] = value = cast(torch.Tensor, value).item()
         slots.append(_slot(f"{labels[i]} {where}", value, out, parameter))
     if op.condition:
@@ -159,7 +159,7 @@ def _typed(
         if slots[i].kind is not Kind.NUMBER and slots[i].dtype not in allowed:
             raise ValueError(
                 f"{labels[i]} {where} is {slots[i].dtype}; convert it to one of "
-                + ", ".join(str(dtype).removeprefix("torch.") for dtype in allowed)
+                + ", ".join(map(dtype_name, allowed))
             )
     wide = any(slot.kind is Kind.OPERAND and slot.dtype is torch.float64 for slot in slots)
     compute = torch.float64 if wide else torch.float32
@@ -176,18 +176,17 @@ def _is_on_host(value: Value) -> bool:
 def _slot(label: str, value: Value, out: Operand, parameter: bool) -> Slot:
     if isinstance(value, int | float):
         return Slot(Kind.NUMBER, torch.float64)
-    if _device(value) != _device(out):
-        raise ValueError(
-            f"{label} is on {_device(value)}, its out on {_device(out)}; move it there"
-        )
+    here, there = memory_of(value).device, memory_of(out).device
+    if here != there:
+        raise ValueError(f"{label} is on {here}, its out on {there}; move it there")
     if isinstance(value, torch.Tensor) and not value.dim():
         broadcast = parameter or not (isinstance(out, torch.Tensor) and not out.dim())
         return Slot(Kind.CELL if broadcast else Kind.OPERAND, value.dtype)
     if parameter:
         raise ValueError(f"{label} is {_described(value)}; pass a number or a 0-dim tensor")
-    if _numel(value) != _numel(out):
+    if numel_of(value) != numel_of(out):
         raise ValueError(
-            f"{label} has {_numel(value)} elements and its out {_numel(out)}; they must agree"
+            f"{label} has {numel_of(value)} elements and its out {numel_of(out)}; they must agree"
         )
     return Slot(Kind.OPERAND, value.dtype)
 
@@ -220,14 +219,6 @@ def _viewed(value: Value, dtype: torch.dtype) -> Operand:
     if isinstance(value, Paged):
         return replace(value, dtype=dtype)
     return cast(torch.Tensor, value).detach().view(dtype)
-
-
-def _device(operand: Operand) -> torch.device:
-    return operand.arena.device if isinstance(operand, Paged) else operand.device
-
-
-def _numel(operand: Operand) -> int:
-    return operand.numel if isinstance(operand, Paged) else operand.numel()
 
 
 def _described(value: object) -> str:

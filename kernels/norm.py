@@ -7,10 +7,9 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from .buckets import memory_of
 from .combine import combine
 from .launch import use_triton
-from .pieces import Operand
+from .pieces import Operand, memory_of
 from .reduce import check, reduce_reference, reduce_tiles, root, step_of
 
 __all__ = ["total_norm"]

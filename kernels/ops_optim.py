@@ -32,7 +32,10 @@ _SAME = ("weight_decay", "maximize", "found_inf", "seeds", "firsts")
 def _adam(call: Call) -> None:
     kinds = _states(call, 3 if call.amsgrad else 2)
     adam_step(
-        *(call.operands("params"), call.operands("grads"), kinds[0], kinds[1]),
+        call.operands("params"),
+        call.operands("grads"),
+        kinds[0],
+        kinds[1],
         max_exp_avg_sqs=kinds[2] if call.amsgrad else None,
         steps=[_number(step) for step in call.steps],
         **call.named("beta1", "beta2", "eps", "decoupled", "amsgrad", *_SAME),
@@ -43,7 +46,9 @@ def _adam(call: Call) -> None:
 def _sgd(call: Call) -> None:
     kinds = _states(call, 1 if call.momentum else 0)
     sgd_step(
-        *(call.operands("params"), call.operands("grads"), kinds[0] if call.momentum else None),
+        call.operands("params"),
+        call.operands("grads"),
+        kinds[0] if call.momentum else None,
         step=_number(call.step),
         **call.named("momentum", "dampening", "nesterov", "first", *_SAME),
         **_numbers_and_masters(call),

@@ -50,6 +50,21 @@ class Paged:
 Operand = Paged | torch.Tensor  # a tensor is contiguous; its elements count in memory order
 
 
+def memory_of(operand: Operand) -> torch.Tensor:
+    """The tensor whose memory an operand is in."""
+    return operand.arena if isinstance(operand, Paged) else operand
+
+
+def numel_of(operand: Operand) -> int:
+    """Elements of an operand."""
+    return operand.numel if isinstance(operand, Paged) else operand.numel()
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """What kernels call a dtype: "float32"."""
+    return str(dtype).removeprefix("torch.")
+
+
 @dataclass(frozen=True, eq=False)
 class Pieces:
     """What a kernel over pieces reads.

@@ -44,13 +44,11 @@ from .blockwise import (
     LONGEST,
     Blockwise,
     check_blocks,
-    dtype_name,
-    memory_of,
     scale_addresses,
     scales_of,
 )
 from .launch import launch, tl, triton, upload, use_triton
-from .pieces import Operand, cut, stretches
+from .pieces import Operand, cut, dtype_name, memory_of, stretches
 from .rounding import load_as, load_raw, store_as, store_raw, tile_elements, tile_rows
 
 __all__ = ["dequantize", "dequantize_reference", "quantize", "quantize_reference"]

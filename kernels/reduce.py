@@ -16,10 +16,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from .buckets import Bucket, bucketed, check_floats, dtype_name, elements_of, memory_of
+from .buckets import Bucket, bucketed, check_floats
 from .combine import NEUTRAL, combine, join
 from .launch import launch, tl, triton, upload, use_triton
-from .pieces import Operand, stretches
+from .pieces import Operand, dtype_name, memory_of, numel_of, stretches
 from .rounding import load_as
 
 __all__ = ["reduce"]
@@ -122,7 +122,7 @@ def reduce(
     if how == "isfinite":
         return values <= 0  # -inf of an empty one
     if how == "mean":
-        counts = torch.tensor([elements_of(x) for x in operands], dtype=torch.float64)
+        counts = torch.tensor([numel_of(x) for x in operands], dtype=torch.float64)
         values = values / upload(counts, memory.device)
     elif how == "norm":
         values = root(values, p)
@@ -157,7 +157,7 @@ def check(operands: Sequence[Operand], how: str, p: float) -> torch.dtype:
     has_no_identity = how in ("amax", "amin") or (how == "norm" and (p < 0 or p == math.inf))
     check_floats(operands)
     for number, operand in enumerate(operands):
-        if has_no_identity and not elements_of(operand):
+        if has_no_identity and not numel_of(operand):
             raise ValueError(f"operand {number} is empty and has no {name}; leave it out")
     dtypes = [operand.dtype for operand in operands]
     return functools.reduce(torch.promote_types, dtypes) if dtypes else torch.get_default_dtype()
@@ -255,7 +255,7 @@ def _reduce_one(operand: Operand, how: str, p: float, dtype: torch.dtype) -> tor
     if how == "norm" and p == 0:
         return each.sum().to(dtype)
     value = _torch_reduce(each, inner, p, None)
-    return (value / elements_of(operand) if how == "mean" else value).to(dtype)
+    return (value / numel_of(operand) if how == "mean" else value).to(dtype)
 
 
 def _torch_reduce(x: torch.Tensor, how: str, p: float, dtype: torch.dtype | None) -> torch.Tensor:

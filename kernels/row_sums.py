@@ -19,7 +19,7 @@ import torch
 
 from .launch import launch, tl, triton, upload, use_triton
 from .masked import load_floats, store_floats
-from .pieces import Paged
+from .pieces import Paged, dtype_name
 from .rows import REFERENCE_ELEMENTS, check_table, frame_table, row_blocks
 
 __all__ = ["RowGroups", "add_rows", "group_rows", "sparse_gradient", "sum_rows"]
@@ -314,7 +314,7 @@ def add_rows(
         grad_out.shape[1],
         tiles_per_row,
         target.page_bytes.bit_length() - 1,
-        TARGET=getattr(tl, str(target.dtype).removeprefix("torch.")),
+        TARGET=getattr(tl, dtype_name(target.dtype)),
         **constants,
         BY_FREQUENCY=scale_grad_by_freq,
     )

@@ -7,13 +7,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
-from .blockwise import memory_of
 from .launch import tl, triton, use_triton
-from .pieces import Operand
+from .pieces import Operand, memory_of
 from .rounding import load_as, random_bits, random_key, store_as, tile_elements, tile_rows
 from .update import (
     Group,
@@ -250,6 +249,7 @@ def sgd_step(
     seeds: Sequence[int] | None = None,
     step: Number = 0,
     firsts: Sequence[int] | None = None,
+    reference: bool = False,
 ) -> None:
     """One step of torch.optim.SGD for a list of parameters, in place.
 
@@ -267,6 +267,7 @@ def sgd_step(
         seed, `step` (which must then count up) and element number. Without it to nearest.
     firsts : for parameters updated a stretch at a time, the number of its first element, a
         multiple of 4096; only the random numbers depend on it.
+    reference : in plain torch also where there is Triton.
 
     Computes in float32 (float64 for float64), and rounds only what is stored. One launch for all
     groups with the same dtypes. On CUDA it is queued on the current stream of the device and the
@@ -280,7 +281,7 @@ def sgd_step(
     groups = _groups(params, grads, momentum_buffers, first, masters, seeds, firsts, chosen)
     if not groups:
         return
-    if not use_triton(memory_of(groups[0].param)):
+    if reference or not use_triton(memory_of(groups[0].param)):
         _run_reference(groups, first, chosen)
         return
     for bucket in alike(groups):
@@ -338,32 +339,14 @@ def _numbers(groups: Sequence[Group], first: Sequence[bool], chosen: _Sgd) -> to
     return table(rows, groups[0], len(groups))
 
 
-@torch.no_grad()
 def sgd_step_reference(
     params: Sequence[Operand],
     grads: Sequence[Operand],
     momentum_buffers: Sequence[State] | None,
-    *,
-    lr: Number,
-    momentum: float,
-    dampening: float,
-    weight_decay: float,
-    nesterov: bool,
-    maximize: bool = False,
-    first: Sequence[bool],
-    masters: Sequence[Operand] | None = None,
-    inv_scale: Number | None = None,
-    found_inf: torch.Tensor | None = None,
-    seeds: Sequence[int] | None = None,
-    step: Number = 0,
-    firsts: Sequence[int] | None = None,
+    **options: Any,
 ) -> None:
     """`sgd_step` in plain torch: the same bits as torch.optim's for-loop where all is float32."""
-    chosen = _Sgd(
-        *(lr, momentum, dampening, weight_decay, nesterov, maximize, inv_scale, found_inf, step)
-    )
-    groups = _groups(params, grads, momentum_buffers, first, masters, seeds, firsts, chosen)
-    _run_reference(groups, first, chosen)
+    sgd_step(params, grads, momentum_buffers, **options, reference=True)
 
 
 def _run_reference(groups: Sequence[Group], first: Sequence[bool], chosen: _Sgd) -> None:

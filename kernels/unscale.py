@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 import torch
 
-from .buckets import Bucket, bucketed, check_floats, dtype_name, memory_of
+from .buckets import Bucket, bucketed, check_floats
 from .launch import launch, tl, triton, upload, use_triton
-from .pieces import Operand, stretches
+from .pieces import Operand, dtype_name, memory_of, stretches
 from .rounding import load_as, store_as
 
 __all__ = ["non_finite_check_and_unscale"]

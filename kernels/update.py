@@ -18,13 +18,10 @@ from .blockwise import (
     LONGEST,
     Blockwise,
     check_blocks,
-    dtype_name,
-    memory_of,
-    numel_of,
     scale_addresses,
 )
 from .launch import launch, tl, triton, upload
-from .pieces import Operand, cut, stretches
+from .pieces import Operand, cut, dtype_name, memory_of, numel_of, stretches
 from .quantize import decode_reference, encode_reference, load_blocks, store_blocks
 from .rounding import (
     load_as,
