@@ -146,11 +146,7 @@ def _second_record(training: Training, history: History, interval: float) -> Non
 def _screen() -> Screen:
     """What a single frame is printed on."""
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else PIPE_WIDTH
-    return Screen(width, plain=_plain())
-
-
-def _plain() -> bool:
-    return not (sys.stdout.encoding or "").lower().startswith("utf")
+    return Screen(width)
 
 
 # -- frame after frame ---------------------------------------------------------------------------
@@ -169,7 +165,7 @@ def _live(training: Training, history: History, interval: float) -> None:
     console = Console(markup=False, emoji=False, highlight=False)
     with Live(console=console, screen=True, auto_refresh=False) as live:
         while not training.ended:
-            screen = Screen(console.size.width, console.size.height, plain=_plain())
+            screen = Screen(console.size.width, console.size.height)
             live.update(frame(training, history, screen), refresh=True)
             time.sleep(interval)
             history.add(training.read())

@@ -36,11 +36,10 @@ Tier = tuple[int, ...]  # bytes: used by pages now; at most so far; budget
 @dataclass(frozen=True)
 class Screen:
     """What frames are drawn on. ``height``: of a terminal, whose frames must fit; ``None`` where
-    there is no end below. ``plain``: in ASCII."""
+    there is no end below."""
 
     width: int
     height: int | None = None
-    plain: bool = False
 
     @property
     def columns(self) -> int:
@@ -61,7 +60,7 @@ def frame(training: Training, history: History, screen: Screen) -> Text:
         lines += [Text(), _logged(record)]
     lines = _fitting(lines, screen.height)
     for line in lines:
-        line.truncate(screen.columns, overflow="ellipsis" if not screen.plain else "crop")
+        line.truncate(screen.columns, overflow="ellipsis")
         line.no_wrap = True
     return Text("\n").join(lines)
 
@@ -109,26 +108,20 @@ def _tiers(record: Snapshot, screen: Screen) -> Iterator[Text]:
             used, peak, budget = map(format_bytes, tier)
             amounts = f" {used:>11} of {budget:>11}, peak {peak:>11}"
             width = max(8, screen.columns - 7 - len(amounts))
-            cells = bar(tier, dense, width, plain=screen.plain)
+            cells = bar(tier, dense, width)
             yield Text.assemble(f"{name:<7}", cells, amounts)
     arena = format_bytes(record["arena_bytes"])
     beside = format_bytes(record["dense_peak_bytes"])
-    pages, dense_cells, _, mark = _cells(plain=screen.plain)
-    legend = f"{pages} pages (arena {arena})  {dense_cells} dense, {beside} at most  {mark} peak"
+    legend = f"█ pages (arena {arena})  ▓ dense, {beside} at most  | peak"
     yield Text(f"       {legend}", style="dim")
 
 
-def _cells(*, plain: bool) -> tuple[str, ...]:
-    """Of a bar: pages, dense memory, free, and the mark."""
-    return tuple("#=.|" if plain else "█▓░|")
-
-
-def bar(tier: Tier, dense: int, width: int, *, plain: bool) -> Text:
+def bar(tier: Tier, dense: int, width: int) -> Text:
     """``width`` cells for the budget."""
     from rich.text import Text
 
     used_bytes, peak_bytes, budget_bytes = tier
-    full, rest, free, mark = _cells(plain=plain)
+    full, rest, free, mark = "█▓░|"
 
     def cells(nbytes: float) -> int:
         return max(0, min(width, round(width * nbytes / budget_bytes)))
@@ -194,8 +187,7 @@ def _iterations(record: Snapshot, rates: Rates, screen: Screen) -> Iterator[Text
         yield Text("           " + ", ".join(told), style="dim")
     recent = record["recent_iteration_us"][-(screen.columns - 11) :]
     if len(recent) > 1:
-        if not screen.plain:
-            yield Text("           " + sparkline(recent), style="cyan")
+        yield Text("           " + sparkline(recent), style="cyan")
         low, high = format_us(min(recent)), format_us(max(recent))
         yield Text(f"           last {len(recent)}: {low} to {high}", style="dim")
 

@@ -1,13 +1,12 @@
 """Memory over time as a picture of characters: kinds stacked, in colour where there is colour.
 
-With colour a row shows eighths of itself. Without, each kind has a character of its own, or of
-ASCII where the output knows no block elements; a single kind still shows eighths.
+With colour a row shows eighths of itself. Without, each kind has a character of its own; a single
+kind still shows eighths.
 """
 
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import groupby
@@ -22,14 +21,14 @@ if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult
     from rich.text import Text
 
-# From the bottom up: what stays all the time first. Kind → colour, character, ASCII character.
+# From the bottom up: what stays all the time first. Kind → colour, character.
 KIND_LOOKS = {
-    "parameter": ("blue", "█", "#"),
-    "optimizer": ("magenta", "▓", "%"),
-    "gradient": ("yellow", "▒", "="),
-    "input": ("cyan", "+", "+"),
-    "activation": ("green", "░", ":"),
-    "workspace": ("red", "·", "."),
+    "parameter": ("blue", "█"),
+    "optimizer": ("magenta", "▓"),
+    "gradient": ("yellow", "▒"),
+    "input": ("cyan", "+"),
+    "activation": ("green", "░"),
+    "workspace": ("red", "·"),
 }
 EIGHTHS = " ▁▂▃▄▅▆▇█"
 DEVICE = "device"  # label of the limit
@@ -73,11 +72,11 @@ class MemoryChart:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         colour = console.color_system is not None and not console.no_color
-        yield from self.lines(options.max_width, colour=colour, blocks=prints_blocks())
+        yield from self.lines(options.max_width, colour=colour)
 
-    def lines(self, width: int, *, colour: bool, blocks: bool = True) -> Iterator[Text]:
+    def lines(self, width: int, *, colour: bool) -> Iterator[Text]:
         """The picture's lines, none longer than ``width`` if that is enough for an axis and
-        ``MIN_WIDTH``; without ``blocks`` in ASCII."""
+        ``MIN_WIDTH``."""
         from rich.text import Text
 
         kinds = [kind for kind in KIND_LOOKS if kind in self.levels]
@@ -89,52 +88,41 @@ class MemoryChart:
         piece = fullest(self.starts, self.end, self.levels, columns)
         stack = np.array([piece.levels[kind] for kind in kinds], np.int64).reshape(-1, columns)
         place = int(stack.sum(axis=0).argmax())
-        for text in _pointer(self, place, columns, blocks):
+        for text in _pointer(self, place, columns):
             yield Text(" " * (margin + 1) + text)
-        looks = _Looks(kinds, colour and blocks, blocks)
+        looks = _Looks(kinds, colour)
         tops = np.rint(np.cumsum(stack, axis=0) / max(scale.top, 1) * scale.rows * 8)
         stacks: list[list[int]] = tops.astype(int).T.tolist()
         limit = self.limit_bytes / max(scale.top, 1) * scale.rows
         for row in range(scale.rows - 1, -1, -1):
             crossed = row < limit <= row + 1
             label = DEVICE if crossed else scale.at_row.get(row + 1, "")
-            line = Text(f"{label:>{margin}}{('┤' if label else '│') if blocks else '|'}")
+            line = Text(f"{label:>{margin}}{'┤' if label else '│'}")
             cell = looks.line if crossed else looks.cell
             cells = [cell([top - row * 8 for top in tops_of]) for tops_of in stacks]
             for style, run in groupby(cells, key=lambda cell: cell[1]):
                 line.append("".join(glyph for glyph, _ in run), style)
             yield line
         yield from (
-            Text(" " * (margin - 1) + text)
-            for text in time_axis(self.end, self.unit, columns, blocks=blocks)
+            Text(" " * (margin - 1) + text) for text in _time_axis(self.end, self.unit, columns)
         )
         yield from looks.legend(margin + 1, margin + 1 + columns)
-
-
-def prints_blocks() -> bool:
-    """Does stdout take block elements, or only letters and the like?"""
-    try:
-        "█▁░─▼".encode(sys.stdout.encoding or "utf-8")
-    except (UnicodeEncodeError, LookupError):
-        return False
-    return True
 
 
 class _Looks:
     """What a cell of the picture looks like."""
 
-    def __init__(self, kinds: list[str], colour: bool, blocks: bool) -> None:
+    def __init__(self, kinds: list[str], colour: bool) -> None:
         self.kinds = kinds
-        self.dash = "─" if blocks else "-"
-        self.eighths = blocks and (colour or len(kinds) == 1)
+        self.eighths = colour or len(kinds) == 1
         self.style = [KIND_LOOKS[kind][0] if colour else "" for kind in kinds]
         full = "█" if self.eighths else ""
-        self.glyph = [full or KIND_LOOKS[kind][1 if blocks else 2] for kind in kinds]
+        self.glyph = [full or KIND_LOOKS[kind][1] for kind in kinds]
 
     def line(self, tops: list[int]) -> tuple[str, str]:
         """As ``cell``, with a line across it."""
         _, style = self.cell(tops)
-        return self.dash, f"white on {style.split()[0]}" if style else ""
+        return "─", f"white on {style.split()[0]}" if style else ""
 
     def cell(self, tops: list[int]) -> tuple[str, str]:
         """Character and style. ``tops``: where each kind ends, in eighths of the cell."""
@@ -200,33 +188,32 @@ class _Scale:
         return _Scale(top * size, count * each, labels)
 
 
-def _pointer(chart: MemoryChart, place: int, columns: int, blocks: bool) -> list[str]:
+def _pointer(chart: MemoryChart, place: int, columns: int) -> list[str]:
     """``▼ note`` at column ``place``, or ``note ▼``; in two lines where neither has room."""
-    mark = "▼" if blocks else "v"
     room = columns - len(chart.note) - 3
     name = f" '{short(chart.name, room)}'" if chart.name and room > 3 else ""
     text = short(chart.note, columns) + name
     if place + 2 + len(text) <= columns:
-        return [" " * place + f"{mark} {text}"]
+        return [" " * place + f"▼ {text}"]
     if len(text) < place:
-        return [f"{text:>{place - 1}} {mark}"]
+        return [f"{text:>{place - 1}} ▼"]
     begin = max(0, min(place - len(text) // 2, columns - len(text)))
-    return [" " * begin + text, " " * place + mark]
+    return [" " * begin + text, " " * place + "▼"]
 
 
-def time_axis(end: float, unit: str, columns: int, *, blocks: bool) -> Iterator[str]:
+def _time_axis(end: float, unit: str, columns: int) -> Iterator[str]:
     """The line below a picture and its labels, from 0 to ``end`` µs, or ops if that is ``unit``.
     Both begin one column left of the corner."""
     step = _round_step(end, max(2, columns // 14), whole=unit == "ops")
-    line = ["─" if blocks else "-"] * (columns + 1)
-    line[0] = "└" if blocks else "+"
+    line = ["─"] * (columns + 1)
+    line[0] = "└"
     labels = [" "] * (columns + 2)
     free = 0
     for number in range(int(end / step + 1e-9) + 1 if end else 1):
         value = number * step
         text = f"op {value:.0f}" if unit == "ops" else format_us(value) if value else "0"
         place = round(value / end * columns) if end else 0
-        line[place] = line[place] if not place else "┴" if blocks else "+"
+        line[place] = line[place] if not place else "┴"
         begin = min(max(0, place + 1 - len(text) // 2), len(labels) - len(text))
         if begin >= free:
             labels[begin : begin + len(text)] = text

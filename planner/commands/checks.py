@@ -31,6 +31,21 @@ def require_working_sets(trace: Trace, hardware: Hardware) -> None:
     )
 
 
+def read_plan_for(path: Path, trace: Trace, trace_path: Path, hardware: Hardware) -> Plan:
+    """The plan in ``path``. Raises ``PlanError`` if it is for another trace, or counts in pages of
+    another size than the hardware."""
+    from ..plan import read_plan
+
+    plan = read_plan(path)
+    require_same_trace(plan, path, trace, trace_path)
+    if plan.page_size != hardware.page_size:
+        raise PlanError(
+            f"{path} has pages of {plan.page_size} bytes, the hardware of "
+            f"{hardware.page_size}; give --page-size {plan.page_size}, or plan again"
+        )
+    return plan
+
+
 def require_same_trace(plan: Plan, plan_path: Path, trace: Trace, trace_path: Path) -> None:
     """Raises ``PlanError`` for a plan that was made for another trace, or names tensors that this
     one has not. A plan that says nothing of its trace is taken at its word."""
@@ -48,12 +63,3 @@ def require_same_trace(plan: Plan, plan_path: Path, trace: Trace, trace_path: Pa
                 f"{plan_path}: {name}[{index}] names tensor {tensor}, which {trace_path} has not; "
                 "plan again"
             )
-
-
-def require_same_pages(plan: Plan, plan_path: Path, hardware: Hardware) -> None:
-    """Raises ``PlanError`` if the plan counts in pages of another size than the hardware."""
-    if plan.page_size != hardware.page_size:
-        raise PlanError(
-            f"{plan_path} has pages of {plan.page_size} bytes, the hardware of "
-            f"{hardware.page_size}; give --page-size {plan.page_size}, or plan again"
-        )

@@ -12,7 +12,14 @@ from ..errors import InfeasibleBudget, PolicyRefusal
 from ..hardware import describe
 from ..sizes import format_bytes
 from .checks import require_working_sets
-from .options import Machine, hardware_options, json_option, trace_argument
+from .options import (
+    Machine,
+    hardware_options,
+    json_option,
+    policy_names,
+    quick_option,
+    trace_argument,
+)
 from .output import Progress, emit, emit_json, progress_bar
 from .tables import format_percent, format_us, pairs, table
 
@@ -35,7 +42,7 @@ _MEASURES = (
 @trace_argument
 @hardware_options
 @click.option("--policies", metavar="A,B,…", help="Which policies (default: all).")
-@click.option("--quick", is_flag=True, help="A shorter search for lp and the bound.")
+@quick_option
 @json_option
 def compare(
     trace_path: Path, machine: Machine, policies: str | None, quick: bool, as_json: bool
@@ -50,9 +57,10 @@ def compare(
     Example:
       tensorpager compare bert-256.parquet --hardware g10 --policies lru,g10,lp
     """
+    from ..policies.registry import POLICIES
     from ..trace_file import read_trace
 
-    names = chosen_policies(policies)
+    names = list(POLICIES) if policies is None else policy_names(policies)
     trace = read_trace(trace_path)
     hardware = machine.for_trace(trace)
     require_working_sets(trace, hardware)
@@ -75,20 +83,6 @@ def compare(
         ]
     )
     emit(heading, "", _table(result["policies"]), *_reasons(result["policies"]))
-
-
-def chosen_policies(policies: str | None) -> list[str]:
-    """Names without repeats, each known, in the order given."""
-    from ..policies.registry import POLICIES, find
-
-    if policies is None:
-        return list(POLICIES)
-    chosen = list(dict.fromkeys(name.strip() for name in policies.split(",") if name.strip()))
-    if not chosen:
-        raise click.BadOptionUsage("policies", f"--policies names none of {', '.join(POLICIES)}.")
-    for name in chosen:
-        find(name)
-    return chosen
 
 
 def compared(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
 
@@ -12,11 +11,6 @@ from .failures import CheckFailed
 from .options import json_option
 from .output import emit, emit_json, emit_text
 from .thresholds import PLANS, TRACES, Threshold, fail_if_option, failures, metrics_help
-
-if TYPE_CHECKING:
-    pass
-
-NEUTRAL = frozenset({"tensors", "ops", "accesses", "moves", "tensors moved", "ideal", "bound"})
 
 
 @click.command()

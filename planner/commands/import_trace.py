@@ -8,8 +8,8 @@ from pathlib import Path
 import click
 
 from ..sizes import format_bytes
-from .options import page_size_option
-from .output import emit_text, follow_own_links, output_path
+from .options import output_option, page_size_option
+from .output import emit_text, follow_own_links
 from .tables import format_us
 
 FORMATS = ("g10", "torch-profiler", "torch-snapshot")
@@ -18,14 +18,7 @@ FORMATS = ("g10", "torch-profiler", "torch-snapshot")
 @click.command("import")
 @click.argument("form", metavar="|".join(FORMATS), type=click.Choice(FORMATS))
 @click.argument("file", metavar="FILE", type=click.Path(path_type=Path))
-@click.option(
-    "-o",
-    "--output",
-    required=True,
-    type=click.Path(path_type=Path),
-    callback=output_path,
-    help="The trace, a Parquet file.",
-)
+@output_option("The trace, a Parquet file.")
 @page_size_option("2MiB", "Bytes of a page in the trace (default: 2MiB).")
 def import_trace(form: str, file: Path, output: Path, page_size: int) -> None:
     """Make a trace of a recording in a public format.

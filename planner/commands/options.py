@@ -14,6 +14,7 @@ import click
 from ..errors import HardwareError
 from ..hardware import PRESETS, Hardware, load_hardware
 from ..sizes import parse_bytes
+from .output import output_path
 
 if TYPE_CHECKING:
     from ..trace import Trace
@@ -80,7 +81,22 @@ def policy_names(text: str) -> list[str]:
 
 
 trace_argument = click.argument("trace_path", metavar="TRACE", type=click.Path(path_type=Path))
+plan_argument = click.argument(
+    "plan_path", metavar="[PLAN]", required=False, type=click.Path(path_type=Path)
+)
+quick_option = click.option("--quick", is_flag=True, help="A shorter search for lp and the bound.")
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables.")
+
+
+def output_option(help_text: str) -> Callable[[F], F]:
+    """``-o``, the file that a command writes."""
+    return click.option(
+        *("-o", "--output"),
+        required=True,
+        type=click.Path(path_type=Path),
+        callback=output_path,
+        help=help_text,
+    )
 
 
 def page_size_option(default: str | None, help_text: str) -> Callable[[F], F]:
@@ -143,24 +159,16 @@ _HARDWARE_OPTIONS = [
 
 def hardware_options(command: F) -> F:
     """``--hardware`` and its overrides; the command gets them as ``machine``, a Machine."""
-
-    @wraps(command)
-    def with_machine(hardware: str, device_bytes: Any, **values: Any) -> Any:
-        overrides = {name: values.pop(name) for name in _OVERRIDES}
-        share = device_bytes if isinstance(device_bytes, Share) else None
-        overrides["device_bytes"] = None if share else device_bytes
-        return command(machine=Machine(_apply(hardware, overrides), share), **values)
-
-    wrapped: Any = with_machine
-    for option in reversed(_HARDWARE_OPTIONS):
-        wrapped = option(wrapped)
-    return wrapped  # type: ignore[no-any-return]
+    return _with_machine(command, _HARDWARE_OPTIONS)
 
 
 def optional_hardware_options(command: F) -> F:
     """The same options for a command that can do without a machine: without ``--hardware`` it gets
     ``machine=None``. Overrides of a machine that is not named are refused."""
+    return _with_machine(command, [_OPTIONAL_HARDWARE, *_HARDWARE_OPTIONS[1:]])
 
+
+def _with_machine(command: F, options: list[Callable[[Any], Any]]) -> F:
     @wraps(command)
     def with_machine(hardware: str | None, device_bytes: Any, **values: Any) -> Any:
         overrides = {name: values.pop(name) for name in _OVERRIDES}
@@ -175,7 +183,7 @@ def optional_hardware_options(command: F) -> F:
         return command(machine=Machine(_apply(hardware, overrides), share), **values)
 
     wrapped: Any = with_machine
-    for option in reversed([_OPTIONAL_HARDWARE, *_HARDWARE_OPTIONS[1:]]):
+    for option in reversed(options):
         wrapped = option(wrapped)
     return wrapped  # type: ignore[no-any-return]
 

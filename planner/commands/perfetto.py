@@ -9,9 +9,15 @@ import click
 
 from ..errors import PlanError
 from ..sizes import format_bytes
-from .checks import require_same_pages, require_same_trace
-from .options import Machine, optional_hardware_options, trace_argument
-from .output import emit_text, output_path, whole_file
+from .checks import read_plan_for
+from .options import (
+    Machine,
+    optional_hardware_options,
+    output_option,
+    plan_argument,
+    trace_argument,
+)
+from .output import emit_text, whole_file
 
 if TYPE_CHECKING:
     from ..perfetto.chrome_trace import Event
@@ -21,7 +27,7 @@ if TYPE_CHECKING:
 
 @click.command()
 @trace_argument
-@click.argument("plan_path", metavar="[PLAN]", required=False, type=click.Path(path_type=Path))
+@plan_argument
 @optional_hardware_options
 @click.option(
     "--join",
@@ -37,14 +43,7 @@ if TYPE_CHECKING:
     show_default=True,
     help="How many iterations of the steady state to draw.",
 )
-@click.option(
-    "-o",
-    "--output",
-    required=True,
-    type=click.Path(path_type=Path),
-    callback=output_path,
-    help="The file to write; packed if its name ends in .gz.",
-)
+@output_option("The file to write; packed if its name ends in .gz.")
 def perfetto(
     trace_path: Path,
     plan_path: Path | None,
@@ -104,12 +103,8 @@ def _timeline(
         return timeline(trace)
     if machine is None:
         raise click.UsageError("a plan needs the machine that it runs on; give --hardware too.")
-    from ..plan import read_plan
-
-    plan = read_plan(plan_path)
     hardware = machine.for_trace(trace)
-    require_same_trace(plan, plan_path, trace, trace_path)
-    require_same_pages(plan, plan_path, hardware)
+    plan = read_plan_for(plan_path, trace, trace_path, hardware)
     try:
         return timeline(trace, plan, hardware)
     except PlanError as error:

@@ -13,8 +13,8 @@ import click
 from ..hardware import describe
 from .checks import require_working_sets
 from .failures import CheckFailed
-from .options import Machine, hardware_options, json_option, trace_argument
-from .output import emit, emit_json, output_path, progress_bar, whole_file
+from .options import Machine, hardware_options, json_option, output_option, trace_argument
+from .output import emit, emit_json, progress_bar, whole_file
 from .tables import format_us, pairs, predicted_json, predicted_table
 
 if TYPE_CHECKING:
@@ -31,14 +31,7 @@ AGREEMENT = 1e-3  # simulator and validator settle on an iteration time each by 
 @hardware_options
 @click.option("--policy", default="lp", show_default=True, help="Which policy plans.")
 @click.option("--quick", is_flag=True, help="A shorter search (policy lp).")
-@click.option(
-    "-o",
-    "--output",
-    required=True,
-    type=click.Path(path_type=Path),
-    callback=output_path,
-    help="The plan, a JSON file.",
-)
+@output_option("The plan, a JSON file.")
 @json_option
 def plan(
     trace_path: Path, machine: Machine, policy: str, quick: bool, output: Path, as_json: bool

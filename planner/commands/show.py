@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from .checks import require_same_pages, require_same_trace
+from .checks import read_plan_for
 from .options import F, Machine, json_option, optional_hardware_options, trace_argument
 from .output import emit, emit_json
 
@@ -143,7 +143,6 @@ def _show_one(
     top: int,
     as_json: bool,
 ) -> None:
-    from ..plan import read_plan
     from ..timeline import timeline
     from .show_life import life_tables
     from .show_names import find_tensor
@@ -153,9 +152,7 @@ def _show_one(
     plan = None
     if plan_path is not None:
         assert hardware is not None
-        plan = read_plan(plan_path)
-        require_same_trace(plan, plan_path, trace, path)
-        require_same_pages(plan, plan_path, hardware)
+        plan = read_plan_for(plan_path, trace, path, hardware)
     found = life(timeline(trace, plan, hardware), index, page_size, hardware)
     if as_json:
         emit_json(found)

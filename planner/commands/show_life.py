@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..sizes import format_bytes
-from .show_map import PlaceMap, Stay, stays
 from .show_overview import bar, heading
 from .tables import format_share, format_us, pairs, short, table
 
@@ -29,14 +28,6 @@ def life_tables(path: str, found: dict[str, Any], top: int) -> list[Any]:
     if not plan["moves"]:
         return [*parts, "", f"The plan ({policy}) never moves it."]
     parts += _cut(f"Moves ({policy})", plan["moves"], top, lambda rows: _moves(found, rows))
-    uses = [access["start_us"] for access in found["accesses"]]
-    parts += [
-        "",
-        heading("Where its pages are"),
-        PlaceMap(plan["residency"], found["pages"], found["iteration_us"], uses),
-    ]
-    title = "From when the first page, until when the last"
-    parts += _cut(title, stays(plan["residency"]), top, lambda rows: _places(found, rows))
     if not plan["stalls"]:
         return [*parts, "", "No op waits for it."]
     title = f"Ops that wait for it, {format_us(plan['stall_us'])} in all"
@@ -157,23 +148,6 @@ def _moves(found: dict[str, Any], rows: Sequence[dict[str, Any]]) -> Any:
                 time(row["end_us"]),
             )
             for row in rows
-        ],
-    )
-
-
-def _places(found: dict[str, Any], rows: Sequence[Stay]) -> Any:
-    return table(
-        ("<place", "pages", "from", "to", "for", "<"),
-        [
-            (
-                stay.place,
-                _pages(found, stay._asdict()),
-                format_us(stay.begin_us),
-                format_us(stay.end_us),
-                format_us(stay.end_us - stay.begin_us),
-                bar(stay.end_us - stay.begin_us, found["iteration_us"]),
-            )
-            for stay in rows
         ],
     )
 

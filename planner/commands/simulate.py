@@ -10,9 +10,16 @@ from click.core import ParameterSource
 
 from ..hardware import describe
 from .axes import KINDS, Axis, check_together, parse_axis
-from .checks import require_same_pages, require_same_trace
+from .checks import read_plan_for
 from .failures import CheckFailed
-from .options import Machine, hardware_options, json_option, policy_names, trace_argument
+from .options import (
+    Machine,
+    hardware_options,
+    json_option,
+    plan_argument,
+    policy_names,
+    trace_argument,
+)
 from .output import emit, emit_json, output_path
 from .sweep import Asked, run_sweep
 from .tables import format_share, format_us, pairs, predicted_json, predicted_table, table
@@ -25,7 +32,7 @@ if TYPE_CHECKING:
 
 @click.command()
 @trace_argument
-@click.argument("plan_path", metavar="[PLAN]", required=False, type=click.Path(path_type=Path))
+@plan_argument
 @hardware_options
 @click.option(
     "--sweep",
@@ -107,16 +114,10 @@ def simulate(
     from ..trace_file import read_trace
 
     names = policy_names("lp,lru" if policies is None else policies)
-    plan = None
+    trace, plan = read_trace(trace_path), None
     if plan_path is not None:
-        from ..plan import read_plan
-
-        plan = read_plan(plan_path)
+        plan = read_plan_for(plan_path, trace, trace_path, machine.base)
         names = [plan.policy]
-    trace = read_trace(trace_path)
-    if plan is not None and plan_path is not None:
-        require_same_trace(plan, plan_path, trace, trace_path)
-        require_same_pages(plan, plan_path, machine.base)
     asked = Asked(trace_path, trace, machine, names, quick, jobs, plan)
     if target is None:
         run_sweep(asked, axes, csv_path, as_json)
@@ -155,15 +156,12 @@ def _refuse_what_plays_no_part(context: click.Context) -> None:
 def _run_plan(
     trace_path: Path, plan_path: Path, machine: Machine, stalls: int, as_json: bool
 ) -> None:
-    from ..plan import read_plan
     from ..simulator import simulate as run
     from ..trace_file import read_trace
 
-    plan = read_plan(plan_path)
     trace = read_trace(trace_path)
     hardware = machine.for_trace(trace)
-    require_same_trace(plan, plan_path, trace, trace_path)
-    require_same_pages(plan, plan_path, hardware)
+    plan = read_plan_for(plan_path, trace, trace_path, hardware)
     result = run(trace, hardware, plan)
     longest = sorted(result.stalls, key=lambda stall: -stall.us)[:stalls]
     if as_json:

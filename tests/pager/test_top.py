@@ -304,15 +304,13 @@ def test_a_history_keeps_some_seconds() -> None:
 
 
 def test_a_bar_is_as_wide_as_it_should_be() -> None:
-    assert bar((50, 80, 100), 20, 10, plain=True).plain == "#####==|.."
-    assert bar((50, 80, 100), 20, 10, plain=False).plain == "█████▓▓|░░"
+    assert bar((50, 80, 100), 20, 10).plain == "█████▓▓|░░"
     for used, peak, dense in ((0, 0, 0), (0, 1, 0), (100, 100, 50), (300, 900, 0), (1, 99, 1)):
-        assert len(bar((used, peak, 100), dense, 20, plain=True).plain) == 20
+        assert len(bar((used, peak, 100), dense, 20).plain) == 20
 
 
 @pytest.mark.parametrize("width", [1, 40, 80, 300])
-@pytest.mark.parametrize("plain", [False, True])
-def test_a_frame_of_extreme_values_fits(width: int, plain: bool) -> None:
+def test_a_frame_of_extreme_values_fits(width: int) -> None:
     most = (1 << 64) - 1
     found = a_snapshot()
     tier = {"used_bytes": most, "peak_bytes": most, "budget_bytes": most}
@@ -329,11 +327,11 @@ def test_a_frame_of_extreme_values_fits(width: int, plain: bool) -> None:
     )
     training = Training(1, "1", snapshot)
     history = History(snapshot)
-    text = frame(training, history, Screen(width, plain=plain))
+    text = frame(training, history, Screen(width))
     for line in text.split():
         assert line.cell_len <= max(40, min(width, 120))
     assert "[red]" in text.plain or width < 80
-    assert len(frame(training, history, Screen(width, 10, plain=plain)).plain.splitlines()) == 10
+    assert len(frame(training, history, Screen(width, 10)).plain.splitlines()) == 10
     json.dumps(metrics_rates.description(training, history), allow_nan=False)
 
 

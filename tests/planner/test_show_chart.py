@@ -20,8 +20,8 @@ CHART = MemoryChart(
 )
 
 
-def drawn(chart: MemoryChart, width: int, *, blocks: bool = True) -> list[str]:
-    return [line.plain.rstrip() for line in chart.lines(width, colour=False, blocks=blocks)]
+def drawn(chart: MemoryChart, width: int) -> list[str]:
+    return [line.plain.rstrip() for line in chart.lines(width, colour=False)]
 
 
 def test_by_hand() -> None:
@@ -37,13 +37,6 @@ def test_by_hand() -> None:
         "        █ parameter",
         "        ░ activation",
     ]
-
-
-def test_ascii_where_there_are_no_blocks() -> None:
-    lines = drawn(CHART, 60, blocks=False)
-    assert all(line.isascii() for line in lines)
-    assert lines[1].count(":") == 13
-    assert lines[-4] == "       |" + "#" * 52
 
 
 def test_a_device_is_a_line_across() -> None:

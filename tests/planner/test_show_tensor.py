@@ -8,7 +8,6 @@ from random import Random
 import numpy as np
 import pytest
 
-from tensorpager.planner.commands.show_map import PlaceMap, stays
 from tensorpager.planner.plan import Move
 from tensorpager.planner.trace import make_trace
 from tensorpager.planner.trace_file import write_trace
@@ -195,52 +194,6 @@ def test_gaps_of_parts_are_those_of_their_pages(tmp_path: Path) -> None:
             assert got == expected
             compared += len(expected)
     assert compared > 30
-
-
-def span(place: str, first: int, count: int, begin: float, end: float) -> dict[str, object]:
-    return {
-        "place": place,
-        "first_page": first,
-        "page_count": count,
-        "begin_us": begin,
-        "end_us": end,
-    }
-
-
-def test_the_map_of_pages() -> None:
-    """Page 0 stays; pages 1 to 3 are on the host in the second half, the last one from 60 µs."""
-    spans = [
-        span("device", 0, 1, 0.0, 100.0),
-        span("device", 1, 2, 0.0, 50.0),
-        span("host", 1, 2, 50.0, 100.0),
-        span("device", 3, 1, 0.0, 60.0),
-        span("host", 3, 1, 60.0, 100.0),
-    ]
-    drawn = PlaceMap(spans, 4, 100.0, [0.0, 95.0]).lines(38, colour=False)
-    lines = [line.plain.rstrip() for line in drawn]
-    assert lines[:5] == [
-        " page 0│" + "█" * 30,
-        "      1│" + "█" * 15 + "─" * 15,
-        "      2│" + "█" * 15 + "─" * 15,
-        "      3│" + "█" * 18 + "─" * 12,
-        "   used│╵" + " " * 27 + "╵",
-    ]
-    assert lines[-1].split() == ["█", "device", "─", "host"]
-    assert all(len(line) <= 38 for line in lines)
-    plain = PlaceMap(spans, 4, 100.0, []).lines(38, colour=False, blocks=False)
-    assert all(line.plain.replace("µ", "u").isascii() for line in plain)
-    assert stays(spans) == [
-        ("device", 0, 1, 0.0, 100.0),
-        ("device", 1, 3, 0.0, 60.0),
-        ("host", 1, 3, 50.0, 100.0),
-    ]
-
-
-def test_a_tensor_of_many_pages_that_no_time_passes_for() -> None:
-    drawn = PlaceMap([span("device", 0, 10**6, 0.0, 0.0)], 10**6, 0.0, [0.0]).lines(
-        80, colour=False
-    )
-    assert len([line for line in drawn if "│" in line.plain]) == 9
 
 
 def test_parts_in_other_pages(tmp_path: Path) -> None:
