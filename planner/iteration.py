@@ -70,22 +70,6 @@ def encode_events(kinds: Ints, blocks: Ints, sizes: Ints) -> Ints:
     return values * (int(kinds.max()) + 1) + kinds
 
 
-def find_iteration(codes: Ints, begins: Bools | None = None, floor: int = FLOOR) -> slice | None:
-    """The last whole iteration of the longest repetition in ``codes``, or ``None`` if nothing of at
-    least ``floor`` codes repeats at once.
-
-    It begins where ``begins`` (at allocations, say) is true, if that is so anywhere in it.
-    """
-    found = repetitions(codes, floor)
-    if not found:
-        return None
-    best = found[0]
-    begin = best.start
-    if begins is not None:
-        begin += int(np.argmax(begins[best.start : best.start + best.period]))
-    return best.last_iteration(begin)
-
-
 def find_balanced(
     codes: Ints, change_bytes: Ints, freed_age: Ints, floor: int = FLOOR
 ) -> Repetition | None:

@@ -25,7 +25,6 @@ from .hardware import Hardware
 from .plan import Plan
 from .sim_pages import EPSILON_US
 from .simulation import Simulation
-from .simulator import simulate
 from .trace import Bools, Floats, Ints, Trace
 
 MIN_SLOTS, MAX_SLOTS = 256, 16_384  # of time; if there are no more ticks, one for each
@@ -84,14 +83,6 @@ def layout_from_json(content: Any) -> Layout:
             if type(value) is not int or value < 0:
                 raise PlanError(f"a layout's numbers are whole and ≥ 0, not {value!r}; plan again")
     return layout
-
-
-def lay_out(trace: Trace, hardware: Hardware, plan: Plan) -> Layout:
-    """Base frames for ``plan``. Raises ``PlanError`` if it is not feasible on ``hardware``."""
-    simulation = simulate(trace, hardware, plan, log_transfers=True)
-    if not simulation.feasible:
-        raise PlanError(f"a plan that cannot run has no layout: {simulation.reason}")
-    return place(trace, plan, simulation, frames_of(trace, hardware))
 
 
 def frames_of(trace: Trace, hardware: Hardware) -> int:

@@ -93,11 +93,6 @@ class IoWatch:
         with self._lock:
             return list(self._calls.values())
 
-    @property
-    def is_hung(self) -> bool:
-        """A call was given up that has not returned yet."""
-        return bool(self._hung)
-
     def again(self) -> None:
         with self._lock:
             self.retries += 1

@@ -20,8 +20,7 @@ counts as a candidate; where an `in` finds no room as early as timed, it is issu
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import numpy as np
 
@@ -29,7 +28,6 @@ from ..errors import PolicyRefusal
 from ..hardware import Hardware
 from ..plan import Plan
 from ..trace import Floats, Ints, Trace
-from .savings import saving_at
 from .whole import (
     Clock,
     Decision,
@@ -48,15 +46,6 @@ SCORES: tuple[Score, ...] = ("doa", "aoa", "wdoa", "swdoa")
 MIN_BYTES = 1 << 20
 
 
-class Reduction(NamedTuple):
-    """How far the load can fall without a stall: ``bytes`` below ``peak_bytes``."""
-
-    bytes: int
-    peak_bytes: int
-    device_bytes: int
-    plan: Plan
-
-
 def plan(
     trace: Trace, hardware: Hardware, *, score: Score = "swdoa", min_bytes: int = MIN_BYTES
 ) -> Plan:
@@ -73,15 +62,6 @@ def plan(
         wanted = latest_in_ops(trace, hardware, decisions)
         decisions = prefetch(room, decisions, wanted)
     return build(trace, hardware, name, decisions)
-
-
-def largest_reduction(
-    trace: Trace, hardware: Hardware, score: Score = "swdoa", *, samples: int = 8
-) -> Reduction:
-    """The smallest budget found whose plan never stalls. ``samples`` as in ``saving_at``: with a
-    limit near the peak, wdoa and swdoa take absences too short to hide, and a lower one may do."""
-    saving = saving_at(partial(plan, score=score), trace, hardware, 0.0, samples=samples)
-    return Reduction(saving.saved_bytes, saving.peak_bytes, saving.device_bytes, saving.plan)
 
 
 def candidates(trace: Trace, hardware: Hardware, room: Room, min_bytes: int) -> WholeGaps:

@@ -372,7 +372,7 @@ with disk_pager(sys.argv[1], io_timeout=1.0) as pager:
     for step in range(steps):
         seen += training.steps(1)
         print("step", flush=True)
-    print("same" if seen == losses else "different", pager.core.io_watch.is_hung)
+    print("same" if seen == losses else "different", bool(pager.core.io_watch._hung))
 """
 
 

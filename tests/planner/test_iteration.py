@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 
 from tensorpager.planner.iteration import (
     ALLOCATION,
+    FLOOR,
     Repetition,
     cut_at_least_use,
     encode_events,
     find_balanced,
-    find_iteration,
     repetitions,
 )
 
@@ -36,6 +36,12 @@ def by_trying(codes: list[int], floor: int) -> set[tuple[int, int, int]]:
 def is_primitive(segment: list[int]) -> bool:
     size = len(segment)
     return all(size % n or segment != segment[:n] * (size // n) for n in range(1, size))
+
+
+def find_iteration(codes: np.ndarray, floor: int = FLOOR) -> slice | None:
+    """The last whole period of the longest repetition, from where that begins."""
+    found = repetitions(codes, floor)
+    return found[0].last_iteration(found[0].start) if found else None
 
 
 @given(st.integers(1, 4).flatmap(lambda n: st.lists(st.integers(0, n), max_size=40)), st.data())
@@ -81,15 +87,6 @@ def test_nothing_repeats() -> None:
     assert find_iteration(np.zeros(10, np.int64), floor=1) == slice(9, 10)
     assert find_iteration(np.tile(np.arange(15), 9)) is None
     assert find_iteration(np.tile(np.arange(15), 9), floor=15) == slice(120, 135)
-
-
-def test_begins_where_it_may() -> None:
-    codes = np.array([99, *np.tile(np.arange(20), 4)])
-    assert find_iteration(codes) == slice(61, 81)
-    found = find_iteration(codes, begins=codes == 5)
-    assert found == slice(46, 66)
-    assert codes[found].tolist() == [*range(5, 20), *range(5)]
-    assert find_iteration(codes, begins=np.zeros(len(codes), np.bool_)) == slice(61, 81)
 
 
 def test_codes_tell_sizes_and_distances() -> None:

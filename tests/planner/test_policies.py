@@ -497,27 +497,6 @@ def test_a_policy_that_is_never_fast_enough_has_no_saving() -> None:
         saving_at(POLICIES["vdnn-all"], deep_network(["conv"] * 6, op_us=1.0), machine(1), 0.05)
 
 
-def test_largest_reduction_without_a_stall() -> None:
-    # Pages of 1 MiB that take 10 µs. Tensor 0 has ops 1 and 3 to go out and come back.
-    mib = 1 << 20
-    trace = make_trace(
-        [(0, 4 * mib, False), (1, 6 * mib, False)],
-        [
-            ("a", 10, [], [0]),
-            ("b", 90, [], []),
-            ("c", 10, [], [1]),
-            ("d", 90, [], []),
-            ("e", 9, [0], []),
-        ],
-        page_size=mib,
-    )
-    hardware = Hardware(1, math.inf, 0, mib * 1e5, mib * 1e5, page_size=mib)
-    found = autoswap.largest_reduction(trace, hardware, "aoa")
-    assert (found.bytes, found.peak_bytes, found.device_bytes) == (4 * mib, 10 * mib, 6 * mib)
-    assert found.plan.predicted is not None
-    assert found.plan.predicted.stall_us == 0
-
-
 # G10
 
 

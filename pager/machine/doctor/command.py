@@ -6,31 +6,21 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING
 
 import click
 
+from ....planner.commands.options import F, json_option, size
 from ....planner.commands.output import emit_json, emit_text, output_width
-from ....planner.sizes import parse_bytes
 
 if TYPE_CHECKING:
     from .finding import Finding
 
-F = TypeVar("F", bound=Callable[..., Any])
 _COLORS = {"ok": "green", "warning": "yellow", "problem": "red"}
 
 
-def _size(context: click.Context, option: click.Parameter, value: str) -> int:
-    try:
-        return parse_bytes(value, option.opts[0])
-    except ValueError as error:
-        raise click.BadParameter(f"{error}.", context, option) from error
-
-
 def _budget(tier: str, help_text: str) -> Callable[[F], F]:
-    return click.option(
-        f"--{tier}-budget", default="0", metavar="SIZE", callback=_size, help=help_text
-    )
+    return click.option(f"--{tier}-budget", type=size, default="0", metavar="SIZE", help=help_text)
 
 
 @click.command()
@@ -43,7 +33,7 @@ def _budget(tier: str, help_text: str) -> Callable[[F], F]:
 @_budget("device", "What you want to give the pager on the device, to be checked, such as 20GiB.")
 @_budget("host", "The same for host memory.")
 @_budget("disk", "The same for the disk.")
-@click.option("--json", "as_json", is_flag=True, help="Print the findings as JSON.")
+@json_option
 @click.pass_context
 def doctor(
     context: click.Context,
@@ -84,7 +74,7 @@ def examine(
     import torch
 
     from .disk import disk_findings, endurance
-    from .gds import gds_findings, settings_finding
+    from .gds import gds_findings
     from .gpu import gpu_findings
     from .memory import Budgets, allocator_finding, memory_findings
     from .rates import measure_rates
@@ -92,12 +82,10 @@ def examine(
     on_gpu = torch.cuda.is_available()
     disk = disk_findings(disk_path, disk_budget)
     usable = disk[0].state != "problem"
-    settings = settings_finding()
     rates = measure_rates(disk_path if usable else None)
     return [
         *gpu_findings(),
-        *gds_findings(disk_path, on_gpu=on_gpu, device_budget=device_budget),
-        *([settings] if settings else []),
+        *gds_findings(disk_path, on_gpu=on_gpu),
         *memory_findings(Budgets(device_budget, host_budget, disk_budget, on_gpu)),
         allocator_finding(),
         *disk,

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
-import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,8 +18,6 @@ _REMOTE = ("nfs", "nfs4", "cifs", "smb3", "9p", "ceph", "fuse.sshfs", "virtiofs"
 _COPY_ON_WRITE = ("btrfs", "zfs")
 _RATED_WRITES = 600  # of its own size: what makers of consumer drives commonly promise (TBW)
 _SHORT_DAYS = 30
-_WORN_PERCENT = 80
-_SMART_SECONDS = 5
 
 
 @dataclass(frozen=True)
@@ -142,28 +138,9 @@ def endurance(folder: Path, write_bytes_per_s: float | None) -> list[Finding]:
         f"day; rated for {_RATED_WRITES} times its size, as consumer drives commonly are, it "
         f"lasts {days:.0f} days of that (an estimate: only changed pages are written)"
     )
-    used = _percent_used(f"/dev/{mount.drive}")
-    if used is not None:
-        detail += f"; {used} % of its life is used up, says the drive"
-    state: State = "ok" if days >= _SHORT_DAYS and (used or 0) < _WORN_PERCENT else "warning"
+    state: State = "ok" if days >= _SHORT_DAYS else "warning"
     remedy = (
         "raise host_budget so that less goes to disk; pager.stats()['disk_bytes_written'] says "
         "what a run really writes, and the drive's data sheet its TBW"
     )
     return [Finding("SSD endurance", state, detail, remedy if state == "warning" else "")]
-
-
-def _percent_used(device: str) -> int | None:
-    """NVMe's own count of wear, where smartctl is installed and may look (root)."""
-    command = shutil.which("smartctl")
-    if command is None:
-        return None
-    try:
-        result = subprocess.run(
-            [command, "-j", "-A", device], capture_output=True, timeout=_SMART_SECONDS
-        )
-        log = json.loads(result.stdout)["nvme_smart_health_information_log"]
-        used = log["percentage_used"]
-    except (OSError, subprocess.SubprocessError, ValueError, KeyError, TypeError):
-        return None
-    return used if isinstance(used, int) else None

@@ -80,7 +80,7 @@ def _gpu() -> list[Finding]:
     if installed("cuda-bindings") is None:
         detail = "not installed; the arena on the GPU needs it"
         findings.append(Finding("cuda-bindings", "problem", detail, "pip install cuda-bindings"))
-    return [*findings, _kit(torch.device("cuda")), *_pcie()]
+    return [*findings, _kit(torch.device("cuda"))]
 
 
 def _kit(device: torch.device) -> Finding:
@@ -118,23 +118,3 @@ def _driver() -> Finding:
     if serves:
         parts.append(f"serves CUDA up to {serves[0]}.{serves[1]}")
     return Finding("NVIDIA driver", "ok", ", ".join(parts))
-
-
-def _pcie() -> list[Finding]:
-    """The link's width; a card in a narrow slot pages at half speed and nobody is told."""
-    import torch
-
-    properties = torch.cuda.get_device_properties()
-    numbers = [getattr(properties, f"pci_{part}_id", None) for part in ("domain", "bus", "device")]
-    if any(number is None for number in numbers):
-        return []
-    domain, bus, device = numbers
-    folder = f"/sys/bus/pci/devices/{domain:04x}:{bus:02x}:{device:02x}.0"
-    now, most = (text_of(f"{folder}/{name}_link_width").strip() for name in ("current", "max"))
-    speed = text_of(f"{folder}/max_link_speed").strip()
-    if not (now.isdigit() and most.isdigit()):
-        return []
-    detail = f"{now} of {most} lanes, {speed} each at most"
-    if int(now) < int(most):
-        return [Finding("PCIe", "warning", detail, "put the card into a slot with all lanes")]
-    return [Finding("PCIe", "ok", detail)]

@@ -1,4 +1,4 @@
-"""Memory: what the machine has, and what limits it: container, ulimit, overcommit, swap."""
+"""Memory: what the machine has, and what limits it: container and ulimit."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from .finding import Finding, number_in, text_of
 
 _NO_LIMIT = 1 << 60
 _CGROUPS = "/sys/fs/cgroup"
-_STRICT = 2
 
 
 @dataclass(frozen=True)
@@ -34,8 +33,6 @@ def memory_findings(budgets: Budgets) -> list[Finding]:
         *_ram(info, budgets),
         _container(budgets),
         _page_locking(budgets),
-        _overcommit(info, budgets),
-        *_swap(info),
     ]
 
 
@@ -154,32 +151,3 @@ def _page_locking(budgets: Budgets) -> Finding:
         f"{detail}; a driver that counts what it registers would refuse host_budget",
         f"ulimit -l unlimited{own}; in a container, docker run --ulimit memlock=-1",
     )
-
-
-def _overcommit(info: dict[str, int], budgets: Budgets) -> Finding:
-    what = "overcommit"
-    mode = number_in("/proc/sys/vm/overcommit_memory")
-    if mode is None:
-        return Finding(what, "ok", "unknown")
-    if mode != _STRICT:
-        return Finding(what, "ok", f"vm.overcommit_memory = {mode}")
-    free = max(0, info.get("CommitLimit", 0) - info.get("Committed_AS", 0))
-    detail = f"strict (vm.overcommit_memory = 2), {format_bytes(free)} can still be promised"
-    finding = _against(what, detail, free, budgets)
-    remedy = "sysctl vm.overcommit_memory=0, or raise vm.overcommit_ratio"
-    state = "warning" if finding.state == "ok" else finding.state
-    return Finding(what, state, finding.detail, remedy)
-
-
-def _swap(info: dict[str, int]) -> list[Finding]:
-    total, free = info.get("SwapTotal"), info.get("SwapFree", 0)
-    if total is None:
-        return []
-    if total == 0:
-        return [Finding("swap", "ok", "none")]
-    used = total - free
-    detail = f"{format_bytes(used)} of {format_bytes(total)} in use"
-    if used <= total // 2:
-        return [Finding("swap", "ok", detail)]
-    remedy = "a tier that is swapped out is slower than the disk tier; lower the budgets in RAM"
-    return [Finding("swap", "warning", detail, remedy)]
