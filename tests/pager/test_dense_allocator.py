@@ -107,6 +107,35 @@ def test_freed_memory_is_kept_and_used_again(allocator: DenseAllocator, account:
     assert allocator.totals().free == before.free
 
 
+def test_pages_of_several_free_runs_are_put_together(
+    allocator: DenseAllocator, account: Account
+) -> None:
+    """In sizes that never find a run of theirs: the system is asked for nothing new."""
+
+    def filled(nbytes: int, value: int) -> torch.Tensor:
+        return torch.full((nbytes,), value, dtype=torch.uint8)
+
+    def holds(block: torch.Tensor, value: int) -> bool:
+        return bool((block.numpy() == value).all())  # no tensor is made
+
+    account.limit(None, keep=8 * MIB)
+    blocks = [filled(MIB, i) for i in range(8)]
+    before = allocator.totals()
+    for turn in range(20):
+        gone = turn % 4, 4 + turn % 4
+        for i in gone:
+            blocks[i] = torch.empty(0)
+        large = filled(2 * MIB, 100 + turn)
+        assert all(holds(blocks[i], i) for i in range(8) if i not in gone)
+        assert holds(large, 100 + turn)
+        del large
+        for i in gone:
+            blocks[i] = filled(MIB, i)
+    assert allocator.totals().mapped == before.mapped
+    del blocks
+    assert allocator.totals().free - before.free == 8 * MIB
+
+
 def test_no_more_is_kept_than_was_said(allocator: DenseAllocator, account: Account) -> None:
     before = allocator.totals().free
     account.limit(None, keep=4 * MIB)
