@@ -72,7 +72,10 @@ def _library(recipe: Recipe, *, again: bool) -> Path:
         raise NotBuiltError(f"it is made for Linux, and this is {sys.platform}")
     compiler = find_compiler()
     command = _build_command(recipe, compiler or "")
-    folder = _folder()
+    given = os.environ.get(SWITCH, "")
+    if given and not os.path.isabs(given):
+        raise NotBuiltError(f"{SWITCH}={given!r} is neither 'off' nor an absolute path")
+    folder = private_folder(given)
     path = folder / f"{recipe.name}-{_key(recipe, command)}.so"
     if _is_ours(path):
         return path
@@ -189,30 +192,25 @@ def _lock(descriptor: int, folder: Path) -> None:
             return
 
 
-def _folder() -> Path:
-    """Where it is kept: a real folder of this user's that nobody else can write to; our own one is
-    closed to others."""
-    given = os.environ.get(SWITCH, "")
-    if given and not os.path.isabs(given):
-        raise NotBuiltError(f"{SWITCH}={given!r} is neither 'off' nor an absolute path")
+def private_folder(given: str = "", *, make: bool = True) -> Path:
+    """Where this user's files are kept, the user's cache or ``given``: a real folder of theirs that
+    nobody else can write to; our own one is closed to others. Raises ``OSError``."""
     base = os.environ.get("XDG_CACHE_HOME", "")
-    if not os.path.isabs(base):
+    if not os.path.isabs(base):  # as the XDG specification says
         base = os.path.expanduser("~/.cache")
     folder = Path(given) if given else Path(base, "tensorpager")
     if not folder.is_absolute():  # no HOME, and no entry in the list of users
-        raise NotBuiltError(f"this user has no home folder; {SWITCH} may name another one")
-    try:
+        raise OSError(f"this user has no home folder; {SWITCH} may name another one")
+    if make:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        status = folder.lstat()
-        if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid():
-            raise NotBuiltError(f"{folder} is not a folder of this user")
-        mode = stat.S_IMODE(status.st_mode)
-        if given and mode & 0o022:  # the user's, perhaps shared on purpose: its mode stays
-            raise NotBuiltError(f"others can write to {folder}; chmod go-w, or name another")
-        if not given and mode & 0o077:
-            folder.chmod(0o700)
-    except OSError as error:
-        raise NotBuiltError(f"{folder} cannot be had: {error.strerror}") from error
+    status = folder.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid():
+        raise OSError(f"{folder} is not a folder of this user")
+    mode = stat.S_IMODE(status.st_mode)
+    if given and mode & 0o022:  # the user's, perhaps shared on purpose: its mode stays
+        raise OSError(f"others can write to {folder}; chmod go-w, or name another")
+    if not given and mode & 0o077:
+        folder.chmod(0o700)
     return folder
 
 

@@ -135,8 +135,8 @@ def test_what_makes_another_machine_or_channel(
     for change in (
         {"__version__": "99"},
         {"_cpu_name": lambda: "another"},
-        {"_first_line": lambda path: "another"},
-        {"_file_system": lambda device: "another"},
+        {"text_of": lambda path: "another"},
+        {"mount_of": lambda folder: None},
     ):
         with monkeypatch.context() as patch:
             for name, value in change.items():

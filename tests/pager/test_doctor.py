@@ -15,8 +15,10 @@ from click.testing import CliRunner
 
 from tensorpager.pager.cli import main
 from tensorpager.pager.disk import kvikio as kvikio_engine
+from tensorpager.pager.disk import mounts
 from tensorpager.pager.disk import watch as disk_watch
 from tensorpager.pager.disk.engine import Engine
+from tensorpager.pager.disk.mounts import Mount
 from tensorpager.pager.disk.tier import DiskTier
 from tensorpager.pager.disk.watch import IoWatch, WatchedEngine
 from tensorpager.pager.machine.calibration.measure import Calibration
@@ -25,7 +27,6 @@ from tensorpager.pager.machine.doctor import gds as doctor_gds
 from tensorpager.pager.machine.doctor import gpu as doctor_gpu
 from tensorpager.pager.machine.doctor import memory as doctor_memory
 from tensorpager.pager.machine.doctor import rates as doctor_rates
-from tensorpager.pager.machine.doctor.disk import Mount
 from tensorpager.pager.machine.doctor.finding import Finding, lines_of
 from tensorpager.pager.machine.doctor.memory import Budgets, memory_findings
 
@@ -49,7 +50,7 @@ def files(monkeypatch: pytest.MonkeyPatch) -> Files:
             text = text_of(path).strip()
             return int(text) if text.isdigit() else None
 
-        for module in (doctor_memory, doctor_disk, doctor_gds, doctor_gpu):
+        for module in (doctor_memory, doctor_disk, doctor_gds, doctor_gpu, mounts):
             monkeypatch.setattr(module, "text_of", text_of)
         for module in (doctor_memory, doctor_disk):
             monkeypatch.setattr(module, "number_in", number_in)

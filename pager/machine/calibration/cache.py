@@ -12,6 +12,7 @@ import hashlib
 import json
 import os
 import platform
+import re
 import stat
 import tempfile
 import time
@@ -19,6 +20,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .... import __version__
+from ...devices.allocator_build import private_folder
+from ...disk.mounts import mount_of, text_of
 
 if TYPE_CHECKING:
     import torch
@@ -51,17 +54,15 @@ def host_key() -> Key:
     return {
         "tensorpager": __version__,
         "host": platform.node(),
-        "machine": _first_line("/etc/machine-id"),
+        "machine": text_of("/etc/machine-id").partition("\n")[0].strip(),
     }
 
 
 def folder_key(folder: str | os.PathLike[str]) -> Key:
     """The disk that ``folder`` is on. Raises OSError if it cannot be asked."""
-    device = os.stat(folder).st_dev
-    return {
-        "device": device,
-        "file_system": _file_system(f"{os.major(device)}:{os.minor(device)}"),
-    }
+    mount = mount_of(folder)
+    kind = "" if mount is None else f"{mount.kind} {mount.source}"
+    return {"device": os.stat(folder).st_dev, "file_system": kind}
 
 
 def load(key: Key) -> dict[str, Any] | None:
@@ -106,26 +107,13 @@ def _file_name(key: Key) -> str:
 
 
 def _folder(*, make: bool) -> Path | None:
-    """The cache's folder, if it is a real one, ours, and closed to others."""
+    """The cache's folder, if it can be had."""
     if os.environ.get("TENSORPAGER_CALIBRATION", "").lower() == "off":
         return None
-    base = os.environ.get("XDG_CACHE_HOME", "")
-    if not os.path.isabs(base):  # as the XDG specification says
-        base = os.path.expanduser("~/.cache")
-    folder = Path(base, "tensorpager")
-    if not folder.is_absolute():
-        return None
     try:
-        if make:
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        status = folder.lstat()
-        if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid():
-            return None
-        if stat.S_IMODE(status.st_mode) & 0o077:
-            folder.chmod(0o700)
+        return private_folder(make=make)
     except OSError:
         return None
-    return folder
 
 
 def _read_own(path: Path) -> bytes:
@@ -150,15 +138,6 @@ def _disk_key(disk: DiskTier) -> Key:
     }
 
 
-def _file_system(device: str) -> str:
-    """Type and source of what is mounted from ``device`` ("major:minor"); "" if not known."""
-    with contextlib.suppress(OSError, IndexError):
-        for line in Path("/proc/self/mountinfo").read_text(errors="replace").splitlines():
-            if line.split()[2] == device:
-                return " ".join(line.partition(" - ")[2].split()[:2])
-    return ""
-
-
 def _accelerator_name(device: torch.device) -> str:
     import torch
 
@@ -167,15 +146,5 @@ def _accelerator_name(device: torch.device) -> str:
 
 
 def _cpu_name() -> str:
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text(errors="replace").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.machine()
-
-
-def _first_line(path: str) -> str:
-    try:
-        return Path(path).read_text(errors="replace").partition("\n")[0].strip()
-    except OSError:
-        return ""
+    found = re.search(r"^model name\s*:\s*(.*)$", text_of("/proc/cpuinfo"), re.MULTILINE)
+    return found[1].strip() if found else platform.machine()

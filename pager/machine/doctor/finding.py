@@ -6,12 +6,12 @@ import os
 import textwrap
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import Literal
+
+from ...disk.mounts import text_of
 
 State = Literal["ok", "warning", "problem"]
 _INDENT = " " * 9
-_MOST_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -42,15 +42,6 @@ def _wrapped(text: str, width: int, indent: str) -> list[str]:
         break_on_hyphens=False,
         replace_whitespace=False,
     )
-
-
-def text_of(path: str | os.PathLike[str]) -> str:
-    """A small text file of the system; "" if there is none or it cannot be read."""
-    try:
-        with Path(path).open("rb") as file:
-            return file.read(_MOST_BYTES).decode(errors="replace")
-    except OSError:
-        return ""
 
 
 def number_in(path: str | os.PathLike[str]) -> int | None:

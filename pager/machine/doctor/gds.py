@@ -12,8 +12,8 @@ import re
 from importlib import import_module
 from pathlib import Path
 
-from .disk import Mount, mount_of
-from .finding import Finding, State, installed, text_of
+from ...disk.mounts import Mount, mount_of, text_of
+from .finding import Finding, State, installed
 
 _PACKAGES = ("kvikio-cu13", "kvikio-cu12")
 _FOLDER = "/proc/driver/nvidia-fs"

@@ -7,7 +7,8 @@ import re
 from typing import TYPE_CHECKING
 
 from ....planner.sizes import format_bytes
-from .finding import Finding, State, installed, text_of
+from ...disk.mounts import text_of
+from .finding import Finding, State, installed
 
 if TYPE_CHECKING:
     import torch

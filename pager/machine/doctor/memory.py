@@ -7,7 +7,8 @@ import resource
 from dataclasses import dataclass
 
 from ....planner.sizes import format_bytes
-from .finding import Finding, number_in, text_of
+from ...disk.mounts import text_of
+from .finding import Finding, number_in
 
 _NO_LIMIT = 1 << 60
 _CGROUPS = "/sys/fs/cgroup"
