@@ -60,12 +60,16 @@ class Outcome:
     plan: Plan | None = None
 
 
-def evaluate(trace: Trace, task: Task) -> Outcome:
+def evaluate(
+    trace: Trace, task: Task, progress: Callable[[str, float], None] | None = None
+) -> Outcome:
     """Plans if there is no plan yet, and runs the machine model. A refusal is an outcome too."""
     began = time.perf_counter()
     try:
         _require_working_set(trace, task.hardware)
-        plan = task.plan or make_plan(task.policy, trace, task.hardware, quick=task.quick)
+        plan = task.plan or make_plan(
+            task.policy, trace, task.hardware, quick=task.quick, progress=progress
+        )
     except (PolicyRefusal, InfeasibleBudget) as refusal:
         reason = str(refusal).removeprefix(f"{task.policy}: ")
         minimum = refusal.minimum if isinstance(refusal, InfeasibleBudget) else None

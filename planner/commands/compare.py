@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from ..errors import InfeasibleBudget, PolicyRefusal
 from ..hardware import describe
 from ..sizes import format_bytes
 from .checks import require_working_sets
@@ -21,21 +19,12 @@ from .options import (
     trace_argument,
 )
 from .output import Progress, emit, emit_json, progress_bar
-from .tables import format_percent, format_us, pairs, table
+from .tables import PREDICTED, format_percent, format_us, pairs, table
 
 if TYPE_CHECKING:
     from ..hardware import Hardware
-    from ..plan import Predicted
+    from ..sweep import Outcome
     from ..trace import Trace
-
-_MEASURES = (
-    "peak_device_bytes",
-    "peak_host_bytes",
-    "peak_disk_bytes",
-    "bytes_out",
-    "bytes_in",
-    "disk_bytes_written",
-)
 
 
 @click.command()
@@ -95,26 +84,21 @@ def compared(
 ) -> dict[str, Any]:
     """The comparison as JSON holds it. The bound is the linear program's, whoever plans."""
     from ..lp.policy import bound
+    from ..sweep import Task, evaluate
 
-    bound_us: float | None = None
-    rows = []
-    for number, name in enumerate(names):
-        part = _part(progress, name, number, len(names))
-        row, found = _row(name, trace, hardware, quick, part)
-        bound_us = bound_us if found is None else found
-        rows.append(row)
-    if bound_us is None:
-        bound_us = bound(trace, hardware, quick=quick)
-    for row in rows:
-        if row["iteration_us"]:
-            row["percent_of_bound"] = 100.0 * bound_us / row["iteration_us"]
+    outcomes = [
+        evaluate(trace, Task(name, hardware, quick), _part(progress, name, number, len(names)))
+        for number, name in enumerate(names)
+    ]
+    bounds = [outcome.bound_us for outcome in outcomes if outcome.bound_us is not None]
+    bound_us = bounds[-1] if bounds else bound(trace, hardware, quick=quick)
     return {
         "ideal_us": trace.ideal_us,
         "bound": {
             "iteration_us": bound_us,
             "percent_of_ideal": 100.0 * trace.ideal_us / bound_us if bound_us else 100.0,
         },
-        "policies": rows,
+        "policies": [_row(outcome, bound_us) for outcome in outcomes],
     }
 
 
@@ -126,39 +110,19 @@ def _part(progress: Progress | None, name: str, number: int, total: int) -> Prog
     return lambda what, share: progress(f"{name}: {what}", (number + share) / total)
 
 
-def _row(
-    name: str, trace: Trace, hardware: Hardware, quick: bool, progress: Progress | None
-) -> tuple[dict[str, Any], float | None]:
-    """One policy's line, and the bound in µs if its plan came with one."""
-    from ..policies.make import make_plan
-    from ..simulator import simulate
-
-    began = time.perf_counter()
-    try:
-        plan = make_plan(name, trace, hardware, quick=quick, progress=progress)
-    except (PolicyRefusal, InfeasibleBudget) as refusal:
-        return _entry(name, str(refusal), None, time.perf_counter() - began), None
-    seconds = time.perf_counter() - began
-    result = simulate(trace, hardware, plan)
-    reason = "" if result.feasible else result.reason
-    entry = _entry(name, reason, result.predicted if result.feasible else None, seconds)
-    return entry, plan.bound.iteration_us if plan.bound else None
-
-
-def _entry(name: str, reason: str, predicted: Predicted | None, seconds: float) -> dict[str, Any]:
-    def value(field: str) -> Any:
-        return getattr(predicted, field) if predicted else None
-
+def _row(outcome: Outcome, bound_us: float) -> dict[str, Any]:
+    predicted = outcome.predicted
+    figures = {name: getattr(predicted, name) if predicted else None for name in PREDICTED}
+    time_us, of_ideal = figures.pop("iteration_us"), figures.pop("percent_of_ideal")
     return {
-        "policy": name,
+        "policy": outcome.policy,
         "feasible": predicted is not None,
-        "reason": reason,
-        "iteration_us": value("iteration_us"),
-        "percent_of_ideal": value("percent_of_ideal"),
-        "percent_of_bound": None,
-        "stall_us": value("stall_us"),
-        **{field: value(field) for field in _MEASURES},
-        "plan_seconds": seconds,
+        "reason": outcome.reason,
+        "iteration_us": time_us,
+        "percent_of_ideal": of_ideal,
+        "percent_of_bound": 100.0 * bound_us / time_us if time_us else None,
+        **figures,
+        "plan_seconds": outcome.seconds,
     }
 
 
@@ -182,8 +146,4 @@ def _cells(row: dict[str, Any]) -> list[str]:
 
 def _reasons(rows: list[dict[str, Any]]) -> list[str]:
     """A line for each policy without a plan, led by its name."""
-    return [
-        f"{row['policy']}: {row['reason'].removeprefix(row['policy'] + ': ')}"
-        for row in rows
-        if not row["feasible"]
-    ]
+    return [f"{row['policy']}: {row['reason']}" for row in rows if not row["feasible"]]

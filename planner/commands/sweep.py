@@ -18,7 +18,7 @@ from .curve import MARKERS, Curves, Series
 from .failures import CheckFailed
 from .options import Machine
 from .output import Progress, emit, emit_json, progress_bar, whole_file
-from .tables import format_us, pairs, short, table
+from .tables import PREDICTED, format_us, pairs, short, table
 
 if TYPE_CHECKING:
     from ..plan import Plan
@@ -28,17 +28,6 @@ if TYPE_CHECKING:
 MOST_PLANS = 1000
 MOST_REASONS = 8
 WHOLE_TABLE = 2  # axes up to which a line has room for the peaks
-PREDICTED = (
-    "iteration_us",
-    "percent_of_ideal",
-    "stall_us",
-    "peak_device_bytes",
-    "peak_host_bytes",
-    "peak_disk_bytes",
-    "bytes_out",
-    "bytes_in",
-    "disk_bytes_written",
-)
 _UNITS = {"TiB": 1 << 40, "GiB": 1 << 30, "MiB": 1 << 20, "KiB": 1 << 10, "B": 1}
 
 

@@ -16,6 +16,17 @@ if TYPE_CHECKING:
 
 
 TEXT_WIDTH = 22
+PREDICTED = (
+    "iteration_us",
+    "percent_of_ideal",
+    "stall_us",
+    "peak_device_bytes",
+    "peak_host_bytes",
+    "peak_disk_bytes",
+    "bytes_out",
+    "bytes_in",
+    "disk_bytes_written",
+)
 
 
 def format_us(us: float) -> str:
