@@ -101,14 +101,6 @@ def test_fresh_measures_and_remembers(machine: Machine) -> None:
     assert machine.times == 2
 
 
-def test_without_the_cache(machine: Machine, folder: Path) -> None:
-    machine.calibrate(use_cache=False)
-    assert not folder.exists()
-    machine.calibrate()
-    machine.calibrate(use_cache=False)
-    assert machine.times == 3
-
-
 @pytest.mark.parametrize("word", ["off", "OFF"])
 def test_switched_off(
     machine: Machine, folder: Path, monkeypatch: pytest.MonkeyPatch, word: str

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import numpy as np
 
@@ -84,34 +85,21 @@ class Calibration:
 def calibrate(
     *,
     backend: Device,
-    host: HostTier,
     disk: DiskTier | None,
     page_size: int,
-    use_cache: bool = True,
     fresh: bool = False,
-    watch: IoWatch | None = None,
-    hold_back: HoldBack | None = None,
+    **others: Any,
 ) -> Calibration:
     """The rates of these tiers: from this machine's cache, or measured and put there.
 
-    ``use_cache``: whether to look there and to write there. ``fresh``: measure, whatever the cache
-    has. Otherwise as :func:`measure`.
+    ``fresh``: measure, whatever the cache has. Otherwise as :func:`measure`.
     """
-    key = cache.machine_key(backend.device, disk, page_size) if use_cache else {}
-    if use_cache and not fresh:
-        known = _from_cache(key, disk)
-        if known is not None:
-            return known
-    measured = measure(
-        backend=backend,
-        host=host,
-        disk=disk,
-        page_size=page_size,
-        watch=watch,
-        hold_back=hold_back,
-    )
-    if use_cache:
-        cache.store(key, asdict(measured))
+    key = cache.machine_key(backend.device, disk, page_size)
+    known = None if fresh else _from_cache(key, disk)
+    if known is not None:
+        return known
+    measured = measure(backend=backend, disk=disk, page_size=page_size, **others)
+    cache.store(key, asdict(measured))
     return measured
 
 
