@@ -42,7 +42,7 @@ from cuda.bindings.driver import (
 )
 from lm.measure import MOST_WARM_UP_STEPS, WARM_UP_STEPS
 from lm.model import PRESETS, VOCABULARY, meta_model
-from lm.report import run_facts, write_json
+from lm.report import on_fake_cuda, run_facts, write_json
 
 import tensorpager as tp
 
@@ -211,7 +211,7 @@ def main(
     if child is not None:
         child[1].write_text(json.dumps(measure(**json.loads(child[0]))))
         return
-    if not hasattr(ctypes.CDLL(None), "fakecuda_counts"):
+    if not on_fake_cuda():
         raise click.UsageError(
             "this is measured on the fake CUDA; run it by "
             "scripts/fake_gpu.sh python scripts/bench_host_path.py"

@@ -38,7 +38,7 @@ from kernels_bench.clock import Clock, CpuClock, CudaClock
 from kernels_bench.goals import Found, judge
 from kernels_bench.measure import Bench, Row, Sizes, check_all
 from kernels_bench.rates import measure_rates
-from lm.report import run_facts, write_json
+from lm.report import on_fake_cuda, run_facts, write_json
 
 from tensorpager.kernels import launch
 
@@ -161,7 +161,8 @@ class GpuRun:
         report.print_goals(goals)
         print(f"cases: {report.counts(record['rows'])}")
         self.save(record)
-        return exit_code([*record["rows"], *record["products"]], self.failures, goals)
+        judged = [] if on_fake_cuda() else goals
+        return exit_code([*record["rows"], *record["products"]], self.failures, judged)
 
     def _attempt(self, sweep: str, run: Callable[[], None]) -> None:
         if not self.choice.wants(sweep):

@@ -6,9 +6,9 @@
 First the smallest things that can work (gpu_smoke.py); if they do not, their error is shown whole
 and nothing else runs. Then all gpu-marked tests, each file in a process of its own; a model of a
 billion parameters under several memory systems side by side, in bf16 with 16,384 tokens per step,
-at half of its need, with the link's rates measured beside (bench_train.py); every page kernel
-against its floor and against torch (bench_kernels.py); a paged training compared with a plain one;
-what the pager costs where everything fits; and what one paged op costs.
+at half of its need, with the link's rates measured beside, and with the plain run's losses where
+they must be (bench_train.py); every page kernel against its floor and against torch
+(bench_kernels.py); and what the pager costs where everything fits (bench_overhead.py).
 
 Each part has a share of the time, and what a part leaves over goes to those after it. A part that
 fails or runs out of time does not stop the others. The JSON file has what every part said and
@@ -86,6 +86,7 @@ class Program:
     arguments : of `python`; the name of the file to write follows ``--json``.
     stops_itself : whether it knows ``--minutes``.
     required : whether nothing else is worth running where it fails.
+    environment : added to ours.
     """
 
     name: str
@@ -93,13 +94,14 @@ class Program:
     arguments: tuple[str, ...]
     stops_itself: bool = False
     required: bool = False
+    environment: Mapping[str, str] = field(default_factory=dict)
 
     def run(self, context: Context, seconds: float) -> Record:
         target = context.folder / f"{self.name}.json"
         command = [PYTHON, *self.arguments, "--json", str(target)]
         if self.stops_itself:
             command += ["--minutes", f"{max(1.0, seconds - ENDING_SECONDS) / 60:.2f}"]
-        record = context.ended(command, context.runner(command, seconds, {}), seconds)
+        record = context.ended(command, context.runner(command, seconds, self.environment), seconds)
         if target.exists():
             try:
                 record["record"] = json.loads(target.read_text())
@@ -112,7 +114,8 @@ class Program:
 class Suite:
     """A part that is tests: those of `folders` with the marker, each file in its own process.
 
-    file_seconds : for one file at most. workers : files at a time.
+    file_seconds : for one file at most, or as many times more as the part has more than its share.
+    workers : files at a time.
     count_only : whether they are only counted.
     """
 
@@ -146,7 +149,8 @@ class Suite:
             return record
 
         def run_file(file: str) -> Record:
-            left = min(self.file_seconds, deadline - context.now())
+            most = self.file_seconds * max(1.0, seconds / self.share)
+            left = min(most, deadline - context.now())
             if left < LEAST_SECONDS:
                 return {"file": file, "exit_code": None, "not_run": "no time was left"}
             command = [*begin, file]
@@ -203,21 +207,16 @@ def gpu_parts(cpus: int) -> tuple[Part, ...]:
     side_by_side = ("scripts/bench_train.py", "--device", "cuda", "--preset", "1b")
     side_by_side += ("--dtype", "bf16", "--batch", "8", "--seq", "2048", "--share", "50%")
     side_by_side += ("--clip", "0", "--steps", "5", "--rounds", "1", "--modes", BENCH_MODES)
-    training = ("scripts/train_lm.py", "--device", "cuda", "--preset", "350m", "--steps", "8")
-    training += ("--batch", "8", "--seq", "512", "--compare")
-    training += ("--device-budget", "50%", "--host-budget", "100%")
     overhead = ("scripts/bench_overhead.py", "--device", "cuda", "--steps", "20")
     overhead += ("--processes", "1")
-    one_op = ("scripts/bench_linear.py", "--rounds", "10", "--calls", "300")
+    free_copies = {"FAKECUDA_FREE_COPIES": "1"}  # means something to tests/fakecuda only
     return (
         Program("smoke", 30, ("scripts/gpu_smoke.py",), required=True),
         Suite("other_tests", 55, marker, tuple(others)),
-        Suite("kernel_tests", 100, marker, (kernels,), workers, environment=threads),
-        Program("side_by_side", 160, side_by_side, stops_itself=True),
+        Suite("kernel_tests", 140, marker, (kernels,), workers, environment=threads),
+        Program("side_by_side", 190, side_by_side, stops_itself=True, environment=free_copies),
         Program("kernels", 90, ("scripts/bench_kernels.py", "--quick"), stops_itself=True),
-        Program("training", 55, training),
         Program("overhead", 35, overhead),
-        Program("one_op", 15, one_op),
     )
 
 

@@ -3,9 +3,10 @@
 
     gpu_smoke.py --json FILE
 
-A linear layer in pages; a training step inside half of what the model needs, with what does not fit
-in host memory; the same following a plan; and with the host too small, so that pages go to disk.
-Losses and parameters are those of the run without a pager. Ends with the first error, unabridged.
+A linear layer in pages; pages that slide over each other; a training step inside half of what the
+model needs, with what does not fit in host memory; the same following a plan; and with the host too
+small, so that pages go to disk. Losses and parameters are those of the run without a pager. Ends
+with the first error, unabridged.
 """
 
 import json
@@ -28,6 +29,7 @@ from torch.nn import functional as F
 import tensorpager as tp
 
 MIB = 1 << 20
+PAGE = 64 << 10
 WIDTH, LAYERS = 1024, 12  # 12 weights of 4 MiB, as many gradients, twice as many states
 STEPS = 2
 DENSE = 96 * MIB  # beside the arena: activations, temporaries, cuBLAS's workspace
@@ -49,6 +51,23 @@ def one_linear() -> None:
             found = layer(x)
             found.sum().backward()
         same(found.detach().cpu(), expected.detach().cpu(), "a linear layer's output")
+
+
+def slide() -> None:
+    """By less than their length, into the frame of a page that is gone, and by one kernel."""
+    data = torch.randint(256, (15 * PAGE,), dtype=torch.uint8, device="cuda")
+    with tp.Pager(4 * DENSE, page_size=PAGE, device="cuda") as pager:
+        first = pager.page(torch.zeros(PAGE, dtype=torch.uint8, device="cuda"))
+        rest = pager.page(data)
+        residency = pager.core.residency
+        before = rest._storage.run.base
+        del first
+        with pager.core.quiet():
+            residency.collect()
+            residency.compact(set())
+        if rest._storage.run.base != before - 1:
+            raise RuntimeError(f"pages from frame {before} on are at {rest._storage.run.base} now")
+        same(rest.to_dense().cpu(), data.cpu(), "pages that slid")
 
 
 def training(pager: tp.Pager | None, steps: int, until: str = "") -> State:
@@ -118,6 +137,7 @@ def main(json_path: Path | None) -> None:
     host = 512 * MIB
     checks: dict[str, Callable[[], object]] = {
         "a linear layer in pages": one_linear,
+        "pages that slide": slide,
         "a training step without a pager": plain,
         "a paged step": lambda: paged_training(expected, host, 0, plan=False),
         "a planned step": lambda: paged_training(expected, host, 0, plan=True),

@@ -1,5 +1,6 @@
 """What a run shows: progress while it trains, a table at its end, a JSON file for others."""
 
+import ctypes
 import datetime
 import json
 import os
@@ -117,6 +118,11 @@ def run_facts(device: str) -> dict[str, Any]:
         "torch": torch.__version__,
         "tensorpager": tp.__version__,
     }
+
+
+def on_fake_cuda() -> bool:
+    """Kernels do nothing here (tests/fakecuda): no time that is measured says anything."""
+    return hasattr(ctypes.CDLL(None), "fakecuda_counts")
 
 
 def write_json(path: Path, record: dict[str, Any]) -> None:

@@ -52,7 +52,7 @@ def test_the_first_program_for_a_gpu_runs_to_its_end() -> None:
     environment = {**os.environ, "FAKECUDA_ZEROS": "1"}
     ended = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert ended.returncode == 0, ended.stdout + ended.stderr
-    assert ended.stdout.count("ok, ") == 5
+    assert ended.stdout.count("ok, ") == 6
 
 
 @pytest.mark.parametrize("device", ["cuda", "cuda:0", "cuda:1"])

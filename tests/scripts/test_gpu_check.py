@@ -164,8 +164,8 @@ def test_programs_that_can_are_told_when_to_stop(tmp_path: Path) -> None:
     assert "--minutes" not in world.ran[1][0]
 
 
-def suite(**more: Any) -> Suite:
-    return Suite("tests", 1, "gpu", ("tests/a",), **more)
+def suite(*, share: float = 100, **more: Any) -> Suite:
+    return Suite("tests", share, "gpu", ("tests/a",), **more)
 
 
 def test_each_file_has_its_own_process_and_limit(tmp_path: Path) -> None:
@@ -185,6 +185,13 @@ def test_each_file_has_its_own_process_and_limit(tmp_path: Path) -> None:
     assert found["seconds"] == 27
     assert [seconds for _, seconds in world.ran] == [100, 20, 20]
     assert world.environments == [{"A": "1"}] * 3
+
+
+def test_files_have_longer_where_their_part_has(tmp_path: Path) -> None:
+    world = World({"--collect-only": (5, 0, COLLECTED), "test_": (60, 0, "1 passed in 60s")})
+    found = suite(share=50, file_seconds=20.0).run(world.context(tmp_path), 200)
+    assert [one["exit_code"] for one in found["files"]] == [0, 0]
+    assert [seconds for _, seconds in world.ran] == [200, 80, 80]
 
 
 def test_files_without_time_are_not_run(tmp_path: Path) -> None:
@@ -249,19 +256,14 @@ def test_programs_accept_their_arguments() -> None:
     """Option errors come before the work, so a device that is not there would not hide them."""
     commands = {part.name: part.arguments for part in gpu_parts(16) if isinstance(part, Program)}
     import bench_kernels
-    import bench_linear
     import bench_overhead
     import bench_train
-    from lm.options import parse_options
 
     more = ["--json", "x.json"]
     limited = [*more, "--minutes", "1"]
     bench_kernels.main.make_context("x", [*commands["kernels"][1:], *limited])
     bench_train.main.make_context("x", [*commands["side_by_side"][1:], *limited])
     bench_overhead.main.make_context("x", [*commands["overhead"][1:], *more])
-    bench_linear.main.make_context("x", [*commands["one_op"][1:], *more])
-    if torch.cuda.is_available():
-        parse_options([*commands["training"][1:], *more])
 
 
 def test_a_command_sees_the_package_and_its_environment() -> None:
