@@ -47,7 +47,7 @@ def scramble(pager: Core) -> None:
                 continue
             frames = pager.residency.evict_run(run)
             if len(frames):
+                pager.residency.reach(frames)
                 with pager.backend.on_compute():
                     on_device = upload(torch.from_numpy(frames), pager.device)
                     fill_pages(pager.residency.arena, on_device, pager.page_size, _NAN_BYTE)
-                pager.residency.note_use(frames)

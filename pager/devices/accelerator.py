@@ -24,7 +24,7 @@ from ...kernels.move import slide_pages
 from ..errors import PagerError
 from .dense_meter import Timeline
 from .dense_refusal import Peak
-from .device import Bytes, Copy, HostMemory
+from .device import LANES, Bytes, Copy, HostMemory, Mark
 
 if TYPE_CHECKING:
     from .registration import Registration
@@ -102,9 +102,7 @@ class Accelerator:
         self.can_unmap, self.caps_dense = kit.can_unmap, kit.caps_dense
         self.knows_dense, self.takes_drives = kit.knows_dense, kit.takes_drives
         self.batches_copies = kit.batches_copies
-        self._out, self._in, self._carry_out, self._carry_in = (
-            torch.Stream(device) for _ in range(4)
-        )
+        self._copies = {(lane, way): torch.Stream(device) for lane in LANES for way in (0, 1)}
         self._compute = self._here()
         self._others: list[torch.Stream] = []  # that pages were used on before
         self._noting = threading.Lock()
@@ -195,13 +193,8 @@ class Accelerator:
     @contextmanager
     def on_compute(self) -> Iterator[None]:
         with on_stream(self._compute):
-            self.reuse_frames()
+            self._after_ops(self._compute)
             yield
-
-    def reuse_frames(self) -> None:
-        """What *compute* does next may write to frames that were given back (rule 2)."""
-        self._after_ops(self._compute)
-        self._compute.wait_stream(self._out)
 
     # -- time ------------------------------------------------------------------------------------
     def _try_clock(self) -> bool:
@@ -225,9 +218,13 @@ class Accelerator:
         return float(before.elapsed_time(after)) / 1e3
 
     # -- copies ----------------------------------------------------------------------------------
-    def _copy(self, stream: torch.Stream, copies: Sequence[Copy], *, to_device: bool) -> None:
+    def copy(self, copies: Sequence[Copy], lane: str, after: Mark, *, to_device: bool) -> Mark:
+        stream = self._copies[lane, to_device]
         try:
+            for event in after:
+                stream.wait_event(event)
             self._queue(stream, copies, to_device=to_device)
+            return self._marked(stream)
         except BaseException:
             stream.synchronize()  # frames and slots are given back, and some may be queued
             raise
@@ -249,52 +246,27 @@ class Accelerator:
                 else:
                     bytes_.copy_(frames, non_blocking=True)
 
-    def copy_out(self, copies: Sequence[Copy]) -> None:
-        self._after_ops(self._out)
-        self._copy(self._out, copies, to_device=False)
-
-    def copy_in(self, copies: Sequence[Copy]) -> None:
-        self._in.wait_stream(self._out)
-        self._after_ops(self._in)
-        self._copy(self._in, copies, to_device=True)
-
-    def mark(self) -> list[torch.Event]:
+    def _marked(self, *streams: torch.Stream) -> Mark:
         events = []
-        for stream in self._of_ops():
+        for stream in streams:
             events.append(torch.Event(self.device))
             events[-1].record(stream)
-        return events
+        return tuple(events)
 
-    def wait(self, mark: Any) -> None:
-        for event in mark or ():
+    def mark(self) -> Mark:
+        return self._marked(*self._of_ops())
+
+    def reach(self, mark: Mark) -> None:
+        for event in mark:
+            self._compute.wait_event(event)
+
+    def wait(self, mark: Mark) -> None:
+        for event in mark:
             event.synchronize()
-        self._out.synchronize()
-
-    def carry_out(self, copies: Sequence[Copy], mark: Any) -> None:
-        self._carry(self._carry_out, copies, mark, to_device=False)
-
-    def carry_in(self, copies: Sequence[Copy], mark: Any) -> None:
-        self._carry(self._carry_in, copies, mark, to_device=True)
-
-    def _carry(
-        self, stream: torch.Stream, copies: Sequence[Copy], mark: Any, *, to_device: bool
-    ) -> None:
-        stream.wait_stream(self._out)
-        for event in mark or ():
-            stream.wait_event(event)
-        self._copy(stream, copies, to_device=to_device)
-        stream.synchronize()
 
     def slide(self, source: int, target: int, pages: int, page_size: int) -> None:
         end = (source + pages) * page_size
         slide_pages(self.arena[:end], source, target, pages, page_size)
-
-    def use_frames(self) -> None:
-        self._compute.wait_stream(self._in)
-
-    def host_ready(self) -> None:
-        self._out.synchronize()
-        self._in.synchronize()
 
     # -- dense memory ----------------------------------------------------------------------------
     def limit_dense(self, nbytes: int | None, *, counted: int = 0, roomy: bool = False) -> None:

@@ -12,7 +12,7 @@ import torch
 from .dense_allocator import Account, AllocatorMeter, load, loaded
 from .dense_meter import DenseMeter, Timeline, allocated_bytes
 from .dense_refusal import Peak
-from .device import Bytes, Copy, HostMemory
+from .device import URGENT, Bytes, Copy, HostMemory, Mark
 from .heap import ROOMY_BYTES, TIGHT_BYTES, map_blocks_from
 from .memory import Region
 
@@ -81,13 +81,16 @@ class Cpu:
     def unregister_host(self, memory: Bytes) -> None:
         pass
 
-    def copy_out(self, copies: Sequence[Copy]) -> None:
+    def copy(self, copies: Sequence[Copy], lane: str, after: Mark, *, to_device: bool) -> Mark:
         for offset, host in copies:
-            torch.from_numpy(host).copy_(self.arena[offset : offset + len(host)])
-
-    def copy_in(self, copies: Sequence[Copy]) -> None:
-        for offset, host in copies:
-            self.arena[offset : offset + len(host)].copy_(torch.from_numpy(host))
+            if lane == URGENT:  # ops wait: by all of torch's threads
+                frames, bytes_ = self.arena[offset : offset + len(host)], torch.from_numpy(host)
+                (frames.copy_(bytes_) if to_device else bytes_.copy_(frames))
+            else:  # by this thread alone, without the GIL: ops have the other cores
+                frame, slot = self.address + offset, host.ctypes.data
+                target, source = (frame, slot) if to_device else (slot, frame)
+                ctypes.memmove(target, source, len(host))
+        return ()
 
     def note_compute(self) -> None:
         pass
@@ -101,29 +104,18 @@ class Cpu:
     def elapsed(self, before: Any, after: Any) -> float:
         raise NotImplementedError("there are no stamps")
 
-    def mark(self) -> None:
-        return None
+    def mark(self) -> Mark:
+        return ()
 
-    def wait(self, mark: Any) -> None:
+    def reach(self, mark: Mark) -> None:
         pass
 
-    def carry_out(self, copies: Sequence[Copy], mark: Any) -> None:
-        for offset, host in copies:  # one thread and no GIL: ops have the other cores
-            ctypes.memmove(host.ctypes.data, self.address + offset, len(host))
-
-    def carry_in(self, copies: Sequence[Copy], mark: Any) -> None:
-        for offset, host in copies:
-            ctypes.memmove(self.address + offset, host.ctypes.data, len(host))
+    def wait(self, mark: Mark) -> None:
+        pass
 
     def slide(self, source: int, target: int, pages: int, page_size: int) -> None:
         to, from_ = (self.address + frame * page_size for frame in (target, source))
         ctypes.memmove(to, from_, pages * page_size)
-
-    def use_frames(self) -> None:
-        pass
-
-    def host_ready(self) -> None:
-        pass
 
     def limit_dense(self, nbytes: int | None, *, counted: int = 0, roomy: bool = False) -> None:
         if self._account is not None:

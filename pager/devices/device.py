@@ -2,35 +2,32 @@
 
 Note: stream order
 ------------------
-Streams: *compute* (those that ops run on), *out* (device → host), *in* (host → device). Ops may run
+Streams: *compute* (those that ops run on), and one for copies in each direction of each lane: what
+is urgent, what was planned, what passes through buffers of the disk. Ops may run
 on several streams, one after the other: a stream that is current where pages are used is noted
 (``note_compute``), and waits then for the stream of the ops before. So uses
-of pages are one order, that of the program, whatever stream they are on; "waits for *compute*"
-below means for every stream that was noted.
+of pages are one order, that of the program, whatever stream they are on; *compute* in a mark
+below means every stream that was noted.
 
-1. ``copy_out`` makes *out* wait for everything queued on *compute* so far: the last use of a page
-   is complete before its bytes leave.
-2. A frame that was emptied is filled again only after its bytes have left and its last use is
-   complete, and a host slot is read only after its bytes have come: ``copy_in`` makes *in* wait for
-   *out* and for *compute*, and what the runtime itself queues on *compute*, in ``on_compute``,
-   waits for *out*.
-3. ``use_frames`` makes *compute* wait for *in*: an op never sees a page that is still arriving.
-4. The CPU touches host slots (disk I/O, checksums) only after ``host_ready``.
-5. A host slot given back by a write may be filled again at once: by rule 3 the copy-in that last
-   read it precedes that write on *compute*, and by rule 1 the next copy-out waits for *compute*.
+1. A *mark* is a point in the order of work: events. ``mark()`` is all that *compute* has queued so
+   far, and each copy gives the mark at which its bytes are there.
+2. A copy is queued behind a mark of *compute* that was made when it was decided, so the last use of
+   what was in its frame is complete, and behind the marks of the transfers before it that use its
+   frames or its slots (``moves/tickets.py``): a frame is filled again when its bytes have left, a
+   slot is read when its bytes have come.
+3. ``reach`` makes *compute* wait for a mark: no op sees a page that is still arriving, and
+   what the runtime itself writes to a frame, in ``on_compute``, comes after the bytes that leave
+   it.
+   What *compute* has reached is behind every later ``mark()``, so by rule 2 nobody else need know
+   of it: its ticket is forgotten.
+4. The CPU touches host memory (disk I/O, checksums, saving) only after ``wait``.
+5. Disk I/O straight on device frames is no stream's work: its thread waits for the marks of rule 2,
+   and what is queued after the I/O has returned finds the bytes there. Memory that cuFile knows
+   (``register_frames``) is known from after it was mapped until before it is unmapped.
+6. Host memory and the arena are given back at the end when *compute* has reached all marks of
+   copies, and the CPU has waited for a mark that was made then.
 
-6. Queued moves run on threads of their own (``carry_out``, ``carry_in``): each waits for *out*, as
-   rule 2 has it, and for a *mark*, then copies on a stream of its own, and is complete when the
-   call returns. The mark of an out is made when it is queued, after the last use was; that of
-   an in is the latest one of its frames, made when they were given back.
-7. Disk I/O straight on device frames is no stream's work. ``wait`` blocks its thread until *out*
-   is empty and the mark of rule 6 has been reached (for a fault: one made then), and what is queued
-   after the I/O has returned finds the bytes there. Memory that cuFile knows (``register_frames``)
-   is known from after it was mapped until before it is unmapped. The same wait, with a mark made
-   then, comes before host memory and the arena are given back at the end: by rule 3 nothing is
-   coming in then that *compute* does not wait for.
-
-On the CPU every copy is complete when the call returns, so the waits do nothing.
+On the CPU every copy is complete when the call returns, and a mark is empty.
 """
 
 from __future__ import annotations
@@ -51,6 +48,9 @@ if TYPE_CHECKING:
     from .registration import Registration
 
 Bytes = npt.NDArray[np.uint8]
+Mark = tuple[Any, ...]
+"""A point in the order of work; marks are joined by ``+``. Empty: it is reached."""
+URGENT, PLANNED, THROUGH_DISK = LANES = ("urgent", "planned", "disk")
 
 
 class Copy(NamedTuple):
@@ -136,44 +136,30 @@ class Device(Protocol):
     def elapsed(self, before: Any, after: Any) -> float:
         """Seconds of the device between two stamps. Waits for the second one."""
 
-    def copy_out(self, copies: Sequence[Copy]) -> None:
-        """Queue arena → host copies (rule 1)."""
-
-    def copy_in(self, copies: Sequence[Copy]) -> None:
-        """Queue host → arena copies (rule 2)."""
+    def copy(self, copies: Sequence[Copy], lane: str, after: Mark, *, to_device: bool) -> Mark:
+        """Queue copies between the arena and host memory, behind ``after`` (rule 2); when they are
+        complete. If it raises none is under way. Any thread, without the GIL while bytes move."""
 
     def note_compute(self) -> None:
         """The calling thread's current stream is the one that ops run on from now on. To be called
         when pages are there, before they are used. Any thread."""
 
     def on_compute(self) -> AbstractContextManager[Any]:
-        """What the calling thread queues inside goes to the stream of ops, and may write to frames
-        that were given back (rule 2)."""
+        """What the calling thread queues inside goes to the stream of ops, after all uses of pages
+        so far."""
 
-    def mark(self) -> Any:
-        """A point in the order of work: all that ops have queued so far. ``None`` where calls
-        complete when they return. Any thread."""
+    def mark(self) -> Mark:
+        """All that ops have queued so far. Any thread."""
 
-    def wait(self, mark: Any) -> None:
-        """Block the caller, without the GIL, until ``mark`` is reached and copies to the host are
-        complete (rule 7). Any thread."""
+    def reach(self, mark: Mark) -> None:
+        """Ops that are queued from now on come after ``mark`` (rule 3)."""
 
-    def carry_out(self, copies: Sequence[Copy], mark: Any) -> None:
-        """Arena → host, after ``mark``; complete when it returns. Any thread, without the GIL
-        while bytes move."""
-
-    def carry_in(self, copies: Sequence[Copy], mark: Any) -> None:
-        """Host → arena, likewise."""
+    def wait(self, mark: Mark) -> None:
+        """Block the caller, without the GIL, until ``mark`` is reached. Any thread."""
 
     def slide(self, source: int, target: int, pages: int, page_size: int) -> None:
         """Copy frames from ``source`` on to those from ``target`` on, which is lower; the two runs
         may overlap. Compute-stream order."""
-
-    def use_frames(self) -> None:
-        """Rule 3."""
-
-    def host_ready(self) -> None:
-        """Rule 4: blocks the caller, without the GIL, until queued copies are complete."""
 
     def limit_dense(self, nbytes: int | None, *, counted: int = 0, roomy: bool = False) -> None:
         """Make ``nbytes`` a hard cap of dense memory where the device can; ``None`` lifts it. On

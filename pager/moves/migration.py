@@ -46,7 +46,7 @@ class Migration:
         self.host = host
         self.disk = disk
         self.watch = watch or IoWatch(math.inf)
-        self.tickets = Tickets(self.watch)
+        self.tickets = Tickets(self.watch, backend.reach)
         self.carrier = Carrier(backend, host, disk, page_size, self.watch, verify=verify)
         self.held: list[tuple[list[Future[None]], dict[str, Int32]]] = []
         self.page_size = page_size
@@ -83,26 +83,32 @@ class Migration:
         self, tier: str, pages: Int32, frames: Int32, slots: Int32, *, to_device: bool
     ) -> Transfer:
         """Of ``pages`` in the version that they have now."""
-        versions = self.table.version[pages]
-        return Transfer(self.carrier, tier, pages, versions, frames, slots, to_device=to_device)
+        versions, mark = self.table.version[pages], self.backend.mark()
+        return Transfer(
+            self.carrier, tier, pages, versions, frames, slots, to_device=to_device, mark=mark
+        )
 
     def _now(self, transfer: Transfer) -> None:
         """Carry it out. Where that is given up (``HungDisk``, Ctrl-C) while the disk is at it, what
         it fills has a ticket: whoever is given these frames or slots next waits for its end."""
         frames: Places = ("device", transfer.frames)
         slots: Places = (transfer.tier, transfer.slots)
-        carrier = self.carrier
-        self.tickets.wait(self.tickets.of(frames, slots))
+        carrier, tickets = self.carrier, self.tickets
+        transfer.urgent = True
+        before = tickets.of(frames, slots)
+        tickets.wait_over(before)
         if transfer.tier == "disk":
             carrier.wait_for_given_up()
         try:
-            transfer.run()
+            mark = transfer.run(sum((ticket.mark for ticket in before), ()))
         except BaseException:
             if carrier.given_up is not None:
                 filled = frames if transfer.to_device else slots
-                ticket = self.tickets.take("I/O that was given up", filled)
+                ticket = tickets.take("I/O that was given up", filled)
                 carrier.given_up.add_done_callback(lambda _: ticket.end())
             raise
+        if mark:
+            tickets.take("a fault", frames, slots).end(mark=mark)
 
     # -- off the device --------------------------------------------------------------------------
     def evict(self, pages: Int32) -> Int32:
@@ -184,7 +190,7 @@ class Migration:
 
     # -- onto the device -------------------------------------------------------------------------
     def fetch(self, pages: Int32, frames: Int32) -> None:
-        """BELOW → CLEAN: bring ``pages`` into the empty ``frames``; ops may use them afterwards.
+        """BELOW → CLEAN: bring ``pages`` into the empty ``frames``.
 
         Raises ``CorruptPage`` or ``PagerError`` with the page table as it was. The caller gives the
         frames back then.
@@ -196,7 +202,6 @@ class Migration:
             if here.any():
                 slots = self.slots_of(tier, pages[here])
                 self._now(self.transfer(tier, pages[here], frames[here], slots, to_device=True))
-        self.backend.use_frames()
         for tier, here in (("disk", ~on_host), ("host", on_host)):
             self.came(tier, pages[here], frames[here])
 
@@ -226,13 +231,13 @@ class Migration:
         return slots
 
     def pending(self, pages: Int32) -> bool:
-        """Whether a transfer from or to any of ``pages`` is queued."""
+        """Whether a transfer from or to any of ``pages`` is queued that may fail."""
         if not self.tickets.any:
             return False
         table = self.table
         columns = {"device": table.frame, "host": table.host, "disk": table.disk}
         places = [(tier, column[pages]) for tier, column in columns.items()]
-        return bool(self.tickets.of(*((tier, some[some >= 0]) for tier, some in places)))
+        return any(self.tickets.pending(tier, some[some >= 0]).any() for tier, some in places)
 
     # -- slots -----------------------------------------------------------------------------------
     def take_slots(self, tier: str, count: int, leaving: Int32) -> Int32:

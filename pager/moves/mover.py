@@ -41,7 +41,6 @@ class Mover:
         """DIRTY → BELOW: ``pages``, which nobody has pinned, leave for ``slots``, taken for them.
         Their frames are free."""
         table, tickets = self._residency.table, self._migration.tickets
-        mark = self._residency.backend.mark()
         batch = self.batch_pages[f"{tier}-out"]
         for start in range(0, len(pages), batch):
             part, ends = pages[start : start + batch], slots[start : start + batch]
@@ -52,7 +51,7 @@ class Mover:
             ticket.undo = partial(self._undo_out, tier, part, frames, ends)
             self._migration.went(tier, part, ends)
             self._residency.give_frames(table.unplace(part))
-            self._queue(transfer, ticket, mark, ahead=ahead)
+            self._queue(transfer, ticket, ahead=ahead)
         self._residency.settle_all(pages)
 
     def bring(self, tier: str, pages: Int32, frames: Int32, *, ahead: bool = False) -> None:
@@ -67,13 +66,18 @@ class Mover:
             label = f"{len(part)} pages from {tier}"
             ticket = tickets.take(label, ("device", ends), (tier, slots))
             ticket.undo = partial(self._undo_in, tier, part, ends)
-            mark = self._residency.mark_of(ends)
             self._migration.came(tier, part, ends)
-            self._queue(transfer, ticket, mark, ahead=ahead)
+            self._queue(transfer, ticket, ahead=ahead)
         self._residency.settle_all(pages)
 
-    def _queue(self, transfer: Transfer, ticket: Ticket, mark: object, *, ahead: bool) -> None:
-        transfer.queued, transfer.mark = True, mark
+    def _queue(self, transfer: Transfer, ticket: Ticket, *, ahead: bool) -> None:
+        """Streams carry what the CPU has nothing to do with, at once where it waits for nothing
+        that it has; lanes the rest."""
+        on_streams = not self._residency.backend.host_addressable and transfer.tier == "host"
+        by_them = on_streams and self._migration.host_stamps is None
+        if by_them and all(before.is_over for before in ticket.after):
+            ticket.carry(transfer.run)
+            return
         lanes = self._ahead if ahead else self.lanes
         lanes[f"{transfer.tier}-{'in' if transfer.to_device else 'out'}"].add(transfer, ticket)
 
@@ -112,9 +116,11 @@ class Mover:
         self._residency.settle_all(pages)
 
     def stop(self) -> None:
-        """End all threads. Without the lock; nothing may be queued afterwards."""
+        """End all threads; ops come after all that they have done. Without the lock; nothing may be
+        queued afterwards."""
         lanes = [*self.lanes.values(), *self._ahead.values()]
         for lane in lanes:
             lane.stop()
         for lane in lanes:
             lane.join(self._migration.watch)
+        self._migration.tickets.pass_over()

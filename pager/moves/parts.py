@@ -84,7 +84,7 @@ class Parts:
         """Whether all these pages are on the device, none of them still to arrive."""
         tickets = self._residency.migration.tickets
         return all(
-            bool((frames >= 0).all()) and not tickets.pending("device", frames).any()
+            bool((frames >= 0).all()) and not tickets.of(("device", frames))
             for frames in (self._table.frame[pages] for _, pages in parts)
         )
 

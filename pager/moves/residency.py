@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -114,7 +114,6 @@ class Residency:
         self._held_dead: list[Extent] = []
         self._asking: set[Extent] = set()  # runs of the access that begins now
         self._lent: Int32 = np.empty(0, np.int32)  # frames, see `shrink`
-        self._marks: dict[int, Any] = {}  # frame → when what it held was last used
         self.scattered = False  # debug lane: never hand out consecutive frames
         self.make_room: Callable[[int], bool] = lambda frames: False
         self.make_way: Callable[[int], bool] = lambda frames: False
@@ -200,20 +199,19 @@ class Residency:
             raise
 
     def wait_for(self, pages: Int32) -> bool:
-        """Until those of ``pages`` are there that are on their way, the lock given away meanwhile;
-        whether any was. Raises ``MoveFailed`` and ``HungDisk``."""
+        """What ops do next comes after those of ``pages`` that are on their way have come. The lock
+        is given away while the host waits; whether it did. Raises ``MoveFailed``, ``HungDisk``."""
         if not self.migration.tickets.any:
             return False
         frames = self.table.frame[pages]
         return self.wait_for_frames(frames[frames >= 0])
 
     def wait_for_frames(self, frames: Int32) -> bool:
-        """The same until these frames can be used."""
+        """The same of all that goes on in these frames."""
         tickets = self.migration.tickets.of(("device", frames))
-        self.migration.tickets.wait(tickets, self.turns.lock)
-        return bool(tickets)
+        return self.migration.tickets.wait(tickets, self.turns.lock)
 
-    def _reach(self, frames: Int32) -> None:
+    def reach(self, frames: Int32) -> None:
         """The same with the lock held, amid a decision: nobody may see it half made."""
         tickets = self.migration.tickets
         tickets.wait(tickets.of(("device", frames)))
@@ -355,7 +353,7 @@ class Residency:
         """Pages that were never written get ``frames``. What another tensor left there is erased
         unless the maker of the run writes all of it anyway."""
         size = self.page_size
-        self._reach(frames)
+        self.reach(frames)
         with self.backend.on_compute():
             if not run.overwritten:
                 for start, _, count in merge(frames, frames):
@@ -488,7 +486,7 @@ class Residency:
         """Take these resident pages off the device, and their frames back into the pool."""
         if not len(pages):
             return
-        self._give_back(self.migration.evict(pages))
+        self.give_frames(self.migration.evict(pages))
         self.settle_all(pages)
 
     def evict_run(self, run: Extent) -> Int32:
@@ -544,7 +542,7 @@ class Residency:
         or left by those before. None of their runs is in use. Where it raises, some have moved and
         the others are where they were."""
         pages, size = self.table.frame_page[sources], self.page_size
-        self._reach(np.concatenate([sources, targets]))
+        self.reach(np.concatenate([sources, targets]))
         try:
             with self.backend.on_compute():
                 for source, target, count in merge(sources, targets):
@@ -552,7 +550,6 @@ class Residency:
                     self._slid(source, target, count)
         finally:
             self.settle_all(pages)
-            self.note_use(sources)
 
     def _slid(self, source: int, target: int, count: int) -> None:
         for start in range(0, count, source - target):  # as it leaves frames to what follows
@@ -578,7 +575,7 @@ class Residency:
     def _move(self, pages: Int32, frames: Int32) -> None:
         """Copy resident pages into other, empty frames of the arena."""
         old = self.table.frame[pages].copy()
-        self._reach(np.concatenate([old, frames]))
+        self.reach(np.concatenate([old, frames]))
         device = self.backend.device
         with self.backend.on_compute():
             move_pages(
@@ -587,7 +584,6 @@ class Residency:
                 upload(torch.from_numpy(frames.copy()), device),
                 self.page_size,
             )
-        self.note_use(old)
         self.table.move(pages, frames)
         old.sort()
         for start, _, length in merge(old, old):
@@ -697,7 +693,7 @@ class Residency:
         if not self.pool.is_free(base, run.count):
             return False
         frames = run.pages - np.int32(run.first - base)
-        self._reach(frames)
+        self.reach(frames)
         self.pool.take(base, run.count)
         self._open_blank(run, run.pages, frames)
         self.settle_all(run.pages)
@@ -707,23 +703,6 @@ class Residency:
         """Nothing was ever written to ``run``: it has no page anywhere."""
         rows = slice(run.first, run.first + run.count)
         return bool((self.table.flags[rows] & BLANK).all())
-
-    def mark_of(self, frames: Int32) -> Any:
-        """See ``Device``'s rule 6: the latest mark of ``frames``."""
-        if not self._marks:
-            return None
-        marks = [self._marks[frame] for frame in frames.tolist() if frame in self._marks]
-        return max(marks, key=lambda mark: mark[0])[1] if marks else None
-
-    def note_use(self, frames: Int32) -> None:
-        """What was in ``frames``, which are given back, is used up to now."""
-        mark = self.backend.mark()
-        if mark is not None:
-            self._marks.update(dict.fromkeys(frames.tolist(), (next(generations), mark)))
-
-    def _give_back(self, frames: Int32) -> None:
-        self.note_use(frames)
-        self.give_frames(frames)
 
     def give_frames(self, frames: Int32) -> None:
         """Back into the pool. What still goes on there has a ticket."""
@@ -752,7 +731,7 @@ class Residency:
             self.migration.void_copies(run.pages)
             resident = run.pages[self.table.frame[run.pages] >= 0]
             if len(resident):
-                self._give_back(self.table.unplace(resident))
+                self.give_frames(self.table.unplace(resident))
             self.space.forget(run)
 
 

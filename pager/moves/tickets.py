@@ -14,6 +14,10 @@ knows the latest ticket of a transfer that reads or fills it::
 So a transfer waits for the tickets of all its places, and an op for those of its frames. Tickets
 wait only for lower numbers and each lane takes them in order, so some ticket can always go on.
 
+Where streams carry the bytes a ticket is over when its copies are queued, and has their *mark* then
+(``devices/device.py``): what comes after it is queued behind that, and the host does not wait. What
+ops have been made to wait for is forgotten. So the host waits for the disk alone.
+
 A ticket that fails makes all fail that wait for it, and none of these has touched a byte: what the
 first one was to save is still in its frame. It stays on its places until ``Mover.drain`` has put
 the page table right.
@@ -25,12 +29,14 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
+from functools import partial
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
+from ..devices.device import Mark
 from ..disk.watch import IoWatch, Patience
 from ..errors import HungDisk, PagerError
 from ..memory.page_table import Int32
@@ -47,15 +53,16 @@ class MoveFailed(Exception):  # noqa: N818 - never the user's: ``Mover.drain`` d
 
 
 class Ticket:
-    """Of one transfer. ``after``: tickets that it waits for; ``error``: how it failed; ``undo``:
-    puts the page table right where it has."""
+    """Of one transfer. ``after``: tickets that it waits for; ``mark``: when its bytes are there,
+    once it is over; ``error``: how it failed; ``undo``: puts the page table right where it has."""
 
-    __slots__ = ("_over", "_told", "after", "error", "label", "number", "undo")
+    __slots__ = ("_over", "_told", "after", "error", "label", "mark", "number", "undo")
 
     def __init__(self, number: int, after: list[Ticket], over: deque[int], label: str) -> None:
         self.number = number
         self.after = after
         self.label = label
+        self.mark: Mark = ()
         self.error: BaseException | None = None
         self.undo: Callable[[], None] = lambda: None
         self._over = threading.Event()
@@ -65,11 +72,25 @@ class Ticket:
     def is_over(self) -> bool:
         return self._over.is_set()
 
-    def end(self, error: BaseException | None = None) -> None:
-        """The bytes are there, or will not be. Any thread."""
-        self.error = error
+    def end(self, error: BaseException | None = None, mark: Mark = ()) -> None:
+        """The bytes are there at ``mark``, or will not be. Any thread."""
+        self.error, self.mark = error, mark
         self._over.set()
         self._told.append(self.number)
+
+    def carry(self, run: Callable[[Mark], Mark]) -> None:
+        """``run`` when all that this one waits for is over, behind their marks. Any thread."""
+        error: BaseException | None = None
+        after: Mark = ()
+        for before in self.after:
+            before.wait()
+            error, after = error or before.error, after + before.mark
+        try:
+            mark = run(after) if error is None else ()
+        except BaseException as failure:  # a thread that died would be waited for
+            error, mark = failure, ()
+        self.after = [before for before in self.after if before.mark]
+        self.end(error, mark)
 
     def wait(self, seconds: float | None = None) -> bool:
         """Until it is over; whether it is."""
@@ -79,11 +100,12 @@ class Ticket:
 class Tickets:
     """Those of one pager. Under its lock. ``waits``: how often somebody had to."""
 
-    def __init__(self, watch: IoWatch) -> None:
+    def __init__(self, watch: IoWatch, reach: Callable[[Mark], None]) -> None:
         self.waits = 0
         self._watch = watch
+        self._reach = reach  # of the device
         self._last = 0
-        self._live: dict[int, Ticket] = {}  # not over, or failed
+        self._live: dict[int, Ticket] = {}  # not over, or failed, or not reached by ops
         self._over: deque[int] = deque()  # numbers of those that have ended since
         self._columns = {tier: np.zeros(0, np.int64) for tier in ("device", "host", "disk")}
 
@@ -97,7 +119,7 @@ class Tickets:
         return ticket
 
     def of(self, *places: Places) -> list[Ticket]:
-        """Tickets of ``places`` that are not over, or have failed."""
+        """Tickets of ``places`` that are not over, or have failed, or that ops have not reached."""
         self._sweep()
         if not self._live:
             return []
@@ -110,15 +132,19 @@ class Tickets:
         return [self._live[number] for number in sorted(found) if number in self._live]
 
     def pending(self, tier: str, numbers: Int32) -> npt.NDArray[np.bool_]:
-        """Which of these places have such a ticket."""
+        """Which of these places have one that is not over, or has failed."""
         self._sweep()
         if not self._live:
             return np.zeros(len(numbers), np.bool_)
         theirs = self._column(tier, numbers)[numbers]
         found: npt.NDArray[np.bool_] = theirs >= next(iter(self._live))
         if found.any():  # then it is worth to look at each
-            found[found] = [number in self._live for number in theirs[found].tolist()]
+            found[found] = [self._may_fail(number) for number in theirs[found].tolist()]
         return found
+
+    def _may_fail(self, number: int) -> bool:
+        ticket = self._live.get(number)
+        return ticket is not None and not (ticket.is_over and ticket.error is None)
 
     @property
     def any(self) -> bool:
@@ -131,12 +157,21 @@ class Tickets:
         self._sweep()
         return [ticket for ticket in reversed(self._live.values()) if ticket.error is not None]
 
-    def wait(self, tickets: Iterable[Ticket], lock: threading.RLock | None = None) -> None:
-        """Until all are over. ``lock``: is given away meanwhile. Raises ``MoveFailed``, and
-        ``HungDisk`` if a call of the disk does not return."""
+    def wait(self, tickets: Iterable[Ticket], lock: threading.RLock | None = None) -> bool:
+        """Until all are over, and what ops do next comes after them. ``lock``: is given away while
+        the host waits; whether it had to. Raises ``MoveFailed``, and ``HungDisk`` if a call of the
+        disk does not return."""
+        waited = self.wait_over(tickets, lock)
+        self._pass(tickets)
+        return waited
+
+    def wait_over(self, tickets: Iterable[Ticket], lock: threading.RLock | None = None) -> bool:
+        """The same, for what is queued behind their marks."""
+        waited = False
         for ticket in tickets:
             if not ticket.is_over:
                 self.waits += 1
+                waited = True
                 held = lock._release_save() if lock is not None else None  # type: ignore[attr-defined]
                 try:
                     self._wait(ticket)
@@ -145,13 +180,36 @@ class Tickets:
                         lock._acquire_restore(held)  # type: ignore[attr-defined]
             if ticket.error is not None:
                 raise MoveFailed from ticket.error
+        return waited
 
     def wait_for_all(self) -> None:
-        """The same, of every ticket, failed or not."""
-        for ticket in list(self._live.values()):
+        """Until every ticket is over, failed or not; ops come after them."""
+        live = list(self._live.values())
+        for ticket in live:
             if not ticket.is_over:
                 self.waits += 1
                 self._wait(ticket)
+        self._pass(live)
+
+    def pass_over(self) -> None:
+        """Ops come after all that is over."""
+        self._pass([ticket for ticket in self._live.values() if ticket.is_over])
+
+    def _pass(self, tickets: Iterable[Ticket]) -> None:
+        for ticket in tickets:
+            if ticket.error is None and self._live.pop(ticket.number, None) is not None:
+                if ticket.mark:
+                    self.waits += 1
+                    self._reach(ticket.mark)
+                self._forget_before(ticket)
+
+    def _forget_before(self, ticket: Ticket) -> None:
+        """Whoever comes after it comes after what it waited for."""
+        behind = [ticket]
+        while behind:
+            last = behind.pop()
+            before, last.after = last.after, []
+            behind += [one for one in before if self._live.pop(one.number, None) is not None]
 
     def forget(self, tickets: Iterable[Ticket]) -> None:
         """What failed has been put right."""
@@ -175,8 +233,9 @@ class Tickets:
         while self._over:
             number = self._over.popleft()
             ticket = self._live.get(number)
-            if ticket is not None and ticket.error is None:
+            if ticket is not None and ticket.error is None and not ticket.mark:
                 del self._live[number]
+                self._forget_before(ticket)
 
     def _column(self, tier: str, numbers: Int32) -> npt.NDArray[np.int64]:
         column = self._columns[tier]
@@ -239,24 +298,16 @@ class Lane:
     def _run(self) -> None:
         while (work := self._queue.get()) is not None:
             transfer, ticket = work
-            error = None
-            for before in ticket.after:
-                before.wait()
-                error = error or before.error
-            ticket.after = []
-            ticket.end(error or self._carry(transfer))
+            ticket.carry(partial(self._carry, transfer))
             del work, transfer, ticket
 
-    def _carry(self, transfer: Transfer) -> BaseException | None:
+    def _carry(self, transfer: Transfer, after: Mark) -> Mark:
         with self._clock:
             if not self._busy:
                 self._since = time.perf_counter()
             self._busy += 1
         try:
-            transfer.run()
-            return None
-        except BaseException as error:  # a thread that died would be waited for
-            return error
+            return transfer.run(after)
         finally:
             with self._clock:
                 self._busy -= 1

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ..devices.device import Copy, Device, HostMemory
+from ..devices.device import PLANNED, THROUGH_DISK, URGENT, Copy, Device, HostMemory, Mark
 from ..disk.integrity import Stamps, Sums, page_sums
 from ..disk.tier import DiskTier
 from ..disk.watch import IoWatch
@@ -25,8 +25,8 @@ _STAGING_PAGES = 8  # a power of two, so that the memory is in one piece
 
 @dataclass(slots=True, eq=False)
 class Transfer:
-    """``pages``, of ``versions``, between ``frames`` and ``slots`` of ``tier``. ``queued``: on a
-    lane, behind ``mark`` (``Device.mark``); otherwise in the order of what the caller does."""
+    """``pages``, of ``versions``, between ``frames`` and ``slots`` of ``tier``. ``mark``: of ops,
+    when this was decided. ``urgent``: somebody waits for it."""
 
     carrier: Carrier
     tier: str
@@ -35,16 +35,15 @@ class Transfer:
     frames: Int32
     slots: Int32
     to_device: bool
-    queued: bool = False
-    mark: Any = None
+    mark: Mark = ()
+    urgent: bool = False
 
-    def run(self) -> None:
-        """Move the bytes. Queued, they are there when it returns; otherwise for whatever the caller
-        queues next. Any thread; without the GIL while bytes move."""
-        if self.to_device:
-            self.carrier.bring(self)
-        else:
-            self.carrier.take_away(self)
+    def run(self, after: Mark) -> Mark:
+        """Move the bytes, behind ``after``; when they are there. Any thread; without the GIL while
+        bytes move. If it raises, nothing of it is under way but ``Carrier.given_up``."""
+        return (self.carrier.bring if self.to_device else self.carrier.take_away)(
+            self, self.mark + after
+        )
 
 
 class Carrier:
@@ -77,79 +76,70 @@ class Carrier:
             for user in ((False, False), (True, False), (True, True)):
                 (self._staging[user],) = backend.host_memory(_STAGING_PAGES * page_size)
         self._staging_locks = {user: threading.Lock() for user in self._staging}
+        self._staging_marks: dict[tuple[bool, bool], Mark] = dict.fromkeys(self._staging, ())
 
     # -- off the device --------------------------------------------------------------------------
-    def take_away(self, transfer: Transfer) -> None:
+    def take_away(self, transfer: Transfer, after: Mark) -> Mark:
         """Frames → slots; stamped."""
         if transfer.tier == "disk":
             try:
-                self._write(transfer)
+                self._write(transfer, after)
             except BaseException as error:
                 self.disk_refuses = isinstance(error, PagerError)
                 raise
             self.disk_refuses = False
-            return
-        self._copy(transfer, self._host_copies(transfer))
+            return ()
+        mark = self._copy(transfer, self._host_copies(transfer), after)
         stamps = self.host_stamps
-        if stamps is not None:
-            if not transfer.queued:
-                self._backend.host_ready()
-            stamps.claim(transfer.slots, transfer.pages, transfer.versions)
-            stamps.wrote(transfer.slots, self._host_sums(transfer.slots))
+        if stamps is None:
+            return mark
+        self._backend.wait(mark)
+        stamps.claim(transfer.slots, transfer.pages, transfer.versions)
+        stamps.wrote(transfer.slots, self._host_sums(transfer.slots))
+        return ()
 
-    def _write(self, transfer: Transfer) -> None:
+    def _write(self, transfer: Transfer, after: Mark) -> None:
         assert self._disk is not None
         self._disk.stamps.claim(transfer.slots, transfer.pages, transfer.versions)
         for copies, buffers in self._disk_batches(transfer):
-            if copies:
-                self._copy(transfer, copies)
-                if not transfer.queued:
-                    self._backend.host_ready()
-            else:
-                self._reach(transfer)
-            if transfer.queued:
-                self._disk.write(buffers, here=True)
-            else:
+            mark = self._copy(transfer, copies, after) if copies else after
+            self._backend.wait(mark)
+            if transfer.urgent:
                 self._wait(self._disk.submit_write(buffers))
+            else:
+                self._disk.write(buffers, here=True)
 
     # -- onto the device -------------------------------------------------------------------------
-    def bring(self, transfer: Transfer) -> None:
+    def bring(self, transfer: Transfer, after: Mark) -> Mark:
         """Slots → frames. Raises ``CorruptPage`` where a slot does not hold what was written."""
         if transfer.tier == "disk":
-            self._read(transfer)
-            return
+            return self._read(transfer, after)
         self._verify_host(transfer.pages, transfer.versions, transfer.slots)
-        self._copy(transfer, self._host_copies(transfer))
+        return self._copy(transfer, self._host_copies(transfer), after)
 
-    def _read(self, transfer: Transfer) -> None:
+    def _read(self, transfer: Transfer, after: Mark) -> Mark:
         assert self._disk is not None
         self._disk.stamps.expect(transfer.slots, transfer.pages, transfer.versions)
-        for copies, buffers in self._disk_batches(transfer):
-            if not copies:
-                self._reach(transfer)
-            if transfer.queued:
-                self._disk.read(buffers, here=True)
-            else:
-                self._wait(self._disk.submit_read(buffers))
-            self._copy(transfer, copies)
-            if copies and not transfer.queued:
-                self._backend.host_ready()
+        user, mark = self._user(transfer), ()
+        try:
+            for copies, buffers in self._disk_batches(transfer):
+                if not copies:
+                    self._backend.wait(after)
+                if transfer.urgent:
+                    self._wait(self._disk.submit_read(buffers))
+                else:
+                    self._disk.read(buffers, here=True)
+                if copies:
+                    mark = self._staging_marks[user] = self._copy(transfer, copies, after)
+        except BaseException:
+            self._backend.wait(mark)  # the frames are given back
+            raise
+        return mark
 
     # -- both ------------------------------------------------------------------------------------
-    def _copy(self, transfer: Transfer, copies: list[Copy]) -> None:
-        backend, mark = self._backend, transfer.mark
-        if not copies:
-            return
-        if not transfer.queued:
-            (backend.copy_in if transfer.to_device else backend.copy_out)(copies)
-        elif transfer.to_device:
-            backend.carry_in(copies, mark)
-        else:
-            backend.carry_out(copies, mark)
-
-    def _reach(self, transfer: Transfer) -> None:
-        """Ops and copies are done with the frames (rule 7 of ``devices/device.py``)."""
-        self._backend.wait(transfer.mark if transfer.queued else self._backend.mark())
+    def _copy(self, transfer: Transfer, copies: list[Copy], after: Mark) -> Mark:
+        lane = URGENT if transfer.urgent else PLANNED if transfer.tier == "host" else THROUGH_DISK
+        return self._backend.copy(copies, lane, after, to_device=transfer.to_device)
 
     def _wait(self, future: Future[None]) -> None:
         try:
@@ -172,7 +162,7 @@ class Carrier:
     def _disk_batches(
         self, transfer: Transfer
     ) -> Iterator[tuple[list[Copy], list[tuple[int, Any]]]]:
-        """Disk I/O in one batch straight on the frames (rule 7 of ``devices/device.py``), or piece
+        """Disk I/O in one batch straight on the frames (rule 5 of ``devices/device.py``), or piece
         by piece through a staging buffer."""
         size, frames, slots = self._size, transfer.frames, transfer.slots
         if not self._staging:
@@ -184,10 +174,11 @@ class Carrier:
                 ],
             )
             return
-        user = transfer.queued, transfer.queued and transfer.to_device
+        user = self._user(transfer)
         staging = self._staging[user].bytes
         with self._staging_locks[user]:
             for start in range(0, len(frames), _STAGING_PAGES):
+                self._backend.wait(self._staging_marks[user])  # they may still be read
                 part = slice(start, start + _STAGING_PAGES)
                 copies, buffers, used = [], [], 0
                 for frame, slot, count in merge(frames[part], slots[part]):
@@ -196,6 +187,10 @@ class Carrier:
                     buffers.append((slot, piece))
                     used += count * size
                 yield copies, buffers
+
+    def _user(self, transfer: Transfer) -> tuple[bool, bool]:
+        """Of a staging buffer."""
+        return not transfer.urgent, not transfer.urgent and transfer.to_device
 
     # -- host slots ------------------------------------------------------------------------------
     def _verify_host(self, pages: Int32, versions: npt.NDArray[np.int64], slots: Int32) -> None:
@@ -217,14 +212,13 @@ class Carrier:
 
     # -- to plain memory -------------------------------------------------------------------------
     def copy_out(self, frames: Int32, places: Int32, out: npt.NDArray[np.uint8]) -> None:
-        """``frames`` into the places, in pages, of ``out``. Complete after ``host_ready``."""
-        size = self._size
-        self._backend.copy_out(
-            [
-                Copy(frame * size, out[place * size : (place + count) * size])
-                for frame, place, count in merge(frames, places)
-            ]
-        )
+        """``frames`` into the places, in pages, of ``out``. While nothing is on its way."""
+        size, backend = self._size, self._backend
+        copies = [
+            Copy(frame * size, out[place * size : (place + count) * size])
+            for frame, place, count in merge(frames, places)
+        ]
+        backend.wait(backend.copy(copies, URGENT, backend.mark(), to_device=False))
 
     def read_host(
         self, pages: Int32, versions: npt.NDArray[np.int64], slots: Int32, places: Int32,
@@ -232,7 +226,7 @@ class Carrier:
     ) -> None:  # fmt: skip
         """The same of host slots."""
         self._verify_host(pages, versions, slots)
-        self._backend.host_ready()
+        self._backend.wait(self._backend.mark())
         for place, view in self._host.stretches(places, slots):
             out[place * self._size : place * self._size + len(view)] = view
 

@@ -12,7 +12,7 @@ import tensorpager as tp
 from tensorpager.pager.devices.accelerator import Accelerator
 from tensorpager.pager.devices.choice import make_device
 from tensorpager.pager.devices.cuda_memory import CudaMemory, has_batches
-from tensorpager.pager.devices.device import Bytes, Copy
+from tensorpager.pager.devices.device import PLANNED, Bytes, Copy
 
 MIB = 1 << 20
 Counted = Callable[[Callable[[], object]], dict[str, int]]
@@ -82,9 +82,9 @@ def test_copies_of_one_call_are_one_call_of_the_driver(batches: bool, counted: C
     copies = every_second_frame(memory.bytes)
 
     def both_ways() -> None:
-        device.carry_in(copies, None)
+        device.wait(device.copy(copies, PLANNED, (), to_device=True))
         memory.bytes[:] = 0
-        device.carry_out(copies, device.mark())
+        device.wait(device.copy(copies, PLANNED, device.mark(), to_device=False))
 
     found = counted(both_ways)
     assert np.array_equal(memory.bytes, before)

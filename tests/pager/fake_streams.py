@@ -20,8 +20,6 @@ from tensorpager.pager.devices.accelerator import Accelerator
 from tensorpager.pager.devices.cpu import Cpu
 from tensorpager.pager.devices.device import HostMemory
 
-from .models import PAGE_BYTES
-
 
 class Stream:
     """``seen``: for each stream, how much of its work comes before what is queued here next."""
@@ -126,10 +124,7 @@ class FakeKit:
 
 
 class FakeAccelerator(Accelerator):
-    """The accelerator's copies and marks, on a CPU's memory.
-
-    ``written``: addresses of the host slots that were copied to, by the way that did it.
-    """
+    """The accelerator's copies and marks, on a CPU's memory."""
 
     def __init__(
         self,
@@ -149,27 +144,14 @@ class FakeAccelerator(Accelerator):
             *("meter_level", "meter_timeline", "meter_alive", "dense_of"),
         ):
             setattr(self, name, getattr(cpu, name))
-        self.written: dict[str, set[int]] = {"fault": set(), "planned": set()}
 
-    def copy_out(self, copies: Any) -> None:
-        super().copy_out(self._when_due(copies, "fault"))
+    def copy(self, copies: Any, lane: str, after: Any, *, to_device: bool) -> Any:
+        return super().copy(self._when_due(copies), lane, after, to_device=to_device)
 
-    def copy_in(self, copies: Any) -> None:
-        super().copy_in(self._when_due(copies))
-
-    def carry_out(self, copies: Any, mark: Any) -> None:
-        super().carry_out(self._when_due(copies, "planned"), mark)
-
-    def carry_in(self, copies: Any, mark: Any) -> None:
-        super().carry_in(self._when_due(copies), mark)
-
-    def _when_due(self, copies: Any, way: str = "") -> Any:
+    def _when_due(self, copies: Any) -> Any:
         """Asked for on the stream that copies, after its waits."""
         for copy in copies:
             self._streams.run_before(self._streams.current())
-            if way:
-                first, nbytes = copy.host.ctypes.data, len(copy.host)
-                self.written[way].update(range(first, first + nbytes, PAGE_BYTES))
             yield copy
 
 

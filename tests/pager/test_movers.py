@@ -18,6 +18,7 @@ import torch
 
 import tensorpager as tp
 from tensorpager.pager.debug.check import check_invariants
+from tensorpager.pager.devices.device import PLANNED, Mark
 from tensorpager.pager.disk import watch as io_watch
 from tensorpager.pager.moves import residency as residency_module
 from tensorpager.pager.moves.tickets import Lane
@@ -155,10 +156,17 @@ def goes_on_by_faults(pager: tp.Pager, cause: type[Exception], words: str) -> No
 
 
 @pytest.mark.slow  # test_planned.py has a quick one
-@pytest.mark.parametrize("which", ["carry_in", "carry_out"])
-def test_the_devices_copies_fail(one_thread, monkeypatch, which: str) -> None:
+@pytest.mark.parametrize("to_device", [True, False])
+def test_the_devices_copies_fail(one_thread, monkeypatch, to_device: bool) -> None:
     with planned_pager() as pager:
-        monkeypatch.setattr(pager.core.backend, which, breaks)
+        copy = pager.core.backend.copy
+
+        def broken(copies: Any, lane: str, after: Mark, **way: bool) -> Mark:
+            if lane == PLANNED and way["to_device"] == to_device:
+                breaks()
+            return copy(copies, lane, after, **way)
+
+        monkeypatch.setattr(pager.core.backend, "copy", broken)
         goes_on_by_faults(pager, BrokenCopyError, "no copy today")
 
 

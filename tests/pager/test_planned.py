@@ -13,6 +13,7 @@ from torch import nn
 
 import tensorpager as tp
 from tensorpager.pager.debug.chaos import chaos
+from tensorpager.pager.devices.device import Mark
 from tensorpager.pager.errors import PagerError, TierFull
 from tensorpager.pager.moves.transfers import Transfer
 
@@ -284,10 +285,10 @@ def test_a_disk_that_fails_stops_the_plan(one_thread, tmp_path, monkeypatch) -> 
     """Planned writes fail for a while: training goes on by faults, to the same bits."""
     count = itertools.count()
 
-    def run(self: Transfer) -> None:
-        if self.queued and not self.to_device and next(count) == 3:
+    def run(self: Transfer, after: Mark) -> Mark:
+        if not self.urgent and not self.to_device and next(count) == 3:
             raise PagerError("the drive is gone for a moment")
-        original(self)
+        return original(self, after)
 
     original = Transfer.run
     monkeypatch.setattr(Transfer, "run", run)

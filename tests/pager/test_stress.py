@@ -21,6 +21,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from tensorpager.pager.devices.device import Mark
 from tensorpager.pager.moves.transfers import Transfer
 
 from .models import RESERVE_BYTES, World, compare_runs, make_pager
@@ -50,11 +51,12 @@ def slow_channels(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
             delayed_transfers[name] += 1
             time.sleep(chance.random() * LONGEST_DELAY_SECONDS)
 
-    def delayed(self: Transfer) -> None:
+    def delayed(self: Transfer, after: Mark) -> Mark:
         name = f"{self.tier}-{'in' if self.to_device else 'out'}"
         delay(name)
-        run(self)
+        mark = run(self, after)
         delay(name)
+        return mark
 
     monkeypatch.setattr(Transfer, "run", delayed)
     return delayed_transfers

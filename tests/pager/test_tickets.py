@@ -12,6 +12,7 @@ import torch
 
 import tensorpager as tp
 from tensorpager.pager.debug.check import check_invariants
+from tensorpager.pager.devices.device import Mark
 from tensorpager.pager.disk import watch as io_watch
 from tensorpager.pager.disk.watch import IoWatch
 from tensorpager.pager.errors import PagerError
@@ -35,13 +36,13 @@ class Gate:
         self.begun = 0
         run = Transfer.run
 
-        def gated(transfer: Transfer) -> None:
-            if transfer.queued:
+        def gated(transfer: Transfer, after: Mark) -> Mark:
+            if not transfer.urgent:
                 self.begun += 1
                 assert self.opened.wait(300)
                 if self.fails == ("in" if transfer.to_device else "out"):
                     raise PagerError("not today")
-            run(transfer)
+            return run(transfer, after)
 
         monkeypatch.setattr(Transfer, "run", gated)
 
@@ -184,7 +185,7 @@ def test_the_lock_is_not_held_while_bytes_are_waited_for(swapped, gate: Gate) ->
 def test_the_watchdog_says_what_is_queued(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tickets_module, "_WATCHDOG_SECONDS", 0.01)
     monkeypatch.setattr(io_watch, "_TICK_SECONDS", 0.01)
-    tickets = Tickets(IoWatch(60.0))
+    tickets = Tickets(IoWatch(60.0), lambda mark: None)
     stuck = tickets.take("3 pages to disk", ("device", np.arange(3, dtype=np.int32)))
     with pytest.raises(PagerError, match=r"no page moved for .*; queued: 3 pages to disk"):
         tickets.wait([stuck])

@@ -42,40 +42,71 @@ CHAOS = "pager/debug/chaos.py"
 ACCELERATOR = "pager/devices/accelerator.py"
 MIGRATION = "pager/moves/migration.py"
 MOVER = "pager/moves/mover.py"
+TICKETS = "pager/moves/tickets.py"
 TRANSFERS = "pager/moves/transfers.py"
 RESIDENCY = "pager/moves/residency.py"
 ON_COMPUTE = "        with self.backend.on_compute():"
 HERE = "        if True:"
 MUTANTS = {
-    # -- copies of faults
+    # -- copies
     "an out-copy waits for no op": Mutant(
-        ACCELERATOR,
-        "        self._after_ops(self._out)\n",
-        "",
+        MIGRATION,
+        "        versions, mark = self.table.version[pages], self.backend.mark()\n",
+        "        versions, mark = self.table.version[pages], ()\n",
         "pages_take_turns_in_one_frame",
     ),
     "an in-copy waits for no op": Mutant(
-        ACCELERATOR,
-        "        self._after_ops(self._in)\n",
-        "",
+        MIGRATION,
+        "        versions, mark = self.table.version[pages], self.backend.mark()\n",
+        "        versions, mark = self.table.version[pages], ()\n",
         "a_late_op_and_a_page_that_comes",
     ),
-    "an in-copy waits for no out-copy": Mutant(
-        ACCELERATOR,
-        "        self._in.wait_stream(self._out)\n",
-        "",
-        "pages_take_turns_in_one_frame",
-    ),
-    "an op does not wait for in-copies": Mutant(
-        ACCELERATOR,
-        "        self._compute.wait_stream(self._in)\n",
-        "        pass\n",
-        "pages_take_turns_in_one_frame",
-    ),
-    "what comes in may be used at once": Mutant(
+    "a planned out-copy waits for no op": Mutant(
         MIGRATION,
-        "        self.backend.use_frames()\n",
+        "        versions, mark = self.table.version[pages], self.backend.mark()\n",
+        "        versions, mark = self.table.version[pages], ()\n",
+        "a_planned_page_leaves_and_comes",
+    ),
+    "a planned in-copy waits for no op": Mutant(
+        MIGRATION,
+        "        versions, mark = self.table.version[pages], self.backend.mark()\n",
+        "        versions, mark = self.table.version[pages], ()\n",
+        "a_planned_page_comes_to_a_frame_that_was_in_use",
+    ),
+    "a copy for the disk waits for no op": Mutant(
+        MIGRATION,
+        "        versions, mark = self.table.version[pages], self.backend.mark()\n",
+        "        versions, mark = self.table.version[pages], ()\n",
+        "planned_pages_pass_through_the_disks_buffers",
+    ),
+    "a transfer drops the mark of ops": Mutant(
+        TRANSFERS,
+        "            self, self.mark + after\n",
+        "            self, after\n",
+        "a_planned_page_leaves_and_comes",
+    ),
+    "a copy waits for no mark": Mutant(
+        ACCELERATOR,
+        "                stream.wait_event(event)\n",
+        "                pass\n",
+        "pages_take_turns_in_one_frame",
+    ),
+    "a mark is of no moment": Mutant(
+        ACCELERATOR,
+        "            events[-1].record(stream)\n",
         "",
+        "a_planned_page_leaves_and_comes",
+    ),
+    "a mark is made of another stream": Mutant(
+        ACCELERATOR,
+        "            events[-1].record(stream)\n",
+        '            events[-1].record(self._copies["disk", 1])\n',
+        "a_planned_page_leaves_and_comes",
+    ),
+    "ops reach no mark": Mutant(
+        ACCELERATOR,
+        "            self._compute.wait_event(event)\n",
+        "            pass\n",
         "pages_take_turns_in_one_frame",
     ),
     "copies are queued among the ops": Mutant(
@@ -92,45 +123,49 @@ MUTANTS = {
         "a_copy_fails_behind_others",
     ),
     # -- the host
-    "the host does not wait for out-copies": Mutant(
+    "the host does not wait for a mark": Mutant(
         ACCELERATOR,
-        "        self._out.synchronize()\n",
-        "",
-        "a_buffer_of_the_disk_is_filled_again",
-        "    def host_ready(self) -> None:\n",
-    ),
-    "the host does not wait for in-copies": Mutant(
-        ACCELERATOR,
-        "        self._in.synchronize()\n",
-        "",
+        "            event.synchronize()\n",
+        "            pass\n",
         "a_buffer_of_the_disk_is_filled_again",
     ),
     "the disk writes before its bytes are there": Mutant(
         TRANSFERS,
-        "                    self._backend.host_ready()\n",
-        "                    pass\n",
+        "            self._backend.wait(mark)\n            if transfer.urgent:\n",
+        "            if transfer.urgent:\n",
         "disk",
     ),
     "a staging buffer is filled again while it is read": Mutant(
         TRANSFERS,
-        "                self._backend.host_ready()\n",
-        "                pass\n",
+        "                self._backend.wait(self._staging_marks[user])  # they may still be read\n",
+        "",
         "disk",
-        "            if copies and not transfer.queued:\n",
+    ),
+    "nobody knows who reads a staging buffer": Mutant(
+        TRANSFERS,
+        "                    mark = self._staging_marks[user] = "
+        "self._copy(transfer, copies, after)\n",
+        "                    mark = self._copy(transfer, copies, after)\n",
+        "disk",
     ),
     "a checksum is made of bytes that have not arrived": Mutant(
         TRANSFERS,
-        "                self._backend.host_ready()\n",
-        "                pass\n",
+        "        self._backend.wait(mark)\n        stamps.claim(",
+        "        stamps.claim(",
         "pages_are_verified",
-        "            if not transfer.queued:\n",
     ),
     "a page is saved before it has arrived": Mutant(
         TRANSFERS,
-        "        self._backend.host_ready()\n",
+        "        self._backend.wait(self._backend.mark())\n",
         "",
         "a_page_is_saved_from_where_it_is",
         "        self._verify_host(pages, versions, slots)\n",
+    ),
+    "a page is saved before its copy is there": Mutant(
+        TRANSFERS,
+        "        backend.wait(backend.copy(copies, URGENT, backend.mark(), to_device=False))\n",
+        "        backend.copy(copies, URGENT, backend.mark(), to_device=False)\n",
+        "a_page_is_saved_from_the_device",
     ),
     "the clock is read before the work is done": Mutant(
         ACCELERATOR,
@@ -178,14 +213,14 @@ MUTANTS = {
     ),
     # -- what the runtime queues among the ops
     "a frame is written while its page leaves": Mutant(
-        ACCELERATOR,
-        "        self._compute.wait_stream(self._out)\n",
-        "",
+        RESIDENCY,
+        '        tickets.wait(tickets.of(("device", frames)))\n',
+        "        pass\n",
         "a_new_page_takes_the_frame_of_one_that_leaves",
     ),
     "a frame is written while a late op uses it": Mutant(
         ACCELERATOR,
-        "        self._after_ops(self._compute)\n",
+        "            self._after_ops(self._compute)\n",
         "",
         "a_late_op_and_a_new_page",
     ),
@@ -193,13 +228,13 @@ MUTANTS = {
         ACCELERATOR,
         "        with on_stream(self._compute):\n",
         "        with on_stream(torch.Stream(self.device)):\n",
-        "a_new_page_takes_the_frame_of_one_that_leaves",
+        "a_late_op_and_a_new_page",
     ),
     "a new page takes its frame at once": Mutant(
         RESIDENCY,
         ON_COMPUTE + "\n            if not run.overwritten:\n",
         HERE + "\n            if not run.overwritten:\n",
-        "a_new_page_takes_the_frame_of_one_that_leaves",
+        "a_late_op_and_a_new_page",
     ),
     "a page slides at once": Mutant(
         RESIDENCY,
@@ -227,116 +262,59 @@ MUTANTS = {
         "        return upload(torch.from_numpy(self.frame[:count]), self._device)\n",
         "scattered",
     ),
-    # -- planned moves
-    "a mark is of no moment": Mutant(
-        ACCELERATOR,
-        "            events[-1].record(stream)\n",
-        "",
-        "a_planned_page_leaves_and_comes",
-    ),
-    "a mark is made of another stream": Mutant(
-        ACCELERATOR,
-        "            events[-1].record(stream)\n",
-        "            events[-1].record(self._in)\n",
-        "a_planned_page_leaves_and_comes",
-    ),
-    "a planned copy does not wait for its mark": Mutant(
-        ACCELERATOR,
-        "            stream.wait_event(event)\n",
-        "            pass\n",
-        "a_planned_page_leaves_and_comes",
-    ),
-    "a planned copy does not wait for those of faults": Mutant(
-        ACCELERATOR,
-        "        stream.wait_stream(self._out)\n",
-        "",
-        "a_page_that_left_by_a_fault_comes_as_planned",
-    ),
-    "a planned copy ends before its bytes have moved": Mutant(
-        ACCELERATOR,
-        "        stream.synchronize()\n",
-        "",
-        "a_planned_page_leaves_and_comes",
-        "        self._copy(stream, copies, to_device=to_device)\n",
-    ),
-    "a planned out-copy is given no mark": Mutant(
-        MOVER,
-        "        mark = self._residency.backend.mark()\n",
-        "        mark = None\n",
-        "a_planned_page_leaves_and_comes",
-    ),
-    "a planned in-copy is given no mark": Mutant(
-        MOVER,
-        "            mark = self._residency.mark_of(ends)\n",
-        "            mark = None\n",
-        "a_planned_page_comes_to_a_frame_that_was_in_use",
-    ),
-    "a planned in-copy is given the oldest mark of its frames": Mutant(
-        RESIDENCY,
-        "        return max(marks, key=lambda mark: mark[0])[1] if marks else None\n",
-        "        return min(marks, key=lambda mark: mark[0])[1] if marks else None\n",
-        "frames_of_a_planned_page_were_given_back_one_by_one",
-    ),
-    "frames are given back without a mark": Mutant(
-        RESIDENCY,
-        "        self.note_use(frames)\n",
-        "",
-        "a_planned_page_comes_to_a_frame_that_was_in_use",
-        "    def _give_back(self, frames: Int32) -> None:\n",
-    ),
-    "chaos writes, and its frames have no mark": Mutant(
-        CHAOS,
-        "                pager.residency.note_use(frames)\n",
-        "",
-        "a_planned_page_comes_to_a_frame_that_chaos_has_written",
-    ),
-    "a page moves, and its frames have no mark": Mutant(
-        RESIDENCY,
-        "        self.note_use(old)\n",
-        "",
-        "a_planned_page_comes_to_a_frame_that_one_has_moved_from",
-    ),
-    "a page slides, and its frames have no mark": Mutant(
-        RESIDENCY,
-        "            self.note_use(sources)\n",
-        "",
-        "a_planned_page_comes_to_a_frame_that_one_has_slid_from",
-    ),
-    "a planned out-copy to the host has no mark": Mutant(
-        TRANSFERS,
-        "            backend.carry_out(copies, mark)\n",
-        "            backend.carry_out(copies, None)\n",
-        "a_planned_page_leaves_and_comes",
-    ),
-    "a planned in-copy from the host has no mark": Mutant(
-        TRANSFERS,
-        "            backend.carry_in(copies, mark)\n",
-        "            backend.carry_in(copies, None)\n",
-        "a_planned_page_comes_to_a_frame_that_was_in_use",
-    ),
-    "a planned out-copy to the disk has no mark": Mutant(
-        TRANSFERS,
-        "            backend.carry_out(copies, mark)\n",
-        "            backend.carry_out(copies, None)\n",
-        "planned_pages_pass_through_the_disks_buffers",
-    ),
-    "a planned in-copy from the disk has no mark": Mutant(
-        TRANSFERS,
-        "            backend.carry_in(copies, mark)\n",
-        "            backend.carry_in(copies, None)\n",
-        "planned_pages_pass_through_the_disks_buffers",
-    ),
     # -- tickets
-    "a transfer does not wait for those before it": Mutant(
-        "pager/moves/tickets.py",
-        "                before.wait()\n",
-        "                pass\n",
+    "a transfer waits for no thread": Mutant(
+        TICKETS,
+        "            before.wait()\n",
+        "            pass\n",
+        "a_page_comes_to_the_frame_of_one_that_leaves_for_the_disk",
+    ),
+    "streams take what comes after a thread": Mutant(
+        MOVER,
+        "        if by_them and all(before.is_over for before in ticket.after):\n",
+        "        if by_them:\n            ticket.after = []\n",
+        "a_page_comes_to_the_frame_of_one_that_leaves_for_the_disk",
+    ),
+    "a transfer is behind no other": Mutant(
+        TICKETS,
+        "            error, after = error or before.error, after + before.mark\n",
+        "            error = error or before.error\n",
+        "a_page_comes_to_the_frame_of_one_that_leaves",
+    ),
+    "a slot is filled while it is read": Mutant(
+        TICKETS,
+        "            error, after = error or before.error, after + before.mark\n",
+        "            error = error or before.error\n",
+        "a_page_is_in_the_slot_of_one_that_came",
+    ),
+    "a fault is behind no transfer": Mutant(
+        MIGRATION,
+        "            mark = transfer.run(sum((ticket.mark for ticket in before), ()))\n",
+        "            mark = transfer.run(())\n",
+        "pages_take_turns_in_one_frame",
+    ),
+    "a fault has no ticket": Mutant(
+        MIGRATION,
+        '            tickets.take("a fault", frames, slots).end(mark=mark)\n',
+        "            pass\n",
+        "pages_take_turns_in_one_frame",
+    ),
+    "ops do not wait for what streams carry": Mutant(
+        TICKETS,
+        "                    self._reach(ticket.mark)\n",
+        "",
+        "a_page_comes_to_the_frame_of_one_that_leaves",
+    ),
+    "what streams carry is over when it is queued": Mutant(
+        TICKETS,
+        "            if ticket is not None and ticket.error is None and not ticket.mark:\n",
+        "            if ticket is not None and ticket.error is None:\n",
         "a_page_comes_to_the_frame_of_one_that_leaves",
     ),
     "an op does not wait for its tickets": Mutant(
         RESIDENCY,
-        "        self.migration.tickets.wait(tickets, self.turns.lock)\n",
-        "",
+        "        return self.migration.tickets.wait(tickets, self.turns.lock)\n",
+        "        return False\n",
         "a_page_comes_to_the_frame_of_one_that_leaves",
     ),
     "what is on its way may be used": Mutant(
@@ -346,51 +324,53 @@ MUTANTS = {
         "        there = self.is_whole(run)\n",
         "a_page_comes_to_the_frame_of_one_that_leaves",
     ),
+    "a part that is on its way may be used": Mutant(
+        "pager/moves/parts.py",
+        '            bool((frames >= 0).all()) and not tickets.of(("device", frames))\n',
+        "            bool((frames >= 0).all())\n",
+        "a_part_is_on_its_way",
+    ),
     "a new page does not wait for one that leaves": Mutant(
         RESIDENCY,
         '        tickets.wait(tickets.of(("device", frames)))\n',
         "        pass\n",
         "a_new_page_takes_the_frame_of_one_that_is_queued",
     ),
+    "frames are erased while their pages leave": Mutant(
+        CHAOS,
+        "                pager.residency.reach(frames)\n",
+        "",
+        "chaos_writes_to_the_frame_of_one_that_leaves",
+    ),
     # -- a disk that moves frames itself
     "the disk writes frames that are in use": Mutant(
         TRANSFERS,
-        "                self._reach(transfer)\n",
-        "                pass\n",
+        "            self._backend.wait(mark)\n            if transfer.urgent:\n",
+        "            if transfer.urgent:\n",
         "the_disk_moves_frames",
-        "            else:\n",
     ),
     "the disk reads into frames that are in use": Mutant(
         TRANSFERS,
-        "                self._reach(transfer)\n",
-        "                pass\n",
+        "                    self._backend.wait(after)\n",
+        "                    pass\n",
         "the_disk_fills_a_frame_that_was_in_use",
-        "            if not copies:\n",
     ),
     "the disk writes frames before their mark": Mutant(
         TRANSFERS,
-        "                self._reach(transfer)\n",
-        "                pass\n",
+        "            self._backend.wait(mark)\n            if transfer.urgent:\n",
+        "            if transfer.urgent:\n",
         "the_disk_moves_frames_as_planned",
-        "            else:\n",
     ),
     "the disk reads into frames before their mark": Mutant(
         TRANSFERS,
-        "                self._reach(transfer)\n",
-        "                pass\n",
+        "                    self._backend.wait(after)\n",
+        "                    pass\n",
         "the_disk_moves_frames_as_planned",
-        "            if not copies:\n",
-    ),
-    "the host does not wait for a mark": Mutant(
-        ACCELERATOR,
-        "            event.synchronize()\n",
-        "            pass\n",
-        "the_disk_moves_frames",
     ),
     "the disk does not wait for a page that leaves for the host": Mutant(
-        ACCELERATOR,
-        "            event.synchronize()\n        self._out.synchronize()\n",
-        "            event.synchronize()\n",
+        MIGRATION,
+        "            mark = transfer.run(sum((ticket.mark for ticket in before), ()))\n",
+        "            mark = transfer.run(())\n",
         "the_disk_fills_a_frame_whose_page_leaves",
     ),
     # -- memory that is given back
@@ -429,8 +409,14 @@ MUTANTS = {
     "the pager is closed under ops": Mutant(
         "pager/core.py",
         "            self.backend.wait(self.backend.mark())\n",
-        "            self.backend.host_ready()\n",
+        "",
         "the_arena_is_given_back_under_what_is_queued",
+    ),
+    "the pager is closed under what nobody waited for": Mutant(
+        MOVER,
+        "        self._migration.tickets.pass_over()\n",
+        "",
+        "host_memory_is_given_back_under_what_is_queued",
     ),
 }
 

@@ -21,7 +21,7 @@ import tensorpager as tp
 from tensorpager.pager.debug.chaos import scramble
 from tensorpager.pager.devices import choice
 from tensorpager.pager.devices.choice import make_device, resolve
-from tensorpager.pager.devices.device import Copy, HostMemory
+from tensorpager.pager.devices.device import URGENT, Copy, HostMemory
 from tensorpager.pager.devices.plain_memory import PlainMemory
 from tensorpager.pager.machine.calibration.link import measure_link
 from tensorpager.pager.plan.compiled_plan import ANYWHERE, Action
@@ -92,9 +92,9 @@ def planned(tensor: tp.PagedTensor, what: str, tier: str = "host", base: int = A
         raise core.mover.error
 
 
-def slow_out(pager: tp.Pager) -> None:
-    """What is queued for the host begins a while later."""
-    lane = pager.core.mover.lanes["host-out"]
+def slow_disk(pager: tp.Pager) -> None:
+    """What is queued for the disk begins a while later."""
+    lane = pager.core.mover.lanes["disk-out"]
     begin = lane.add
     lane.add = lambda *work: threading.Timer(0.2, begin, work).start()  # type: ignore[method-assign]
 
@@ -124,6 +124,8 @@ def a_new_page_takes_the_frame_of_one_that_leaves(machine: Machine, folder: Path
 def a_page_moves_to_the_frame_of_one_that_leaves(machine: Machine, folder: Path) -> None:
     with small(2) as pager:
         x, y = page_of(pager, 1), page_of(pager, 2)
+        _clean(pager, x)
+        Late(pager, x, y).op()
         free = evict(pager, x)
         pages = np.array([y._storage.run.first], np.int32)
         with pager.core.quiet():
@@ -136,6 +138,8 @@ def a_page_moves_to_the_frame_of_one_that_leaves(machine: Machine, folder: Path)
 def pages_slide_to_the_frames_of_one_that_leaves(machine: Machine, folder: Path) -> None:
     with small(3) as pager:
         x, y = page_of(pager, 1), page_of(pager, 2, pages=2)
+        _clean(pager, x)
+        Late(pager, x, y).op()
         assert evict(pager, x) < frame_of(y)
         with pager.core.quiet():
             pager.core.residency.compact(set())
@@ -145,10 +149,13 @@ def pages_slide_to_the_frames_of_one_that_leaves(machine: Machine, folder: Path)
 
 @script
 def chaos_writes_to_the_frame_of_one_that_leaves(machine: Machine, folder: Path) -> None:
-    with small(1) as pager:
-        x = page_of(pager, 1)
+    with small(2) as pager:
+        x, y = page_of(pager, 1), page_of(pager, 2)
+        _clean(pager, x)
+        Late(pager, x, y).op()
         scramble(pager.core)
         assert holds(x, 1)
+        assert holds(y, 2)
 
 
 @script
@@ -171,6 +178,31 @@ def a_page_is_saved_from_where_it_is(machine: Machine, folder: Path) -> None:
         with pager.core.quiet():
             pager.core.migration.copy_of(pages, out)
         assert (out.view(np.float32) == 1).all()
+
+
+@script
+def a_page_is_saved_from_the_device(machine: Machine, folder: Path) -> None:
+    with small(1) as pager:
+        x = page_of(pager, 1).add_(1)
+        (memory,) = pager.core.backend.host_memory(PAGE)
+        pages = np.array([x._storage.run.first], np.int32)
+        with pager.core.quiet():
+            pager.core.migration.copy_of(pages, memory.bytes)
+        machine.touch(memory.bytes.ctypes.data, PAGE, write=False)
+        assert (memory.bytes.view(np.float32) == 2).all()
+        memory.give_back()
+
+
+@script
+def a_part_is_on_its_way(machine: Machine, folder: Path) -> None:
+    with small(2, policy="lp") as pager:
+        x = page_of(pager, 1)
+        queue(x, "out")
+        queue(x, "in")
+        with pager.part(x, 0, 1, write=True) as frames:
+            start = int(frames[0]) * PAGE
+            pager.core.backend.arena[start : start + PAGE].view(torch.float32).add_(1)
+        assert holds(x, 2)
 
 
 @script
@@ -270,7 +302,6 @@ def a_page_comes_to_the_frame_of_one_that_leaves(machine: Machine, folder: Path)
     with small(1, policy="lp") as pager:
         x = page_of(pager, 1)
         y = page_of(pager, 2).add_(1)
-        slow_out(pager)
         queue(y, "out")
         queue(x, "in")
         assert holds(x, 1)
@@ -278,10 +309,37 @@ def a_page_comes_to_the_frame_of_one_that_leaves(machine: Machine, folder: Path)
 
 
 @script
+def a_page_comes_to_the_frame_of_one_that_leaves_for_the_disk(
+    machine: Machine, folder: Path
+) -> None:
+    """Which a thread carries out, and streams know nothing of."""
+    with small(1, policy="lp", disk_budget="4MiB", disk_path=folder) as pager:
+        x = page_of(pager, 1)
+        y = page_of(pager, 2).add_(1)
+        slow_disk(pager)
+        queue(y, "out", "disk")
+        queue(x, "in")
+        assert holds(x, 1)
+        assert holds(y, 3)
+
+
+@script
+def a_page_is_in_the_slot_of_one_that_came(machine: Machine, folder: Path) -> None:
+    """Before ops have waited for it."""
+    with small(2, policy="lp", host_budget=PAGE) as pager:
+        x, y = page_of(pager, 1), page_of(pager, 2)
+        queue(x, "out")
+        queue(x, "in")
+        pager.core.migration.drop_copies(x._storage.run.pages, "host")
+        queue(y, "out")
+        assert holds(x, 1)
+        assert holds(y, 2)
+
+
+@script
 def a_new_page_takes_the_frame_of_one_that_is_queued(machine: Machine, folder: Path) -> None:
     with small(1, policy="lp") as pager:
         x = page_of(pager, 1)
-        slow_out(pager)
         queue(x, "out")
         y = new_page(pager).add_(2)
         assert holds(x, 1)
@@ -652,8 +710,7 @@ def a_buffer_of_the_disk_is_filled_again(machine: Machine, folder: Path) -> None
     """Its copies to and from the device are over."""
     device = make_device(resolve(NAME), PAGE, PAGE)
     (memory,) = device.host_memory(PAGE)
-    for copy in (device.copy_in, device.copy_out):
-        copy([Copy(0, memory.bytes)])
-        device.host_ready()
+    for to_device in (True, False):
+        device.wait(device.copy([Copy(0, memory.bytes)], URGENT, (), to_device=to_device))
         machine.touch(memory.bytes.ctypes.data, PAGE, write=True)
     device.close()

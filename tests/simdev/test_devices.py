@@ -20,7 +20,7 @@ from tensorpager.pager.debug.check import check_invariants
 from tensorpager.pager.devices import plain_memory
 from tensorpager.pager.devices.accelerator import Accelerator
 from tensorpager.pager.devices.choice import make_device, resolve
-from tensorpager.pager.devices.device import Copy
+from tensorpager.pager.devices.device import URGENT, Copy
 from tensorpager.pager.errors import PagerError
 from tensorpager.pager.machine.doctor.gpu import gpu_findings
 from tensorpager.planner.trace_file import read_trace
@@ -185,8 +185,7 @@ def test_an_arena_that_is_made_anew_keeps_its_bytes(
 ) -> None:
     (piece,) = device.host_memory(4 * PAGE)
     piece.bytes[:] = torch.arange(4 * PAGE).to(torch.uint8).numpy()
-    device.copy_in([Copy(0, piece.bytes)])
-    device.use_frames()
+    device.reach(device.copy([Copy(0, piece.bytes)], URGENT, (), to_device=True))
     assert device.remake((6 if room else 61) * PAGE, empty=False) == room  # beside the old one
     size = device.arena.numel()
     assert size == (6 if room else 4) * PAGE

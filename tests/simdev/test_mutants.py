@@ -8,8 +8,8 @@ from .mutants import MUTANTS, found
 pytestmark = pytest.mark.simulated
 QUICK = {
     "an out-copy waits for no op",
-    "a planned copy does not wait for its mark",
-    "the host does not wait for out-copies",
+    "a copy waits for no mark",
+    "the host does not wait for a mark",
 }
 
 
