@@ -212,7 +212,7 @@ class Carrier:
 
     # -- to plain memory -------------------------------------------------------------------------
     def copy_out(self, frames: Int32, places: Int32, out: npt.NDArray[np.uint8]) -> None:
-        """``frames`` into the places, in pages, of ``out``. While nothing is on its way."""
+        """``frames`` into the places, in pages, of ``out``. What is on its way, ops come after."""
         size, backend = self._size, self._backend
         copies = [
             Copy(frame * size, out[place * size : (place + count) * size])
@@ -224,9 +224,8 @@ class Carrier:
         self, pages: Int32, versions: npt.NDArray[np.int64], slots: Int32, places: Int32,
         out: npt.NDArray[np.uint8],
     ) -> None:  # fmt: skip
-        """The same of host slots."""
+        """The same of host slots, whose bytes are there when ``copy_out`` has returned."""
         self._verify_host(pages, versions, slots)
-        self._backend.wait(self._backend.mark())
         for place, view in self._host.stretches(places, slots):
             out[place * self._size : place * self._size + len(view)] = view
 

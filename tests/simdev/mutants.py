@@ -156,10 +156,9 @@ MUTANTS = {
     ),
     "a page is saved before it has arrived": Mutant(
         TRANSFERS,
-        "        self._backend.wait(self._backend.mark())\n",
-        "",
+        "        backend.wait(backend.copy(copies, URGENT, backend.mark(), to_device=False))\n",
+        "        backend.copy(copies, URGENT, backend.mark(), to_device=False)\n",
         "a_page_is_saved_from_where_it_is",
-        "        self._verify_host(pages, versions, slots)\n",
     ),
     "a page is saved before its copy is there": Mutant(
         TRANSFERS,
