@@ -28,7 +28,7 @@ from .moves.interrupts import guard_interrupts
 from .optim import optimizer as _optimizer
 from .optim.advice import watch_steps
 from .optim.fused_states import Format
-from .optim.overlap import Overlap
+from .optim.in_backward import InBackward
 from .plan.explain import explain
 from .plan.follower import Follower
 from .plan.record import record_iterations, recording_from_environment
@@ -111,8 +111,8 @@ class Pager:
         name_pages(core)
         core.saved = saved = SavedTensors(core)
         core.images = Images()
-        core.overlap = overlap = Overlap(core)
-        core.page_grad = overlap.page_grad
+        core.in_backward = in_backward = InBackward(core)
+        core.page_grad = in_backward.page_grad
         core.profile_run = ProfileRun(core)
         watch_forward(core)
         core.opened = OpenWeights(core)

@@ -152,7 +152,7 @@ class Running:
         pager.profile_run.begin()
         with pager.lock:
             pager.begin_guests()
-        pager.overlap.begin()
+        pager.in_backward.begin()
         if pager.follower is not None and not pager.fits:
             with pager.lock:
                 pager.follower.begin()
@@ -219,7 +219,7 @@ class Running:
         if follower is not None:
             with pager.lock:
                 follower.end(ok=ok)
-        pager.overlap.end(ok)
+        pager.in_backward.end(ok)
         if follower is not None and ok:
             follower.warn()
 

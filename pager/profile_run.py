@@ -182,7 +182,7 @@ class ProfileRun:
         with pager.lock:
             frames = residency.pool.count
             roomy = pager.fits and 4 * (arena + transient + dense) <= 3 * budget.bytes
-            extra = transient if pager.fits else pager.overlap.extra_dense()
+            extra = transient if pager.fits else pager.in_backward.extra_dense()
             spare = 0
             if pager.fits and not pager.backend.host_addressable:
                 # Its allocator's fragments are not known before the first iteration with all dense.
@@ -195,7 +195,7 @@ class ProfileRun:
                         raise
                     pager.fits = False  # the arena cannot be made anew: all that was in it stays so
                     extra = spare = 0
-                    budget.settle(pager.overlap.extra_dense(), roomy=False)
+                    budget.settle(pager.in_backward.extra_dense(), roomy=False)
             least = budget.dense_peak if budget.fixed_reserve is None else budget.fixed_reserve
             if budget.reserve < least:  # pins of other threads were in the way
                 pager.turns.alone()

@@ -16,6 +16,9 @@ MODULES = (
     "pager.machine.fio",
     "pager.metrics.format",
     "pager.metrics.outputs",
+    "pager.optim.early",
+    "pager.optim.load_hooks",
+    "pager.optim.overlap",
     "pager.plan.op_clock",
     "pager.plan.recording",
     "pager.plan.sequence_trace",
@@ -63,6 +66,13 @@ def test_no_import_changes_another_module(path: Path) -> None:
                     assert not isinstance(target, ast.Name) or target.id in (
                         "_libc", own.get(name),
                     ), f"{name}:{node.lineno}"  # fmt: skip
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "pager").rglob("*.py")), ids=lambda p: p.name)
+def test_no_object_gets_another_class(path: Path) -> None:
+    for node in ast.walk(ast.parse(path.read_text())):
+        targets = node.targets if isinstance(node, ast.Assign) else []
+        assert not [t for t in targets if isinstance(t, ast.Attribute) and t.attr == "__class__"]
 
 
 @pytest.mark.parametrize("name", NAMES)

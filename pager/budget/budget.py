@@ -314,10 +314,8 @@ class DeviceBudget:
                 room = self._step.room if self._step is not None else Room(own.frames, 0)
             self._count(choice, room)
             if self.dense_peak > choice.dense:
-                self._at_peak = (
-                    "The peak of dense memory is a step of "
-                    f"{type(optimizer).__name__.removeprefix('Paged')}."
-                )
+                name = type(optimizer).__name__
+                self._at_peak = f"The peak of dense memory is a step of {name}."
             if self._is_enough(self.dense_peak, self.residency.largest_need):
                 break
         then = "No parameter was changed."
@@ -426,7 +424,7 @@ class DeviceBudget:
         if (
             unpaged is not None
             and any(unpaged.state.values())
-            and not hasattr(unpaged, "_tp_pager")
+            and not hasattr(unpaged, "_tp_paged")
         ):
             text += (
                 "This optimizer is not paged: wrap it with pager.optimizer(...); the states of "

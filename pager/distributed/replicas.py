@@ -21,6 +21,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parallel import DistributedDataParallel
 
 from ..errors import PagerError
+from ..optim.paged_optimizer import paged_of
 from ..tensor.interop import refuse_sharding
 from ..tensor.module import is_dtensor
 from ..tensor.paged_tensor import PagedTensor
@@ -91,10 +92,10 @@ def note_replicas(pager: Core) -> None:
         pager.budget.made_anew += nbytes
     pager.saved.count()
     for ref in pager.optimizers:
-        optimizer: Any = ref()
-        if optimizer is not None and optimizer._tp_early is not None:
-            optimizer._tp_early.stop(
-                optimizer, "DistributedDataParallel reduces gradients after they are accumulated"
+        paged = paged_of(ref())
+        if paged is not None and paged.in_backward is not None:
+            paged.in_backward.stop(
+                "DistributedDataParallel reduces gradients after they are accumulated"
             )
 
 

@@ -5,7 +5,7 @@
     sharded parameter (DTensor)  -> local shard: pages on device, host or disk
         all-gather: shards are copied in, one after another -> dense, for as long as FSDP2 keeps it
         reduce-scatter -> dense gradient of the shard -> pages, before anybody sees it
-                                                      -> or the shard is updated (``overlap.py``)
+                                                      -> or it is updated (``in_backward.py``)
     optimizer.step(): on the local shards (``optim/shards.py``)
 
 A sharded parameter stays the DTensor that FSDP2 made; only the memory of its shard is replaced. So
@@ -137,16 +137,16 @@ def _page_gradient(pager: Core) -> Any:
 
     def hook(parameter: Any) -> None:
         """FSDP2 has reduced the gradient of a shard. The shard is updated at once, where
-        ``overlap.py`` allows it, or else its dense gradient, a view of all its group's, moves into
-        pages."""
+        ``in_backward.py`` allows it, or else its dense gradient, a view of all its group's, moves
+        into pages."""
         pager, grad = weak(), parameter.grad
         if pager is None or grad is None or pager.fits or pager.closed_reason is not None:
             return
-        if pager.overlap.update(parameter):
+        if pager.in_backward.update(parameter):
             return
         if type(grad._local_tensor) is torch.Tensor:
             grad._local_tensor = copy_in(pager, grad._local_tensor, "gradient")
-            pager.overlap.paged(parameter)
+            pager.in_backward.note_paged(parameter)
 
     return hook
 

@@ -45,7 +45,7 @@ def counters(pager: Core, follower: Follower | None) -> dict[str, Any]:
         "arena_bytes": residency.frames * size,
         "live_bytes": pager.space.live_pages * size,
         "faults": residency.faults,
-        "overlap_updates": pager.overlap.updates,
+        "overlap_updates": pager.in_backward.updates,
         **_moves(follower),
         "bytes_out": migration.bytes_out,
         "bytes_in": migration.bytes_in,
@@ -84,9 +84,9 @@ def _moves(follower: Follower | None) -> dict[str, int]:
 
 def _with_overlap(pager: Core) -> int:
     """Device bytes at the peak of an update during backward."""
-    if not pager.overlap.dense_peak:
+    if not pager.in_backward.dense_peak:
         return 0
-    return pager.residency.peak_frames * pager.page_size + pager.overlap.dense_peak
+    return pager.residency.peak_frames * pager.page_size + pager.in_backward.dense_peak
 
 
 def plan_figures(follower: Follower | None) -> dict[str, float | None]:

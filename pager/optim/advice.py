@@ -26,10 +26,10 @@ OUTSIDE = (
 )
 
 
-def stepping(pager: Core) -> None:
-    """A step on parameters that are paged here."""
+def stepping(pager: Core, frames: int) -> None:
+    """A step on parameters that are paged here, which the user began so many frames above."""
     if not pager.inside and pager.budget.note_step_outside():
-        warnings.warn(OUTSIDE, UserWarning, stacklevel=4)
+        warnings.warn(OUTSIDE, UserWarning, stacklevel=frames + 1)
 
 
 _watching = False
@@ -50,12 +50,12 @@ def is_ours(hook: Any) -> bool:
 
 
 def _on_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    if hasattr(optimizer, "_tp_pager"):  # a paged one says so by itself
+    if hasattr(optimizer, "_tp_paged"):  # a paged one says so by itself
         return
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if type(parameter) is PagedTensor:
                 pager = parameter._storage.pager
-                stepping(pager)
+                stepping(pager, 3)
                 pager.budget.unpaged = weakref.ref(optimizer)
                 return

@@ -1,175 +1,143 @@
-"""An optimizer's step on plain views, past the dispatcher.
+"""An update by PyTorch's own code, on plain views of pages where that can be.
+
+::
+
+    all parameters at once on views        everything is on the device anyway
+    else one parameter at a time:
+        kernels on pages (``fused.py``)    slab by slab, or in scattered frames, which have no view
+        on views                           where it takes a share of the arena, and has its states
+        op by op on pages                  anything
 
 An update is many small ops (Adam: 14 for a parameter), and each one on a PagedTensor goes through
-Python. So pages are held for a whole update and the optimizer is given plain views of them: of
-all parameters at once where everything stays on the device anyway, else of one parameter with its
-gradient and states. Pages in scattered frames have no plain view; kernels on pages (``fused.py``)
-update those.
+Python. So pages are held for a whole update and the optimizer is given plain views of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from ..errors import InfeasibleBudget
+from ..errors import InfeasibleBudget, TierFull
 from ..tensor.dense_views import direct_view, withdraw
 from ..tensor.paged_tensor import PagedTensor
 from . import fused
-
-if TYPE_CHECKING:
-    from ..core import Core
+from .fused_states import page_state
+from .paged_optimizer import PagedOptimizer, alone, in_place
 
 _LEAST_FRAMES_PER_PAGE = 3  # so many in the arena for each page that an update holds
 
 
-def step_as_dense(optimizer: Any, raw: Callable[..., Any]) -> bool:
-    """Run ``raw`` (the optimizer's own step) with all paged parameters, gradients and states seen
-    as plain views. Values, states and groups are as after a step on the paged ones.
+def step_as_dense(paged: PagedOptimizer) -> bool:
+    """The optimizer's own step with all paged parameters, gradients and states seen as plain views.
+    Values, states and groups are as after a step on the paged ones.
 
-    ``False``, and nothing done, where not everything is kept on the device, where states would be
-    made (one parameter at a time is less at once), or where the class is a user's own, which may
-    look at what it is given.
+    ``False``, and nothing done, where not everything is kept on the device or has a plain view,
+    where states would be made (one parameter at a time is less at once), or where the class is a
+    user's own, which may look at what it is given.
     """
-    if not optimizer._tp_pager.fits or not _may_see_views(optimizer):
-        return False
     with torch._C.DisableTorchFunctionSubclass():
-        return _step_if_it_fits(optimizer, raw)
-
-
-def step_alone_as_dense(optimizer: Any, raw: Callable[..., Any]) -> bool:
-    """The same for an optimizer whose groups name one parameter at the moment: its gradient and
-    states are brought onto the device with it. ``False``, and nothing done, where that would take
-    more than a share of the arena; ops one by one take less."""
-    pager: Core = optimizer._tp_pager
-    if not _may_see_views(optimizer):
-        return False
-    with torch._C.DisableTorchFunctionSubclass():
-        runs = {t._storage.run.id: t._storage.run for t in paged_operands(optimizer)}
-        pages = sum(run.count for run in runs.values())
-        if pages > pager.residency.pool.count // _LEAST_FRAMES_PER_PAGE:
+        if not paged.pager.fits or not _may_see_views(paged) or not _step_on_views(paged):
             return False
-        return _step_if_it_fits(optimizer, raw)
-
-
-def _step_if_it_fits(optimizer: Any, raw: Callable[..., Any]) -> bool:
-    try:
-        return step_on_views(optimizer, raw)
-    except InfeasibleBudget:  # states are newer than what was measured, or the user pins too much
-        return False
-
-
-def _may_see_views(optimizer: Any) -> bool:
-    pager: Core = optimizer._tp_pager
-    if pager.budget.metering or pager.after_op is not None:
-        return False
-    if not f"{type(optimizer).__mro__[2].__module__}.".startswith("torch.optim."):
-        return False
-    with torch._C.DisableTorchFunctionSubclass():
-        return _has_its_states(optimizer) and _grads_match(optimizer)
-
-
-def step_on_views(optimizer: Any, raw: Callable[..., Any]) -> bool:
-    """Run ``raw`` with all that the groups of ``optimizer`` name (parameters that have a gradient,
-    their states, paged gradients) held on the device at once and seen as plain views.
-
-    Where the frames of one of them are scattered, kernels on pages do it; ``False``, and nothing
-    done, if they cannot. Raises what pinning raises, before anything changed. To be called without
-    torch functions of subclasses.
-    """
-    with _views(optimizer._tp_pager, paged_operands(optimizer)) as views:
-        if views is None:
-            return fused.step_held(optimizer)
-        parameters = list(_stepped(optimizer))
-        with _in_place_of_paged(optimizer, views):
-            raw(optimizer)
-        # Autograd must notice if a graph still wants the old values.
-        torch.autograd.graph.increment_version(parameters)
+        for state in paged.optimizer.state.values():  # some make one later, when a setting changes
+            page_state(paged.pager, state)
     return True
 
 
-def _stepped(optimizer: Any) -> Iterator[torch.Tensor]:
-    for group in optimizer.param_groups:
-        yield from (p for p in group["params"] if p.grad is not None)
+def update_one(
+    paged: PagedOptimizer, group: dict[str, Any], parameter: torch.Tensor, most: int | None = None
+) -> None:
+    """One parameter's part of the step. On views if it takes no more than ``most`` pages, a share
+    of the arena unless said otherwise; ops one by one take less."""
+    if fused.is_due(paged, group, parameter):
+        fused.update_one(paged, group, parameter)
+        return
+    if most is None:
+        most = paged.pager.residency.pool.count // _LEAST_FRAMES_PER_PAGE
+    with alone(paged.optimizer, group, parameter):
+        with torch._C.DisableTorchFunctionSubclass():
+            runs = {tensor._storage.run for tensor in _operands(paged)}
+            few = sum(run.count for run in runs) <= most
+            done = few and _may_see_views(paged) and _step_on_views(paged)
+        if not done:
+            paged.run()
+    if parameter in paged.optimizer.state:
+        page_state(paged.pager, paged.optimizer.state[parameter])
 
 
-def _has_its_states(optimizer: Any) -> bool:
-    state = optimizer.state
-    if not state:  # of the kind that keeps none, if it has stepped before
-        return bool(optimizer._tp_stepped)
-    return all(state.get(parameter) for parameter in _stepped(optimizer))
+def _may_see_views(paged: PagedOptimizer) -> bool:
+    """Not where states would be made; and only a gradient of the parameter's own dtype can be a
+    plain view's."""
+    pager, state = paged.pager, paged.optimizer.state
+    if pager.budget.metering or pager.after_op is not None or not paged.is_torchs:
+        return False
+    stepped = [parameter for _, parameter in paged.stepped_now()]
+    has_states = all(state.get(p) for p in stepped) if state else paged.stepped
+    return has_states and all(p.grad.dtype == p.dtype for p in stepped)  # type: ignore[union-attr]
 
 
-def _grads_match(optimizer: Any) -> bool:
-    """Only a gradient of the parameter's own dtype can be a plain view's."""
-    return all(p.grad is None or p.grad.dtype == p.dtype for p in _stepped(optimizer))
-
-
-def paged_operands(optimizer: Any) -> list[PagedTensor]:
+def _operands(paged: PagedOptimizer) -> list[PagedTensor]:
     """The paged parameters to be stepped, with their paged gradients and states."""
     found = []
-    for parameter in _stepped(optimizer):
-        values = (parameter, parameter.grad, *optimizer.state.get(parameter, {}).values())
+    for _, parameter in paged.stepped_now():
+        values = (parameter, parameter.grad, *paged.state_of(parameter).values())
         found += [value for value in values if type(value) is PagedTensor]
     return found
 
 
-@contextmanager
-def _views(
-    pager: Core, tensors: list[PagedTensor]
-) -> Iterator[dict[PagedTensor, torch.Tensor] | None]:
-    """Zero-copy views, about to be written, of tensors held on the device; ``None`` if the frames
-    of one of them are scattered."""
+def _step_on_views(paged: PagedOptimizer) -> bool:
+    """``False``, and nothing done, if not all that the optimizer has to update can be held on the
+    device at once (the user pins too much, tiers are full), or something has no plain view, and
+    kernels on pages have not PyTorch's bits."""
+    pager, tensors = paged.pager, _operands(paged)
     runs = list({tensor._storage.run.id: tensor._storage.run for tensor in tensors}.values())
-    pager.pin(runs)
+    parameters = [parameter for _, parameter in paged.stepped_now()]
     try:
-        if any(run.base < 0 for run in runs):
-            yield None
-            return
+        pager.pin(runs)
+    except (InfeasibleBudget, TierFull):
+        return False
+    try:
+        if any(run.base < 0 for run in runs):  # in scattered frames
+            return fused.update_held(paged)
         for run in runs:
             pager.will_write(run)
-        views = {tensor: direct_view(tensor) for tensor in tensors}
+        views: dict[torch.Tensor, torch.Tensor] = {t: direct_view(t) for t in tensors}
         try:
-            yield views
+            with _shown(paged, parameters, views):
+                paged.run()
         except BaseException:
             withdraw(tensors, views.values())
             raise
     finally:
         pager.unpin(runs)
+    # Autograd must notice if a graph still wants the old values.
+    torch.autograd.graph.increment_version(parameters)
+    return True
 
 
 @contextmanager
-def _in_place_of_paged(optimizer: Any, views: dict[Any, torch.Tensor]) -> Iterator[None]:
+def _shown(
+    paged: PagedOptimizer, parameters: list[torch.Tensor], views: dict[torch.Tensor, torch.Tensor]
+) -> Iterator[None]:
     """The optimizer sees ``views``; what it does to them is done to the paged tensors."""
-    groups, states = optimizer.param_groups, optimizer.state
-    before = [(group, group["params"], group.get("foreach")) for group in groups]
-    twins = {views[p]: p for p in _stepped(optimizer) if p in views}
-    for twin, parameter in twins.items():
-        twin.grad = views.get(parameter.grad, parameter.grad)
-        if parameter in states:
-            states[twin] = {
-                key: views.get(value, value) if type(value) is PagedTensor else value
-                for key, value in states[parameter].items()
-            }
-    for group in groups:
-        group["params"] = [views.get(parameter, parameter) for parameter in group["params"]]
-        if group.get("foreach", False) is None:
+    optimizer = paged.optimizer
+    tensors = {view: tensor for tensor, view in views.items()}
+    loops = [g for g in optimizer.param_groups if g.get("foreach", False) is None]
+    twins = {parameter: views[parameter] for parameter in parameters if parameter in views}
+
+    def there(key: str, value: Any, _: Any) -> Any:
+        return views.get(value, value) if type(value) is PagedTensor else value
+
+    def back(key: str, value: Any, _: Any) -> Any:
+        return tensors.get(value, value) if type(value) is torch.Tensor else value
+
+    with in_place(optimizer, twins, there, back):
+        for group in loops:
             group["foreach"] = False  # what it decides for a PagedTensor
-    paged = {view: tensor for tensor, view in views.items()}
-    try:
-        yield
-    finally:
-        for group, parameters, foreach in before:
-            group["params"] = parameters
-            if "foreach" in group:
-                group["foreach"] = foreach
-        for twin, parameter in twins.items():
-            twin.grad = None
-            made = states.pop(twin, None)
-            if made is not None:
-                states[parameter].update(
-                    {k: paged.get(v, v) if type(v) is torch.Tensor else v for k, v in made.items()}
-                )
+        try:
+            yield
+        finally:
+            for group in loops:
+                group["foreach"] = None

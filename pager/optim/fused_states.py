@@ -12,9 +12,7 @@ What ``optimizer.state[parameter]`` has, and so ``state_dict()``:
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -23,10 +21,9 @@ from ...kernels.blockwise import BLOCK
 from ...kernels.pieces import stretches
 from ...kernels.quantize import dequantize, quantize
 from ...kernels.update import CHUNK
-from ..tensor.new_pages import empty_like_geometry
+from ..tensor.new_pages import copy_in, empty_like_geometry
 from ..tensor.operands import Coded, Value, has_no_gaps, same_order, spans
 from ..tensor.paged_tensor import PagedTensor
-from .load_hooks import around_load
 
 if TYPE_CHECKING:
     from ..core import Core
@@ -41,8 +38,9 @@ _ROOTS = {  # keys of torch.optim, and whether the 8-bit code is that of the squ
     "momentum_buffer": False,
 }
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "8bit": torch.uint8}
+_RANDOM = (torch.bfloat16, torch.uint8)
 _HALVES = (torch.bfloat16, torch.float16)
-_OURS = {MASTER, *(key + end for key in _ROOTS for end in ("", "_codes", "_scales"))}
+OURS = {MASTER, *(key + end for key in _ROOTS for end in ("", "_codes", "_scales"))}
 
 
 class Format(NamedTuple):
@@ -57,6 +55,12 @@ class Format(NamedTuple):
         """Not what torch does itself."""
         return self.states is not None or self.masters
 
+    @property
+    def asked(self) -> str:
+        """In words of ``Pager.optimizer``."""
+        states = [f"states={self.states!r}"] * (self.states is not None)
+        return ", ".join([*states, *["master_weights=True"] * self.masters])
+
     def dtype(self, parameter: torch.Tensor) -> torch.dtype:
         """Of the states of ``parameter``; uint8 means 8 bits with scales."""
         if parameter.dtype is torch.float64 or not self.chosen:
@@ -64,6 +68,10 @@ class Format(NamedTuple):
         if self.states in (None, "fp32") or parameter.numel() < SMALL:
             return torch.float32
         return _DTYPES[self.states]
+
+    def rounds_at_random(self, parameter: torch.Tensor) -> bool:
+        """Its states, so that small changes count."""
+        return self.states in ("bf16", "8bit") and self.dtype(parameter) in _RANDOM
 
     def has_master(self, parameter: torch.Tensor) -> bool:
         return self.masters and parameter.dtype in _HALVES
@@ -74,11 +82,10 @@ def check_format(kind: type, supported: tuple[type, ...], chosen: Format) -> Non
     if chosen.states is not None and chosen.states not in _DTYPES:
         raise ValueError(f"states={chosen.states!r}; choose one of {', '.join(_DTYPES)}, or None")
     if chosen.chosen and kind not in supported:
-        asked = f"states={chosen.states!r}" if chosen.states else "master_weights=True"
         names = ", ".join(cls.__name__ for cls in supported)
         raise TypeError(
-            f"{asked} is for torch.optim's {names} themselves, not for {kind.__name__}; use one of "
-            "these, or leave it out: then the states are as the optimizer makes them"
+            f"{chosen.asked} is for torch.optim's {names} themselves, not for {kind.__name__}; use "
+            "one of these, or leave it out: then the states are as the optimizer makes them"
         )
 
 
@@ -201,7 +208,7 @@ def convert_state(
 
     A master that is not wanted is dropped, one that is missing is made by the next step.
     """
-    state = {key: value for key, value in saved.items() if key not in _OURS}
+    state = {key: value for key, value in saved.items() if key not in OURS}
     for key in _ROOTS:
         value = read(saved, key)
         if value is not None:
@@ -213,59 +220,13 @@ def convert_state(
     return state
 
 
-# -- whole optimizers ----------------------------------------------------------------------------
 def is_special(state: dict[str, Any]) -> bool:
     """Whether plain torch could not use the state of a parameter."""
     return MASTER in state or any(f"{key}_codes" in state for key in _ROOTS)
 
 
-def plain_states(optimizer: Any) -> dict[Any, Any]:
-    """The states as torch itself keeps them: tensors in their parameters' dtypes, no masters."""
-    pager, chosen = optimizer._tp_pager, optimizer._tp_format
-    if not chosen.chosen:
-        return optimizer.state  # type: ignore[no-any-return]
-    return {
-        p: convert_state(pager, state, p, Format(), dense=True) if state else state
-        for p, state in optimizer.state.items()
-    }
-
-
-def convert_states(optimizer: Any) -> None:
-    """States that were made before the optimizer was paged become what it was asked for."""
-    pager, chosen = optimizer._tp_pager, optimizer._tp_format
-    for parameter, state in optimizer.state.items():
-        if state:
-            fresh = convert_state(pager, state, parameter, chosen)
-            state.clear()
-            state.update(fresh)
-
-
-@contextmanager
-def loading(optimizer: Any) -> Iterator[None]:
-    """Inside, ``load_state_dict`` keeps from torch's hands what torch would cast to the dtype of
-    the parameter, and puts it in the states as ``Pager.optimizer`` was asked to keep them."""
-    chosen: Format = optimizer._tp_format
-    kept: dict[Any, dict[str, Any]] = {}  # by the id that the dict gives a parameter
-    ids: list[Any] = []
-
-    def before(self: Any, given: dict[str, Any]) -> dict[str, Any] | None:
-        if not chosen.chosen and not any(is_special(s) for s in given["state"].values()):
-            return None
-        known = itertools.chain.from_iterable(g["params"] for g in given["param_groups"])
-        ids.extend(known)
-        kept.update({key: given["state"][key] for key in ids if given["state"].get(key)})
-        rest = dict(given["state"])
-        for key, saved in kept.items():
-            rest[key] = {name: value for name, value in saved.items() if name not in _OURS}
-        return {**given, "state": rest}
-
-    def after(self: Any) -> None:
-        parameters = itertools.chain.from_iterable(g["params"] for g in self.param_groups)
-        for key, parameter in zip(ids, parameters):
-            if key in kept:
-                state = self.state[parameter]
-                made = convert_state(self._tp_pager, kept[key], parameter, chosen)
-                state.update({name: value for name, value in made.items() if name in _OURS})
-
-    with around_load(optimizer, before, after):
-        yield
+def page_state(pager: Core, state: dict[str, Any]) -> None:
+    """Dense tensors of one parameter's state move into pages."""
+    for key, value in state.items():
+        if is_big_dense(value) and value.device.type == pager.device.type:
+            state[key] = copy_in(pager, value.detach(), "optimizer")

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import copy
+import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -17,11 +17,10 @@ from ..budget.capacity import bytes_in_pages, check_capacity
 from ..tensor.paged_tensor import PagedTensor
 from . import fused
 from .fused_states import is_big_dense
-
-if TYPE_CHECKING:
-    from ..core import Core
+from .paged_optimizer import PagedOptimizer, paged_of
 
 _PROBE_DIM = 64
+_Member = tuple[dict[str, Any], torch.Tensor]  # a parameter with a gradient, and its group
 
 
 class StepNeed(NamedTuple):
@@ -33,27 +32,47 @@ class StepNeed(NamedTuple):
     operands: int
 
 
-class _CountOperands(TorchDispatchMode):
-    """Most distinct tensors out of ``persistent`` that one op takes, and most bytes of them that
-    one op has for ``out=``: in pages, such a tensor is written by way of a dense one."""
+class _Watch(TorchDispatchMode):
+    """Most distinct tensors out of ``persistent`` that one op takes; most bytes of them that one op
+    has for ``out=``: in pages, such a tensor is written by way of a dense one; and the ``peak`` of
+    the bytes that results of ops hold. Unlike the meter it works in any profiler."""
 
-    def __init__(self, persistent: set[int]) -> None:
+    def __init__(self, persistent: Sequence[torch.Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.persistent = persistent
-        self.most = self.out_bytes = 0
+        self._persistent = {t.untyped_storage()._cdata for t in persistent}
+        self._live: dict[int, tuple[StorageWeakRef, int]] = {}
+        self.operands = self.out_bytes = self.peak = 0
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        leaves = tree_leaves((args, kwargs))
-        pointers = {t.data_ptr() for t in leaves if isinstance(t, torch.Tensor)}
-        self.most = max(self.most, len(pointers & self.persistent))
-        out = tree_leaves((kwargs or {}).get("out"))
-        self.out_bytes = max(
-            self.out_bytes,
-            sum(t.nbytes for t in out if t is not None and t.data_ptr() in self.persistent),
-        )
-        return func(*args, **(kwargs or {}))
+        given = _memories((args, kwargs))
+        self.operands = max(self.operands, len(given.keys() & self._persistent))
+        written = _memories((kwargs or {}).get("out"))
+        mine = [m.nbytes() for key, m in written.items() if key in self._persistent]
+        self.out_bytes = max(self.out_bytes, sum(mine))
+        out = func(*args, **(kwargs or {}))
+        self._live = {key: kept for key, kept in self._live.items() if not kept[0].expired()}
+        for key, memory in _memories(out).items():
+            if key not in given:
+                self._live[key] = StorageWeakRef(memory), memory.nbytes()
+        self.peak = max(self.peak, sum(nbytes for _, nbytes in self._live.values()))
+        return out
+
+
+def _memories(tree: Any) -> dict[int, Any]:
+    """Storages of plain tensors, by what tells them apart."""
+    tensors = (t for t in tree_leaves(tree) if isinstance(t, torch.Tensor))
+    memories = (t.untyped_storage() for t in tensors if type(t) is not PagedTensor)
+    return {memory._cdata: memory for memory in memories}
+
+
+def peak_of_results(action: Callable[[], None]) -> int:
+    """Bytes of the results of ops that were alive at once during ``action``, at most."""
+    watch = _Watch(())
+    with watch:
+        action()
+    return watch.peak
 
 
 def step_room(optimizer: Any, measure: Measure) -> StepRoom | None:
@@ -62,143 +81,126 @@ def step_room(optimizer: Any, measure: Measure) -> StepRoom | None:
     Parameters whose update by PyTorch's own code would be too much go slab by slab from now on, if
     the kernels know how.
     """
-    streamed: list[torch.Tensor] = []
-    others: list[torch.Tensor] = []
-    for group in optimizer.param_groups:
-        for parameter in _steppable(group):
-            fused.note_too_much(parameter, False)
-            few = fused.goes_in_slabs(optimizer, group, parameter)
-            (streamed if few else others).append(parameter)
-    if not others:
-        if not streamed:
-            return None
-        room = _slab_room(optimizer, streamed, measure)
-        return StepRoom(room, room)
-    pager = optimizer._tp_pager
-    need = probe_step(optimizer, measure, others)
-    if need is None:
-        return None
-    fixed, free = _divide(optimizer, others)
-    room = least = _room_of(pager, need, _largest(fixed)) if fixed else Room(0, 0)
-    if streamed or free:
-        least = least.with_(_slab_room(optimizer, streamed + free, measure))
-    for parameter in free:
-        room_of_it = _room_of(pager, need, parameter)
-        too_much = not pager.budget.has_room(room_of_it)
-        fused.note_too_much(parameter, too_much)
-        if too_much:
-            streamed.append(parameter)
+    paged = paged_of(optimizer)
+    assert paged is not None
+    has_room = paged.pager.budget.has_room
+    streamed: list[_Member] = []
+    free: list[_Member] = []  # PyTorch's own code can update them, and the kernels slab by slab
+    fixed: list[_Member] = []
+    for group, parameter in steppable(paged):
+        _note_too_much(paged, parameter, False)
+        if fused.is_due(paged, group, parameter):
+            streamed.append((group, parameter))
         else:
-            room = room.with_(room_of_it)
+            known = fused.why_not(paged, group, parameter) is None
+            (free if known else fixed).append((group, parameter))
+    need = probe_step(paged, measure, free + fixed)
+    if need is None and (free or fixed or not streamed):
+        return None
+    room = least = Room(0, 0)
+    if fixed:
+        room = least = _room_of(paged, need, fixed)
+    if streamed or free:
+        least = least.with_(_slab_room(paged, streamed + free, measure))
+    for member in free:
+        own = _room_of(paged, need, [member])
+        too_much = not has_room(own)
+        _note_too_much(paged, member[1], too_much)
+        if too_much:
+            streamed.append(member)
+        else:
+            room = room.with_(own)
     if streamed:
-        room = room.with_(_slab_room(optimizer, streamed, measure))
-    if not pager.budget.has_room(room):
+        room = room.with_(_slab_room(paged, streamed, measure))
+    if not has_room(room):
         # Each has room by itself, but not beside what another takes: all go slab by slab.
-        for parameter in free:
-            fused.note_too_much(parameter, True)
+        for _, parameter in free:
+            _note_too_much(paged, parameter, True)
         room = least
     return StepRoom(room, least)
 
 
-def _slab_room(optimizer: Any, parameters: Sequence[torch.Tensor], measure: Measure) -> Room:
+def _note_too_much(paged: PagedOptimizer, parameter: torch.Tensor, too_much: bool) -> None:
+    """Whether PyTorch's own code takes more for an update of ``parameter`` than the budget has: in
+    a metered iteration, and in all that follow, since what it takes was not measured."""
+    if type(parameter) is PagedTensor:
+        change = paged.too_much.add if too_much else paged.too_much.discard
+        change(parameter._storage)
+
+
+def _slab_room(paged: PagedOptimizer, among: Sequence[_Member], measure: Measure) -> Room:
     """What updates by the kernels take, slab by slab."""
-    dense, _, pages = fused.need_of(optimizer, _largest(parameters), measure)
-    return Room(pages, dense)
+    largest = _largest(among)
+    return Room(fused.least_pages(paged, *largest), fused.need_of(paged, *largest, measure)[0])
 
 
-def _divide(
-    optimizer: Any, parameters: Sequence[torch.Tensor]
-) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Those that only PyTorch's own code can update, and those that the kernels can, slab by
-    slab."""
-    fixed: list[torch.Tensor] = []
-    free: list[torch.Tensor] = []
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            if any(parameter is p for p in parameters):
-                kernels_can = fused.why_not(optimizer, group, parameter) is None
-                (free if kernels_can else fixed).append(parameter)
-    return fixed, free
-
-
-def _room_of(pager: Core, need: StepNeed, parameter: torch.Tensor) -> Room:
-    nbytes = parameter.numel() * parameter.element_size()
-    pages = -(-nbytes // pager.page_size)
+def _room_of(paged: PagedOptimizer, need: StepNeed | None, among: Sequence[_Member]) -> Room:
+    assert need is not None
+    nbytes = _largest(among)[1].nbytes
+    pages = -(-nbytes // paged.pager.page_size)
     return Room(need.operands * pages, int(need.dense * nbytes))
 
 
-def raw_step(paged_kind: type) -> Callable[..., Any]:
-    """The optimizer's own step without PyTorch's hook wrapper, which runs once, around ours."""
-    step: Any = paged_kind.__mro__[2].step  # type: ignore[attr-defined]
-    return step.__wrapped__ if getattr(step, "hooked", False) else step  # type: ignore[no-any-return]
-
-
 def probe_step(
-    optimizer: Any, measure: Measure, among: Sequence[torch.Tensor] | None = None
+    paged: PagedOptimizer, measure: Measure, among: Sequence[_Member] | None = None
 ) -> StepNeed | None:
     """Run the optimizer's step on a small stand-in of its largest parameter, and measure.
 
     Nothing of the optimizer changes. ``None`` if the stand-in cannot be stepped.
     """
-    if among is None:
-        among = [p for group in optimizer.param_groups for p in _steppable(group)]
+    among = steppable(paged) if among is None else among
     if not among:
         return None
-    largest = _largest(among)
-    group = next(g for g in optimizer.param_groups if any(p is largest for p in g["params"]))
-    if fused.mode(optimizer) == "always" and fused.why_not(optimizer, group, largest) is None:
-        dense, nbytes, operands = fused.need_of(optimizer, largest, measure)
-        shapes = fused.state_shapes(optimizer, [largest])
-        state = sum(shape.numel() * shape.element_size() for shape in shapes)
-        nbytes = max(1, nbytes)
-        return StepNeed(state / max(1, largest.nbytes), dense / nbytes, operands)
+    group, largest = _largest(among)
+    if fused.always(paged) and fused.why_not(paged, group, largest) is None:
+        dense, nbytes = fused.need_of(paged, group, largest, measure)
+        state = sum(shape.nbytes for shape in fused.state_shapes(paged, [largest]))
+        operands = fused.least_pages(paged, group, largest)
+        return StepNeed(state / max(1, largest.nbytes), dense / max(1, nbytes), operands)
     shape = _shape_of_twin(largest.shape)
     twin = torch.zeros(shape, dtype=largest.dtype, device=largest.device, requires_grad=True)
     twin.grad = torch.ones_like(twin)
-    probe = copy.copy(optimizer)
-    probe.state = defaultdict(dict)
     plain = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in group.items()}
-    probe.param_groups = [{**plain, "params": [twin]}]
-    raw = raw_step(type(optimizer))
-    size = twin.numel() * twin.element_size()
+    probe: Any = object.__new__(paged.kind)
     try:
-        raw(probe)  # makes the states
-        states = probe.state[twin].values()
-        state = sum(v.numel() * v.element_size() for v in states if is_big_dense(v))
-        dense = measure(lambda: raw(probe))
-        big = [v for v in states if is_big_dense(v)]
-        with _CountOperands({t.data_ptr() for t in (twin, twin.grad, *big)}) as counter:
-            raw(probe)
+        probe.__setstate__(
+            {
+                "defaults": paged.optimizer.defaults,
+                "state": defaultdict(dict),
+                "param_groups": [{**plain, "params": [twin]}],
+            }
+        )
+        paged.run(probe)  # makes the states
+        big = [value for value in probe.state[twin].values() if is_big_dense(value)]
+        dense = measure(lambda: paged.run(probe))
+        with _Watch([twin, twin.grad, *big]) as watch:
+            paged.run(probe)
     except Exception:  # an optimizer of the user's that needs more than this: nothing is known
         return None
-    return StepNeed(state / size, (dense + counter.out_bytes) / size, counter.most)
+    state = sum(value.nbytes for value in big)
+    dense += watch.out_bytes
+    return StepNeed(state / twin.nbytes, dense / twin.nbytes, watch.operands)
 
 
-def check_states(pager: Core, optimizer: Any) -> None:
-    """Refuse the states that the next step of ``optimizer`` makes if all tiers together cannot hold
-    them: ``TierFull``."""
+def check_states(paged: PagedOptimizer) -> None:
+    """Refuse the states that the next step makes if all tiers together cannot hold them:
+    ``TierFull``."""
+    pager = paged.pager
+    if paged.stepped and not paged.optimizer.state:  # of the kind that keeps none
+        return
     with torch._C.DisableTorchFunctionSubclass():
-        fresh = [
-            p
-            for group in optimizer.param_groups
-            for p in group["params"]
-            if p.grad is not None and not optimizer.state.get(p)
-        ]
-    if optimizer._tp_stepped and not optimizer.state:  # of the kind that keeps none
-        fresh = []
+        fresh = [p for _, p in paged.stepped_now() if not paged.state_of(p)]
     if not fresh:
         return
-    what = f"the states of {type(optimizer).__mro__[2].__name__}"
-    if fused.mode(optimizer) == "always":
-        nbytes = bytes_in_pages(pager.space, fused.state_shapes(optimizer, fresh))
-        with pager.lock:
-            check_capacity(pager.budget, nbytes, what)
-        return
-    need = probe_step(optimizer, lambda action: (action(), 0)[1])  # type: ignore[func-returns-value]
-    if need is not None:
+    if fused.always(paged):
+        nbytes = bytes_in_pages(pager.space, fused.state_shapes(paged, fresh))
+    else:
+        need = probe_step(paged, lambda action: (action(), 0)[1])  # type: ignore[func-returns-value]
+        if need is None:
+            return
         nbytes = int(need.state * bytes_in_pages(pager.space, fresh))
-        with pager.lock:
-            check_capacity(pager.budget, nbytes, what)
+    with pager.lock:
+        check_capacity(pager.budget, nbytes, f"the states of {paged.name}")
 
 
 def _shape_of_twin(shape: Sequence[int]) -> list[int]:
@@ -209,60 +211,15 @@ def _shape_of_twin(shape: Sequence[int]) -> list[int]:
     for n in reversed(shape):
         found.insert(0, min(n, _PROBE_DIM, room))
         room //= max(1, found[0])
-    while found and _numel(found) < _PROBE_DIM**2 and _numel(found) < _numel(shape):
+    while found and math.prod(found) < _PROBE_DIM**2 and math.prod(found) < math.prod(shape):
         axis = max(range(len(found)), key=lambda i: shape[i] / max(1, found[i]))
         found[axis] = min(shape[axis], found[axis] * 2)
     return found
 
 
-def _steppable(group: dict[str, Any]) -> list[torch.Tensor]:
-    return [p for p in group["params"] if p.grad is not None and p.grad.layout is torch.strided]
+def steppable(paged: PagedOptimizer) -> list[_Member]:
+    return [(g, p) for g, p in paged.stepped_now() if p.grad.layout is torch.strided]  # type: ignore[union-attr]
 
 
-def _largest(parameters: Sequence[torch.Tensor]) -> torch.Tensor:
-    return max(parameters, key=lambda p: p.numel())
-
-
-class _LiveResults(TorchDispatchMode):
-    """Peak of the bytes that results of ops hold. Unlike the meter it works in any profiler."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._live: dict[int, tuple[StorageWeakRef, int]] = {}
-        self.peak = 0
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        given = {m._cdata for m in _memories((args, kwargs))}
-        out = func(*args, **(kwargs or {}))
-        self._live = {key: kept for key, kept in self._live.items() if not kept[0].expired()}
-        for memory in _memories(out):
-            if memory._cdata not in given:
-                self._live[memory._cdata] = StorageWeakRef(memory), memory.nbytes()
-        self.peak = max(self.peak, sum(nbytes for _, nbytes in self._live.values()))
-        return out
-
-
-def _memories(tree: Any) -> list[Any]:
-    """Of plain tensors; what is in pages is not dense."""
-    return [
-        t.untyped_storage()
-        for t in tree_leaves(tree)
-        if isinstance(t, torch.Tensor) and type(t) is not PagedTensor
-    ]
-
-
-def peak_of_results(action: Callable[[], None]) -> int:
-    """Bytes of the results of ops that were alive at once during ``action``, at most."""
-    results = _LiveResults()
-    with results:
-        action()
-    return results.peak
-
-
-def _numel(shape: Sequence[int]) -> int:
-    count = 1
-    for n in shape:
-        count *= n
-    return count
+def _largest(among: Sequence[_Member]) -> _Member:
+    return max(among, key=lambda member: member[1].numel())

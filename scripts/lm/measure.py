@@ -238,7 +238,7 @@ def _counters(pager: tp.Pager) -> dict[str, float]:
         **{name: stats[name] for name in (*names, "compactions", "planned_iterations")},
         "disk_bytes_written": stats["disk_bytes_written"],
         "plans": sum(kind.plans for kind in kinds),
-        "early_updates": pager.core.overlap.updates,
+        "early_updates": pager.core.in_backward.updates,
     }
 
 

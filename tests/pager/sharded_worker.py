@@ -284,7 +284,7 @@ def overlap(folder: Path) -> Found:
                 losses = train(pager, models, range(5))
                 runs.append((losses, values(models)))
                 told = [str(w.message) for w in caught if "the overlap of" in str(w.message)]
-                updates = pager.core.overlap.updates
+                updates = pager.core.in_backward.updates
         found[name] = {
             "same": runs[0][0] == runs[1][0] and same(runs[0][1], runs[1][1]),
             "updates": updates,

@@ -301,11 +301,11 @@ def test_a_disk_that_fails_amid_a_parameter(
                     with pytest.raises(OSError, match="the disk is broken"):
                         pair.optimizer.step()
                     disk.times = math.inf
-                    amid += bool(pair.optimizer._tp_progress)
+                    amid += bool(pair.optimizer._tp_paged.progress)
                     check_invariants(pager.core)
                     assert pager.core.residency.pinned_pages() == 0
                 pair.step()
-                assert not pair.optimizer._tp_progress
+                assert not pair.optimizer._tp_paged.progress
             return amid, plain((pair.parameter.detach(), pair.optimizer))
 
     amid, result = run(tmp_path / "broken", 1, 9)
@@ -366,9 +366,9 @@ def test_a_step_that_broke_off_is_forgotten_when_states_are_loaded(
         with pytest.raises(OSError, match="broken"):
             pair.optimizer.step()
         disk.times = math.inf
-        assert pair.optimizer._tp_progress
+        assert pair.optimizer._tp_paged.progress
         pair.optimizer.load_state_dict(saved)
-        assert not pair.optimizer._tp_progress
+        assert not pair.optimizer._tp_paged.progress
 
 
 # -- states in less memory -----------------------------------------------------------------------

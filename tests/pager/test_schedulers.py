@@ -1,5 +1,8 @@
 """Learning rate schedulers on paged optimizers, made before and after paging; and wrappers."""
 
+import gc
+import pickle
+import weakref
 from typing import Any
 
 import pytest
@@ -69,6 +72,41 @@ def test_plateau_scheduler(same) -> None:
         return model, scheduler.state_dict()
 
     same(script)
+
+
+def test_an_optimizer_keeps_its_class_and_goes_when_it_is_dropped(tight_pager: tp.Pager) -> None:
+    """Nothing of the pager holds it, and no circle: its states go at once."""
+    model = tight_pager.page_module(nn.Linear(200, 200))
+    optimizer = tight_pager.optimizer(torch.optim.AdamW(model.parameters()))
+    assert type(optimizer) is torch.optim.AdamW
+    lr_scheduler.StepLR(optimizer, 1)
+    model(torch.ones(2, 200)).sum().backward()
+    optimizer.step()
+    assert type(pickle.loads(pickle.dumps(optimizer))) is torch.optim.AdamW
+    known = weakref.ref(optimizer)
+    gc.collect()
+    gc.disable()
+    try:
+        del optimizer
+        assert known() is None
+    finally:
+        gc.enable()
+
+
+def test_all_ways_to_step_go_through_pages(tight_pager: tp.Pager) -> None:
+    """A scheduler made before had put the plain step on the object; hooks run once a step."""
+    model = tight_pager.page_module(nn.Linear(200, 200))
+    optimizer = torch.optim.AdamW(model.parameters())
+    scheduler = lr_scheduler.StepLR(optimizer, 1)
+    seen: list[str] = []
+    optimizer.register_step_pre_hook(lambda *_: seen.append("before"))
+    tight_pager.optimizer(optimizer)
+    for take in (optimizer.step, lambda: optimizer.step(closure=None)):
+        model(torch.ones(2, 200)).sum().backward()
+        take()
+        scheduler.step()
+    assert seen == ["before"] * 2
+    assert type(optimizer.state[model.weight]["exp_avg"]) is tp.PagedTensor
 
 
 class Wrapper(torch.optim.Optimizer):

@@ -51,12 +51,12 @@ def early() -> Iterator[Early]:
 
 
 def updates(world: World) -> int:
-    return 0 if world.pager is None else world.pager.core.overlap.updates
+    return 0 if world.pager is None else world.pager.core.in_backward.updates
 
 
 def reason(optimizer: Any) -> str | None:
     """Why its overlap is off for good."""
-    return optimizer._tp_early.off
+    return optimizer._tp_paged.in_backward.off
 
 
 def step(world: World, optimizer: torch.optim.Optimizer, loss: Callable[[], torch.Tensor]) -> float:
@@ -97,7 +97,7 @@ def test_under_pressure(lane: str, tmp_path: Any) -> None:
 
     with make_pager(**options) as pager, lanes.get(lane, lambda pager: nullcontext())(pager.core):
         compare_runs(script, Early(pager))
-        assert pager.core.overlap.updates == 3 * 8
+        assert pager.core.in_backward.updates == 3 * 8
         assert not pager.core.stepping
 
 
@@ -256,7 +256,7 @@ def test_everything_fits() -> None:
     with make_pager(fits=True) as pager:
         compare_runs(script, Early(pager), must_move=False)
         assert pager.core.fits
-        assert pager.core.overlap.updates == 0
+        assert pager.core.in_backward.updates == 0
 
 
 @NEVER
@@ -268,9 +268,9 @@ def test_no_dense_room_for_an_update(early: Early, monkeypatch: pytest.MonkeyPat
         optimizer = world.optimizer(adamw(model.parameters()))
         losses = train(world, model, optimizer, 2)
         if world.pager is not None:
-            has_room = world.pager.core.overlap.has_room
+            has_room = world.pager.core.in_backward.has_room
             small = lambda p, n: n < 300_000 and has_room(p, n)  # noqa: E731
-            monkeypatch.setattr(world.pager.core.overlap, "has_room", small)
+            monkeypatch.setattr(world.pager.core.in_backward, "has_room", small)
         return losses, train(world, model, optimizer, 2), model, optimizer
 
     compare_runs(script, early)
@@ -282,8 +282,10 @@ def test_temporaries_of_updates_are_known_and_stay_in_the_reserve(early: Early) 
     model = early.module(mlp())
     optimizer = early.optimizer(adamw(model.parameters()))
     train(early, model, optimizer, 3)
-    overlap, (weight, *_) = early.pager.core.overlap, list(model.parameters())
-    assert 2 <= optimizer._tp_early._needs[0] < 2.5, "AdamW makes two tensors of its size"
+    overlap, (weight, *_) = early.pager.core.in_backward, list(model.parameters())
+    assert 2 <= optimizer._tp_paged.in_backward.needs[0] < 2.5, (
+        "AdamW makes two tensors of its size"
+    )
     assert overlap.has_room(weight, 0)
     assert not overlap.has_room(weight, early.pager.core.budget.reserve + 1)
 
@@ -299,10 +301,10 @@ def test_the_reserve_foresees_updates_of_large_matrices() -> None:
         compare_runs(script, Early(pager))
         largest = 4 << 20
         assert not pager.core.fits
-        assert pager.core.overlap.updates == 2 * 8
+        assert pager.core.in_backward.updates == 2 * 8
         # Its gradient and AdamW's two tensors of its size, where backward alone took two.
-        assert pager.stats()["dense_peak_bytes"] < 3 * largest <= pager.core.overlap.dense_peak
-        assert pager.core.overlap.dense_peak <= pager.core.budget.reserve
+        assert pager.stats()["dense_peak_bytes"] < 3 * largest <= pager.core.in_backward.dense_peak
+        assert pager.core.in_backward.dense_peak <= pager.core.budget.reserve
 
 
 @NEVER
@@ -415,7 +417,7 @@ def test_a_parameter_of_two_optimizers_waits(early: Early) -> None:
 
 @NEVER
 def test_no_room_below_to_bring_states_in(early: Early, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The tiers are too full for all of a parameter at once: step() takes it op by op."""
+    """The tiers are too full for all of a parameter at once: it is updated op by op."""
 
     def script(world: World) -> object:
         model = world.module(mlp())
@@ -433,7 +435,7 @@ def test_no_room_below_to_bring_states_in(early: Early, monkeypatch: pytest.Monk
         return losses, train(world, model, optimizer, 2), model, optimizer
 
     compare_runs(script, early)
-    assert updates(early) == 8 + 2 * 6
+    assert updates(early) == 3 * 8
 
 
 # -- off for good, by itself ---------------------------------------------------------------------
@@ -627,9 +629,9 @@ def test_off_where_checkpointing_nests_backward_passes(early: Early) -> None:
 def test_switched_off_again(early: Early) -> None:
     model = early.module(mlp())
     optimizer = early.optimizer(adamw(model.parameters()))
-    assert early.pager.core.overlap.watching
+    assert early.pager.core.in_backward.watching
     train(early, model, optimizer, 3)
-    assert not early.pager.core.overlap.watching
+    assert not early.pager.core.in_backward.watching
     early.pager.optimizer(optimizer)
     train(early, model, optimizer, 2)
     assert updates(early) == 8

@@ -1,0 +1,150 @@
+"""One optimizer that steps on pages: what is known of it, and what PyTorch's code is shown of it.
+
+PyTorch's own step reads the optimizer's ``param_groups`` and ``state``. To update one parameter of
+many, or plain views in place of pages, or this rank's shards, it is shown only these for a while.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..tensor.operands import Value
+from .fused_states import Format
+
+if TYPE_CHECKING:
+    from ..core import Core, PagedStorage
+
+
+@dataclass
+class Progress:
+    """Of a parameter whose update broke off: elements [0, ``done``) have it, in slabs of ``pages``.
+    ``states``: those that are not in the optimizer's state before the update is complete."""
+
+    done: int = 0
+    pages: int = 0
+    states: dict[str, Value] = field(default_factory=dict)
+
+
+class PagedOptimizer:
+    """What is known of one optimizer, which has it as an attribute and lives as long as its user
+    wants.
+
+    kind : its class.
+    format : how its states are kept.
+    done : ids of parameters already updated by a step that was interrupted.
+    progress : of parameters whose update was interrupted, by their ids.
+    numbers : of parameters, by their ids, for random rounding.
+    versions : of parameters with a master, by their ids, when that was last updated.
+    too_much : parameters of which PyTorch's own update takes more than the budget has.
+    stepped : it has made the states that it makes.
+    in_backward : what it updates ahead of ``step()`` (``in_backward.py``), or ``None``.
+    """
+
+    def __init__(self, pager: Core, optimizer: torch.optim.Optimizer, format: Format) -> None:
+        self.pager = pager
+        self.kind = type(optimizer)
+        self.format = format
+        self.done: set[int] = set()
+        self.progress: dict[int, Progress] = {}
+        self.numbers: dict[int, int] = {}
+        self.versions: dict[int, int] = {}
+        self.too_much: weakref.WeakSet[PagedStorage] = weakref.WeakSet()
+        self.stepped = False
+        self.in_backward: Any = None
+        self.ref = weakref.ref(optimizer)
+
+    @property
+    def optimizer(self) -> Any:
+        optimizer = self.ref()
+        if optimizer is None:
+            raise ReferenceError(f"this {self.name} is gone; keep it for as long as it steps")
+        return optimizer
+
+    @property
+    def name(self) -> str:
+        return self.kind.__name__
+
+    @property
+    def is_torchs(self) -> bool:
+        """Its class is of ``torch.optim``: each parameter is updated by itself."""
+        return f"{self.kind.__module__}.".startswith("torch.optim.")
+
+    def state_of(self, parameter: torch.Tensor) -> dict[str, Any]:
+        """What it keeps of ``parameter`` so far; not to be written to."""
+        return self.optimizer.state.get(parameter, {})  # type: ignore[no-any-return]
+
+    def stepped_now(self) -> list[tuple[dict[str, Any], torch.Tensor]]:
+        """Parameters that have a gradient, with their groups."""
+        groups = self.optimizer.param_groups
+        return [(group, p) for group in groups for p in group["params"] if p.grad is not None]
+
+    def run(self, optimizer: Any = None) -> None:
+        """The class's own step without PyTorch's hooks, which run once, around ours."""
+        step: Any = self.kind.step
+        step = step.__wrapped__ if getattr(step, "hooked", False) else step
+        step(self.optimizer if optimizer is None else optimizer)
+
+
+def paged_of(optimizer: Any) -> PagedOptimizer | None:
+    """What is known of ``optimizer``, if it was paged."""
+    return getattr(optimizer, "_tp_paged", None)
+
+
+@contextmanager
+def alone(optimizer: Any, group: dict[str, Any], parameter: torch.Tensor) -> Iterator[None]:
+    """The optimizer sees ``parameter``, one of ``group``, and no other."""
+    shown = [
+        (g, {k: g[k] for k in ("params", "param_names") if k in g}) for g in optimizer.param_groups
+    ]
+    at = next(i for i, p in enumerate(group["params"]) if p is parameter)
+    try:
+        for one, lists in shown:
+            mine = slice(at, at + 1) if one is group else slice(0)
+            one.update({key: values[mine] for key, values in lists.items()})
+        yield
+    finally:
+        for one, lists in shown:
+            one.update(lists)
+
+
+Convert = Callable[[str, Any, torch.Tensor], Any]  # key, value, and whose it becomes
+
+
+@contextmanager
+def in_place(
+    optimizer: Any, twins: dict[torch.Tensor, torch.Tensor], there: Convert, back: Convert
+) -> Iterator[None]:
+    """The optimizer sees the twins of parameters, with their gradients and states as ``there`` has
+    them. Afterwards it has the parameters again, with the twins' states by way of ``back``; what
+    has no gradient then has none any more."""
+    for parameter, twin in twins.items():
+        if parameter.grad is not None:
+            twin.grad = there("grad", parameter.grad, twin)
+        if parameter in optimizer.state:
+            kept = optimizer.state[parameter]
+            optimizer.state[twin] = {k: there(k, v, twin) for k, v in kept.items()}
+    _swap(optimizer, twins)
+    try:
+        yield
+    finally:
+        _swap(optimizer, {twin: parameter for parameter, twin in twins.items()})
+        for parameter, twin in twins.items():
+            if twin.grad is None:
+                parameter.grad = None
+            twin.grad = None
+            made = optimizer.state.pop(twin, None)
+            if made is not None:
+                kept = optimizer.state[parameter]
+                kept.clear()
+                kept.update({k: back(k, v, parameter) for k, v in made.items()})
+
+
+def _swap(optimizer: Any, to: dict[torch.Tensor, torch.Tensor]) -> None:
+    for group in optimizer.param_groups:
+        group["params"] = [to.get(parameter, parameter) for parameter in group["params"]]
