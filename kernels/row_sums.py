@@ -22,7 +22,7 @@ from .masked import load_floats, store_floats
 from .pieces import Paged, dtype_name
 from .rows import REFERENCE_ELEMENTS, check_table, frame_table, row_blocks
 
-__all__ = ["RowGroups", "add_rows", "group_rows", "sparse_gradient", "sum_rows"]
+__all__ = ["RowGroups", "add_rows", "group_rows", "sum_rows"]
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
@@ -68,20 +68,6 @@ def group_rows(indices: torch.Tensor, padding_idx: int | None = None) -> RowGrou
     starts = torch.zeros(ids.numel() + 1, dtype=torch.int32, device=ids.device)
     starts[1:] = torch.cumsum(counts, 0)
     return RowGroups(ids, order.to(torch.int32), starts, flat.numel())
-
-
-def sparse_gradient(groups: RowGroups, rows: torch.Tensor, table_rows: int) -> torch.Tensor:
-    """The gradient of a table of `table_rows` rows as `nn.Embedding(sparse=True)` gives it.
-
-    rows : [u, D] from `sum_rows`; shared, not copied. The result is a coalesced COO tensor.
-    """
-    return torch.sparse_coo_tensor(
-        groups.ids.unsqueeze(0),
-        rows,
-        (table_rows, rows.shape[1]),
-        is_coalesced=True,
-        check_invariants=False,
-    )
 
 
 @triton.jit

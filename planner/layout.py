@@ -97,7 +97,7 @@ def place(trace: Trace, plan: Plan, simulation: Simulation, frames: int) -> Layo
     if not trace.ops:
         return Layout(frames, {}, {}, {}, 0)
     max_slots = min(MAX_SLOTS, max(MIN_SLOTS, MAX_CELLS // max(1, frames)))
-    spells = _find_spells(trace, plan, simulation)
+    spells = find_spells(trace, plan, simulation)
     stays = _find_stays(trace, plan, spells, max_slots)
     return _named(trace, frames, stays, _pack(stays, frames))
 
@@ -160,7 +160,7 @@ class _Events:
         return page, tick, later, change, move, np.append(times_us, self.period_us)
 
 
-def _find_spells(trace: Trace, plan: Plan, simulation: Simulation) -> _Spells:
+def find_spells(trace: Trace, plan: Plan, simulation: Simulation) -> _Spells:
     assert simulation.predicted is not None
     count = trace.pages(plan.page_size)
     base = np.cumsum(count) - count

@@ -17,6 +17,7 @@ import numpy as np
 
 from .errors import PlanError
 from .hardware import Hardware
+from .layout import find_spells
 from .lifetimes import live_pages
 from .plan import Move, Plan
 from .sim_pages import EPSILON_US
@@ -214,13 +215,25 @@ def device_curve(line: Timeline) -> Curve:
     A frame is held until the page that leaves it has arrived, and from when the transfer of the
     page that takes it begins.
     """
-    if line.plan is None:
+    trace = line.trace
+    if line.plan is None or line.simulation is None or not line.iteration_us:
         return _without_a_plan(line)
-    changes = _Changes(line)
-    changes.births()
-    changes.moves()
-    changes.deaths()
-    return changes.curve()
+    spells = find_spells(trace, line.plan, line.simulation)
+    ticks, times = spells.ticks, spells.times_us[:-1]
+    settled = np.append(np.diff(times) > 2 * EPSILON_US, True)[:ticks]  # of each instant the last
+    kinds = np.array([KINDS.index(kind) for kind in trace.tensor_kinds], np.int64)
+    kind_of = np.repeat(kinds, trace.pages(line.page_size))[spells.page]
+    by_kind: dict[str, Ints] = {}
+    for number, kind in enumerate(KINDS):
+        mine = kind_of == number
+        change = np.zeros(2 * ticks + 1, np.int64)
+        np.add.at(change, spells.begin[mine], 1)
+        np.subtract.at(change, spells.end[mine], 1)
+        held = np.cumsum(change)[:-1].reshape(2, ticks).sum(axis=0)  # what goes on comes around
+        levels = np.append(held[-1:], held[settled]) * line.page_size
+        if levels.any():
+            by_kind[kind] = levels
+    return Curve(np.append(0.0, times[settled]), by_kind)
 
 
 def _without_a_plan(line: Timeline) -> Curve:
@@ -232,86 +245,3 @@ def _without_a_plan(line: Timeline) -> Curve:
         if pages.any():
             by_kind[kind] = pages * line.page_size
     return Curve(line.op_start_us, by_kind)
-
-
-class _Changes:
-    """Frames taken and given back: (when, by which tensor, how many)."""
-
-    def __init__(self, line: Timeline) -> None:
-        self.line = line
-        self.pages = line.trace.pages(line.page_size)
-        self.time: list[Floats] = []
-        self.tensor: list[Ints] = []
-        self.frames: list[Ints] = []
-
-    def add(self, time: Floats, tensor: Ints, frames: Ints) -> None:
-        self.time.append(time)
-        self.tensor.append(tensor)
-        self.frames.append(frames)
-
-    def births(self) -> None:
-        trace = self.line.trace
-        new = np.flatnonzero(~trace.tensor_persistent)
-        self.add(self.line.op_start_us[trace.first_op[new]], new, self.pages[new])
-
-    def moves(self) -> None:
-        line = self.line
-        assert line.plan is not None
-        for transfer in line.transfers:
-            count = transfer.page_count
-            if not transfer.arrived and (transfer.is_out or transfer.end_us == transfer.begin_us):
-                continue  # its frames are given back when the tensor dies
-            page_us = (transfer.end_us - transfer.begin_us) / count
-            place = np.arange(count, dtype=np.float64) + (1 if transfer.is_out else 0)
-            self.add(
-                transfer.begin_us + place * page_us,
-                np.full(count, transfer.tensor),
-                np.full(count, -1 if transfer.is_out else 1),
-            )
-        for tensor, moves in line._moves.items():
-            for number in moves:
-                move = line.plan.moves[number]
-                if move.action == "out":
-                    moved = sum(t.page_count for t in line._transfers.get(number, ()))
-                    self.add(
-                        np.array([line.queued_us(move)]),
-                        np.array([tensor]),
-                        np.array([moved - move.page_count]),
-                    )
-
-    def deaths(self) -> None:
-        trace = self.line.trace
-        dying = np.flatnonzero(~trace.tensor_persistent)
-        held = np.zeros(trace.tensors, np.int64)  # when the iteration's moves are done
-        np.add.at(held, np.concatenate(self.tensor), np.concatenate(self.frames))
-        self.add(self.line.op_end_us[trace.last_op[dying]], dying, -held[dying])
-
-    def curve(self) -> Curve:
-        line, trace = self.line, self.line.trace
-        assert line.plan is not None
-        time, tensor = np.concatenate(self.time), np.concatenate(self.tensor)
-        frames = np.concatenate(self.frames)
-        late = time >= line.iteration_us
-        late &= trace.tensor_persistent[tensor]
-        # Persistent tensors end as the plan's start says, once what is late has happened.
-        base = np.where(trace.tensor_persistent, self.pages, 0)
-        index = {int(number): i for i, number in enumerate(trace.tensor_ids)}
-        for run in line.plan.start:
-            base[index[run.tensor]] -= run.page_count
-        np.add.at(base, tensor[late], -frames[late])
-        time = np.where(late, time - line.iteration_us, time)
-        # At one instant frames are given back before others are taken.
-        time = instants(time)
-        order = np.lexsort((frames > 0, time))
-        time, tensor, frames = time[order], tensor[order], frames[order]
-        last = np.append(np.diff(time) > 0, True) if len(time) else np.zeros(0, np.bool_)
-        ticks = np.concatenate([[0.0], time[last]])
-        kinds = np.array([KINDS.index(kind) for kind in trace.tensor_kinds], np.int64)
-        by_kind: dict[str, Ints] = {}
-        for number, kind in enumerate(KINDS):
-            mine = kinds[tensor] == number
-            level = int(base[kinds == number].sum()) + np.cumsum(np.where(mine, frames, 0))
-            levels = np.concatenate([[int(base[kinds == number].sum())], level[last]])
-            if levels.any():
-                by_kind[kind] = levels * line.page_size
-        return Curve(ticks, by_kind)

@@ -11,6 +11,7 @@ Bounds, u = 2^-24 being fp32's rounding and V the number of classes:
 
 import math
 import weakref
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -18,7 +19,6 @@ from torch.nn import functional as F
 
 from tensorpager.kernels import launch
 from tensorpager.kernels.cross_entropy import (
-    DenseHead,
     chunked_cross_entropy,
     equal_slabs,
 )
@@ -33,6 +33,46 @@ settings = pytest.mark.parametrize(
 
 CUDA = pytest.param("cuda", marks=pytest.mark.gpu)
 INTERPRETER = pytest.param("interpreter", marks=pytest.mark.interpreter)
+
+
+class DenseHead:
+    """A `Head` over a plain weight [classes, D] and bias [classes]; they are its anchors, in order.
+
+    Gradients are added up in the weight's dtype, one term for each slab.
+    """
+
+    def __init__(
+        self, weight: torch.Tensor, bias: torch.Tensor | None = None, slab_rows: int = 4096
+    ) -> None:
+        self._weight, self._bias = weight.detach(), None if bias is None else bias.detach()
+        self._slabs = equal_slabs(weight.shape[0], slab_rows)
+        self._grads: list[torch.Tensor] = []
+
+    def slabs(self) -> Sequence[tuple[int, int]]:
+        return self._slabs
+
+    def logits(self, hidden: torch.Tensor, begin: int, end: int) -> torch.Tensor:
+        bias = None if self._bias is None else self._bias[begin:end]
+        return torch.nn.functional.linear(hidden, self._weight[begin:end], bias)
+
+    def input_grad(
+        self, d_logits: torch.Tensor, begin: int, end: int, dhidden: torch.Tensor
+    ) -> None:
+        dhidden += d_logits @ self._weight[begin:end]
+
+    def weight_grad(
+        self, d_logits: torch.Tensor, begin: int, end: int, hidden: torch.Tensor
+    ) -> None:
+        if not self._grads:
+            tensors = [self._weight] if self._bias is None else [self._weight, self._bias]
+            self._grads = [torch.zeros_like(tensor) for tensor in tensors]
+        self._grads[0][begin:end] += d_logits.t() @ hidden
+        if self._bias is not None:
+            self._grads[1][begin:end] += d_logits.sum(dim=0)
+
+    def gradients(self) -> Sequence[torch.Tensor]:
+        grads, self._grads = self._grads, []
+        return grads
 
 
 @pytest.fixture(params=["cpu", INTERPRETER, CUDA])

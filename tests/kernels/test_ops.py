@@ -28,7 +28,6 @@ WITHOUT_AN_OP = {
     "combine.combine": "second pass of reduce and total_norm, over numbers that are not in pages",
     "linear_tma.linear_forward_tma": "linear chooses it where the device and the shape have it",
     "rows.pages_of_rows": "on the host, before the pages are there: what to bring in",
-    "row_sums.sparse_gradient": "torch.sparse_coo_tensor alone",
     "softmax_slabs.new_state": "torch's ops alone, which compile as they are",
     "softmax_slabs.gradient_factors": "torch's ops alone, which compile as they are",
     "softmax_slabs.loss_of": "torch's ops alone, which compile as they are",

@@ -10,7 +10,6 @@ from tensorpager.kernels.row_sums import (
     RowGroups,
     add_rows,
     group_rows,
-    sparse_gradient,
     sum_rows,
 )
 
@@ -221,25 +220,6 @@ def test_groups() -> None:
     assert groups.order.tolist() == [1, 5, 0, 2, 4]
     assert groups.starts.tolist() == [0, 2, 5]
     assert groups.lookups == 6
-
-
-def test_sparse_gradient_is_that_of_a_sparse_embedding() -> None:
-    embedding = torch.nn.Embedding(12, 5, padding_idx=PADDING, sparse=True)
-    indices = torch.tensor([[3, 7, 3], [2, 3, 9]])
-    grad = torch.randn(2, 3, 5)
-    embedding(indices).backward(grad)
-    groups = group_rows(indices, padding_idx=PADDING)
-    rows = torch.empty(3, 5)
-    sum_rows(grad.view(6, 5), groups, rows)
-    found = sparse_gradient(groups, rows, 12)
-    expected = embedding.weight.grad.coalesce()
-    assert found.is_coalesced()
-    assert found.shape == expected.shape
-    assert torch.equal(found.indices(), expected.indices())
-    assert torch.allclose(found.values(), expected.values(), rtol=1e-6)
-    torch.optim.SparseAdam([embedding.weight]).zero_grad()
-    embedding.weight.grad = found
-    torch.optim.SparseAdam([embedding.weight]).step()
 
 
 @pytest.mark.parametrize(

@@ -17,8 +17,8 @@ from tensorpager.planner.errors import InfeasibleBudget, PlanError, PolicyRefusa
 from tensorpager.planner.hardware import Hardware
 from tensorpager.planner.layout import (
     Layout,
-    _find_spells,
     _find_stays,
+    find_spells,
     frames_of,
     layout_from_json,
     layout_to_json,
@@ -311,7 +311,7 @@ def test_a_move_in_has_one_base() -> None:
     tight = LINK.with_(device_bytes=3 * PAGE)
     simulation = simulate(trace, tight, plan, log_transfers=True)
     assert [t.page_count for t in simulation.transfers or []] == [1, 1]
-    stays = _find_stays(trace, plan, _find_spells(trace, plan, simulation), 100)
+    stays = _find_stays(trace, plan, find_spells(trace, plan, simulation), 100)
     assert sorted(trace.tensor_ids[stays.tensor].tolist()) == [3, 13]
     assert stays.of_in.keys() == {0}
 
