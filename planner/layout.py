@@ -203,7 +203,7 @@ def _add_lives(
     assert simulation.op_start_us is not None
     assert simulation.op_end_us is not None
     made = np.flatnonzero(~trace.tensor_persistent)
-    owner, page = _expand(base[made], count[made])
+    owner, page = expand(base[made], count[made])
     first, last = trace.first_op[made][owner], trace.last_op[made][owner]
     events.add(page, simulation.op_start_us[first], 3 * first + 2, 1)
     events.add(page, simulation.op_end_us[last], 3 * last + 3, 0)
@@ -224,7 +224,7 @@ def _add_transfers(
     ).reshape(-1, 5)
     times = np.array([(t.begin_us, t.end_us) for t in transfers], np.float64).reshape(-1, 2)
     moved, is_out = table[:, 0], table[:, 1] > 0
-    owner, page = _expand(table[:, 2], table[:, 3])
+    owner, page = expand(table[:, 2], table[:, 3])
     nth = page - table[owner, 2]
     each_us = (times[:, 1] - times[:, 0]) / np.maximum(table[:, 3], 1)
 
@@ -244,14 +244,14 @@ def _add_transfers(
         if m.action == "out"
     ]
     out = np.array(outs, np.int64).reshape(-1, 4)
-    whose, pages = _expand(out[:, 1], out[:, 2])
+    whose, pages = expand(out[:, 1], out[:, 2])
     total = int(base[-1]) + (1 << 32) if len(base) else 1
     transferred = np.isin(out[whose, 0] * total + pages, moved[owner] * total + page)
     op = out[whose, 3][~transferred]
     events.add(pages[~transferred], issue_us[op], 3 * op + 1, -1)
 
 
-def _expand(first: Ints, count: Ints) -> tuple[Ints, Ints]:
+def expand(first: Ints, count: Ints) -> tuple[Ints, Ints]:
     """For ranges of ``count`` numbers from ``first`` on: the range and the number, one by one."""
     owner = np.repeat(np.arange(len(count)), count)
     return owner, np.arange(len(owner)) + np.repeat(first - (np.cumsum(count) - count), count)
@@ -494,7 +494,7 @@ class _Arena:
     def _fits(self, rows: Ints, bases: Ints) -> Bools:
         """Whether pages of ``rows`` are free at each of ``bases``."""
         stays = self.stays
-        row, page = _expand(stays.first[rows], stays.last[rows] - stays.first[rows])
+        row, page = expand(stays.first[rows], stays.last[rows] - stays.first[rows])
         since, until = stays.since[rows][row], stays.until[rows][row]
         self.cells += len(row) * len(bases)
         good: Bools = (self.next[bases[:, None] + page, since] >= until).all(axis=1)

@@ -7,183 +7,150 @@ copy keeps its slot.
 
 from __future__ import annotations
 
-import itertools
-import math
-from bisect import bisect_right
-from collections import defaultdict
-from collections.abc import Iterator
-from typing import NamedTuple
-
 import numpy as np
 
+from .layout import expand
 from .plan import TIERS
-from .simulation import Transfer
 from .timeline import Timeline, instants
-from .trace import WRITE, Floats, Ints
+from .trace import WRITE, Bools, Floats, Ints
 
-# At one instant, in this order: slots go back before others are taken.
+# At one instant, in this order: slots go back before others are taken. ``_HOLD`` only tells that a
+# copy is there.
 _FREE, _HOLD, _TAKE = 0, 1, 2
-
-
-class _Change(NamedTuple):
-    """What happens to the copies of a run of pages: of its first page at ``at_us``, of each next
-    one ``step_us`` later. ``_HOLD`` only tells that they are there."""
-
-    at_us: float
-    what: int
-    step_us: float = 0.0
 
 
 def tier_usage(line: Timeline) -> dict[str, tuple[Floats, Ints]]:
     """Per tier, times in µs (the first is 0) and the bytes in use from each of them on. Tiers that
     are never used, and all of a timeline without a plan, are left out."""
     found: dict[str, tuple[Floats, Ints]] = {}
+    if line.plan is None or not line.plan.moves:
+        return found
+    moved = _Moved(line)
     for tier in TIERS:
-        held = 0
-        times: list[Floats] = [np.zeros(1)]
-        pages: list[Ints] = [np.zeros(1, np.int64)]
-        for first, last, changes in _runs(line, tier):
-            count = last - first
-            lasting = bool(changes) and changes[-1].what != _FREE
-            here = lasting  # whether a copy is there; what is left at the end is there at the begin
-            held += count * here
-            for change in changes:
-                if change.what != _HOLD and (change.what == _TAKE) != here:
-                    here = not here
-                    later = np.arange(count, dtype=np.float64) * change.step_us
-                    times.append(change.at_us + later)
-                    pages.append(np.full(count, 1 if here else -1))
-        if held or len(times) > 1:
-            found[tier] = _curve(np.concatenate(times), np.concatenate(pages), held, line.page_size)
+        page, at_us, what = moved.events(tier)
+        if not len(page):
+            continue
+        order = np.lexsort((what, at_us, page))
+        page, at_us, there = page[order], at_us[order], what[order] != _FREE
+        first = np.diff(page, prepend=-1) != 0
+        last = np.append(first[1:], True)
+        # What is left at the end of the iteration is there when it begins.
+        previous = np.arange(len(page)) - 1
+        previous[first] = np.flatnonzero(last)
+        change = there.astype(np.int64) - there[previous]
+        held = int(there[last].sum())
+        if held or change.any():
+            found[tier] = _curve(at_us[change != 0], change[change != 0], held, line.page_size)
     return found
 
 
 def _curve(times: Floats, pages: Ints, held: int, page_size: int) -> tuple[Floats, Ints]:
-    times = instants(times)
+    times, pages = np.append(0.0, instants(times)), np.append(0, pages)
     order = np.lexsort((pages, times))  # at one instant slots go back before others are taken
     times, level = times[order], held + np.cumsum(pages[order])
     last = np.append(np.diff(times) > 0, True)
     return times[last], level[last] * page_size
 
 
-def _runs(line: Timeline, tier: str) -> Iterator[tuple[int, int, list[_Change]]]:
-    """Pages that always share their fate in ``tier``, from first to last (exclusive), and what
-    becomes of their copies, in the order of the iteration."""
-    if line.plan is None:
-        return
-    first_page, end_page = line.trace.access_ranges(line.page_size)
-    writes = np.flatnonzero(line.trace.access_mode & WRITE)
-    by_tensor = writes[np.argsort(line.trace.access_tensor[writes], kind="stable")]
-    tensors = line.trace.access_tensor[by_tensor]
-    index = {int(number): i for i, number in enumerate(line.trace.tensor_ids)}
-    moves_of: defaultdict[int, list[int]] = defaultdict(list)
-    for number, move in enumerate(line.plan.moves):
-        moves_of[index[move.tensor]].append(number)
-    transfers: defaultdict[int, list[Transfer]] = defaultdict(list)
-    for transfer in line.transfers:
-        transfers[transfer.move].append(transfer)
-    for tensor, moves in moves_of.items():
-        if not any(line.plan.moves[move].tier == tier for move in moves):
-            continue
-        mine = by_tensor[slice(*np.searchsorted(tensors, (tensor, tensor + 1)))].tolist()
-        written = [(int(first_page[row]), int(end_page[row])) for row in mine]
-        started = line.op_start_us[line.trace.access_op[mine]].tolist() if mine else []
-        mine_moved = {number: transfers[number] for number in moves}
-        part = _Tensor(line, tier, tensor, mine_moved, list(zip(started, written)))
-        for first, last in itertools.pairwise(part.cuts()):
-            yield first, last, part.changes(first, last)
+class _Moved:
+    """What the plan's moves, the writes and the ends of tensors do to copies, page by page; pages
+    are numbered through all tensors."""
 
-
-class _Tensor:
-    """One tensor that has moves to or from the tier; ``transfers``: of each of its moves;
-    ``writes``: when, pages from and to."""
-
-    def __init__(
-        self,
-        line: Timeline,
-        tier: str,
-        tensor: int,
-        transfers: dict[int, list[Transfer]],
-        writes: list[tuple[float, tuple[int, int]]],
-    ) -> None:
+    def __init__(self, line: Timeline) -> None:
         assert line.plan is not None
-        self.line, self.tier, self.tensor = line, tier, tensor
-        self.writes = writes
-        self.transfers = {
-            index: sorted(parts, key=lambda part: part.first_page)
-            for index, parts in transfers.items()
-        }
-        self.moves = [(index, line.plan.moves[index]) for index in transfers]
-        self.persistent = bool(line.trace.tensor_persistent[tensor])
+        self.line, trace, moves = line, line.trace, line.plan.moves
+        self.count = trace.pages(line.page_size)
+        self.base = np.cumsum(self.count) - self.count
+        self.owner = np.repeat(np.arange(trace.tensors), self.count)
+        index = {int(number): i for i, number in enumerate(trace.tensor_ids)}
+        self.tensor = np.array([index[move.tensor] for move in moves], np.int64)
+        self.first = self.base[self.tensor] + np.array([move.first_page for move in moves])
+        self.pages = np.array([move.page_count for move in moves], np.int64)
+        self.op = np.array([move.issue_op for move in moves], np.int64)
+        self.queued_us = np.append(0.0, line.op_end_us)[self.op]
+        self.kind = np.array([f"{move.tier} {move.action}" for move in moves])
+        parts = line.transfers
+        table = np.array(
+            [(p.move, self.base[p.tensor] + p.first_page, p.page_count) for p in parts], np.int64
+        ).reshape(-1, 3)
+        times = np.array([(p.begin_us, p.end_us) for p in parts], np.float64).reshape(-1, 2)
+        each_us = (times[:, 1] - times[:, 0]) / np.maximum(table[:, 2], 1)
+        part, page = expand(table[:, 1], table[:, 2])
+        order = np.argsort(page, kind="stable")
+        part = part[order]
+        self.move, self.page = table[part, 0], page[order]  # of each page of each transfer
+        self.begin_us = times[part, 0] + (self.page - table[part, 1]) * each_us[part]
+        self.end_us = self.begin_us + each_us[part]
 
-    def cuts(self) -> list[int]:
-        """Where a move, a transfer or a write begins or ends, or the iteration ends under a
-        transfer."""
-        found = {0, int(-(-self.line.trace.tensor_bytes[self.tensor] // self.line.page_size))}
-        for _, (begin, end) in self.writes:
-            found |= {begin, end}
-        for index, move in self.moves:
-            found |= {move.first_page, move.first_page + move.page_count}
-            for part in self.transfers[index]:
-                found |= {part.first_page, part.first_page + part.page_count}
-                for edge in (part.begin_us, part.begin_us + _page_us(part)):
-                    late = math.ceil((self.line.iteration_us - edge) / (_page_us(part) or 1.0))
-                    if 0 < late < part.page_count:
-                        found.add(part.first_page + late)
-        return sorted(found)
+    def events(self, tier: str) -> tuple[Ints, Floats, Ints]:
+        """Page, time and what happens to its copy in ``tier``."""
+        outs = self.kind == f"{tier} out"
+        taken = outs[self.move] & (self.end_us > self.begin_us)
+        number, page = self._pages_of(outs)
+        total = len(self.owner) + 1
+        clean = ~np.isin(number * total + page, self.move * total + self.page)
+        dropped, dropped_us = self._drops(tier)
+        written, written_us = self._writes(tier)
+        freed = len(dropped) + len(written)
+        return self._within_lives(
+            tier,
+            np.concatenate([self.page[taken], page[clean], dropped, written]),
+            np.concatenate(
+                [self.begin_us[taken], self.queued_us[number[clean]], dropped_us, written_us]
+            ),
+            np.repeat([_TAKE, _HOLD, _FREE], [taken.sum(), clean.sum(), freed]),
+        )
 
-    def changes(self, first: int, last: int) -> list[_Change]:
-        """Of pages ``first`` to ``last``, by the moves and writes of one iteration."""
-        found = [
-            _Change(at, _FREE) for at, (begin, end) in self.writes if begin <= first and last <= end
-        ]
-        for index, move in self.moves:
-            if not (move.first_page <= first and last <= move.first_page + move.page_count):
-                continue
-            if move.tier == self.tier and move.action == "drop":
-                found.append(self._drop(index, first))
-            elif move.tier == self.tier:
-                part = self._transfer(index, first)
-                if move.action == "out" and part is None:
-                    found.append(_Change(self.line.queued_us(move), _HOLD))
-                # One whose tensor died before it began never took a slot.
-                elif move.action == "out" and part is not None and part.end_us > part.begin_us:
-                    found.append(_Change(_begin_us(part, first), _TAKE, _page_us(part)))
-        born, dead = self.line.lifetime_us(self.tensor)
-        if not self.persistent:
-            found = [change for change in found if born < change.at_us < dead]
-            return [*sorted(found), _Change(dead, _FREE)]
-        return sorted(self._wrapped(change) for change in found)
+    def _pages_of(self, which: Bools) -> tuple[Ints, Ints]:
+        """The move and the page, for each page of the moves ``which``."""
+        chosen = np.flatnonzero(which)
+        owner, page = expand(self.first[chosen], self.pages[chosen])
+        return chosen[owner], page
 
-    def _wrapped(self, change: _Change) -> _Change:
-        late = change.at_us >= self.line.iteration_us
-        return change._replace(at_us=change.at_us - late * self.line.iteration_us)
+    def _of_tier(self, tier: str) -> Ints:
+        """The tensors that have moves to or from it."""
+        return np.unique(self.tensor[np.char.startswith(self.kind, f"{tier} ")])
 
-    def _transfer(self, move: int, page: int) -> Transfer | None:
-        """The one in which the move takes the page; each is in one at most."""
-        parts = self.transfers[move]
-        place = bisect_right(parts, page, key=lambda part: part.first_page) - 1
-        found = place >= 0 and page < parts[place].first_page + parts[place].page_count
-        return parts[place] if found else None
+    def _drops(self, tier: str) -> tuple[Ints, Floats]:
+        """At once, or when what was queued before has arrived."""
+        number, page = self._pages_of(self.kind == f"{tier} drop")
+        at_us = self.queued_us[number]
+        low, high = (np.searchsorted(self.page, page, side) for side in ("left", "right"))
+        drop, other = expand(low, high - low)
+        earlier = (self.op[self.move[other]], self.move[other])
+        this = (self.op[number[drop]], number[drop])
+        before = (earlier[0] < this[0]) | ((earlier[0] == this[0]) & (earlier[1] < this[1]))
+        arrived_us = self.end_us[other] - np.where(before, 0.0, self.line.iteration_us)
+        np.maximum.at(at_us, drop, arrived_us)
+        return page, at_us
 
-    def _drop(self, number: int, first: int) -> _Change:
-        """At once, or when what was queued before it has arrived."""
-        assert self.line.plan is not None
-        this = self.line.plan.moves[number]
-        drop = _Change(self.line.queued_us(this), _FREE)
-        for index, move in self.moves:
-            if (part := self._transfer(index, first)) is not None:
-                before = (move.issue_op, index) < (this.issue_op, number)
-                shift = 0.0 if before else self.line.iteration_us
-                at = _begin_us(part, first) + _page_us(part) - shift
-                if at > drop.at_us:
-                    drop = _Change(at, _FREE, _page_us(part))
-        return drop
+    def _writes(self, tier: str) -> tuple[Ints, Floats]:
+        trace = self.line.trace
+        begin, end = trace.access_ranges(self.line.page_size)
+        rows = np.flatnonzero(
+            (trace.access_mode & WRITE != 0) & np.isin(trace.access_tensor, self._of_tier(tier))
+        )
+        start = self.base[trace.access_tensor[rows]] + begin[rows]
+        owner, page = expand(start, end[rows] - begin[rows])
+        return page, self.line.op_start_us[trace.access_op[rows]][owner]
 
-
-def _page_us(part: Transfer) -> float:
-    return (part.end_us - part.begin_us) / part.page_count
-
-
-def _begin_us(part: Transfer, page: int) -> float:
-    return part.begin_us + (page - part.first_page) * _page_us(part)
+    def _within_lives(
+        self, tier: str, page: Ints, at_us: Floats, what: Ints
+    ) -> tuple[Ints, Floats, Ints]:
+        """Of tensors that die what is between birth and death, and that; of others what goes on
+        into the next iteration comes at its begin."""
+        line, trace = self.line, self.line.trace
+        tensor = self.owner[page]
+        lasting = trace.tensor_persistent[tensor]
+        born_us, dead_us = line.op_start_us[trace.first_op], line.op_end_us[trace.last_op]
+        keep = lasting | ((born_us[tensor] < at_us) & (at_us < dead_us[tensor]))
+        late = lasting & (at_us >= line.iteration_us)
+        at_us = np.where(late, at_us - line.iteration_us, at_us)
+        dying = self._of_tier(tier)
+        dying = dying[~trace.tensor_persistent[dying]]
+        owner, ends = expand(self.base[dying], self.count[dying])
+        return (
+            np.append(page[keep], ends),
+            np.append(at_us[keep], dead_us[dying][owner]),
+            np.append(what[keep], np.full(len(ends), _FREE)),
+        )
