@@ -1,1 +1,1 @@
-"""The runtime: pages, tiers, migration, ``PagedTensor``, activation hooks, optimizers, CLI."""
+"""The runtime: pages, tiers, moves, ``PagedTensor``, activation hooks, optimizers, CLI."""

@@ -35,12 +35,12 @@ from .disk.watch import IoWatch, WatchedEngine
 from .errors import InfeasibleBudget, PagerError
 from .machine.calibration.disk_threads import threads_for
 from .machine.ranks import share_of
+from .memory.frame_pool import FramePool
 from .memory.host import HostTier
 from .memory.page_table import PageTable
 from .memory.space import Extent, Space
 from .memory.turns import Turns
 from .memory.untyped import PagedUntypedStorage
-from .moves.migration import Migration
 from .moves.mover import Mover
 from .moves.residency import Residency
 
@@ -204,10 +204,8 @@ class Core:
         self.lock = RLock()
         self.turns = Turns(self.lock, self.space.runs)
         self.residency = Residency(
-            self.table, self.space, self.migration, self.backend, given.frames, self.page_size,
-            self.turns,
+            self.table, self.space, self.mover, self.backend, self.page_size, self.turns
         )  # fmt: skip
-        self.mover = Mover(self.residency)
         self.budget = DeviceBudget(
             given.budget_bytes["device"], self.page_size, given.reserve, self.residency,
             self.backend,
@@ -259,8 +257,8 @@ class Core:
             undo.callback(self.host.close)
             self.table = PageTable(given.frames, self.device)
             self.space = Space(self.table, size, self.backend.alignment)
-            self.migration = Migration(
-                self.table, self.backend, self.host, self.disk, size,
+            self.mover = Mover(
+                self.table, FramePool(given.frames), self.backend, self.host, self.disk, size,
                 verify=verify, watch=self.io_watch,
             )  # fmt: skip
             undo.pop_all()
@@ -354,7 +352,7 @@ class Core:
     def waiting(self, *, own: bool = False) -> Iterator[None]:
         """What happens inside is waiting for pages; ``own``: for a stream's, which no plan can
         move."""
-        watch, moved = self.watcher(), self.migration.activity
+        watch, moved = self.watcher(), self.mover.activity
         began = watch.wait_begins() if watch is not None else None
         start = time.perf_counter()
         try:
@@ -363,7 +361,7 @@ class Core:
         finally:
             seconds = time.perf_counter() - start
             self.stall_us += seconds * 1e6
-            if watch is not None and moved != self.migration.activity:
+            if watch is not None and moved != self.mover.activity:
                 watch.waited(seconds, began, own=own)
 
     def note_guest(self) -> None:
@@ -494,7 +492,7 @@ class Core:
     def _grow_tier(self, tier: str, nbytes: int) -> None:
         if tier == "host":
             self.host.grow(nbytes)
-            self.migration.host_grew()
+            self.mover.host_grew()
         elif tier == "disk":
             if self.disk is None:
                 raise PagerError("this Pager has no disk tier; give disk_path when making it")
@@ -514,7 +512,7 @@ class Core:
         """Give back every tier. Nothing uses pages any more."""
         self.mover.stop()
         if not self.io_watch.wait_until_idle():
-            _left_to_the_disk.append((self.backend, self.host, self.disk, self.migration))
+            _left_to_the_disk.append((self.backend, self.host, self.disk, self.mover))
             warnings.warn(
                 "the disk does not answer: the pager's memory and file are given back when the "
                 "process ends, because a read or write that has not returned still uses them",
@@ -525,7 +523,7 @@ class Core:
         with self.lock:
             self.backend.wait(self.backend.mark())
             self.backend.limit_dense(None)
-            self.migration.close()
+            self.mover.close()
             if self.disk is not None:
                 self.disk.close()
             self.host.close()

@@ -32,7 +32,7 @@ def check_capacity(budget: DeviceBudget, nbytes: int, what: str) -> None:
     pager's lock."""
     size, residency = budget.page_size, budget.residency
     residency.collect()
-    host, disk = residency.migration.host, residency.migration.disk
+    host, disk = residency.mover.slots.host, residency.mover.slots.disk
     slots = host.slots.count + (disk.slots.count if disk else 0)
     frames = budget.frames_at_least()
     room = max(0, frames + slots - residency.space.live_pages) * size

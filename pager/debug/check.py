@@ -58,7 +58,7 @@ def _check(pager: Core) -> None:
         _check_pool(pool.runs(), slots, pool.count, f"{name} slot")
 
     # Stamps say whose page, and which version of it, each slot holds.
-    stamped = [(pager.migration.host_stamps, table.host)]
+    stamped = [(pager.mover.carrier.host_stamps, table.host)]
     if pager.disk is not None:
         stamped.append((pager.disk.stamps, table.disk))
     for stamps, column in stamped:
@@ -95,7 +95,7 @@ def _check(pager: Core) -> None:
     assert set(residency.parts.pages().tolist()) == {
         page for run in parted for page in held_pages(run).tolist()
     }, "the pages that are held are not those of the runs that say so"
-    assert not pager.migration.tickets.any, "a page is said to be on its way, and nothing moves"
+    assert not pager.mover.tickets.any, "a page is said to be on its way, and nothing moves"
 
 
 def _check_pool(

@@ -23,7 +23,7 @@ def counters(pager: Core, follower: Follower | None) -> dict[str, Any]:
     """The part that any thread may ask for, without the pager's lock: it is numbers that are there
     anyway. Numbers that belong together may be of slightly different instants then."""
     size = pager.page_size
-    residency, migration, budget = pager.residency, pager.migration, pager.budget
+    residency, mover, budget = pager.residency, pager.mover, pager.budget
     dense = budget.dense_peak
     pages = pager.space.persistent_pages + pager.space.peak_transient_pages
     return {
@@ -36,8 +36,8 @@ def counters(pager: Core, follower: Follower | None) -> dict[str, Any]:
         },
         "peak_bytes": {
             "device": max(budget.peak_bytes(), _with_overlap(pager)),
-            "host": migration.peak_host_slots * size,
-            "disk": migration.peak_disk_slots * size,
+            "host": mover.slots.peaks["host"] * size,
+            "disk": mover.slots.peaks["disk"] * size,
         },
         "budget_bytes": dict(pager.budget_bytes),
         "needed_bytes": pages * size + dense,
@@ -47,12 +47,12 @@ def counters(pager: Core, follower: Follower | None) -> dict[str, Any]:
         "faults": residency.faults,
         "overlap_updates": pager.in_backward.updates,
         **_moves(follower),
-        "bytes_out": migration.bytes_out,
-        "bytes_in": migration.bytes_in,
+        "bytes_out": mover.bytes_out,
+        "bytes_in": mover.bytes_in,
         "disk_bytes_written": pager.disk.bytes_written if pager.disk else 0,
         "disk_engine": pager.disk.describe() if pager.disk else None,
         "io_retries": pager.io_watch.retries + (pager.disk.rereads if pager.disk else 0),
-        "channel_bytes": dict(migration.moved),
+        "channel_bytes": dict(mover.moved),
         "stall_us": pager.stall_us,
         "gathers": pager.gathers,
         "compactions": residency.compactions,

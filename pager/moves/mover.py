@@ -1,91 +1,227 @@
-"""Queues transfers. The page table changes at once, the bytes follow (note in ``tickets.py``)."""
+"""Moves pages between the tiers. The page table changes at once, the bytes follow (note in
+``tickets.py``)."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from functools import partial
 
 import numpy as np
 
-from ..memory.frame_pool import merge
-from ..memory.page_table import Int32
-from .residency import Residency
-from .tickets import Lane, Ticket
-from .transfers import Transfer
+from ..devices.device import Bytes, Device
+from ..disk.tier import DiskTier
+from ..disk.watch import IoWatch
+from ..memory.frame_pool import FramePool, merge
+from ..memory.host import HostTier
+from ..memory.page_table import DIRTY, Int32, PageTable
+from .slots import Slots
+from .tickets import Lane, MoveFailed, Places, Ticket, Tickets
+from .transfers import Carrier, Transfer
 
 TIERS = ("host", "disk")
-_THREADS = 3
+NOW, AHEAD, PLANNED = "now", "ahead", "planned"
+"""What an op waits for: carried out by whoever asks. What it will want next, and what a plan says:
+carried out by lanes, each by its own."""
+_THREADS = {"host": 1, "disk": 3}  # of a lane
 _BATCH_BYTES = 4 << 20  # moved at once where rates are not known
 
 
 class Mover:
-    """Of one pager; under its lock. What has to be there before an op goes on is the faults'
-    (``Residency.pin``).
+    """Of one pager; under its lock.
 
-    ``lanes``: by the planner's names, for moves of a plan; what is read ahead has others, because
-    it is needed first. ``batch_pages``: by the same names, what one transfer moves at most.
-    ``error``: of the first transfer that failed.
+    ``pool``: of frames. ``settle``: is told of pages that have moved. ``watch``: of the disk's
+    calls. ``lanes``: by the planner's names, for moves of a plan. ``batch_pages``: by the same
+    names, what one queued transfer moves at most. ``moved``: bytes, by the same. ``error``: of the
+    first queued transfer that failed.
     """
 
-    def __init__(self, residency: Residency) -> None:
+    def __init__(
+        self,
+        table: PageTable,
+        pool: FramePool,
+        backend: Device,
+        host: HostTier,
+        disk: DiskTier | None,
+        page_size: int,
+        *,
+        verify: bool,
+        watch: IoWatch | None = None,
+    ) -> None:
+        self.table, self.pool, self.backend, self.page_size = table, pool, backend, page_size
+        self.watch = watch or IoWatch(math.inf)
+        self.tickets = Tickets(self.watch, backend.reach)
+        self.slots = Slots(table, self.tickets, host, disk, page_size)
+        self.carrier = Carrier(backend, host, disk, page_size, self.watch, verify=verify)
+        self.settle: Callable[[Int32], None] = lambda pages: None
         self.error: BaseException | None = None
-        self._residency = residency
-        self._migration = residency.migration
-        threads = _THREADS if residency.backend.host_addressable else 1  # one staging buffer
-        names = [f"{tier}-{way}" for tier in TIERS for way in ("out", "in")]
-        self.lanes = {name: Lane(name, threads) for name in names}
-        self._ahead = {name: Lane(f"ahead-{name}", threads) for name in names}
-        self.batch_pages = dict.fromkeys(names, max(1, _BATCH_BYTES // residency.page_size))
-        residency.drain = self.drain
+        on_cpu = backend.host_addressable  # a staging buffer is one thread's
+        names = {f"{tier}-{way}": tier for tier in TIERS for way in ("out", "in")}
+        threads = {name: _THREADS[tier] if on_cpu else 1 for name, tier in names.items()}
+        self.lanes = {name: Lane(name, threads[name]) for name in names}
+        self._ahead = {name: Lane(f"ahead-{name}", threads[name]) for name in names}
+        self.moved = dict.fromkeys(names, 0)
+        self.batch_pages = dict.fromkeys(names, max(1, _BATCH_BYTES // page_size))
 
-    def out(self, tier: str, pages: Int32, slots: Int32, *, ahead: bool = False) -> None:
+    # -- off the device --------------------------------------------------------------------------
+    def leave(self, pages: Int32) -> None:
+        """Resident ``pages`` leave the device, now; copies that are still valid are not made again.
+
+        Raises ``TierFull`` with every page where it was, and what the disk raises with those where
+        they were that have not left.
+        """
+        dirty = (self.table.flags[pages] & DIRTY) != 0
+        to_host, to_disk = self.slots.share_out(pages[dirty], leaving=pages)
+        try:
+            for tier, part in (("disk", to_disk), ("host", to_host)):  # what can fail goes first
+                if len(part):
+                    slots = self.slots.take(tier, len(part), leaving=pages)
+                    self.out(tier, part, slots, NOW)
+            self.give_frames(self.table.unplace(pages[~dirty]))
+        finally:
+            self.settle(pages)
+
+    def out(self, tier: str, pages: Int32, slots: Int32, urgency: str = PLANNED) -> None:
         """DIRTY → BELOW: ``pages``, which nobody has pinned, leave for ``slots``, taken for them.
-        Their frames are free."""
-        table, tickets = self._residency.table, self._migration.tickets
-        batch = self.batch_pages[f"{tier}-out"]
-        for start in range(0, len(pages), batch):
-            part, ends = pages[start : start + batch], slots[start : start + batch]
-            frames = table.frame[part]
-            transfer = self._migration.transfer(tier, part, frames, ends, to_device=False)
-            label = f"{len(part)} pages to {tier}"
-            ticket = tickets.take(label, ("device", frames), (tier, ends))
-            ticket.undo = partial(self._undo_out, tier, part, frames, ends)
-            self._migration.went(tier, part, ends)
-            self._residency.give_frames(table.unplace(part))
-            self._queue(transfer, ticket, ahead=ahead)
-        self._residency.settle_all(pages)
+        Their frames are free. What is wanted now raises if it fails, and no page has left."""
+        for part, ends in self._batches(pages, slots, f"{tier}-out", urgency):
+            frames = self.table.frame[part]
+            transfer = self._transfer(tier, part, frames, ends, to_device=False)
+            try:
+                self._begin(transfer, urgency, partial(self._undo_out, tier, part, frames, ends))
+            except BaseException:
+                self.slots.give(tier, ends)
+                raise
+            self.table.copied(part, ends, tier)
+            self._count(tier, "out", len(part))
+            self.slots.note_peaks()
+            self.give_frames(self.table.unplace(part))
+        if urgency != NOW:  # then whoever asked does it
+            self.settle(pages)
 
-    def bring(self, tier: str, pages: Int32, frames: Int32, *, ahead: bool = False) -> None:
+    # -- onto the device -------------------------------------------------------------------------
+    def bring(self, tier: str, pages: Int32, frames: Int32, urgency: str = PLANNED) -> None:
         """BELOW → CLEAN: ``pages``, which have a copy in ``tier``, come to ``frames``, taken for
-        them."""
-        batch = self.batch_pages[f"{tier}-in"]
-        tickets = self._migration.tickets
-        for start in range(0, len(pages), batch):
-            part, ends = pages[start : start + batch], frames[start : start + batch]
-            slots = self._migration.slots_of(tier, part)
-            transfer = self._migration.transfer(tier, part, ends, slots, to_device=True)
-            label = f"{len(part)} pages from {tier}"
-            ticket = tickets.take(label, ("device", ends), (tier, slots))
-            ticket.undo = partial(self._undo_in, tier, part, ends)
-            self._migration.came(tier, part, ends)
-            self._queue(transfer, ticket, ahead=ahead)
-        self._residency.settle_all(pages)
+        them. What is wanted now raises if it fails, and no page has come: the caller gives the
+        frames back."""
+        for part, ends in self._batches(pages, frames, f"{tier}-in", urgency):
+            slots = self.slots.of(tier, part)
+            transfer = self._transfer(tier, part, ends, slots, to_device=True)
+            self._begin(transfer, urgency, partial(self._undo_in, tier, part, ends))
+            self.table.place(part, ends)
+            self._count(tier, "in", len(part))
+        if urgency != NOW:
+            self.settle(pages)
 
-    def _queue(self, transfer: Transfer, ticket: Ticket, *, ahead: bool) -> None:
+    # -- both ------------------------------------------------------------------------------------
+    def _batches(
+        self, pages: Int32, ends: Int32, name: str, urgency: str
+    ) -> list[tuple[Int32, Int32]]:
+        batch = len(pages) if urgency == NOW else self.batch_pages[name]
+        return [
+            (pages[start : start + batch], ends[start : start + batch])
+            for start in range(0, len(pages), max(1, batch))
+        ]
+
+    def _transfer(
+        self, tier: str, pages: Int32, frames: Int32, slots: Int32, *, to_device: bool
+    ) -> Transfer:
+        """Of ``pages`` in the version that they have now."""
+        versions, mark = self.table.version[pages], self.backend.mark()
+        return Transfer(
+            self.carrier, tier, pages, versions, frames, slots, to_device=to_device, mark=mark
+        )
+
+    def _begin(self, transfer: Transfer, urgency: str, undo: Callable[[], None]) -> None:
+        frames, slots = ("device", transfer.frames), (transfer.tier, transfer.slots)
+        if urgency == NOW:
+            self._carry_out(transfer, frames, slots)
+            return
+        way = "from" if transfer.to_device else "to"
+        label = f"{len(transfer.pages)} pages {way} {transfer.tier}"
+        ticket = self.tickets.take(label, frames, slots)
+        ticket.undo = undo
+        self._queue(transfer, ticket, urgency)
+
+    def _carry_out(self, transfer: Transfer, frames: Places, slots: Places) -> None:
+        """By this thread. Where that is given up (``HungDisk``, Ctrl-C) while the disk is at it,
+        what it fills has a ticket: whoever is given these frames or slots next waits for its end.
+        """
+        carrier, tickets = self.carrier, self.tickets
+        transfer.urgent = True
+        before = tickets.of(frames, slots)
+        tickets.wait_over(before)
+        if transfer.tier == "disk":
+            carrier.wait_for_given_up()
+        try:
+            mark = transfer.run(sum((ticket.mark for ticket in before), ()))
+        except BaseException:
+            if carrier.given_up is not None:
+                filled = frames if transfer.to_device else slots
+                ticket = tickets.take("I/O that was given up", filled)
+                carrier.given_up.add_done_callback(lambda _: ticket.end())
+            raise
+        if mark:
+            tickets.take("a fault", frames, slots).end(mark=mark)
+
+    def _queue(self, transfer: Transfer, ticket: Ticket, urgency: str) -> None:
         """Streams carry what the CPU has nothing to do with, at once where it waits for nothing
         that it has; lanes the rest."""
-        on_streams = not self._residency.backend.host_addressable and transfer.tier == "host"
-        by_them = on_streams and self._migration.host_stamps is None
+        on_streams = not self.backend.host_addressable and transfer.tier == "host"
+        by_them = on_streams and self.carrier.host_stamps is None
         if by_them and all(before.is_over for before in ticket.after):
             ticket.carry(transfer.run)
             return
-        lanes = self._ahead if ahead else self.lanes
+        lanes = self._ahead if urgency == AHEAD else self.lanes
         lanes[f"{transfer.tier}-{'in' if transfer.to_device else 'out'}"].add(transfer, ticket)
 
+    def _count(self, tier: str, way: str, pages: int) -> None:
+        self.moved[f"{tier}-{way}"] += pages * self.page_size
+
+    def give_frames(self, frames: Int32) -> None:
+        """Back into the pool. What still goes on there has a ticket."""
+        frames = np.sort(frames)
+        for start, _, length in merge(frames, frames):
+            self.pool.free(start, length)
+
+    # -- counts ----------------------------------------------------------------------------------
+    @property
+    def bytes_out(self) -> int:
+        """Moved off the device."""
+        return self.moved["host-out"] + self.moved["disk-out"]
+
+    @property
+    def bytes_in(self) -> int:
+        """Moved onto it."""
+        return self.moved["host-in"] + self.moved["disk-in"]
+
+    @property
+    def activity(self) -> int:
+        """Another number whenever pages were moved, or waited for."""
+        return self.bytes_in + self.bytes_out + self.tickets.waits
+
+    @property
+    def disk_refuses(self) -> bool:
+        """The last write to disk failed, so pages that need none should leave first."""
+        return self.carrier.disk_refuses
+
     # -- what has ended --------------------------------------------------------------------------
+    def pending(self, pages: Int32) -> bool:
+        """Whether a transfer from or to any of ``pages`` is queued that may fail."""
+        if not self.tickets.any:
+            return False
+        return any(self.tickets.pending(*place).any() for place in self._places_of(pages))
+
+    def _places_of(self, pages: Int32) -> list[Places]:
+        table = self.table
+        columns = {"device": table.frame, "host": table.host, "disk": table.disk}
+        places = [(tier, column[pages]) for tier, column in columns.items()]
+        return [(tier, some[some >= 0]) for tier, some in places]
+
     def drain(self) -> None:
         """Afterwards nothing is queued or moving, and what has failed is undone: its pages are
         where they were. Raises ``HungDisk`` if the disk does not answer."""
-        tickets = self._migration.tickets
+        tickets = self.tickets
         if tickets.any:
             tickets.wait_for_all()
             failed = tickets.failed  # the latest first: each finds what it had left behind
@@ -94,27 +230,53 @@ class Mover:
             tickets.forget(failed)
             if failed:
                 self.error = self.error or failed[-1].error
-        self._migration.let_go()
+        self.slots.let_go()
 
     def _undo_out(self, tier: str, pages: Int32, frames: Int32, slots: Int32) -> None:
         """The bytes are still in these frames: what came after has not touched them."""
-        residency, migration = self._residency, self._migration
-        assert (residency.table.frame[pages] < 0).all()
-        assert (migration.slots_of(tier, pages) == slots).all()
+        assert (self.table.frame[pages] < 0).all()
+        assert (self.slots.of(tier, pages) == slots).all()
         for start, _, count in merge(*2 * (np.sort(frames),)):
-            residency.pool.take(start, count)
-        residency.table.place(pages, frames)
-        migration.drop_copies(pages, tier)
-        migration.undone(tier, len(pages), to_device=False)
-        residency.settle_all(pages)
+            self.pool.take(start, count)
+        self.table.place(pages, frames)
+        self.slots.drop_copies(pages, tier)
+        self._count(tier, "out", -len(pages))
+        self.settle(pages)
 
     def _undo_in(self, tier: str, pages: Int32, frames: Int32) -> None:
-        table = self._residency.table
-        here = table.frame[pages] == frames  # the others have left again since
-        self._residency.give_frames(table.unplace(pages[here]))
-        self._migration.undone(tier, len(pages), to_device=True)
-        self._residency.settle_all(pages)
+        here = self.table.frame[pages] == frames  # the others have left again since
+        self.give_frames(self.table.unplace(pages[here]))
+        self._count(tier, "in", -len(pages))
+        self.settle(pages)
 
+    # -- bytes without a move --------------------------------------------------------------------
+    def copy_of(self, pages: Int32, out: Bytes) -> None:
+        """The bytes of ``pages``, wherever they are, into ``out``, uint8 [pages × page_size]; zeros
+        for BLANK ones. No page moves and no frame or slot is needed, so a model can be saved when
+        no tier takes a page any more. Raises as :meth:`bring` does."""
+        table, size = self.table, self.page_size
+        try:
+            self.tickets.wait(self.tickets.of(*self._places_of(pages)))
+        except MoveFailed:
+            self.drain()
+        places = np.arange(len(pages), dtype=np.int32)
+        resident, on_host = table.frame[pages] >= 0, table.host[pages] >= 0
+        on_host &= ~resident
+        on_disk = ~resident & ~on_host & (table.disk[pages] >= 0)
+        out.reshape(-1, size)[~resident & ~on_host & ~on_disk] = 0
+        self.carrier.copy_out(table.frame[pages[resident]], places[resident], out)
+        reads = ("host", on_host, self.carrier.read_host), ("disk", on_disk, self.carrier.read_disk)
+        for tier, here, read in reads:
+            its = pages[here]
+            if len(its):
+                read(its, table.version[its], self.slots.of(tier, its), places[here], out)
+
+    def host_grew(self) -> None:
+        """The host tier has more slots now."""
+        if self.carrier.host_stamps is not None:
+            self.carrier.host_stamps.resize(self.slots.host.slots.count)
+
+    # -- the end ---------------------------------------------------------------------------------
     def stop(self) -> None:
         """End all threads; ops come after all that they have done. Without the lock; nothing may be
         queued afterwards."""
@@ -122,5 +284,8 @@ class Mover:
         for lane in lanes:
             lane.stop()
         for lane in lanes:
-            lane.join(self._migration.watch)
-        self._migration.tickets.pass_over()
+            lane.join(self.watch)
+        self.tickets.pass_over()
+
+    def close(self) -> None:
+        self.carrier.close()

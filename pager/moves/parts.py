@@ -56,12 +56,12 @@ class Parts:
         try:
             self._pin(parts, streamed=streamed)
         except MoveFailed:
-            residency.drain()
+            residency.mover.drain()
             self._pin(parts, streamed=streamed)
 
     def _pin(self, parts: Sequence[Part], *, streamed: bool) -> None:
         residency = self._residency
-        residency.migration.let_go()
+        residency.mover.slots.let_go()
         residency.collect()
         residency.before_pinning()
         self.hold(parts, streamed=streamed)
@@ -82,7 +82,7 @@ class Parts:
 
     def has(self, parts: Sequence[Part]) -> bool:
         """Whether all these pages are on the device, none of them still to arrive."""
-        tickets = self._residency.migration.tickets
+        tickets = self._residency.mover.tickets
         return all(
             bool((frames >= 0).all()) and not tickets.of(("device", frames))
             for frames in (self._table.frame[pages] for _, pages in parts)
@@ -119,7 +119,7 @@ class Parts:
     def written(self, part: Part) -> None:
         """A write to these pages, which are pinned, is about to happen: copies below are void."""
         if not part.run.settled:
-            self._residency.migration.void_copies(part.pages)
+            self._residency.mover.slots.void_copies(part.pages)
 
     # -- looking ---------------------------------------------------------------------------------
     def pages(self) -> Int32:

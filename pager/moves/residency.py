@@ -30,11 +30,11 @@ from ...kernels.move import move_pages
 from ..devices.device import Device
 from ..errors import InfeasibleBudget, TierFull
 from ..machine.ranks import about_share, ranks_sharing
-from ..memory.frame_pool import FramePool, expand, merge
+from ..memory.frame_pool import expand, merge
 from ..memory.page_table import BLANK, DIRTY, Int32, PageTable
 from ..memory.space import Extent, Space, generations
 from ..memory.turns import Crowded, Pin, Turns
-from .migration import Migration
+from .mover import NOW, Mover
 from .parts import Parts, held_pages
 from .tickets import MoveFailed
 
@@ -75,7 +75,7 @@ class Residency:
     ``make_room(frames)`` is asked when an op needs more frames than there are, ``make_way(frames)``
     when the tiers below have no room for what should leave; they may move the border of the arena,
     and return whether they did. ``before_pinning`` may move it too. ``let_go`` unpins what is
-    pinned only to be at hand. ``drain``: ``Mover.drain``.
+    pinned only to be at hand.
 
     ``workspaces``: of streams beside which a plan is followed. ``pages_ahead``: pages that were
     brought in before a slab needed them, and were still there when it did.
@@ -85,19 +85,18 @@ class Residency:
         self,
         table: PageTable,
         space: Space,
-        migration: Migration,
+        mover: Mover,
         backend: Device,
-        frames: int,
         page_size: int,
         turns: Turns,
     ) -> None:
         self.table = table
         self.space = space
-        self.migration = migration
+        self.mover = mover
         self.backend = backend
         self.page_size = page_size
         self.turns = turns
-        self.pool = FramePool(frames)
+        self.pool = mover.pool
         self.tick = 0
         self.ages: npt.NDArray[np.int64] = np.zeros(1024, np.int64)
         self.parts = Parts(self)
@@ -119,7 +118,7 @@ class Residency:
         self.make_way: Callable[[int], bool] = lambda frames: False
         self.before_pinning: Callable[[], None] = lambda: None
         self.let_go: Callable[[], None] = lambda: None
-        self.drain: Callable[[], None] = lambda: None
+        mover.settle = self.settle_all
         self.minimum_bytes: Callable[[int], int] = lambda frames: frames * page_size
 
     @property
@@ -154,11 +153,11 @@ class Residency:
         try:
             self._pin(runs)
         except MoveFailed:  # of what was queued before; now it is as if it never had been
-            self.drain()
+            self.mover.drain()
             self._pin(runs)
 
     def _pin(self, runs: Sequence[Extent]) -> None:
-        self.migration.let_go()
+        self.mover.slots.let_go()
         self.collect()
         self.before_pinning()
         for run in runs:
@@ -201,19 +200,19 @@ class Residency:
     def wait_for(self, pages: Int32) -> bool:
         """What ops do next comes after those of ``pages`` that are on their way have come. The lock
         is given away while the host waits; whether it did. Raises ``MoveFailed``, ``HungDisk``."""
-        if not self.migration.tickets.any:
+        if not self.mover.tickets.any:
             return False
         frames = self.table.frame[pages]
         return self.wait_for_frames(frames[frames >= 0])
 
     def wait_for_frames(self, frames: Int32) -> bool:
         """The same of all that goes on in these frames."""
-        tickets = self.migration.tickets.of(("device", frames))
-        return self.migration.tickets.wait(tickets, self.turns.lock)
+        tickets = self.mover.tickets.of(("device", frames))
+        return self.mover.tickets.wait(tickets, self.turns.lock)
 
     def reach(self, frames: Int32) -> None:
         """The same with the lock held, amid a decision: nobody may see it half made."""
-        tickets = self.migration.tickets
+        tickets = self.mover.tickets
         tickets.wait(tickets.of(("device", frames)))
 
     def unpin(self, runs: Iterable[Extent]) -> None:
@@ -336,7 +335,7 @@ class Residency:
             below = absent & ((self.table.flags[pages] & BLANK) == 0)
             if below.any():
                 self.faults += 1
-                self.migration.fetch(pages[below], frames[below])
+                self._fetch(pages[below], frames[below])
             blank = absent & ~below
             if blank.any():
                 self._open_blank(run, pages[blank], frames[blank])
@@ -348,6 +347,12 @@ class Residency:
             raise
         self.settle(run)
         self.peak_frames = max(self.peak_frames, self.frames_used)
+
+    def _fetch(self, pages: Int32, frames: Int32) -> None:
+        on_host = self.table.host[pages] >= 0
+        for tier, here in (("disk", ~on_host), ("host", on_host)):  # what can fail goes first
+            if here.any():
+                self.mover.bring(tier, pages[here], frames[here], NOW)
 
     def _open_blank(self, run: Extent, pages: Int32, frames: Int32) -> None:
         """Pages that were never written get ``frames``. What another tensor left there is erased
@@ -363,7 +368,7 @@ class Residency:
     def settle(self, run: Extent) -> None:
         """Recompute ``run.base`` after its pages moved; dense views made before are stale."""
         frames = self._frames_of(run)
-        there = self.is_whole(run) and not self.migration.tickets.of(("device", frames))
+        there = self.is_whole(run) and not self.mover.tickets.of(("device", frames))
         run.base = int(frames[0]) if there else -1  # nobody may use it before without waiting
         run.generation = next(generations)
         run.settled = False
@@ -420,7 +425,7 @@ class Residency:
         pages = self.table.frame_page
         owners = self.table.owner[pages]
         ages = np.where(pages >= 0, self.ages[owners], 0)
-        if self.migration.disk_refuses:  # what has to be written may not be able to leave
+        if self.mover.disk_refuses:  # what has to be written may not be able to leave
             ages[(pages >= 0) & ((self.table.flags[pages] & DIRTY) != 0)] += _LATER
         ages[self.parts.awaited_frames()] = _AWAITED
         ages[self.parts.frames()] = _PINNED
@@ -484,10 +489,8 @@ class Residency:
 
     def evict_pages(self, pages: Int32) -> None:
         """Take these resident pages off the device, and their frames back into the pool."""
-        if not len(pages):
-            return
-        self.give_frames(self.migration.evict(pages))
-        self.settle_all(pages)
+        if len(pages):
+            self.mover.leave(pages)
 
     def evict_run(self, run: Extent) -> Int32:
         """Take an unpinned run off the device, but for pages that part pins hold; the frames that
@@ -598,7 +601,7 @@ class Residency:
     def resize(self, frames: int) -> None:
         """Move the border of the arena. Shrinking evicts what no longer fits, and stops at the
         last pinned frame."""
-        self.drain()
+        self.mover.drain()
         self.let_go()
         self._resize(frames)
 
@@ -607,7 +610,7 @@ class Residency:
         is pinned stays where it is, so the border may be in its way. Then frames below it are
         *lent*: no page gets there, and their memory is given back, until the border is moved the
         next time. Raises ``TierFull``; there may be fewer frames than before then."""
-        self.drain()
+        self.mover.drain()
         self.let_go()
         if not len(self._lent):
             self._resize(frames)
@@ -651,7 +654,7 @@ class Residency:
         old one in use as far as it goes."""
         nbytes = self.pool.count * self.page_size
         if not self.backend.can_unmap and nbytes != self.backend.arena.numel():
-            self.drain()
+            self.mover.drain()
             self.let_go()
             if not self.in_use():
                 try:
@@ -704,18 +707,12 @@ class Residency:
         rows = slice(run.first, run.first + run.count)
         return bool((self.table.flags[rows] & BLANK).all())
 
-    def give_frames(self, frames: Int32) -> None:
-        """Back into the pool. What still goes on there has a ticket."""
-        frames = np.sort(frames)
-        for start, _, length in merge(frames, frames):
-            self.pool.free(start, length)
-
     # -- writes and ends -------------------------------------------------------------------------
     def written(self, run: Extent) -> None:
         """A write to ``run`` is about to happen: copies below are void."""
         if not run.settled:
             pages = np.arange(run.first, run.first + run.count, dtype=np.int32)
-            self.migration.void_copies(pages)
+            self.mover.slots.void_copies(pages)
             run.settled = True
 
     def collect(self) -> None:
@@ -725,13 +722,13 @@ class Residency:
             return
         ended, self._held_dead = [*self._held_dead, *self.space.drain()], []
         for run in ended:
-            if run.parts or run.pins or self.migration.pending(run.pages):
+            if run.parts or run.pins or self.mover.pending(run.pages):
                 self._held_dead.append(run)
                 continue
-            self.migration.void_copies(run.pages)
+            self.mover.slots.void_copies(run.pages)
             resident = run.pages[self.table.frame[run.pages] >= 0]
             if len(resident):
-                self.give_frames(self.table.unplace(resident))
+                self.mover.give_frames(self.table.unplace(resident))
             self.space.forget(run)
 
 

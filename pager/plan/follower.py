@@ -289,7 +289,7 @@ class Follower:
                 disk=pager.disk,
                 page_size=pager.page_size,
                 watch=pager.io_watch,
-                hold_back=pager.migration.hold_back,
+                hold_back=pager.mover.slots.hold_back,
             )
             self._size_batches(self._calibration)
         size = pager.page_size

@@ -49,7 +49,7 @@ class PlannedMoves:
         self.late = self.faults = self.prefetched = self.skipped = 0
         self.births: dict[int, int] = {}
         self._residency, self._mover, self._names = residency, mover, names
-        self._table, self._migration = residency.table, residency.migration
+        self._table = residency.table
         self._outs: dict[str, deque[Job]] = {tier: deque() for tier in TIERS}
         self._ins: dict[str, deque[Job]] = {tier: deque() for tier in TIERS}
 
@@ -73,8 +73,8 @@ class PlannedMoves:
         first = run.first + action.first
         pages = np.arange(first, first + action.pages, dtype=np.int32)
         pages = pages[self._table.frame[pages] >= 0]
-        pages = pages[~self._migration.tickets.pending("device", self._table.frame[pages])]
-        self._migration.drop_copies(pages, action.tier)
+        pages = pages[~self._mover.tickets.pending("device", self._table.frame[pages])]
+        self._mover.slots.drop_copies(pages, action.tier)
 
     def go_on(self) -> None:
         """Begin what can begin. Where that fails, or what was queued before has, its pages are
@@ -117,7 +117,7 @@ class PlannedMoves:
         self._residency.evict_pages(resident[~dirty])
         to_leave = resident[dirty]
         if len(to_leave):
-            slots = self._migration.take_slots(tier, len(to_leave), leaving=to_leave)
+            slots = self._mover.slots.take(tier, len(to_leave), leaving=to_leave)
             self._mover.out(tier, to_leave[: len(slots)], slots)
             return len(slots) == len(to_leave)
         return True
@@ -128,7 +128,7 @@ class PlannedMoves:
         if any(other.run is run for queue in self._outs.values() for other in queue):
             return False  # its pages have yet to leave
         below = (table.frame[job.pages] < 0) & ((table.flags[job.pages] & BLANK) == 0)
-        wanted = job.pages[below & (self._migration.slots_of(tier, job.pages) >= 0)]
+        wanted = job.pages[below & (self._mover.slots.of(tier, job.pages) >= 0)]
         if run.parts is not None or not len(wanted):  # what is in use cannot make way for the rest
             self.skipped += 1
             return True

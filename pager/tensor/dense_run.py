@@ -116,7 +116,7 @@ def _run_dense(func: Any, info: OpInfo, args: Any, kwargs: dict[str, Any]) -> An
             runs.append(run)
             if run.base < 0:
                 apart = True
-    if apart and pager.migration.disk_refuses:  # no page can make way for another
+    if apart and pager.mover.disk_refuses:  # no page can make way for another
         out = copy_unmoved(func, args, kwargs)
         if out is not NotImplemented:
             return out

@@ -116,8 +116,8 @@ def name_pages(pager: Core) -> None:
     def name_of(page: int) -> str:
         return page_name(pager, page)
 
-    if pager.migration.host_stamps is not None:
-        pager.migration.host_stamps.name_of = name_of
+    if pager.mover.carrier.host_stamps is not None:
+        pager.mover.carrier.host_stamps.name_of = name_of
     disk = pager.disk
     if disk is None:
         return

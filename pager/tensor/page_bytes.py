@@ -42,8 +42,9 @@ def unmoved_chunks(flat: PagedTensor, most_bytes: int) -> Iterator[memoryview]:
         count = min(step, -(-end // size) - first)
         pages = np.arange(run.first + first, run.first + first + count, dtype=np.int32)
         try:
-            with pager.quiet():
-                pager.migration.copy_of(pages, buffer[: count * size])
+            with pager.lock:
+                pager.residency.let_go()
+                pager.mover.copy_of(pages, buffer[: count * size])
         except (CorruptPage, HungDisk):  # which name it themselves
             raise
         except PagerError as error:

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ..memory.page_table import BLANK, DIRTY, Int32
+from ..moves.mover import AHEAD
 from ..moves.parts import Part, held_pages
 from ..moves.tickets import MoveFailed
 
@@ -64,7 +65,7 @@ class ReadAhead:
             self._asked = asked[: len(frames)]
             on_host = table.host[self._asked] >= 0
             for tier, here in (("host", on_host), ("disk", ~on_host)):
-                pager.mover.bring(tier, self._asked[here], frames[here], ahead=True)
+                pager.mover.bring(tier, self._asked[here], frames[here], AHEAD)
 
     def take(self) -> None:
         """Wait for what was asked for, and forget about it."""
@@ -120,13 +121,13 @@ class ReadAhead:
         to_leave = np.sort(pages[dirty])
         room = pager.host.slots.free_count
         self._write_back("host", to_leave[:room])
-        if not pager.migration.disk_refuses:
+        if not pager.mover.disk_refuses:
             self._write_back("disk", to_leave[room:])
 
     def _write_back(self, tier: str, pages: Int32) -> None:
         if len(pages):
-            slots = self._pager.migration.take_slots(tier, len(pages), leaving=pages)
-            self._pager.mover.out(tier, pages[: len(slots)], slots, ahead=True)
+            slots = self._pager.mover.slots.take(tier, len(pages), leaving=pages)
+            self._pager.mover.out(tier, pages[: len(slots)], slots, AHEAD)
 
 
 def _distinct(parts: Sequence[Part]) -> Int32:

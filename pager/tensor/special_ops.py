@@ -98,7 +98,7 @@ def run_cast(func: Any, info: OpInfo, args: Any, kwargs: dict[str, Any]) -> Any:
     pager = tensor._storage.pager
     device = kwargs.get("device")
     elsewhere = device is not None and torch.device(device).type != pager.device.type
-    no_room = pager.migration.disk_refuses  # for new pages; it is still to be read, and saved
+    no_room = pager.mover.disk_refuses  # for new pages; it is still to be read, and saved
     if tensor._storage.run.kind != "parameter" or tensor._storage.run.small or elsewhere or no_room:
         return run_dense(func, info, args, kwargs)
     shape = func(meta_twin(tensor), **{**kwargs, "device": "meta", "non_blocking": False})

@@ -77,7 +77,7 @@ def _chunks_in_pages(flat: PagedTensor) -> Iterator[memoryview]:
     """By way of the device; without moving a page where none can make way for another."""
     done = 0
     try:
-        if not flat._storage.pager.migration.disk_refuses:
+        if not flat._storage.pager.mover.disk_refuses:
             for chunk in _moved_chunks(flat):
                 done += len(chunk)
                 yield chunk

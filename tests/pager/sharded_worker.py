@@ -237,7 +237,7 @@ def failures(folder: Path) -> Found:
         with suppress(tp.PagerError):
             while True:
                 kept.append(pager.page(torch.randn(PAGE_BYTES // 4)))
-        found["write"] = pager.core.migration.disk_refuses
+        found["write"] = pager.core.mover.disk_refuses
         attempt("saved", path)
         engine.heal()
     return found

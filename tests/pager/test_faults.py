@@ -121,7 +121,7 @@ def test_writes_that_fail_lose_nothing(one_thread: None, tmp_path: Path, code: i
         with pytest.raises(tp.PagerError, match=rf"{os.strerror(code)}.*stay where they were"):
             training.steps(STEPS)
         check_invariants(pager.core)
-        assert pager.core.migration.disk_refuses
+        assert pager.core.mover.disk_refuses
         after = saved(pager)  # while it still fails
         check_invariants(pager.core)
         assert engine.happened[os.strerror(code)] >= 1
@@ -131,7 +131,7 @@ def test_writes_that_fail_lose_nothing(one_thread: None, tmp_path: Path, code: i
         training.optimizer.zero_grad()
         losses = training.steps(2)
         assert all(torch.isfinite(torch.tensor(losses)))
-        assert not pager.core.migration.disk_refuses
+        assert not pager.core.mover.disk_refuses
         check_invariants(pager.core)
 
 

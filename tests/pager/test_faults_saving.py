@@ -145,9 +145,9 @@ def test_a_disk_that_begins_to_fail_while_it_is_saved(one_thread: None, tmp_path
                     parameter.mul_(1.0)  # pages whose only copy is on the device, or was
             engine = break_disk(pager)
             engine.fail("write", errno.EIO)
-            assert not pager.core.migration.disk_refuses
+            assert not pager.core.mover.disk_refuses
             pager.save(tmp_path / f"a.{suffix}", dict(model.state_dict()))
-            assert pager.core.migration.disk_refuses
+            assert pager.core.mover.disk_refuses
             with torch.no_grad():
                 engine.heal()
                 for parameter in model.parameters():

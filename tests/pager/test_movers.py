@@ -262,7 +262,7 @@ def test_pages_that_a_run_does_not_have_are_not_moved(queued) -> None:
             for what in ("out", "drop", "in"):
                 planned.issue([Action(what, "host", keys["A"], 1, 2, ANYWHERE)], ())
             assert not planned.waiting
-            assert not pager.core.migration.tickets.any
+            assert not pager.core.mover.tickets.any
         assert layout(pager, tensors) == "AABB......"
         assert (np.asarray(pager.core.table.host[pages_of(tensors["B"])]) < 0).all()
         check_invariants(pager.core)

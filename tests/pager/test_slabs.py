@@ -392,13 +392,13 @@ def test_pages_on_their_way_in(tmp_path, gate: Gate) -> None:  # noqa: F811
     with small_pager(tmp_path) as pager:
         tensor, run = (paged := pager.page(values(4 * FLOATS))), paged._storage.run
         evict(pager, tensor)
-        before = pager.core.migration.bytes_in
+        before = pager.core.mover.bytes_in
         with reading_ahead(pager.core) as ahead, reading_ahead(pager.core) as other:
             ahead.ask([Part(run, virtual(tensor, 1, 2))])
             other.ask([Part(run, virtual(tensor, 1, 2, 3))])
             gate.open_soon()
             assert torch.equal(tensor.to_dense(), values(4 * FLOATS))
-            assert pager.core.migration.bytes_in - before == 4 * PAGE_BYTES
+            assert pager.core.mover.bytes_in - before == 4 * PAGE_BYTES
             assert pager.core.mover.error is None
             check_invariants(pager.core)
 

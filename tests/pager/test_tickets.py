@@ -61,7 +61,7 @@ def send(pager: tp.Pager, tensor: PagedTensor) -> None:
     """Queue its way out."""
     pages = pages_of(tensor)
     with pager.core.lock:
-        slots = pager.core.migration.take_slots("host", len(pages), leaving=pages)
+        slots = pager.core.mover.slots.take("host", len(pages), leaving=pages)
         pager.core.mover.out("host", pages, slots)
 
 

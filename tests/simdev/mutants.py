@@ -40,7 +40,6 @@ class Finding(NamedTuple):
 
 CHAOS = "pager/debug/chaos.py"
 ACCELERATOR = "pager/devices/accelerator.py"
-MIGRATION = "pager/moves/migration.py"
 MOVER = "pager/moves/mover.py"
 TICKETS = "pager/moves/tickets.py"
 TRANSFERS = "pager/moves/transfers.py"
@@ -50,31 +49,31 @@ HERE = "        if True:"
 MUTANTS = {
     # -- copies
     "an out-copy waits for no op": Mutant(
-        MIGRATION,
+        MOVER,
         "        versions, mark = self.table.version[pages], self.backend.mark()\n",
         "        versions, mark = self.table.version[pages], ()\n",
         "pages_take_turns_in_one_frame",
     ),
     "an in-copy waits for no op": Mutant(
-        MIGRATION,
+        MOVER,
         "        versions, mark = self.table.version[pages], self.backend.mark()\n",
         "        versions, mark = self.table.version[pages], ()\n",
         "a_late_op_and_a_page_that_comes",
     ),
     "a planned out-copy waits for no op": Mutant(
-        MIGRATION,
+        MOVER,
         "        versions, mark = self.table.version[pages], self.backend.mark()\n",
         "        versions, mark = self.table.version[pages], ()\n",
         "a_planned_page_leaves_and_comes",
     ),
     "a planned in-copy waits for no op": Mutant(
-        MIGRATION,
+        MOVER,
         "        versions, mark = self.table.version[pages], self.backend.mark()\n",
         "        versions, mark = self.table.version[pages], ()\n",
         "a_planned_page_comes_to_a_frame_that_was_in_use",
     ),
     "a copy for the disk waits for no op": Mutant(
-        MIGRATION,
+        MOVER,
         "        versions, mark = self.table.version[pages], self.backend.mark()\n",
         "        versions, mark = self.table.version[pages], ()\n",
         "planned_pages_pass_through_the_disks_buffers",
@@ -287,13 +286,13 @@ MUTANTS = {
         "a_page_is_in_the_slot_of_one_that_came",
     ),
     "a fault is behind no transfer": Mutant(
-        MIGRATION,
+        MOVER,
         "            mark = transfer.run(sum((ticket.mark for ticket in before), ()))\n",
         "            mark = transfer.run(())\n",
         "pages_take_turns_in_one_frame",
     ),
     "a fault has no ticket": Mutant(
-        MIGRATION,
+        MOVER,
         '            tickets.take("a fault", frames, slots).end(mark=mark)\n',
         "            pass\n",
         "pages_take_turns_in_one_frame",
@@ -312,14 +311,13 @@ MUTANTS = {
     ),
     "an op does not wait for its tickets": Mutant(
         RESIDENCY,
-        "        return self.migration.tickets.wait(tickets, self.turns.lock)\n",
+        "        return self.mover.tickets.wait(tickets, self.turns.lock)\n",
         "        return False\n",
         "a_page_comes_to_the_frame_of_one_that_leaves",
     ),
     "what is on its way may be used": Mutant(
         RESIDENCY,
-        "        there = self.is_whole(run) and "
-        'not self.migration.tickets.of(("device", frames))\n',
+        '        there = self.is_whole(run) and not self.mover.tickets.of(("device", frames))\n',
         "        there = self.is_whole(run)\n",
         "a_page_comes_to_the_frame_of_one_that_leaves",
     ),
@@ -367,7 +365,7 @@ MUTANTS = {
         "the_disk_moves_frames_as_planned",
     ),
     "the disk does not wait for a page that leaves for the host": Mutant(
-        MIGRATION,
+        MOVER,
         "            mark = transfer.run(sum((ticket.mark for ticket in before), ()))\n",
         "            mark = transfer.run(())\n",
         "the_disk_fills_a_frame_whose_page_leaves",
@@ -413,7 +411,7 @@ MUTANTS = {
     ),
     "the pager is closed under what nobody waited for": Mutant(
         MOVER,
-        "        self._migration.tickets.pass_over()\n",
+        "        self.tickets.pass_over()\n",
         "",
         "host_memory_is_given_back_under_what_is_queued",
     ),

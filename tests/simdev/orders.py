@@ -176,7 +176,7 @@ def a_page_is_saved_from_where_it_is(machine: Machine, folder: Path) -> None:
         out = np.zeros(PAGE, np.uint8)
         pages = np.array([x._storage.run.first], np.int32)
         with pager.core.quiet():
-            pager.core.migration.copy_of(pages, out)
+            pager.core.mover.copy_of(pages, out)
         assert (out.view(np.float32) == 1).all()
 
 
@@ -187,7 +187,7 @@ def a_page_is_saved_from_the_device(machine: Machine, folder: Path) -> None:
         (memory,) = pager.core.backend.host_memory(PAGE)
         pages = np.array([x._storage.run.first], np.int32)
         with pager.core.quiet():
-            pager.core.migration.copy_of(pages, memory.bytes)
+            pager.core.mover.copy_of(pages, memory.bytes)
         machine.touch(memory.bytes.ctypes.data, PAGE, write=False)
         assert (memory.bytes.view(np.float32) == 2).all()
         memory.give_back()
@@ -330,7 +330,7 @@ def a_page_is_in_the_slot_of_one_that_came(machine: Machine, folder: Path) -> No
         x, y = page_of(pager, 1), page_of(pager, 2)
         queue(x, "out")
         queue(x, "in")
-        pager.core.migration.drop_copies(x._storage.run.pages, "host")
+        pager.core.mover.slots.drop_copies(x._storage.run.pages, "host")
         queue(y, "out")
         assert holds(x, 1)
         assert holds(y, 2)

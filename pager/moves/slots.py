@@ -1,0 +1,140 @@
+"""The slots of host and disk: who has one, what may be given up for one, when there is none."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future
+
+import numpy as np
+
+from ...planner.sizes import format_bytes
+from ..disk.tier import DiskTier
+from ..errors import TierFull
+from ..memory.frame_pool import expand, merge
+from ..memory.host import HostTier
+from ..memory.page_table import Int32, PageTable
+from .tickets import Tickets
+
+
+class Slots:
+    """Of one pager; under its lock. The host's have precedence: the disk is for what they cannot
+    hold.
+
+    ``held``: I/O that was given up and is of no page, with its slots by tier; see
+    :meth:`hold_back`. ``peaks``: slots in use at once, at most.
+    """
+
+    def __init__(
+        self,
+        table: PageTable,
+        tickets: Tickets,
+        host: HostTier,
+        disk: DiskTier | None,
+        page_size: int,
+    ) -> None:
+        self.host, self.disk = host, disk
+        self.held: list[tuple[list[Future[None]], dict[str, Int32]]] = []
+        self.peaks = {"host": 0, "disk": 0}
+        self._table, self._tickets, self._size = table, tickets, page_size
+        self._pools = {"host": host.slots} | ({"disk": disk.slots} if disk is not None else {})
+
+    def of(self, tier: str, pages: Int32) -> Int32:
+        """Of pages that have one in ``tier``."""
+        column = self._table.host if tier == "host" else self._table.disk
+        slots: Int32 = column[pages]
+        return slots
+
+    # -- taking ----------------------------------------------------------------------------------
+    def share_out(self, dirty: Int32, leaving: Int32) -> tuple[Int32, Int32]:
+        """Of ``dirty`` pages among those ``leaving`` the device: which can go to the host, and
+        which to the disk. Raises ``TierFull`` if there is no room for all of them."""
+        for _ in range(2):
+            room = {
+                tier: pool.free_count + len(self._spare(tier, leaving))
+                for tier, pool in self._pools.items()
+            }
+            if sum(room.values()) >= len(dirty):
+                count = min(len(dirty), room["host"])
+                return dirty[:count], dirty[count:]
+            self._tickets.wait_for_all()  # copies of what has arrived may be given up too
+        raise self._full(len(dirty), sum(room.values()))
+
+    def take(self, tier: str, count: int, leaving: Int32) -> Int32:
+        """At most ``count`` slots for pages that will be carried out; fewer, or none, if ``tier``
+        is full even when copies of other pages on the device are given up."""
+        pool = self._pools.get(tier)
+        if pool is None:
+            return np.empty(0, np.int32)
+        short = count - pool.free_count
+        if short > 0:
+            self.drop_copies(self._spare(tier, leaving)[:short], tier)
+        runs = pool.allocate(min(count, pool.free_count))
+        assert runs is not None
+        return expand(runs)
+
+    def give(self, tier: str, slots: Int32) -> None:
+        """Back into the pool: what was taken is not needed, or not any more."""
+        slots = np.sort(slots)
+        for start, _, length in merge(slots, slots):
+            self._pools[tier].free(start, length)
+
+    def note_peaks(self) -> None:
+        for tier, pool in self._pools.items():
+            self.peaks[tier] = max(self.peaks[tier], pool.count - pool.free_count)
+
+    def _spare(self, tier: str, leaving: Int32) -> Int32:
+        """Pages whose copy in ``tier`` may be given up: they stay on the device. Those with a copy
+        in the other tier too come first."""
+        table = self._table
+        column, other = (table.host, table.disk) if tier == "host" else (table.disk, table.host)
+        mask = (column >= 0) & (table.frame >= 0)
+        mask[leaving] = False
+        pages = np.flatnonzero(mask).astype(np.int32)
+        pages = pages[~self._tickets.pending("device", table.frame[pages])]  # not there yet
+        return pages[np.argsort(other[pages] < 0, kind="stable")]
+
+    def _full(self, count: int, room: int) -> TierFull:
+        short = (count - room) * self._size
+        host = format_bytes(self.host.capacity_bytes)
+        if self.disk is None:
+            tiers, knob = f"host tier ({host})", "host_budget, or give a disk_budget and disk_path,"
+        else:
+            disk = format_bytes(self.disk.slots.count * self._size)
+            tiers, knob = f"host tier ({host}) and disk tier ({disk})", "host_budget or disk_budget"
+        return TierFull(
+            f"{tiers} full: {count} pages of {format_bytes(self._size)} must leave the device "
+            f"and there is room for {room}; raise {knob} by at least {format_bytes(short)} "
+            f"({short} bytes; pager.grow does it now). Nothing was moved or lost."
+        )
+
+    # -- copies below ----------------------------------------------------------------------------
+    def drop_copies(self, pages: Int32, tier: str) -> None:
+        """The copies of ``pages`` in ``tier`` are void; their slots are free again."""
+        slots = self._table.drop_copies(pages, tier)
+        if len(slots):
+            self.give(tier, slots)
+
+    def void_copies(self, pages: Int32) -> None:
+        """A write is about to happen: no copy of ``pages`` is valid any more."""
+        if (self._table.host[pages] >= 0).any():
+            self.drop_copies(pages, "host")
+        if (self._table.disk[pages] >= 0).any():
+            self.drop_copies(pages, "disk")
+
+    # -- I/O of no page --------------------------------------------------------------------------
+    def hold_back(
+        self, futures: Sequence[Future[None]], runs: dict[str, list[tuple[int, int]]]
+    ) -> None:
+        """I/O that was given up and is of no page, which nobody waits for: by tier, runs of slots
+        that stay taken until all of it has ended."""
+        self.held.append((list(futures), {tier: expand(its) for tier, its in runs.items()}))
+
+    def let_go(self) -> None:
+        """Slots of :meth:`hold_back` whose I/O has ended by now are free."""
+        held, self.held = self.held, []
+        for futures, slots in held:
+            if not all(future.done() for future in futures):
+                self.held.append((futures, slots))
+                continue
+            for tier, its_slots in slots.items():
+                self.give(tier, its_slots)
