@@ -237,9 +237,8 @@ def _add_transfers(
 
     assert simulation.op_end_us is not None
     issue_us = np.concatenate([[0.0], simulation.op_end_us])
-    index_of = {int(number): i for i, number in enumerate(trace.tensor_ids)}
     outs = [
-        (i, base[index_of[m.tensor]] + m.first_page, m.page_count, m.issue_op)
+        (i, base[trace.index_of[m.tensor]] + m.first_page, m.page_count, m.issue_op)
         for i, m in enumerate(plan.moves)
         if m.action == "out"
     ]
@@ -260,9 +259,8 @@ def expand(first: Ints, count: Ints) -> tuple[Ints, Ints]:
 def _pages_off(plan: Plan, trace: Trace, base: Ints, pages: int) -> Bools:
     """Pages that ``plan.start`` names, [pages]."""
     off = np.zeros(pages, np.bool_)
-    index_of = {int(number): i for i, number in enumerate(trace.tensor_ids)}
     for run in plan.start:
-        first = base[index_of[run.tensor]] + run.first_page
+        first = base[trace.index_of[run.tensor]] + run.first_page
         off[first : first + run.page_count] = True
     return off
 
@@ -325,9 +323,8 @@ def _find_stays(trace: Trace, plan: Plan, spells: _Spells, max_slots: int) -> _S
     base = np.cumsum(count) - count
     owner = np.repeat(np.arange(trace.tensors), count)
     ticks, spell_tensor = spells.ticks, owner[spells.page]
-    index_of = {int(number): i for i, number in enumerate(trace.tensor_ids)}
     ins = np.array(
-        [(index_of[plan.moves[i].tensor], a, b) for i, (a, b) in spells.ins.items()], np.int64
+        [(trace.index_of[plan.moves[i].tensor], a, b) for i, (a, b) in spells.ins.items()], np.int64
     ).reshape(-1, 3)
     # A move in has one base, so it holds a stay together from its first page to its last.
     span_begin = ins[:, 1] % ticks

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from .trace import WRITE, Bools, Ints, Trace
+from .trace import WRITE, Bools, Floats, Ints, Trace
 
 
 @dataclass(frozen=True, eq=False)
@@ -163,3 +163,19 @@ def working_set_pages(trace: Trace, page_size: int) -> Ints:
     rest = trace.pages(page_size)[passing] - touched[passing]
     np.add.at(need, trace.first_op[passing], rest)
     return need.astype(np.int64)
+
+
+def idle_us(trace: Trace, found: Gaps, starts: Floats, ends: Floats, iteration_us: float) -> Floats:
+    """How long each gap is, from the end of the use before to the start of the one after, [gaps],
+    for ops that run from ``starts`` to ``ends`` µs."""
+    around = found.end >= trace.ops
+    after: Floats = starts[found.end % trace.ops] + around * iteration_us
+    return np.maximum(after - ends[found.begin], 0.0)
+
+
+def gap_bytes(trace: Trace, found: Gaps, page_size: int) -> Ints:
+    """Bytes that are idle in each gap, without the rest of a last page, [gaps]."""
+    begin = found.first_page * page_size
+    end = begin + found.pages * page_size
+    size: Ints = np.minimum(end, trace.tensor_bytes[found.tensor]) - begin
+    return size

@@ -60,7 +60,6 @@ class Pages:
         self.missing = [self.unborn] * trace.tensors
         self.drops: dict[int, tuple[tuple[int, int], ...]] = {}  # page → tier, what it waits for
         self.out_pages = self.in_pages = self.disk_pages = 0
-        self._index = {int(number): i for i, number in enumerate(trace.tensor_ids)}
         self.moves = [self._known(move, f"moves[{i}]") for i, move in enumerate(plan.moves)]
         self._lay_out(plan)
 
@@ -73,7 +72,7 @@ class Pages:
         return move._replace(tensor=self._tensor(move, where))
 
     def _tensor(self, run: Move | StartRun, where: str) -> int:
-        tensor = self._index.get(run.tensor)
+        tensor = self.trace.index_of.get(run.tensor)
         if tensor is None:
             raise Infeasible(f"{where}: the trace has no tensor {run.tensor}")
         if not 0 <= run.first_page < run.first_page + run.page_count <= self._count[tensor]:

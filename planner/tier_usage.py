@@ -62,8 +62,7 @@ class _Moved:
         self.count = trace.pages(line.page_size)
         self.base = np.cumsum(self.count) - self.count
         self.owner = np.repeat(np.arange(trace.tensors), self.count)
-        index = {int(number): i for i, number in enumerate(trace.tensor_ids)}
-        self.tensor = np.array([index[move.tensor] for move in moves], np.int64)
+        self.tensor = np.array([trace.index_of[move.tensor] for move in moves], np.int64)
         self.first = self.base[self.tensor] + np.array([move.first_page for move in moves])
         self.pages = np.array([move.page_count for move in moves], np.int64)
         self.op = np.array([move.issue_op for move in moves], np.int64)

@@ -172,10 +172,9 @@ def timeline(trace: Trace, plan: Plan | None = None, hardware: Hardware | None =
     result = simulate(trace, hardware, plan, log_transfers=True)
     if result.predicted is None or result.transfers is None:
         raise PlanError(f"the plan is infeasible on this machine: {result.reason}")
-    index = {int(number): i for i, number in enumerate(trace.tensor_ids)}
     moves: dict[int, list[int]] = defaultdict(list)
     for number, move in enumerate(plan.moves):
-        moves[index[move.tensor]].append(number)
+        moves[trace.index_of[move.tensor]].append(number)
     transfers: dict[int, list[Transfer]] = defaultdict(list)
     for transfer in result.transfers:
         transfers[transfer.move].append(transfer)

@@ -113,6 +113,19 @@ class Trace:
         k's, [ops + 1]."""
         return np.searchsorted(self.access_op, np.arange(self.ops + 1)).astype(np.int64)
 
+    @cached_property
+    def access_bytes(self) -> Ints:
+        """Bytes that each access touches, [accesses]."""
+        begin = self.access_first_page * self.page_size
+        end = begin + self.access_page_count * self.page_size
+        size: Ints = np.minimum(end, self.tensor_bytes[self.access_tensor]) - begin
+        return size
+
+    @cached_property
+    def index_of(self) -> dict[int, int]:
+        """The index of each tensor by its number in the file."""
+        return {int(number): index for index, number in enumerate(self.tensor_ids)}
+
     def name_of(self, tensor: int) -> str:
         """The tensor's name, or its number in the file."""
         return self.tensor_names[tensor] or f"tensor {self.tensor_ids[tensor]}"

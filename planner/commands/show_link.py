@@ -5,24 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from ..hardware import Hardware
-from ..lifetimes import Gaps
-from ..trace import Floats, Ints, Trace
-
-
-def idle_us(trace: Trace, found: Gaps, starts: Floats, ends: Floats, iteration_us: float) -> Floats:
-    """How long each gap is, from the end of the use before to the start of the one after, [gaps],
-    for ops that run from ``starts`` to ``ends`` µs."""
-    around = found.end >= trace.ops
-    after: Floats = starts[found.end % trace.ops] + around * iteration_us
-    return np.maximum(after - ends[found.begin], 0.0)
-
-
-def gap_bytes(trace: Trace, found: Gaps, page_size: int) -> Ints:
-    """Bytes that are idle in each gap, without the rest of a last page, [gaps]."""
-    begin = found.first_page * page_size
-    end = begin + found.pages * page_size
-    size: Ints = np.minimum(end, trace.tensor_bytes[found.tensor]) - begin
-    return size
+from ..trace import Floats, Ints
 
 
 def hideable_bytes(size: Ints, pages: Ints, idle: Floats, hardware: Hardware) -> Ints:

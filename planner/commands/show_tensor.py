@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 
 from ..hardware import Hardware
-from ..lifetimes import gaps
+from ..lifetimes import gap_bytes, gaps, idle_us
 from ..timeline import DEVICE, Timeline
 from ..trace import ACCESS_NAMES, READ, WRITE
 from .show_groups import module_of
-from .show_link import gap_bytes, hideable_bytes, idle_us
+from .show_link import hideable_bytes
 from .show_names import shared_names
 
 

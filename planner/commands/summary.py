@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 
 from ..hardware import Hardware
-from ..lifetimes import gaps, live_pages, working_set_pages
+from ..lifetimes import gap_bytes, gaps, idle_us, live_pages, working_set_pages
 from ..reuse import reuses
 from ..trace import KINDS, WRITE, Bools, Floats, Ints, Trace
 from .chart import fullest
 from .show_groups import hot_groups, live_groups
-from .show_link import gap_bytes, hideable_bytes, idle_us
+from .show_link import hideable_bytes
 
 # Idle periods are sorted by how long they are, in µs, half-open: [0, 100 µs), [100 µs, 1 ms), …
 EDGES_US = (0.0, 1e2, 1e3, 1e4, 1e5, 1e6)
@@ -114,7 +114,7 @@ def summary(view: View, top: int, by: str = "tensor") -> dict[str, Any]:
     if by != "tensor":
         rows = np.flatnonzero(view.chosen[trace.access_tensor])
         live = live_groups(trace, by, view.live_at_peak)
-        hot = hot_groups(trace, by, rows, access_bytes(trace)[rows])
+        hot = hot_groups(trace, by, rows, trace.access_bytes[rows])
         found["groups"] = {
             "by": by,
             "at_peak": live[:top],
@@ -125,18 +125,10 @@ def summary(view: View, top: int, by: str = "tensor") -> dict[str, Any]:
     return found
 
 
-def access_bytes(trace: Trace) -> Ints:
-    """Bytes that each access touches, [accesses]."""
-    begin = trace.access_first_page * trace.page_size
-    end = begin + trace.access_page_count * trace.page_size
-    size: Ints = np.minimum(end, trace.tensor_bytes[trace.access_tensor]) - begin
-    return size
-
-
 def touched_bytes(trace: Trace) -> Ints:
     """Bytes that the ops of an iteration access, [tensors]; a tensor counts at every access."""
     total = np.zeros(trace.tensors, np.int64)
-    np.add.at(total, trace.access_tensor, access_bytes(trace))
+    np.add.at(total, trace.access_tensor, trace.access_bytes)
     return total
 
 

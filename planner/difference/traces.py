@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..lifetimes import gaps, live_pages, working_set_pages
+from ..lifetimes import gap_bytes, gaps, idle_us, live_pages, working_set_pages
 from ..trace import KINDS, Trace
 from .change import BYTES, COUNT, US
 
@@ -54,12 +54,9 @@ def idle_bytes(trace: Trace) -> float:
     if not trace.ideal_us:
         return 0.0
     found = gaps(trace, trace.page_size)
-    begin = found.first_page * trace.page_size
-    end = np.minimum(begin + found.pages * trace.page_size, trace.tensor_bytes[found.tensor])
-    starts = np.concatenate([[0.0], np.cumsum(trace.op_duration_us)])
-    around = (found.end >= trace.ops) * trace.ideal_us
-    idle_us = starts[found.end % trace.ops] + around - starts[found.begin + 1]
-    return float((end - begin) @ idle_us) / trace.ideal_us
+    ends = np.cumsum(trace.op_duration_us)
+    length = idle_us(trace, found, ends - trace.op_duration_us, ends, trace.ideal_us)
+    return float(gap_bytes(trace, found, trace.page_size) @ length) / trace.ideal_us
 
 
 # --- ops -------------------------------------------------------------------------------------

@@ -198,10 +198,7 @@ def _tensor_args(trace: Trace, tensor: int) -> dict[str, Any]:
 
 def _op_args(trace: Trace) -> Iterator[dict[str, Any]]:
     """Of each op: how many bytes of how many tensors it touches, and the first few of them."""
-    begin = trace.access_first_page * trace.page_size
-    end = begin + trace.access_page_count * trace.page_size
-    size = np.minimum(end, trace.tensor_bytes[trace.access_tensor]) - begin
-    total = np.bincount(trace.access_op, size, trace.ops).astype(np.int64).tolist()
+    total = np.bincount(trace.access_op, trace.access_bytes, trace.ops).astype(np.int64).tolist()
     tensors, modes = trace.access_tensor.tolist(), trace.access_mode.tolist()
     offsets = trace.access_offsets.tolist()
     for op in range(trace.ops):

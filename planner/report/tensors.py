@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ..lifetimes import gaps
+from ..lifetimes import gaps, idle_us
 from ..timeline import Timeline
 from ..trace import KINDS, Floats
 
@@ -48,7 +48,6 @@ def _longest_gap(line: Timeline) -> Floats:
     if not trace.ops:
         return longest
     found = gaps(trace, line.page_size)
-    around = found.end >= trace.ops
-    idle = line.op_start_us[found.end % trace.ops] - line.op_end_us[found.begin]
-    np.maximum.at(longest, found.tensor, idle + around * line.iteration_us)
+    idle = idle_us(trace, found, line.op_start_us, line.op_end_us, line.iteration_us)
+    np.maximum.at(longest, found.tensor, idle)
     return longest
