@@ -14,6 +14,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from .errors import InfeasibleBudget
+from .hardware import Hardware
+from .sizes import format_bytes
 from .trace import WRITE, Bools, Floats, Ints, Trace
 
 
@@ -179,3 +182,15 @@ def gap_bytes(trace: Trace, found: Gaps, page_size: int) -> Ints:
     end = begin + found.pages * page_size
     size: Ints = np.minimum(end, trace.tensor_bytes[found.tensor]) - begin
     return size
+
+
+def require_working_sets(trace: Trace, hardware: Hardware) -> None:
+    """Raises ``InfeasibleBudget`` if some op needs more at once than the device holds: no plan of
+    any policy could help."""
+    need = working_set_pages(trace, hardware.page_size)
+    if need.max(initial=0) > hardware.device_pages:
+        op = int(need.argmax())
+        minimum = int(need[op]) * hardware.page_size
+        raise InfeasibleBudget(
+            f"op {op} '{trace.op_names[op]}' alone needs {format_bytes(minimum)}", minimum=minimum
+        )

@@ -22,11 +22,10 @@ from types import TracebackType
 
 from .errors import InfeasibleBudget, PagerError, PolicyRefusal
 from .hardware import Hardware
-from .lifetimes import working_set_pages
+from .lifetimes import require_working_sets
 from .plan import Plan, Predicted
 from .policies.make import make_plan
 from .simulator import simulate
-from .sizes import format_bytes
 from .trace import Trace
 
 NICE = 10
@@ -66,7 +65,8 @@ def evaluate(
     """Plans if there is no plan yet, and runs the machine model. A refusal is an outcome too."""
     began = time.perf_counter()
     try:
-        _require_working_set(trace, task.hardware)
+        # Asked first, because ``lp`` would search for the smallest budget that works.
+        require_working_sets(trace, task.hardware)
         plan = task.plan or make_plan(
             task.policy, trace, task.hardware, quick=task.quick, progress=progress
         )
@@ -88,17 +88,6 @@ def evaluate(
         bound_us=plan.bound.iteration_us if plan.bound and task.plan is None else None,
         plan=plan if task.keep_plan else None,
     )
-
-
-def _require_working_set(trace: Trace, hardware: Hardware) -> None:
-    """Asked first, because ``lp`` would search for the smallest budget that works."""
-    need = working_set_pages(trace, hardware.page_size)
-    if need.max(initial=0) > hardware.device_pages:
-        op = int(need.argmax())
-        minimum = int(need[op]) * hardware.page_size
-        raise InfeasibleBudget(
-            f"op {op} '{trace.op_names[op]}' alone needs {format_bytes(minimum)}", minimum=minimum
-        )
 
 
 def cores() -> int:

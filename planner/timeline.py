@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -244,3 +244,19 @@ def _without_a_plan(line: Timeline) -> Curve:
         if pages.any():
             by_kind[kind] = pages * line.page_size
     return Curve(line.op_start_us, by_kind)
+
+
+def telling_points(times: Floats, total: Any, span_us: float, most: int) -> Ints:
+    """Indices of at most ``most`` points of a curve: all, or of each stretch of time the first and
+    last one, the highest and the lowest."""
+    count = len(times)
+    if count <= most:
+        return np.arange(count)
+    stretches = most // 4
+    stretch = np.minimum(times / (span_us or 1.0) * stretches, stretches - 1).astype(np.int64)
+    order = np.lexsort((total, stretch))
+    lowest = order[np.flatnonzero(np.diff(stretch[order], prepend=-1))]
+    highest = order[np.flatnonzero(np.diff(stretch[order], append=stretches))]
+    first = np.flatnonzero(np.diff(stretch, prepend=-1))
+    last = np.flatnonzero(np.diff(stretch, append=stretches))
+    return np.unique(np.concatenate([first, last, lowest, highest]))

@@ -5,30 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..errors import InfeasibleBudget, PlanError
-from ..sizes import format_bytes
+from ..errors import PlanError
 
 if TYPE_CHECKING:
     from ..hardware import Hardware
     from ..plan import Plan
     from ..trace import Trace
-
-
-def require_working_sets(trace: Trace, hardware: Hardware) -> None:
-    """Raises ``InfeasibleBudget`` if some op needs more at once than the device holds: no plan of
-    any policy could help."""
-    from ..lifetimes import working_set_pages
-
-    needs = working_set_pages(trace, hardware.page_size)
-    op = int(needs.argmax())
-    if needs[op] <= hardware.device_pages:
-        return
-    minimum = int(needs[op]) * hardware.page_size
-    raise InfeasibleBudget(
-        f"device budget {format_bytes(hardware.device_bytes)}: op {op} '{trace.op_names[op]}' "
-        f"needs {format_bytes(minimum)} at once; the smallest device budget is {minimum} bytes",
-        minimum=minimum,
-    )
 
 
 def read_plan_for(path: Path, trace: Trace, trace_path: Path, hardware: Hardware) -> Plan:

@@ -9,7 +9,6 @@ import click
 
 from ..hardware import describe
 from ..sizes import format_bytes
-from .checks import require_working_sets
 from .options import (
     Machine,
     hardware_options,
@@ -46,6 +45,7 @@ def compare(
     Example:
       tensorpager compare bert-256.parquet --hardware g10 --policies lru,g10,lp
     """
+    from ..lifetimes import require_working_sets
     from ..policies.registry import POLICIES
     from ..trace_file import read_trace
 

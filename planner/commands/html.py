@@ -9,7 +9,7 @@ import click
 
 from ..errors import HardwareError
 from ..sizes import format_bytes
-from .checks import read_plan_for, require_working_sets
+from .checks import read_plan_for
 from .options import (
     Machine,
     optional_hardware_options,
@@ -52,6 +52,7 @@ def html(
     Example:
       tensorpager html bert-256.parquet plan.json --hardware g10 -o report.html
     """
+    from ..lifetimes import require_working_sets
     from ..report.data import report_data
     from ..report.page import page
     from ..report.payload import encode

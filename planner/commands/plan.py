@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 import click
 
 from ..hardware import describe
-from .checks import require_working_sets
 from .failures import CheckFailed
 from .options import Machine, hardware_options, json_option, output_option, trace_argument
 from .output import emit, emit_json, progress_bar, whole_file
@@ -45,6 +44,7 @@ def plan(
     Example:
       tensorpager plan bert-256.parquet --hardware a100 --device-bytes 24GiB -o plan.json
     """
+    from ..lifetimes import require_working_sets
     from ..plan import plan_to_json
     from ..policies.make import make_plan
     from ..policies.registry import find

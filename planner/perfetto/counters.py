@@ -10,7 +10,7 @@ import numpy as np
 
 from ..tier_usage import tier_usage
 from ..timeline import Timeline, device_curve
-from ..trace import Floats, Ints
+from ..trace import Floats
 
 # A counter: its name, times in µs, and the values of each series from each of them on.
 Counter = tuple[str, Floats, dict[str, Any]]
@@ -55,20 +55,3 @@ def _link_rates(line: Timeline, direction: str) -> tuple[Floats, dict[str, Float
     for us, tier, rate in edges:
         rates[tier][np.searchsorted(times, us)] += rate
     return times, {tier: np.abs(np.round(np.cumsum(rate), 3)) for tier, rate in rates.items()}
-
-
-def thinned(times: Floats, values: Any, span_us: float, most: int) -> Ints:
-    """Which samples to keep, about ``most``: all, or per stretch of time the first, the one with
-    the highest sum and the last, so that no peak is lost. ``values``: [series, samples]."""
-    count = len(times)
-    if count <= most:
-        return np.arange(count)
-    shares = times / (span_us or 1.0)
-    stretch = np.minimum((shares * (most // 3)).astype(np.int64), most // 3 - 1)
-    total = values.sum(axis=0)
-    highest = np.lexsort((-total, stretch))
-    first = np.flatnonzero(np.append(True, np.diff(stretch) > 0))
-    tops = highest[first]  # as many samples come before a stretch in either order
-    last = np.append(first[1:] - 1, count - 1)
-    kept: Ints = np.unique(np.concatenate([first, tops, last]))
-    return kept

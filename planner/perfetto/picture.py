@@ -15,11 +15,11 @@ import numpy as np
 
 from ..hardware import describe
 from ..simulation import Transfer
-from ..timeline import Timeline
+from ..timeline import Timeline, telling_points
 from ..trace import READ, WRITE, Floats, Trace
 from .chrome_trace import Event, Track, counter, in_order, process_metadata, time_us
 from .clock import Clock
-from .counters import counters, thinned
+from .counters import counters
 from .transfers import Uses, merged
 
 CHANNELS = ("host-out", "disk-out", "disk-in", "host-in")
@@ -176,7 +176,8 @@ class Picture:
         if not series:
             return
         values = np.array(list(series.values()))
-        kept = thinned(times, values, self.line.iteration_us, MOST_SAMPLES // self.iterations)
+        most = MOST_SAMPLES // self.iterations
+        kept = telling_points(times, values.sum(axis=0), self.line.iteration_us, most)
         columns = values[:, kept].T.tolist()
         samples: dict[float, list[float]] = {}  # of those at one time the last
         for iteration in range(self.iterations):

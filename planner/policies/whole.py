@@ -17,9 +17,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..errors import InfeasibleBudget, PolicyRefusal
+from ..errors import PolicyRefusal
 from ..hardware import Hardware
-from ..lifetimes import live_pages, working_set_pages
+from ..lifetimes import live_pages, require_working_sets
 from ..plan import Move, Plan, StartRun
 from ..simulator import simulate
 from ..sizes import format_bytes
@@ -165,15 +165,7 @@ def check_possible(trace: Trace, hardware: Hardware, policy: str) -> None:
     does when tensors are whole."""
     if not trace.ops:
         return
-    need = working_set_pages(trace, hardware.page_size)
-    if need.max() > hardware.device_pages:
-        op = int(need.argmax())
-        minimum = int(need.max()) * hardware.page_size
-        raise InfeasibleBudget(
-            f"op {op} ({trace.op_names[op]}) alone needs {format_bytes(minimum)}, the device has "
-            f"{format_bytes(hardware.device_bytes)}; give it at least {minimum} bytes",
-            minimum=minimum,
-        )
+    require_working_sets(trace, hardware)
     keys = np.unique(trace.access_op * trace.tensors + trace.access_tensor)
     pages = trace.pages(hardware.page_size)[keys % trace.tensors]
     whole = np.bincount(keys // trace.tensors, weights=pages, minlength=trace.ops)

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from ..timeline import PLACES, Curve, Timeline, device_curve
+from ..timeline import PLACES, Curve, Timeline, device_curve, telling_points
 from ..trace import KINDS, Floats
 from .facts import CHANNELS, facts
-from .reduce import Bars, curve_points, fewer_bars
+from .reduce import Bars, fewer_bars
 from .rows import Map, residency_map, span_columns
 from .tensors import Columns, tensor_columns
 
@@ -131,7 +131,7 @@ def _curve(line: Timeline, curve: Curve, ticks: Ticks) -> tuple[Columns, dict[st
     """Device memory over time in pages per kind, and its peak."""
     total = curve.total
     peak = int(total.argmax()) if len(total) else 0
-    points = curve_points(curve, line.iteration_us, CURVE_POINTS)
+    points = telling_points(curve.time_us, total, line.iteration_us, CURVE_POINTS)
     columns: Columns = {"curve_time": ticks(curve.time_us[points])}
     for number, level in enumerate(curve.by_kind.values()):
         columns[f"curve_{number}"] = (level[points] // line.page_size).astype(np.uint32)

@@ -7,24 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..timeline import Curve
 from ..trace import Bools, Floats, Ints
-
-
-def curve_points(curve: Curve, length_us: float, most: int) -> Ints:
-    """Indices of at most ``most`` points of ``curve``: of each stretch of time its first and last
-    one, the highest and the lowest."""
-    count = len(curve.time_us)
-    if count <= most:
-        return np.arange(count)
-    stretches = most // 4
-    stretch = np.minimum(curve.time_us / length_us * stretches, stretches - 1).astype(np.int64)
-    order = np.lexsort((curve.total, stretch))
-    lowest = order[np.flatnonzero(np.diff(stretch[order], prepend=-1))]
-    highest = order[np.flatnonzero(np.diff(stretch[order], append=stretches))]
-    first = np.flatnonzero(np.diff(stretch, prepend=-1))
-    last = np.flatnonzero(np.diff(stretch, append=stretches))
-    return np.unique(np.concatenate([first, last, lowest, highest]))
 
 
 def shares_over_time(

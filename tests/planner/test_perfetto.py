@@ -14,7 +14,6 @@ import pytest
 
 from tensorpager.planner.importers import torch_profiler
 from tensorpager.planner.perfetto.clock import Clock, steady
-from tensorpager.planner.perfetto.counters import thinned
 from tensorpager.planner.perfetto.picture import Picture
 from tensorpager.planner.plan import Move, StartRun
 from tensorpager.planner.simulator import simulate
@@ -409,18 +408,6 @@ def test_clock_keeps_to_its_knots() -> None:
     at = np.array([-1.0, 0.0, 5.0, 10.0, 15.0, 20.0, 21.0])
     assert clock.begin(at).tolist() == [4.0, 5.0, 10.0, 40.0, 50.0, 60.0, 61.0]
     assert clock.end(at).tolist() == [4.0, 5.0, 10.0, 15.0, 50.0, 60.0, 61.0]
-
-
-def test_thinned_counters_keep_every_peak() -> None:
-    rng = np.random.default_rng(0)
-    times = np.sort(rng.uniform(0, 100.0, 50_000))
-    times[0] = 0.0
-    values = rng.integers(0, 1000, (3, len(times)))
-    kept = thinned(times, values, 100.0, 3000)
-    assert len(kept) <= 3000
-    assert (np.diff(kept) > 0).all()
-    assert {0, len(times) - 1, int(values.sum(axis=0).argmax())} <= set(kept.tolist())
-    assert np.array_equal(thinned(times[:3000], values[:, :3000], 100.0, 3000), np.arange(3000))
 
 
 # --- joined with a profile -------------------------------------------------------------------

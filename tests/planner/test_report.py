@@ -18,9 +18,9 @@ from tensorpager.planner.report.data import CURVE_POINTS, report_data
 from tensorpager.planner.report.facts import limit
 from tensorpager.planner.report.page import page
 from tensorpager.planner.report.payload import decode, encode
-from tensorpager.planner.report.reduce import Bars, curve_points, fewer_bars, shares_over_time
+from tensorpager.planner.report.reduce import Bars, fewer_bars, shares_over_time
 from tensorpager.planner.simulator import simulate
-from tensorpager.planner.timeline import PLACES, Curve, Span, Timeline, timeline
+from tensorpager.planner.timeline import PLACES, Span, Timeline, telling_points, timeline
 from tensorpager.planner.trace import Trace, make_trace
 from tensorpager.planner.trace_file import write_trace
 
@@ -170,10 +170,11 @@ def test_a_long_curve_keeps_its_peak_and_its_lows() -> None:
     levels = rng.integers(10, 1000, 200_000)
     levels[77_777], levels[133_333] = 5000, 1
     time = np.sort(rng.uniform(0, 1e6, len(levels)))
-    points = curve_points(Curve(time, {"activation": levels}), 1e6, CURVE_POINTS)
+    points = telling_points(time, levels, 1e6, CURVE_POINTS)
     assert len(points) <= CURVE_POINTS
     assert (np.diff(points) > 0).all()
     assert {0, 77_777, 133_333, len(levels) - 1} <= set(points.tolist())
+    assert np.array_equal(telling_points(time[:9], levels[:9], 1e6, 9), np.arange(9))
 
 
 def test_many_transfers_become_fewer_bars_of_as_many_pages() -> None:
