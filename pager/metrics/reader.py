@@ -65,7 +65,8 @@ class Training:
             found = _snapshots(self.pid)
         mine = [each for each in found if each["started"] == self.latest["started"]]
         self.ended = not mine
-        self.latest = mine[0] if mine else self.latest
+        # One that was seen before it took its place is newer than what is in that place still.
+        self.latest = max([self.latest, *mine], key=lambda each: float(each["clock"]))
         return self.latest
 
 
