@@ -6,32 +6,31 @@ those that come next, and each of them would then fault in its turn.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from bisect import bisect_right
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from .access_log import Keys
-
 if TYPE_CHECKING:
     from ..moves.residency import Residency
+    from .compiled_plan import CompiledPlan
 
 
 @contextmanager
-def by_next_use(residency: Residency, expected: Sequence[Keys], now: int) -> Iterator[None]:
-    """Inside, pages are evicted by Belady's rule instead of LRU. ``expected``: the accesses of an
-    iteration, which repeats, as far as is known; access ``now`` is under way."""
-    count = len(expected)
-    next_use: dict[int, int] = {}
-    for number in (*range(now, -1, -1), *range(count - 1, now, -1)):  # the nearest is noted last
-        ahead = number + count * (number <= now)
-        next_use.update(dict.fromkeys(expected[number], ahead))
+def by_next_use(residency: Residency, compiled: CompiledPlan, now: int) -> Iterator[None]:
+    """Inside, pages are evicted by Belady's rule instead of LRU. The accesses are those of
+    ``compiled``, again and again, as far as is known; access ``now`` is under way."""
+    count = len(compiled.keys)
     before = residency.ages
     residency.ages = ages = np.ones_like(before)  # what is not known of is not used again
     for run in residency.space.runs.values():
-        if run.key in next_use and run.id < len(ages):
-            ages[run.id] = 2 * count + 1 - next_use[run.key]
+        uses = compiled.uses.get(run.key)
+        if uses is not None and run.id < len(ages):
+            following = bisect_right(uses, now)
+            ahead = uses[following] if following < len(uses) else uses[0] + count
+            ages[run.id] = 2 * count + 1 - ahead
     try:
         yield
     finally:

@@ -37,11 +37,12 @@ class Away(NamedTuple):
 
 
 class CompiledPlan:
-    """What is followed through one kind of iteration.
+    """What is followed through one kind of iteration, whose accesses are ``keys``.
 
     ``actions[n]`` are queued when ``n`` accesses have ended. ``births``: key → frame of a run's
     first page when it is born. ``start``: positive key → frame of its first page when an iteration
-    begins; ``away``: pages that are not on the device then.
+    begins; ``away``: pages that are not on the device then. ``last_in``: key → number of its last
+    in-move, the order of those still under way at the end. ``uses``: key → its accesses.
     """
 
     def __init__(self, recorded: Recorded, plan: Plan, layout: Layout, keys: list[Keys]) -> None:
@@ -49,36 +50,29 @@ class CompiledPlan:
         self.plan = plan
         self.trace = recorded.trace
         self.actions: list[Sequence[Action]] = [()] * (len(keys) + 1)
-        names = recorded.keys
-        last_use = _last_uses(recorded)
-        found: list[list[Action]] = [[] for _ in self.actions]
+        self.last_in: dict[int, int] = {}
+        names, last_use = recorded.keys, _last_uses(recorded)
+        found: dict[int, list[Action]] = {}
         for index, move in enumerate(plan.moves):
-            only_to_die = names[move.tensor] < 0 and move.issue_op > last_use[move.tensor]
-            if move.action == "in" and only_to_die:
-                continue
-            base = layout.ins.get(index, ANYWHERE)
-            found[recorded.position[move.issue_op]].append(
-                Action(
-                    move.action,
-                    move.tier,
-                    names[move.tensor],
-                    move.first_page,
-                    move.page_count,
-                    base,
-                )
-            )
-        for where, actions in enumerate(found):
-            if actions:
-                self.actions[where] = tuple(actions)
-        # Key → number of its last in-move: the order of those still under way at the end.
-        self.last_in = {
-            names[move.tensor]: index
-            for index, move in enumerate(plan.moves)
-            if move.action == "in"
-        }
+            key = names[move.tensor]
+            if move.action == "in":
+                self.last_in[key] = index
+                if key < 0 and move.issue_op > last_use[move.tensor]:
+                    continue  # it would come only to die
+            action = Action(
+                move.action, move.tier, key, move.first_page, move.page_count,
+                layout.ins.get(index, ANYWHERE),
+            )  # fmt: skip
+            found.setdefault(recorded.position[move.issue_op], []).append(action)
+        for where, actions in found.items():
+            self.actions[where] = actions
         self.births = {names[tensor]: base for tensor, base in layout.births.items()}
         self.start = {names[tensor]: base for tensor, base in layout.start.items()}
         self.away = [Away(names[run.tensor], *run[1:]) for run in plan.start]
+        self.uses: dict[int, list[int]] = {}
+        for where, access in enumerate(keys):
+            for key in access:
+                self.uses.setdefault(key, []).append(where)
 
     @property
     def predicted_us(self) -> float:

@@ -35,8 +35,7 @@ def enter_plan(residency: Residency, names: Names, compiled: CompiledPlan) -> li
 
 def _by_first_use(names: Names, compiled: CompiledPlan) -> list[tuple[int, Extent]]:
     """Keys and runs that live on from iteration to iteration."""
-    keys = dict.fromkeys(key for access in compiled.keys for key in access if key > 0)
-    found = ((key, names.run_of(key, ())) for key in keys)
+    found = ((key, names.run_of(key, ())) for key in compiled.uses if key > 0)
     return [(key, run) for key, run in found if run is not None]
 
 

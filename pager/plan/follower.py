@@ -156,7 +156,7 @@ class Follower:
         if self.planned.serve(runs):
             return
         assert self.log is not None
-        with by_next_use(residency, self.compiled.keys, len(self.log.keys) - 1):
+        with by_next_use(residency, self.compiled, len(self.log.keys) - 1):
             self.planned.make_windows(runs)
             residency.pin(runs)
         for run in runs:

@@ -41,12 +41,12 @@ class PlannedMoves:
     """Of one pager; under its lock.
 
     ``late``: runs that an access had to wait for; ``faults``: accesses that the plan did not serve;
-    ``prefetched``, ``skipped``: in-moves that brought their pages, and moves that found nothing to
-    do or no way to. ``births``: key → frame, of the plan that is followed.
+    ``prefetched``: in-moves that brought their pages. ``births``: key → frame, of the plan that is
+    followed.
     """
 
     def __init__(self, residency: Residency, mover: Mover, names: Names) -> None:
-        self.late = self.faults = self.prefetched = self.skipped = 0
+        self.late = self.faults = self.prefetched = 0
         self.births: dict[int, int] = {}
         self._residency, self._mover, self._names = residency, mover, names
         self._table = residency.table
@@ -108,7 +108,6 @@ class PlannedMoves:
         """Clean pages leave at once; for the others slots are taken. Whether the job is done."""
         run, table, tier = job.run, self._table, job.action.tier
         if run.pins:  # used at this moment, which the plan did not foresee
-            self.skipped += 1
             return True
         resident = job.pages[table.frame[job.pages] >= 0]
         if run.parts is not None:
@@ -130,7 +129,6 @@ class PlannedMoves:
         below = (table.frame[job.pages] < 0) & ((table.flags[job.pages] & BLANK) == 0)
         wanted = job.pages[below & (self._mover.slots.of(tier, job.pages) >= 0)]
         if run.parts is not None or not len(wanted):  # what is in use cannot make way for the rest
-            self.skipped += 1
             return True
         for first, _, count in merge(wanted, wanted):
             pages = np.arange(first, first + count, dtype=np.int32)

@@ -16,11 +16,11 @@ import os
 import subprocess
 import sys
 import threading
-import time
 import weakref
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ...planner.errors import PlanError
 from ...planner.hardware import Hardware
@@ -36,13 +36,9 @@ STDERR_LINES = 5  # of a planner that died, in the error
 CANCEL_SECONDS = 10.0  # within which a killed process is gone
 
 
-@dataclass(frozen=True)
-class Planned:
-    """``seconds``: from the request to the answer."""
-
+class Planned(NamedTuple):
     plan: Plan
     layout: Layout
-    seconds: float
 
 
 class PlanRefused(PagerError):  # noqa: N818 (an honest answer of the planner, not a fault)
@@ -72,7 +68,7 @@ class PlanningProcess:
 
     def done(self) -> bool:
         """Whether ``result`` returns, or raises, at once."""
-        return self._run.ended.is_set()
+        return self._run.answer.done()
 
     def result(self, timeout: float | None = None) -> Planned:
         """Waits for the plan, ``timeout`` seconds at most, then raises ``TimeoutError``.
@@ -80,12 +76,10 @@ class PlanningProcess:
         Raises ``PlanRefused`` if no plan works, and ``PagerError`` if the planner died (with its
         exit code and last words) or was cancelled. The same again on each call.
         """
-        if not self._run.ended.wait(timeout):
-            raise TimeoutError(f"no plan after {timeout} s; it is still being made")
-        if self._run.failure is not None:
-            raise self._run.failure
-        assert self._run.planned is not None
-        return self._run.planned
+        try:
+            return self._run.answer.result(timeout)
+        except TimeoutError as error:
+            raise TimeoutError(f"no plan after {timeout} s; it is still being made") from error
 
     def cancel(self) -> None:
         """The process is gone when this returns. What was there already stays; may be repeated."""
@@ -101,34 +95,29 @@ class _Run:
     quick: bool
     policy: str
     owner_pid: int = field(default_factory=os.getpid)
-    ended: threading.Event = field(default_factory=threading.Event)
+    answer: Future[Planned] = field(default_factory=Future)
     lock: threading.Lock = field(default_factory=threading.Lock)
     process: subprocess.Popen[bytes] | None = None
     cancelled: bool = False
-    planned: Planned | None = None
-    failure: PagerError | None = None
 
     def go(self) -> None:
         """The thread."""
         try:
-            self.planned = self._plan()
+            planned = self._plan()
         except PagerError as error:
-            self.failure = error
+            self.answer.set_exception(error)
         except Exception as error:  # or nobody would hear of it
-            self.failure = PagerError(f"planning failed: {type(error).__name__}: {error}")
-            self.failure.__cause__ = error
-        finally:
-            self.ended.set()
+            failure = PagerError(f"planning failed: {type(error).__name__}: {error}")
+            failure.__cause__ = error
+            self.answer.set_exception(failure)
+        else:
+            self.answer.set_result(planned)
 
     def _plan(self) -> Planned:
-        began = time.monotonic()
         request = write_request(
-            self.trace,
-            self.hardware,
-            quick=self.quick,
-            policy=self.policy,
+            self.trace, self.hardware, quick=self.quick, policy=self.policy,
             parent_pid=self.owner_pid,
-        )
+        )  # fmt: skip
         with self.lock:
             if self.cancelled:
                 raise PagerError("planning was cancelled")
@@ -141,7 +130,7 @@ class _Run:
         answer, complaints = self.process.communicate(request)
         if self.cancelled:
             raise PagerError("planning was cancelled")
-        return _read(answer, complaints, self.process.returncode, began)
+        return _read(answer, complaints, self.process.returncode)
 
 
 def _start() -> subprocess.Popen[bytes]:
@@ -165,7 +154,7 @@ def _start() -> subprocess.Popen[bytes]:
     )
 
 
-def _read(answer: bytes, complaints: bytes, code: int, began: float) -> Planned:
+def _read(answer: bytes, complaints: bytes, code: int) -> Planned:
     try:
         content: dict[str, Any] = json.loads(answer)
     except ValueError:
@@ -178,10 +167,9 @@ def _read(answer: bytes, complaints: bytes, code: int, began: float) -> Planned:
         how = f"signal {-code}" if code < 0 else f"exit code {code}"
         raise PagerError(f"the planner died ({how}): {words}")
     try:
-        plan, layout = plan_from_json(content["plan"]), layout_from_json(content["layout"])
+        return Planned(plan_from_json(content["plan"]), layout_from_json(content["layout"]))
     except PlanError as error:
         raise PagerError(f"the planner's answer cannot be read: {error}") from error
-    return Planned(plan, layout, time.monotonic() - began)
 
 
 def _cancel(run: _Run, thread: threading.Thread) -> None:

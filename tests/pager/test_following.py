@@ -47,7 +47,7 @@ def test_what_the_plan_found_no_place_for_stays() -> None:
         tensors |= laid_out(pager, "CCBBAAD...")
         keys = named(pager, tensors)
         compiled = SimpleNamespace(
-            keys=[(keys[letter],) for letter in "ABCE"], start={keys["A"]: 0}, away=[], last_in={}
+            uses={keys[letter]: [] for letter in "ABCE"}, start={keys["A"]: 0}, away=[], last_in={}
         )
         with pager.core.lock:
             missing = enter_plan(pager.core.residency, pager.core.follower.recorder.names, compiled)
@@ -66,14 +66,17 @@ def test_what_the_plan_uses_last_is_evicted() -> None:
     with make_pager(frames=FRAMES, policy="lp") as pager:
         tensors = laid_out(pager, "AAABBBCCC.")
         keys = named(pager, tensors)
-        expected = [(keys[letter],) for letter in "ABCA"]
+        compiled = SimpleNamespace(
+            keys=[(keys[letter],) for letter in "ABCA"],
+            uses={keys["A"]: [0, 3], keys["B"]: [1], keys["C"]: [2]},
+        )
         residency = pager.core.residency
         with pager.core.lock:
             for letter in "ABC":
                 residency.touch(tensors[letter]._storage.run)
             ages = residency.ages
             tensors["C"]._storage.run.pins += 1
-            with by_next_use(residency, expected, 2):  # C is under way, then A, A, B
+            with by_next_use(residency, compiled, 2):  # C is under way, then A, A, B
                 residency._free_up(4)
             tensors["C"]._storage.run.pins -= 1
             assert residency.ages is ages

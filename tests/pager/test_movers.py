@@ -88,6 +88,7 @@ def as_of(signature: StepSignature, compiled: CompiledPlan) -> CompiledPlan:
     moves = [[act._replace(key=renamed(act.key)) for act in acts] for acts in compiled.actions]
     other.actions = [*moves, *([] for _ in signature.keys)][: len(signature.keys) + 1]
     other.births = {renamed(key): base for key, base in compiled.births.items()}
+    other.uses = {renamed(key): positions for key, positions in compiled.uses.items()}
     return other
 
 
