@@ -439,3 +439,41 @@ def test_ops_take_the_time_of_the_device(machine: Machine, tmp_path: Path) -> No
     trace = read_trace(path)
     assert trace.op_duration_us.max() > SLOW_SECONDS / 2 * 1e6
     assert int(trace.op_duration_us.argmax()) < trace.ops - 1
+
+
+def ops_on_late_pages(pager: tp.Pager, machine: Machine, weights: list[tp.PagedTensor]) -> None:
+    """All ops are queued at once. The device waits for the pages of one."""
+    backend = pager.core.backend
+    assert isinstance(backend, Accelerator)
+    for number, weight in enumerate(weights):
+        if number == 1:
+            for stream in backend._copies.values():
+                with on(stream):
+                    machine.queue("slow", lambda: time.sleep(SLOW_SECONDS))
+        weight.mul_(2)
+
+
+def test_waiting_of_the_device_for_pages_is_no_part_of_an_op(
+    machine: Machine, tmp_path: Path
+) -> None:
+    """In neither log, though the host does not wait."""
+    machine.schedule("threads", delay_us=0, probability=0)
+    with tp.Pager(
+        6 * PAGE, page_size=PAGE, device=NAME, host_budget="8MiB", dense_reserve=2 * PAGE
+    ) as pager:
+        weights = [pager.page(torch.randn(2 * PAGE // 4, device=NAME)) for _ in range(4)]
+        assert pager.core.follower is not None
+        pager.core.follower.most_plans = 0
+        for _ in range(3):
+            with pager.iteration():
+                ops_on_late_pages(pager, machine, weights)
+        kind = pager.core.follower.signatures.all[-1]
+        assert kind.seen > 1
+        assert max(kind.seconds()) < SLOW_SECONDS / 2
+        assert min(kind.demand_stall_us) > SLOW_SECONDS / 2 * 1e6
+        path = tmp_path / "trace.parquet"
+        with pager.record(path), pager.iteration():
+            ops_on_late_pages(pager, machine, weights)
+    trace = read_trace(path)
+    assert trace.op_duration_us.max() < SLOW_SECONDS / 2 * 1e6
+    assert trace.metadata["stall_us"] > SLOW_SECONDS / 2 * 1e6
