@@ -51,7 +51,7 @@ class Mover:
         self.table, self.pool, self.backend, self.page_size = table, pool, backend, page_size
         self.watch = watch or IoWatch(math.inf)
         self.tickets = Tickets(self.watch, backend.reach)
-        self.slots = Slots(table, self.tickets, host, disk, page_size)
+        self.slots = Slots(table, self.tickets, pool, host, disk, page_size)
         self.carrier = Carrier(backend, host, disk, page_size, self.watch, verify=verify)
         self.settle: Callable[[Int32], None] = lambda pages: None
         self.error: BaseException | None = None
@@ -103,7 +103,7 @@ class Mover:
     def bring(self, tier: str, pages: Int32, frames: Int32, urgency: str = PLANNED) -> None:
         """BELOW → CLEAN: ``pages``, which have a copy in ``tier``, come to ``frames``, taken for
         them. What is wanted now raises if it fails, and no page has come: the caller gives the
-        frames back."""
+        frames back (``give_frames``)."""
         for part, ends in self._batches(pages, frames, f"{tier}-in", urgency):
             slots = self.slots.of(tier, part)
             transfer = self._transfer(tier, part, ends, slots, to_device=True)
@@ -145,8 +145,7 @@ class Mover:
 
     def _carry_out(self, transfer: Transfer, frames: Places, slots: Places) -> None:
         """By this thread. Where that is given up (``HungDisk``, Ctrl-C) while the disk is at it,
-        what it fills has a ticket: whoever is given these frames or slots next waits for its end.
-        """
+        what it fills stays taken until its end."""
         carrier, tickets = self.carrier, self.tickets
         transfer.urgent = True
         before = tickets.of(frames, slots)
@@ -156,10 +155,9 @@ class Mover:
         try:
             mark = transfer.run(sum((ticket.mark for ticket in before), ()))
         except BaseException:
-            if carrier.given_up is not None:
-                filled = frames if transfer.to_device else slots
-                ticket = tickets.take("I/O that was given up", filled)
-                carrier.given_up.add_done_callback(lambda _: ticket.end())
+            if transfer.tier == "disk" and carrier.given_up is not None:
+                tier, filled = frames if transfer.to_device else slots
+                self.slots.hold([carrier.given_up], {tier: filled})
             raise
         if mark:
             tickets.take("a fault", frames, slots).end(mark=mark)
@@ -180,9 +178,7 @@ class Mover:
 
     def give_frames(self, frames: Int32) -> None:
         """Back into the pool. What still goes on there has a ticket."""
-        frames = np.sort(frames)
-        for start, _, length in merge(frames, frames):
-            self.pool.free(start, length)
+        self.slots.give("device", frames)
 
     # -- counts ----------------------------------------------------------------------------------
     @property
@@ -230,6 +226,7 @@ class Mover:
             tickets.forget(failed)
             if failed:
                 self.error = self.error or failed[-1].error
+        self.carrier.wait_for_given_up()
         self.slots.let_go()
 
     def _undo_out(self, tier: str, pages: Int32, frames: Int32, slots: Int32) -> None:

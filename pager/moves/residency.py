@@ -248,6 +248,9 @@ class Residency:
         for the pins of other threads."""
         whole = sum(run.count for run in runs)
         together = need = whole + self.pinned_pages(runs)
+        if together > self.frames - len(self.mover.slots.held("device")):
+            self.mover.carrier.wait_for_given_up()
+            self.mover.slots.let_go()
         mine = self.turns.mine()
         if mine is not None:
             need = whole + _pages_in(mine, runs)
@@ -340,9 +343,7 @@ class Residency:
             if blank.any():
                 self._open_blank(run, pages[blank], frames[blank])
         except BaseException:
-            unused = np.sort(frames[self.table.frame_page[frames] < 0])
-            for start, _, length in merge(unused, unused):
-                self.pool.free(start, length)
+            self.mover.give_frames(frames[self.table.frame_page[frames] < 0])
             self.settle(run)
             raise
         self.settle(run)
@@ -429,7 +430,7 @@ class Residency:
             ages[(pages >= 0) & ((self.table.flags[pages] & DIRTY) != 0)] += _LATER
         ages[self.parts.awaited_frames()] = _AWAITED
         ages[self.parts.frames()] = _PINNED
-        ages[self._lent] = _PINNED
+        ages[self._lent] = ages[self.mover.slots.held("device")] = _PINNED
         for run in self.space.runs.values():
             if run.pins:
                 frames = self._frames_of(run)
@@ -525,7 +526,8 @@ class Residency:
         that part pins hold."""
         self.compactions += 1
         pages_of = self.table.frame_page
-        held, lent = set(self.parts.frames().tolist()), set(self._lent.tolist())
+        held = set(self.parts.frames().tolist())
+        lent = {*self._lent.tolist(), *self.mover.slots.held("device").tolist()}
         target, sources, targets = 0, [], []
         for frame in np.flatnonzero(pages_of >= 0).tolist():
             if frame in held or int(self.table.owner[pages_of[frame]]) in fixed:

@@ -1,4 +1,5 @@
-"""The slots of host and disk: who has one, what may be given up for one, when there is none."""
+"""Slots of host and disk: who has one, what may be given up for one, when there is none. And
+frames, where what has to be said of them is the same."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ import numpy as np
 from ...planner.sizes import format_bytes
 from ..disk.tier import DiskTier
 from ..errors import TierFull
-from ..memory.frame_pool import expand, merge
+from ..memory.frame_pool import FramePool, expand, merge
 from ..memory.host import HostTier
 from ..memory.page_table import Int32, PageTable
 from .tickets import Tickets
@@ -20,23 +21,24 @@ class Slots:
     """Of one pager; under its lock. The host's have precedence: the disk is for what they cannot
     hold.
 
-    ``held``: I/O that was given up and is of no page, with its slots by tier; see
-    :meth:`hold_back`. ``peaks``: slots in use at once, at most.
+    ``peaks``: slots in use at once, at most.
     """
 
     def __init__(
         self,
         table: PageTable,
         tickets: Tickets,
+        frames: FramePool,
         host: HostTier,
         disk: DiskTier | None,
         page_size: int,
     ) -> None:
         self.host, self.disk = host, disk
-        self.held: list[tuple[list[Future[None]], dict[str, Int32]]] = []
         self.peaks = {"host": 0, "disk": 0}
+        self._held: list[tuple[list[Future[None]], dict[str, Int32]]] = []  # see `hold`
         self._table, self._tickets, self._size = table, tickets, page_size
         self._pools = {"host": host.slots} | ({"disk": disk.slots} if disk is not None else {})
+        self._all = self._pools | {"device": frames}
 
     def of(self, tier: str, pages: Int32) -> Int32:
         """Of pages that have one in ``tier``."""
@@ -73,10 +75,13 @@ class Slots:
         return expand(runs)
 
     def give(self, tier: str, slots: Int32) -> None:
-        """Back into the pool: what was taken is not needed, or not any more."""
+        """Back into the pool: what was taken is not needed, or not any more. What is held gets
+        there when it is not."""
         slots = np.sort(slots)
+        if self._held:
+            slots = np.setdiff1d(slots, self.held(tier))
         for start, _, length in merge(slots, slots):
-            self._pools[tier].free(start, length)
+            self._all[tier].free(start, length)
 
     def note_peaks(self) -> None:
         for tier, pool in self._pools.items():
@@ -121,20 +126,29 @@ class Slots:
         if (self._table.disk[pages] >= 0).any():
             self.drop_copies(pages, "disk")
 
-    # -- I/O of no page --------------------------------------------------------------------------
+    # -- I/O that was given up -------------------------------------------------------------------
+    def hold(self, futures: Sequence[Future[None]], slots: dict[str, Int32]) -> None:
+        """By tier, slots (or frames) that are of no page, and that I/O uses which nobody waits for:
+        they stay taken until all of it has ended."""
+        self._held.append((list(futures), slots))
+
     def hold_back(
         self, futures: Sequence[Future[None]], runs: dict[str, list[tuple[int, int]]]
     ) -> None:
-        """I/O that was given up and is of no page, which nobody waits for: by tier, runs of slots
-        that stay taken until all of it has ended."""
-        self.held.append((list(futures), {tier: expand(its) for tier, its in runs.items()}))
+        """The same of runs of slots."""
+        self.hold(futures, {tier: expand(its) for tier, its in runs.items()})
+
+    def held(self, tier: str) -> Int32:
+        """Slots, or frames, of :meth:`hold`."""
+        found = [slots[tier] for _, slots in self._held if tier in slots]
+        return np.concatenate([np.empty(0, np.int32), *found])
 
     def let_go(self) -> None:
-        """Slots of :meth:`hold_back` whose I/O has ended by now are free."""
-        held, self.held = self.held, []
+        """What is held for I/O that has ended by now is free."""
+        held, self._held = self._held, []
         for futures, slots in held:
             if not all(future.done() for future in futures):
-                self.held.append((futures, slots))
+                self._held.append((futures, slots))
                 continue
             for tier, its_slots in slots.items():
                 self.give(tier, its_slots)

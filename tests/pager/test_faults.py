@@ -309,6 +309,34 @@ def test_a_disk_that_does_not_answer(
         training.steps(1)
 
 
+def test_frames_of_a_read_that_hangs_stay_taken(one_thread: None, tmp_path: Path) -> None:
+    """Nobody is given them, so what needs no disk goes on."""
+    with disk_pager(
+        tmp_path, io_timeout=PATIENT_SECONDS, frames=3, host_budget=PAGE_BYTES
+    ) as pager:
+        on_host, on_disk = (pager.page(torch.full((PAGE_BYTES // 4,), n)) for n in (1.0, 2.0))
+        evict_all(pager)
+        columns = pager.core.table.host, pager.core.table.disk
+        for tensor, column in zip((on_host, on_disk), columns, strict=True):
+            assert column[tensor._storage.run.first] >= 0
+        engine = break_disk(pager)
+        engine.hang("read")
+        pager.core.io_watch.timeout_seconds = HUNG_SECONDS
+        with pytest.raises(HungDisk, match="does not answer"):
+            on_disk.to_dense()
+        free = pager.core.residency.pool.free_count
+        assert free == 2
+        assert bool((on_host.to_dense() == 1).all())
+        assert pager.core.residency.pool.free_count == 1
+        with pytest.raises(HungDisk, match="still does not answer"):
+            on_disk.to_dense()
+        engine.heal()
+        pager.core.io_watch.timeout_seconds = PATIENT_SECONDS
+        wait_for_answers(pager)
+        check_invariants(pager.core)
+        assert bool((on_disk.to_dense() == 2).all())
+
+
 def test_closing_while_the_disk_does_not_answer(one_thread: None, tmp_path: Path) -> None:
     """Memory that the drive may still write to is not given to others."""
     pager = disk_pager(tmp_path, io_timeout=PATIENT_SECONDS)
