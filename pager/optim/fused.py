@@ -85,9 +85,8 @@ def why_not(paged: PagedOptimizer, group: dict[str, Any], parameter: torch.Tenso
         return "its betas or weight decay are tensors"
     if grad is None or grad.layout is not torch.strided:
         return "its gradient is sparse"
-    if parameter.dtype not in FLOATS or grad.dtype not in FLOATS:
-        return f"it is {parameter.dtype} with a gradient in {grad.dtype}"
-    if torch.float64 in (parameter.dtype, grad.dtype) and parameter.dtype is not grad.dtype:
+    dtypes = {parameter.dtype, grad.dtype}
+    if not dtypes.issubset(FLOATS) or (torch.float64 in dtypes and len(dtypes) > 1):
         return f"it is {parameter.dtype} with a gradient in {grad.dtype}"
     if parameter.device.type != pager.device.type or not has_no_gaps(parameter):
         return "it is on another device, or has gaps in memory"
@@ -164,7 +163,7 @@ def is_due(paged: PagedOptimizer, group: dict[str, Any], parameter: torch.Tensor
         return True
     if why_not(paged, group, parameter) is not None:
         return False
-    if always(paged) or is_too_much(paged, parameter):
+    if always(paged) or (type(parameter) is PagedTensor and parameter._storage in paged.too_much):
         return True
     budget, space = paged.pager.budget, paged.pager.space
     known = list(_known_states(paged, group, parameter))
@@ -173,10 +172,6 @@ def is_due(paged: PagedOptimizer, group: dict[str, Any], parameter: torch.Tensor
         nbytes = shape.numel() * shape.element_size()
         count += 0 if space.is_small(nbytes) else space.pages_for(nbytes)
     return not fits(budget, count) and fits(budget, least_pages(paged, group, parameter))
-
-
-def is_too_much(paged: PagedOptimizer, parameter: torch.Tensor) -> bool:
-    return type(parameter) is PagedTensor and parameter._storage in paged.too_much
 
 
 def _shapes(

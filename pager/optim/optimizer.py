@@ -52,29 +52,29 @@ def _step(optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None = 
     """
     paged = paged_of(optimizer)
     assert paged is not None
-    pager, early = paged.pager, paged.in_backward
+    pager, ahead = paged.pager, paged.in_backward
     optimizer._opt_called = True  # type: ignore[attr-defined]  # as schedulers note it
     loss = None
     if closure is not None:
-        if early is not None:
-            early.stop("step() is given a closure")
+        if ahead is not None:
+            ahead.stop("step() is given a closure")
         with torch.enable_grad():
             loss = closure()
     with _on_shards(paged):
-        if early is not None:
-            early.before_step()
+        if ahead is not None:
+            ahead.before_step()
         fused.refuse(paged)
         fused.number_parameters(paged)
         pager.check_open()
         stepping(pager, 4)
         pager.budget.check(optimizer, step_room)
         check_states(paged)
-        if early is not None:
-            early.measure()
+        if ahead is not None:
+            ahead.measure()
         with pager.in_backward.step_of(paged):
             _step_all(paged)
-        if early is not None:
-            early.stepped()
+        if ahead is not None:
+            ahead.stepped()
     return loss
 
 

@@ -32,8 +32,7 @@ class Progress:
 
 
 class PagedOptimizer:
-    """What is known of one optimizer, which has it as an attribute and lives as long as its user
-    wants.
+    """What is known of one optimizer. It is an attribute of it, and does not keep it alive.
 
     kind : its class.
     format : how its states are kept.
