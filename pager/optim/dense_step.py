@@ -39,7 +39,7 @@ def step_as_dense(paged: PagedOptimizer) -> bool:
     user's own, which may look at what it is given.
     """
     with torch._C.DisableTorchFunctionSubclass():
-        if not paged.pager.fits or not _may_see_views(paged) or not _step_on_views(paged):
+        if not paged.pager.fits or not _step_on_views(paged):
             return False
         for state in paged.optimizer.state.values():  # some make one later, when a setting changes
             page_state(paged.pager, state)
@@ -51,49 +51,47 @@ def update_one(
 ) -> None:
     """One parameter's part of the step. On views if it takes no more than ``most`` pages, a share
     of the arena unless said otherwise; ops one by one take less."""
-    if fused.is_due(paged, group, parameter):
-        fused.update_one(paged, group, parameter)
-        return
+    with torch._C.DisableTorchFunctionSubclass():
+        if fused.is_due(paged, group, parameter):
+            fused.update_one(paged, group, parameter)
+            return
     if most is None:
         most = paged.pager.residency.pool.count // _LEAST_FRAMES_PER_PAGE
     with alone(paged.optimizer, group, parameter):
         with torch._C.DisableTorchFunctionSubclass():
-            runs = {tensor._storage.run for tensor in _operands(paged)}
-            few = sum(run.count for run in runs) <= most
-            done = few and _may_see_views(paged) and _step_on_views(paged)
+            done = _step_on_views(paged, most)
         if not done:
             paged.run()
-    if parameter in paged.optimizer.state:
-        page_state(paged.pager, paged.optimizer.state[parameter])
+    state = paged.optimizer.state
+    if parameter in state:
+        page_state(paged.pager, state[parameter])
 
 
-def _may_see_views(paged: PagedOptimizer) -> bool:
+def _may_see_views(paged: PagedOptimizer, stepped: list[torch.Tensor]) -> bool:
     """Not where states would be made; and only a gradient of the parameter's own dtype can be a
     plain view's."""
     pager, state = paged.pager, paged.optimizer.state
     if pager.budget.metering or pager.after_op is not None or not paged.is_torchs:
         return False
-    stepped = [parameter for _, parameter in paged.stepped_now()]
     has_states = all(state.get(p) for p in stepped) if state else paged.stepped
     return has_states and all(p.grad.dtype == p.dtype for p in stepped)  # type: ignore[union-attr]
 
 
-def _operands(paged: PagedOptimizer) -> list[PagedTensor]:
-    """The paged parameters to be stepped, with their paged gradients and states."""
-    found = []
-    for _, parameter in paged.stepped_now():
-        values = (parameter, parameter.grad, *paged.state_of(parameter).values())
-        found += [value for value in values if type(value) is PagedTensor]
-    return found
-
-
-def _step_on_views(paged: PagedOptimizer) -> bool:
-    """``False``, and nothing done, if not all that the optimizer has to update can be held on the
-    device at once (the user pins too much, tiers are full), or something has no plain view, and
-    kernels on pages have not PyTorch's bits."""
-    pager, tensors = paged.pager, _operands(paged)
-    runs = list({tensor._storage.run.id: tensor._storage.run for tensor in tensors}.values())
+def _step_on_views(paged: PagedOptimizer, most: int | None = None) -> bool:
+    """``False``, and nothing done, if what the optimizer has to update may not be seen so, takes
+    more than ``most`` pages or cannot be held on the device at once (the user pins too much, tiers
+    are full), or something has no plain view, and kernels on pages have not PyTorch's bits."""
+    pager, states = paged.pager, paged.optimizer.state
     parameters = [parameter for _, parameter in paged.stepped_now()]
+    if not _may_see_views(paged, parameters):
+        return False
+    tensors: list[PagedTensor] = []
+    for parameter in parameters:
+        values = (parameter, parameter.grad, *states.get(parameter, {}).values())
+        tensors += [value for value in values if type(value) is PagedTensor]
+    runs = list({tensor._storage.run.id: tensor._storage.run for tensor in tensors}.values())
+    if most is not None and sum(run.count for run in runs) > most:
+        return False
     try:
         pager.pin(runs)
     except (InfeasibleBudget, TierFull):

@@ -17,8 +17,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
-from functools import cache
-from typing import TYPE_CHECKING, Any
+from functools import cache, wraps
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import torch
 
@@ -58,6 +58,8 @@ from .paged_optimizer import PagedOptimizer, Progress
 if TYPE_CHECKING:
     from ..core import Core
 
+P = ParamSpec("P")
+R = TypeVar("R")
 SUPPORTED: tuple[type, ...] = (torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD)
 _BATCH_SHARE = 8  # what is updated together takes this fraction of the arena at most
 _WHOLE_SHARE = 2  # a parameter that takes more than this fraction goes slab by slab
@@ -481,11 +483,21 @@ def refuse(paged: PagedOptimizer) -> None:
                 )
 
 
-@torch.no_grad()
+def _inside(function: Callable[P, R]) -> Callable[P, R]:
+    """Without gradients, and PagedTensors are seen as they are."""
+
+    @wraps(function)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+            return function(*args, **kwargs)
+
+    return run
+
+
+@_inside
 def update_one(paged: PagedOptimizer, group: dict[str, Any], parameter: torch.Tensor) -> None:
-    with torch._C.DisableTorchFunctionSubclass():
-        if not is_left_out(paged):
-            _alone(paged, _prepare(paged, group, parameter))
+    if not is_left_out(paged):
+        _alone(paged, _prepare(paged, group, parameter))
 
 
 def update_held(paged: PagedOptimizer) -> bool:
@@ -510,7 +522,11 @@ class Batch:
         self._updates: list[Update] = []
         self._runs: set[Any] = set()
 
-    def add(self, group: dict[str, Any], parameter: torch.Tensor) -> None:
+    @_inside
+    def add(self, group: dict[str, Any], parameter: torch.Tensor) -> bool:
+        """``False``, and nothing done, if the kernels cannot update it."""
+        if why_not(self._paged, group, parameter) is not None:
+            return False
         update = _prepare(self._paged, group, parameter)
         mine = runs_of(update.values)
         alone = not parameter.numel() or id(parameter) in self._paged.progress
@@ -520,7 +536,9 @@ class Batch:
         self._runs.update(mine)
         if alone:
             self.flush()
+        return True
 
+    @_inside
     def flush(self) -> None:
         updates, self._updates, self._runs = self._updates, [], set()
         together = len(updates) > 1 and _at_once(self._paged, updates)

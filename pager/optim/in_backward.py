@@ -438,7 +438,6 @@ class OneInBackward:
         pager = self.room.pager
         residency, kind = pager.residency, pager.device.type
         cast = torch.is_autocast_enabled(kind)  # step() is not called under it as a rule
-        in_parts = fused.is_due(self.paged, group, parameter)
         before, needs = pager.stepping, residency.needs
         pager.stepping = True
         try:
@@ -446,7 +445,7 @@ class OneInBackward:
                 most = residency.frames - residency.pinned_pages()
                 update_one(self.paged, group, parameter, most)
         except TierFull:
-            if not in_parts:
+            if not fused.is_due(self.paged, group, parameter):
                 raise
             return False
         finally:

@@ -98,12 +98,10 @@ def _step_all(paged: PagedOptimizer) -> None:
 
 def _step_group(paged: PagedOptimizer, group: dict[str, Any], by_kernels: bool) -> None:
     batch = fused.Batch(paged)
-    for parameter in list(group["params"]):
-        if parameter.grad is None or id(parameter) in paged.done:
-            continue
-        if by_kernels and fused.why_not(paged, group, parameter) is None:
-            batch.add(group, parameter)
-        else:
+    with torch._C.DisableTorchFunctionSubclass():
+        to_update = [p for p in group["params"] if p.grad is not None and id(p) not in paged.done]
+    for parameter in to_update:
+        if not by_kernels or not batch.add(group, parameter):
             update_one(paged, group, parameter)
             paged.done.add(id(parameter))
     batch.flush()
