@@ -3,7 +3,7 @@
 ::
 
     ops, slabs, steps, checkpoints          who use pages
-              | pin, will_write
+              | hold
               v
             Core ------------------------>  who look on: the log, a plan's follower, a recorder
               |
@@ -37,8 +37,8 @@ from .machine.calibration.disk_threads import threads_for
 from .machine.ranks import share_of
 from .memory.frame_pool import FramePool
 from .memory.host import HostTier
-from .memory.page_table import PageTable
-from .memory.space import Extent, Space
+from .memory.page_table import Int32, PageTable
+from .memory.space import Extent, Part, Space
 from .memory.turns import Turns
 from .memory.untyped import PagedUntypedStorage
 from .moves.mover import Mover
@@ -165,7 +165,7 @@ class Follower(Protocol):
     def end(self, *, ok: bool) -> None: ...
     def warn(self) -> None: ...
     def stop(self) -> None: ...
-    def pin(self, runs: Sequence[Extent]) -> None: ...
+    def bring(self, runs: Sequence[Extent]) -> None: ...
     def unpinned(self) -> None: ...
     def pause(self) -> None: ...
     def arena_resized(self) -> None: ...
@@ -277,70 +277,153 @@ class Core:
         and in autograd's own that do its backward passes."""
         return self.inside and self.turns.is_home()
 
-    def pin(self, runs: Sequence[Extent]) -> None:
-        """Bring ``runs`` onto the device and keep them there until :meth:`unpin`."""
+    @contextmanager
+    def hold(self, extents: Sequence[Extent], write: Sequence[Extent] = ()) -> Iterator[None]:
+        """Inside, ``extents`` are on the device and stay there. Those that ``write`` names, which
+        are among them, are written. All or nothing."""
+        self.take(extents, write)
+        try:
+            yield
+        finally:
+            self.release(extents)
+
+    def take(self, extents: Sequence[Extent], write: Sequence[Extent] = ()) -> None:
+        """What :meth:`hold` begins with, for those who cannot wait for a context."""
         if self.closed_reason is not None:
             self.check_open()
         with self.lock:
-            if get_ident() == self.turns.home:
-                self._pin_at_home(runs)
+            turns = self.turns
+            at_home = get_ident() == turns.home
+            # Of other threads, only what autograd does for the iteration is known to it.
+            own = at_home or turns.is_home()
+            if self.watch is not None and (own or not self.inside):
+                self.watch.pinning(extents)
+            if not own:
+                self.note_guest()
+            there = not (turns.queue or (self.budget.metering and own))
+            for extent in extents:
+                if extent.base < 0:
+                    there = False
+            if not there:
+                self._bring(extents)
             else:
-                self._pin_beside(runs)
+                if not at_home:
+                    turns.took([(extent, None) for extent in extents])
+                self.residency.keep(extents)
             # Now: while this thread waited for its turn, others may have noted theirs.
             self.backend.note_compute()
+        if write:
+            try:
+                self.will_write(write)
+            except BaseException:
+                self.release(extents)
+                raise
 
-    def _pin_at_home(self, runs: Sequence[Extent]) -> None:
-        if self.watch is not None:
-            self.watch.pinning(runs)
-        residency = self.residency
-        if not (self.budget.metering or self.turns.queue):
-            for run in runs:
-                if run.base < 0:
-                    break
+    def release(self, extents: Sequence[Extent]) -> None:
+        """End of what :meth:`take` began."""
+        with self.lock:
+            for extent in extents:
+                extent.pins -= 1
+            turns, follower = self.turns, self.follower
+            if get_ident() != turns.home:
+                turns.left([(extent, None) for extent in extents])
+            elif turns.queue:
+                turns.unpinned()
+            if self.watch is not None:
+                self.watch.unpinned(extents)
+            if follower is not None and follower.compiled is not None and turns.is_home():
+                follower.unpinned()
+            if self.after_op is not None:
+                self.after_op()
+
+    def will_write(self, extents: Sequence[Extent]) -> None:
+        """Bytes of ``extents``, which are held, are about to change: copies below are void. For
+        those who learn of it after they took them."""
+        watch = self.watcher()
+        for extent in extents:
+            extent.writes += 1
+            if watch is not None:
+                watch.writing(extent)
+            if not extent.settled:
+                self._void_below(extent)
+
+    def _void_below(self, extent: Extent, pages: Int32 | None = None) -> None:
+        if extent.kind == "parameter" and not self.stepping and self.in_iteration():
+            self.budget.check(before="this write to a parameter")
+        with self.lock:
+            self.residency.written(extent, pages)
+
+    @contextmanager
+    def hold_parts(
+        self, parts: Sequence[Part], write: Sequence[Part] = ()
+    ) -> Iterator[list[Int32]]:
+        """:meth:`hold` for some pages of extents; their frames, in any order. To a plan and a
+        recorder they are nobody's access: a stream is one (``workspace.py``)."""
+        frames = self.take_parts(parts, write)
+        try:
+            yield frames
+        finally:
+            self.release_parts(parts)
+
+    def take_parts(
+        self, parts: Sequence[Part], write: Sequence[Part] = (), *, streamed: bool = False
+    ) -> list[Int32]:
+        """What :meth:`hold_parts` begins with. ``streamed``: what is not held of their extents is
+        the first to leave from now on."""
+        self.check_open()
+        with self.lock:
+            turns = self.turns
+            if not turns.is_home():
+                self.note_guest()
+            if turns.queue or self.metering_this() or not self.residency.has(parts):
+                self._bring((), parts, streamed=streamed)
             else:
-                for run in runs:
-                    run.pins += 1
-                    residency.touch(run)
-                return
-        self._bring(runs)
+                if get_ident() != turns.home:
+                    turns.took(parts)
+                self.residency.keep_parts(parts, streamed=streamed)
+            self.backend.note_compute()
+            try:
+                for extent, pages in write:
+                    self._void_below(extent, pages)
+                    extent.writes += 1
+            except BaseException:
+                self.release_parts(parts)
+                raise
+            return [self.table.frame[pages] for _, pages in parts]
 
-    def _pin_beside(self, runs: Sequence[Extent]) -> None:
-        """The same in another thread than the one whose iteration runs or ran last. Only what
-        autograd does for the iteration on threads of its own is known to it."""
-        turns = self.turns
-        own = turns.is_home()
-        if self.watch is not None and (own or not self.inside):
-            self.watch.pinning(runs)
-        if not own:
-            self.note_guest()
-        metering = own and self.budget.metering
-        if metering or turns.queue or any(run.base < 0 for run in runs):
-            self._bring(runs)
-            return
-        turns.took([(run, None) for run in runs])
-        for run in runs:
-            run.pins += 1
-            self.residency.touch(run)
+    def release_parts(self, parts: Sequence[Part]) -> None:
+        """End of what :meth:`take_parts` began."""
+        with self.lock:
+            self.residency.release_parts(parts)
+            if get_ident() != self.turns.home:
+                self.turns.left(parts)
+            else:
+                self.turns.unpinned()
+            if self.after_op is not None and self.closed_reason is None:
+                self.after_op()
 
-    def _bring(self, runs: Sequence[Extent]) -> None:
-        """Pin ``runs``, which are not all on the device, when this thread's turn comes."""
+    def _bring(
+        self, extents: Sequence[Extent], parts: Sequence[Part] = (), *, streamed: bool = False
+    ) -> None:
+        """Keep what is not all on the device, when this thread's turn comes."""
         follower, turns = self.follower, self.turns
-        pins = None if get_ident() == turns.home else [(run, None) for run in runs]
+        at_home = get_ident() == turns.home
+        pins = [*((extent, None) for extent in extents), *parts]
 
         def attempt() -> None:
-            if pins is not None:
+            if not at_home:
                 turns.took(pins)
             try:
-                if follower is None:
-                    self.residency.pin(runs)
+                if follower is None or parts:
+                    self.residency.bring(extents, parts, streamed=streamed)
                 else:
-                    follower.pin(runs)
+                    follower.bring(extents)
             except BaseException:
-                if pins is not None:
+                if not at_home:
                     turns.left(pins)
                 raise
 
-        with self.waiting():
+        with self.waiting(own=streamed):
             turns.take(attempt)
 
     def watcher(self) -> Watcher | None:
@@ -398,36 +481,6 @@ class Core:
             self.mover.drain()
             self.residency.let_go()
             yield
-
-    def unpin(self, runs: Sequence[Extent]) -> None:
-        """End of what :meth:`pin` began."""
-        with self.lock:
-            for run in runs:
-                run.pins -= 1
-            turns = self.turns
-            if get_ident() != turns.home:
-                turns.left([(run, None) for run in runs])
-            elif turns.queue:
-                turns.unpinned()
-            if self.watch is not None:
-                self.watch.unpinned(runs)
-            if self.follower is not None and self.follower.compiled is not None and turns.is_home():
-                self.follower.unpinned()
-            if self.after_op is not None:
-                self.after_op()
-
-    def will_write(self, run: Extent) -> None:
-        """Copies below of a pinned run become void: its bytes are about to change."""
-        run.writes += 1
-        watch = self.watcher()
-        if watch is not None:
-            watch.writing(run)
-        if run.settled:
-            return
-        if run.kind == "parameter" and not self.stepping and self.in_iteration():
-            self.budget.check(before="this write to a parameter")
-        with self.lock:
-            self.residency.written(run)
 
     def address_of(self, storage: PagedStorage) -> int:
         """Address of the first byte of a storage whose run is pinned and consecutive."""

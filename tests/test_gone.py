@@ -16,6 +16,7 @@ MODULES = (
     "pager.machine.fio",
     "pager.metrics.format",
     "pager.metrics.outputs",
+    "pager.moves.parts",
     "pager.optim.early",
     "pager.optim.load_hooks",
     "pager.optim.overlap",

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ..memory.page_table import BLANK, DIRTY, LIVE
-from ..moves.parts import held_pages
 
 if TYPE_CHECKING:
     from ..core import Core
@@ -85,16 +84,12 @@ def _check(pager: Core) -> None:
         if run.pins:
             assert (where >= 0).all(), f"pinned run {run.id} is not on the device"
         if run.parts is not None:
-            held = held_pages(run)
+            held = run.held_pages
             assert run.parts, f"run {run.id} is said to have pinned parts but has none"
             assert run.first <= held[0], f"a part of run {run.id} begins before it"
             assert held[-1] < run.first + run.count, f"a part of run {run.id} ends behind it"
             assert (table.frame[held] >= 0).all(), f"a pinned part of run {run.id} is not there"
         assert run.storages > 0 or run.parts or run.pins, f"run {run.id} has no storage"
-    parted = [run for run in space.runs.values() if run.parts is not None]
-    assert set(residency.parts.pages().tolist()) == {
-        page for run in parted for page in held_pages(run).tolist()
-    }, "the pages that are held are not those of the runs that say so"
     assert not pager.mover.tickets.any, "a page is said to be on its way, and nothing moves"
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 import numpy as np
 
@@ -26,12 +27,12 @@ class Extent:
     """Consecutive virtual pages ``first … first+count``.
 
     ``base``: frame of the first page while all pages are resident in consecutive frames, else −1.
-    ``pins``: users that forbid eviction. ``generation``: changes whenever dense views go stale.
+    ``pins``: how often it is held whole. ``generation``: changes whenever dense views go stale.
     ``settled``: all pages are known DIRTY, so that another write changes no state.
     ``born``: how many runs were born before it. ``key``: its name in access logs, 0 for none yet.
     ``pages``: int32 [count], all of them.
-    ``nbytes``: bytes in use, of shared pages all. ``parts``: pages that are pinned by themselves
-    (``parts.py``), ``None`` for none. ``overwritten``: its maker writes every byte before anyone
+    ``nbytes``: bytes in use, of shared pages all. ``parts``: pages of it that are held by
+    themselves, ``None`` for none. ``overwritten``: its maker writes every byte before anyone
     reads one, so frames need not be erased for it. ``writes``: counts what may have changed
     its bytes. ``streamed``: the verdict of ``placement.py``. ``in_slabs``: an op has gone slab by
     slab that has other bits so.
@@ -63,6 +64,20 @@ class Extent:
         self.born = 0
         self.key = 0
         self.writes = 0
+
+    @property
+    def held_pages(self) -> Int32:
+        """That are held by themselves, in order."""
+        if self.parts is None:
+            return np.empty(0, np.int32)
+        return np.unique(np.concatenate(self.parts))
+
+
+class Part(NamedTuple):
+    """Some virtual ``pages`` of ``run``, in order, none twice."""
+
+    run: Extent
+    pages: Int32
 
 
 class Space:

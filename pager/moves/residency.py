@@ -12,12 +12,14 @@ most recently used page is oldest. A window may cut a run in two; only the pages
 If pinned pages leave no such window, runs slide together (compaction); if even that cannot make
 room, the run is placed in scattered frames and ops read it through the gather kernel.
 
-Parts of runs (``parts.py``) are read page by page: any frames will do for them.
+What is *held* may not move or leave: extents whole, or *parts*, some pages of an extent, for ops
+on tensors larger than the arena. Any frames will do for parts, which are read page by page; the
+rest of their extent comes and goes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Protocol
 
@@ -32,15 +34,15 @@ from ..errors import InfeasibleBudget, TierFull
 from ..machine.ranks import about_share, ranks_sharing
 from ..memory.frame_pool import expand, merge
 from ..memory.page_table import BLANK, DIRTY, Int32, PageTable
-from ..memory.space import Extent, Space, generations
+from ..memory.space import Extent, Part, Space, generations
 from ..memory.turns import Crowded, Pin, Turns
 from .mover import NOW, Mover
-from .parts import Parts, held_pages
 from .tickets import MoveFailed
 
 _PINNED = np.iinfo(np.int64).max
 _AWAITED = _PINNED - 1
 _LATER = 1 << 50
+_NOTHING = np.empty(0, np.int32)
 
 
 class Workspace(Protocol):
@@ -77,8 +79,9 @@ class Residency:
     and return whether they did. ``before_pinning`` may move it too. ``let_go`` unpins what is
     pinned only to be at hand.
 
-    ``workspaces``: of streams beside which a plan is followed. ``pages_ahead``: pages that were
-    brought in before a slab needed them, and were still there when it did.
+    ``awaited``: pages that will be held next (read-ahead brings them): they leave last of all that
+    may leave. ``workspaces``: of streams beside which a plan is followed. ``pages_ahead``: pages
+    that were brought in before a slab needed them, and were still there when it did.
     """
 
     def __init__(
@@ -99,7 +102,7 @@ class Residency:
         self.pool = mover.pool
         self.tick = 0
         self.ages: npt.NDArray[np.int64] = np.zeros(1024, np.int64)
-        self.parts = Parts(self)
+        self.awaited: list[Int32] = []
         self.workspaces: list[Workspace] = []
         self.pages_ahead = 0
         self.faults = 0
@@ -130,7 +133,7 @@ class Residency:
     def frames_used(self) -> int:
         return self.frames - self.pool.free_count
 
-    # -- pinning ---------------------------------------------------------------------------------
+    # -- holding ---------------------------------------------------------------------------------
     def touch(self, run: Extent) -> None:
         """``run`` is the most recently used one now."""
         self.tick += 1
@@ -143,58 +146,103 @@ class Residency:
             self.ages = ages
         self.ages[run.id] = age
 
-    def pin(self, runs: Sequence[Extent]) -> None:
-        """Bring distinct ``runs`` onto the device and forbid their eviction. All or nothing.
+    def keep(self, runs: Sequence[Extent]) -> None:
+        """``runs``, which are on the device or about to be, stay until :meth:`release`."""
+        tick = self.tick
+        for run in runs:
+            run.pins += 1
+            tick += 1
+            try:
+                self.ages[run.id] = tick
+            except IndexError:
+                self._set_age(run, tick)
+        self.tick = tick
 
-        Afterwards ``run.base`` is the first frame, or −1 for a run in scattered frames. While it
-        waits for what is queued the lock is given away.
+    def keep_unused(self, run: Extent) -> None:
+        """:meth:`keep` for one that is at hand: that is no use of it."""
+        run.pins += 1
+
+    def keep_parts(self, parts: Sequence[Part], *, streamed: bool = False) -> None:
+        """The same for parts; may be done several times. ``streamed``: what is not held of their
+        runs is the first to leave from now on."""
+        for run, pages in parts:
+            if run.parts is None:
+                run.parts = []
+            run.parts.append(pages)
+            if streamed:
+                self.spent(run)
+            else:
+                self.touch(run)
+
+    def release(self, runs: Sequence[Extent]) -> None:
+        for run in runs:
+            assert run.pins > 0
+            run.pins -= 1
+
+    def release_parts(self, parts: Sequence[Part]) -> None:
+        """Of these very parts."""
+        for run, pages in parts:
+            assert run.parts is not None, f"no part of run {run.id} is held"
+            del run.parts[next(i for i, other in enumerate(run.parts) if other is pages)]
+            run.parts = run.parts or None
+
+    def has(self, parts: Sequence[Part]) -> bool:
+        """Whether all these pages are on the device, none of them still to arrive."""
+        tickets = self.mover.tickets
+        return all(
+            bool((frames >= 0).all()) and not tickets.of(("device", frames))
+            for frames in (self.table.frame[pages] for _, pages in parts)
+        )
+
+    def bring(
+        self, runs: Sequence[Extent], parts: Sequence[Part] = (), *, streamed: bool = False
+    ) -> None:
+        """Bring distinct ``runs``, and ``parts``, onto the device and keep them. All or nothing.
+
+        Afterwards the ``base`` of a run is its first frame, or −1 for one in scattered frames.
+        While it waits for what is queued the lock is given away. Raises ``InfeasibleBudget`` or
+        ``TierFull``, or what the disk raises.
         """
         self.let_go()
         try:
-            self._pin(runs)
+            self._bring_all(runs, parts, streamed=streamed)
         except MoveFailed:  # of what was queued before; now it is as if it never had been
             self.mover.drain()
-            self._pin(runs)
+            self._bring_all(runs, parts, streamed=streamed)
 
-    def _pin(self, runs: Sequence[Extent]) -> None:
+    def _bring_all(self, runs: Sequence[Extent], parts: Sequence[Part], *, streamed: bool) -> None:
         self.mover.slots.let_go()
         self.collect()
         self.before_pinning()
-        for run in runs:
-            run.pins += 1
-            self.touch(run)
-        self._asking = set(runs)
+        self.keep(runs)
+        self.keep_parts(parts, streamed=streamed)
         try:
-            self.check_need(runs)
-            largest_first = sorted(runs, key=lambda run: -run.count)
-            left = list(largest_first)
-            while left:
-                run = left.pop(0)
-                if run.base < 0 and not self._is_scattered(run):
-                    if self.is_whole(run) or (run.pins > 1 and self._is_there(run)):
-                        continue  # on its way, or in scattered frames that another op reads
+            self._asking = set(runs)
+            try:
+                self.check_need()
+                largest_first = sorted(runs, key=lambda run: -run.count)
+                wanted: list[Pin] = [*((run, None) for run in largest_first), *parts]
+                left = list(wanted)
+                while left:
+                    run, pages = left.pop(0)
                     try:
-                        self._bring(run, runs)
+                        self._bring(run, pages)
                     except TierFull:
-                        if not self.make_way(run.count):
+                        if not self.make_way(run.count if pages is None else len(pages)):
                             raise
-                        left = list(
-                            largest_first
-                        )  # what was there may have left an arena made anew
-        except BaseException:
-            for run in runs:
-                run.pins -= 1
-            raise
-        finally:
-            self._asking = set()
-        try:
+                        left = list(wanted)  # they may have left an arena that was made anew
+            finally:
+                self._asking = set()
             for run in runs:
                 if run.base < 0:
                     self.wait_for(run.pages)
                     if self.is_whole(run):
                         self.settle(run)
+            for _, pages in parts:
+                self.wait_for(pages)
         except BaseException:
-            self.unpin(runs)
+            self.release(runs)
+            self.release_parts(parts)
             raise
 
     def wait_for(self, pages: Int32) -> bool:
@@ -215,11 +263,6 @@ class Residency:
         tickets = self.mover.tickets
         tickets.wait(tickets.of(("device", frames)))
 
-    def unpin(self, runs: Iterable[Extent]) -> None:
-        for run in runs:
-            assert run.pins > 0
-            run.pins -= 1
-
     def _is_scattered(self, run: Extent) -> bool:
         """In frames already, just not consecutive, and to be left so."""
         return self.scattered and self._is_there(run)
@@ -237,23 +280,34 @@ class Residency:
     def _frames_of(self, run: Extent) -> Int32:
         return self.table.frame[run.first : run.first + run.count]
 
-    def pinned_pages(self, besides: Sequence[Extent] = ()) -> int:
-        """Pages that may not leave, of all runs but ``besides``."""
-        mine = {run.id for run in besides}
-        whole = sum(r.count for r in self.space.runs.values() if r.pins and r.id not in mine)
-        return whole + self.parts.count(besides)
+    def pinned_pages(self, besides: Collection[Extent] = ()) -> int:
+        """Pages that are held, of all runs but ``besides``."""
+        return sum(
+            run.count if run.pins else len(run.held_pages)
+            for run in self.space.runs.values()
+            if (run.pins or run.parts) and run not in besides
+        )
 
-    def check_need(self, runs: Sequence[Extent]) -> None:
-        """Room for ``runs`` beside all that is pinned. ``Crowded`` if there would be, were it not
-        for the pins of other threads."""
-        whole = sum(run.count for run in runs)
-        together = need = whole + self.pinned_pages(runs)
+    def held_frames(self, besides: Collection[Extent] = ()) -> Int32:
+        """Of the pages that are held, as far as they are there; of ``besides`` only their parts."""
+        held = [
+            run.pages if run.pins and run not in besides else run.held_pages
+            for run in self.space.runs.values()
+            if run.pins or run.parts
+        ]
+        frames: Int32 = self.table.frame[np.concatenate(held)] if held else _NOTHING
+        return frames[frames >= 0]
+
+    def check_need(self) -> None:
+        """Room for all that is held, the access that begins included. ``Crowded`` if there would
+        be, were it not for what other threads hold."""
+        together = need = self.pinned_pages()
         if together > self.frames - len(self.mover.slots.held("device")):
             self.mover.carrier.wait_for_given_up()
             self.mover.slots.let_go()
         mine = self.turns.mine()
         if mine is not None:
-            need = whole + _pages_in(mine, runs)
+            need = _pages_in(mine)
         if need > self.frames and not self.make_room(need):
             minimum = self.minimum_bytes(need)
             raise InfeasibleBudget(
@@ -322,10 +376,17 @@ class Residency:
         return chosen
 
     # -- bringing a run in -----------------------------------------------------------------------
-    def _bring(self, run: Extent, wanted: Sequence[Extent]) -> None:
-        frames = self._claim(run, wanted)
-        pages = np.arange(run.first, run.first + run.count, dtype=np.int32)
-        self.fill(run, pages, frames)
+    def _bring(self, run: Extent, pages: Int32 | None) -> None:
+        """All of it, to frames side by side, or what is missing of ``pages``, to any."""
+        if pages is not None:
+            absent = pages[self.table.frame[pages] < 0]
+            if len(absent):
+                self.fill(run, absent, self.claim_any(len(absent)))
+            return
+        if run.base >= 0 or self._is_scattered(run) or self.is_whole(run):
+            return  # there, or on its way
+        if run.pins == 1 or not self._is_there(run):  # else in frames that another op reads
+            self.fill(run, run.pages, self._claim(run))
 
     def fill(self, run: Extent, pages: Int32, frames: Int32) -> None:
         """Bring ``pages`` of ``run`` to ``frames``, which are empty, or theirs already."""
@@ -380,7 +441,7 @@ class Residency:
             self.settle(self.space.runs[owner])
         self.peak_frames = max(self.peak_frames, self.frames_used)
 
-    def _claim(self, run: Extent, wanted: Sequence[Extent]) -> Int32:
+    def _claim(self, run: Extent) -> Int32:
         """Frames for all pages of ``run``, empty or its own; taken from the pool."""
         count = run.count
         if run.parts is not None or (self.scattered and count > 1):
@@ -392,7 +453,7 @@ class Residency:
                 return np.arange(start, start + count, dtype=np.int32)
         start = self._choose_window(run, in_place)
         if start is None:
-            start = self._compact_for(run, wanted)
+            start = self._compact_for(run)
             if start is None:
                 return self._claim_scattered(run)
             return np.arange(start, start + count, dtype=np.int32)
@@ -401,7 +462,7 @@ class Residency:
         try:
             self._evict_frames(window[~np.isin(window, own)])
         except TierFull:  # nothing may leave: make do with what is free, if that is enough
-            start = self._compact_for(run, wanted)
+            start = self._compact_for(run)
             if start is None:
                 raise
             return np.arange(start, start + count, dtype=np.int32)
@@ -428,13 +489,11 @@ class Residency:
         ages = np.where(pages >= 0, self.ages[owners], 0)
         if self.mover.disk_refuses:  # what has to be written may not be able to leave
             ages[(pages >= 0) & ((self.table.flags[pages] & DIRTY) != 0)] += _LATER
-        ages[self.parts.awaited_frames()] = _AWAITED
-        ages[self.parts.frames()] = _PINNED
+        for pages in self.awaited:
+            frames = self.table.frame[pages]
+            ages[frames[frames >= 0]] = _AWAITED
+        ages[self.held_frames()] = _PINNED
         ages[self._lent] = ages[self.mover.slots.held("device")] = _PINNED
-        for run in self.space.runs.values():
-            if run.pins:
-                frames = self._frames_of(run)
-                ages[frames[frames >= 0]] = _PINNED
         return ages
 
     def _choose_window(self, run: Extent, in_place: int | None) -> int | None:
@@ -494,43 +553,38 @@ class Residency:
             self.mover.leave(pages)
 
     def evict_run(self, run: Extent) -> Int32:
-        """Take an unpinned run off the device, but for pages that part pins hold; the frames that
-        are free now."""
+        """Take a run that is not held whole off the device, but for its parts that are; the frames
+        that are free now."""
         assert not run.pins
-        pages = np.arange(run.first, run.first + run.count, dtype=np.int32)
-        pages = pages[self.table.frame[pages] >= 0]
-        if len(held := held_pages(run)):
-            pages = np.setdiff1d(pages, held)
+        pages = run.pages[self.table.frame[run.pages] >= 0]
+        if run.parts is not None:
+            pages = np.setdiff1d(pages, run.held_pages)
         frames: Int32 = self.table.frame[pages]
         self.evict_pages(pages)
         return frames
 
-    def _compact_for(self, run: Extent, wanted: Sequence[Extent]) -> int | None:
+    def _compact_for(self, run: Extent) -> int | None:
         """Slide runs together until ``run`` fits in one piece; its first frame, or ``None``.
 
-        Runs pinned by this very operation may move (nobody holds a view of them yet); runs pinned
-        by others may not.
+        What only this access holds may move (nobody has a view of it yet).
         """
         own = self._frames_of(run)
         if (own >= 0).any():  # must come together anyway; blanks are not evicted, they have no data
             self._evict_frames(np.sort(own[own >= 0]))
         self._free_up(run.count)
-        fixed = {r.id for r in self.space.runs.values() if r.pins} - {r.id for r in wanted}
-        if any(r.pins > 1 for r in wanted):
-            fixed |= {r.id for r in wanted if r.pins > 1}
-        self.compact(fixed)
+        self.compact([other for other in self._asking if other.pins == 1])
         return self.pool.allocate_run(run.count)
 
-    def compact(self, fixed: set[int]) -> None:
-        """Move every page towards frame 0, in order, except those of runs in ``fixed`` and those
-        that part pins hold."""
+    def compact(self, besides: Collection[Extent] = ()) -> None:
+        """Move every page towards frame 0, in order, but for what is held; ``besides``: runs of
+        which only the parts stay."""
         self.compactions += 1
         pages_of = self.table.frame_page
-        held = set(self.parts.frames().tolist())
+        held = set(self.held_frames(besides).tolist())
         lent = {*self._lent.tolist(), *self.mover.slots.held("device").tolist()}
         target, sources, targets = 0, [], []
         for frame in np.flatnonzero(pages_of >= 0).tolist():
-            if frame in held or int(self.table.owner[pages_of[frame]]) in fixed:
+            if frame in held:
                 target = frame + 1
                 continue
             while target in lent:
@@ -627,16 +681,11 @@ class Residency:
             self.pool.free(start, length)
         self._lent = lent[:0]
         old = self.pool.count
-        frames = max(frames, int(self.parts.frames().max(initial=-1)) + 1)
-        for run in self.space.runs.values():
-            if run.pins:
-                frames = max(frames, int(self._frames_of(run).max()) + 1)
+        frames = max(frames, int(self.held_frames().max(initial=-1)) + 1)
         if frames < old:
             self._free_up(old - frames)
-            pinned = {r.id for r in self.space.runs.values() if r.pins}
-            tail = self.table.frame_page[frames:]
-            if (tail >= 0).any():
-                self.compact(pinned)
+            if (self.table.frame_page[frames:] >= 0).any():
+                self.compact()
             self._evict_frames(np.arange(frames, old, dtype=np.int32))
         if frames < old:
             self.table.resize_frames(frames)
@@ -666,11 +715,11 @@ class Residency:
                     raise
 
     def in_use(self) -> bool:
-        """Somebody may have an address in the arena: a page is pinned, but for those of the access
+        """Somebody may have an address in the arena: a page is held, but for those of the access
         that begins now."""
         asking = self._asking
         runs = self.space.runs.values()
-        return bool(self.parts.count()) or any(run.pins > (run in asking) for run in runs)
+        return any(run.parts or run.pins > (run in asking) for run in runs)
 
     def _remake(self, nbytes: int) -> None:
         """Nobody has an address in the arena; addresses that were known are wrong afterwards. Where
@@ -710,12 +759,11 @@ class Residency:
         return bool((self.table.flags[rows] & BLANK).all())
 
     # -- writes and ends -------------------------------------------------------------------------
-    def written(self, run: Extent) -> None:
-        """A write to ``run`` is about to happen: copies below are void."""
+    def written(self, run: Extent, pages: Int32 | None = None) -> None:
+        """A write to ``run``, or to ``pages`` of it, is about to happen: copies below are void."""
         if not run.settled:
-            pages = np.arange(run.first, run.first + run.count, dtype=np.int32)
-            self.mover.slots.void_copies(pages)
-            run.settled = True
+            self.mover.slots.void_copies(run.pages if pages is None else pages)
+            run.settled = pages is None
 
     def collect(self) -> None:
         """Give back everything of runs that nobody refers to any more; of those whose pages are
@@ -734,12 +782,12 @@ class Residency:
             self.space.forget(run)
 
 
-def _pages_in(pins: Sequence[Pin], besides: Sequence[Extent]) -> int:
-    """Pages that ``pins`` hold, each counted once, but for runs among ``besides``."""
-    held = {run: pages for run, pages in pins if pages is None and run not in besides}
+def _pages_in(pins: Sequence[Pin]) -> int:
+    """Pages that ``pins`` hold, each counted once."""
+    whole = {run for run, pages in pins if pages is None}
     parts: dict[Extent, list[Int32]] = {}
     for run, pages in pins:
-        if pages is not None and run not in held and run not in besides:
+        if pages is not None and run not in whole:
             parts.setdefault(run, []).append(pages)
     single = sum(len(np.unique(np.concatenate(pages))) for pages in parts.values())
-    return sum(run.count for run in held) + single
+    return sum(run.count for run in whole) + single

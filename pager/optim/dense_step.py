@@ -93,14 +93,13 @@ def _step_on_views(paged: PagedOptimizer, most: int | None = None) -> bool:
     if most is not None and sum(run.count for run in runs) > most:
         return False
     try:
-        pager.pin(runs)
+        pager.take(runs)
     except (InfeasibleBudget, TierFull):
         return False
     try:
         if any(run.base < 0 for run in runs):  # in scattered frames
             return fused.update_held(paged)
-        for run in runs:
-            pager.will_write(run)
+        pager.will_write(runs)
         views: dict[torch.Tensor, torch.Tensor] = {t: direct_view(t) for t in tensors}
         try:
             with _shown(paged, parameters, views):
@@ -109,7 +108,7 @@ def _step_on_views(paged: PagedOptimizer, most: int | None = None) -> bool:
             withdraw(tensors, views.values())
             raise
     finally:
-        pager.unpin(runs)
+        pager.release(runs)
     # Autograd must notice if a graph still wants the old values.
     torch.autograd.graph.increment_version(parameters)
     return True

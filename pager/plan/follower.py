@@ -143,13 +143,13 @@ class Follower:
         if other is not None:
             self._follow(other, position + 1)
 
-    def pin(self, runs: Sequence[Extent]) -> None:
-        """Bring ``runs`` onto the device and pin them: by the plan, or by a fault."""
+    def bring(self, runs: Sequence[Extent]) -> None:
+        """Bring ``runs`` onto the device and keep them: by the plan, or by a fault."""
         residency = self._pager.residency
         if self.mover.error is not None:
             self._leave()
         if self.compiled is None:
-            residency.pin(runs)
+            residency.bring(runs)
             return
         if self._pager.space.dead:
             residency.collect()
@@ -158,7 +158,7 @@ class Follower:
         assert self.log is not None
         with by_next_use(residency, self.compiled, len(self.log.keys) - 1):
             self.planned.make_windows(runs)
-            residency.pin(runs)
+            residency.bring(runs)
         for run in runs:
             residency.touch(run)
         self.planned.faults += 1

@@ -19,7 +19,6 @@ from ..memory.page_table import BLANK, DIRTY, Int32
 from ..memory.space import Extent
 from ..moves.compaction import find_window
 from ..moves.mover import TIERS, Mover
-from ..moves.parts import held_pages
 from ..moves.residency import Residency
 from ..moves.tickets import MoveFailed
 from .access_log import Names
@@ -111,7 +110,7 @@ class PlannedMoves:
             return True
         resident = job.pages[table.frame[job.pages] >= 0]
         if run.parts is not None:
-            resident = np.setdiff1d(resident, held_pages(run))
+            resident = np.setdiff1d(resident, run.held_pages)
         dirty = (table.flags[resident] & DIRTY) != 0
         self._residency.evict_pages(resident[~dirty])
         to_leave = resident[dirty]
@@ -181,12 +180,11 @@ class PlannedMoves:
 
     # -- accesses --------------------------------------------------------------------------------
     def serve(self, runs: Sequence[Extent]) -> bool:
-        """Wait until ``runs`` are on the device, and pin them. ``False``, and nothing pinned, if
+        """Wait until ``runs`` are on the device, and keep them. ``False``, and none kept, if
         the plan has not brought them."""
         if self.waiting:
             self.go_on()  # what was in the way then may move now
-        for run in runs:
-            run.pins += 1
+        self._residency.keep(runs)
         served = False
         try:
             served = all(run.base >= 0 or self._serve(run) for run in runs)
@@ -195,10 +193,7 @@ class PlannedMoves:
             self.clear()
         finally:
             if not served:
-                for run in runs:
-                    run.pins -= 1
-        for run in runs if served else ():
-            self._residency.touch(run)
+                self._residency.release(runs)
         return served
 
     def make_windows(self, runs: Sequence[Extent]) -> None:

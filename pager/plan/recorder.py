@@ -2,7 +2,7 @@
 
 ::
 
-    core.pin, will_write, waits, streams, deaths
+    core.hold, waits, streams, deaths
               |
               v
           Recorder ---+---> AccessLog: accesses, by keys that last      --> the planner's trace

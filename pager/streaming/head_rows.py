@@ -89,14 +89,11 @@ def _walk(weight: PagedTensor, order: Sequence[Slab]) -> Generator[torch.Tensor,
         yield from _through_the_arena(weight, order)
         return
     pager, run = weight._storage.pager, weight._storage.run
-    pager.pin([run])
-    try:
+    with pager.hold([run]):
         if run.base >= 0:
             for begin, end in order:
                 yield direct_view(weight)[begin:end]
             return
-    finally:
-        pager.unpin([run])
     yield from _through_the_arena(weight, order)  # its frames are scattered
 
 

@@ -214,7 +214,7 @@ def _on_views_at_hand(
             return NOT_QUICK
         if other is not run:
             runs.append(other)
-    pager.pin(runs)
+    pager.take(runs)
     try:
         if run.base < 0 or (paged and other.base < 0):
             return NOT_QUICK  # to scattered frames, just before it was pinned
@@ -227,7 +227,7 @@ def _on_views_at_hand(
         withdraw(tensors, [t._view for t in tensors if t._view is not None])
         raise
     finally:
-        pager.unpin(runs)
+        pager.release(runs)
 
 
 # -- scattered frames ------------------------------------------------------------------------------
@@ -301,7 +301,7 @@ def _on_pages(
         views.append(view)
         return view
 
-    pager.pin(runs)
+    pager.take(runs)
     try:
         n, k = weight.size()
         consecutive, room = run.base >= 0, _room_bytes(weight)
@@ -321,7 +321,7 @@ def _on_pages(
         withdraw(paged, views)
         raise
     finally:
-        pager.unpin(runs)
+        pager.release(runs)
 
 
 # -- the graph -------------------------------------------------------------------------------------

@@ -58,7 +58,7 @@ def run_quickly(func: Any, args: Any) -> Any:
             plain.append(value)
     if pager is None:
         return NOT_QUICK
-    pager.pin(runs)
+    pager.take(runs)
     try:
         for tensor, view in zip(paged, views):
             run = tensor._storage.run
@@ -80,7 +80,7 @@ def run_quickly(func: Any, args: Any) -> Any:
         )
         raise
     finally:
-        pager.unpin(runs)
+        pager.release(runs)
 
 
 def run_dense(func: Any, info: OpInfo, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -126,19 +126,15 @@ def _run_dense(func: Any, info: OpInfo, args: Any, kwargs: dict[str, Any]) -> An
             return out
     writes = _written_by(info, args, kwargs) if info.writes_named else ()
     try:
-        pager.pin(runs)
+        pager.take(runs)
     except InfeasibleBudget:  # beside what others have pinned
         out = run_in_slabs(pager, func, args, kwargs)
         if out is NotImplemented:
             raise
         return out
     try:
-        written = []
-        for tensor in writes:
-            run = tensor._storage.run
-            if run not in written:
-                written.append(run)
-                pager.will_write(run)
+        written = list({t._storage.run.id: t._storage.run for t in writes}.values())
+        pager.will_write(written)
         if apart and any(run.base < 0 for run in runs):
             out = run_on_pages(func, args, kwargs)
             if out is not NotImplemented:
@@ -176,7 +172,7 @@ def _run_dense(func: Any, info: OpInfo, args: Any, kwargs: dict[str, Any]) -> An
         withdraw(paged, operands.views)
         raise
     finally:
-        pager.unpin(runs)
+        pager.release(runs)
 
 
 # -- operands and results --------------------------------------------------------------------------

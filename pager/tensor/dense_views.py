@@ -56,15 +56,13 @@ def withdraw(tensors: Sequence[PagedTensor], views: Iterable[torch.Tensor]) -> N
 def pinned_view(tensor: PagedTensor) -> Iterator[torch.Tensor]:
     """See ``PagedTensor.pin``."""
     pager, run = tensor._storage.pager, tensor._storage.run
-    pager.pin([run])
-    try:
-        pager.will_write(run)
-        if run.base >= 0:
-            yield dense_view(tensor, pager.address_of(tensor._storage))
-        else:
-            buffer = pager.gather(run)
-            yield dense_view(tensor, buffer.data_ptr() + tensor._storage.offset)
-            pager.scatter(run, buffer)
-    finally:
-        run.writes += 1  # until now
-        pager.unpin([run])
+    with pager.hold([run], write=[run]):
+        try:
+            if run.base >= 0:
+                yield dense_view(tensor, pager.address_of(tensor._storage))
+            else:
+                buffer = pager.gather(run)
+                yield dense_view(tensor, buffer.data_ptr() + tensor._storage.offset)
+                pager.scatter(run, buffer)
+        finally:
+            run.writes += 1  # until now

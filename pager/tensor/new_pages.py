@@ -89,21 +89,21 @@ def _write(pager: Core, storage: PagedStorage, source: torch.Tensor) -> None:
         _write_in_parts(pager, storage, source)
         return
     try:
-        pager.pin([run])
+        pager.take([run])
     except InfeasibleBudget:  # larger than what others have left of the arena
         _write_in_parts(pager, storage, source)
         return
     if pager.turns.is_home() and not pager.budget.metering:
         residency.needs = needs  # it could do with less, in parts
     try:
-        pager.will_write(run)
+        pager.will_write([run])
         if run.base >= 0:
             start = run.base * pager.page_size + storage.offset
             pager.backend.arena[start : start + source.numel()].copy_(source)
         else:
             _put(pager, source, pager.table.frame[run.first : run.first + run.count])
     finally:
-        pager.unpin([run])
+        pager.release([run])
 
 
 def _write_in_parts(pager: Core, storage: PagedStorage, source: torch.Tensor) -> None:

@@ -191,7 +191,7 @@ class OpenWeights:
         if known is None or known.paged() is not paged or known.memory.generation != run.generation:
             known = self._known[id(paged)] = _Known(weakref.ref(paged), _Memory(paged))
         opened = paged._open = OpenWeight(paged, known.memory)
-        run.pins += 1
+        self._pager.residency.keep_unused(run)
         self._open.append(opened)
         return opened
 
@@ -212,7 +212,7 @@ class OpenWeights:
             if memory.in_use:
                 self._lingering.append((memory, run))
             else:
-                run.pins -= 1
+                self._pager.residency.release([run])
 
     def _close(self, weight: OpenWeight) -> None:
         weight.paged._open = None

@@ -110,20 +110,19 @@ def whole(pager: Core, values: Sequence[Value], write: Sequence[bool]) -> Iterat
     runs = runs_of(values)
     if runs:
         try:
-            pager.pin(runs)
+            pager.take(runs)
         except (InfeasibleBudget, TierFull) as error:
             raise NotAtOnce from error
     try:
         yield held(pager, values, write)
     finally:
         if runs:
-            pager.unpin(runs)
+            pager.release(runs)
 
 
 def held(pager: Core, values: Sequence[Value], write: Sequence[bool]) -> list[State]:
     """:func:`whole` for values that the caller has pinned."""
-    for run in runs_of(value for value, written in zip(values, write) if written):
-        pager.will_write(run)
+    pager.will_write(runs_of(value for value, written in zip(values, write) if written))
     return [as_operand(value) for value in values]
 
 

@@ -21,13 +21,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ..memory.page_table import BLANK, DIRTY, Int32
+from ..memory.space import Extent, Part
 from ..moves.mover import AHEAD
-from ..moves.parts import Part, held_pages
 from ..moves.tickets import MoveFailed
 
 if TYPE_CHECKING:
     from ..core import Core
-    from ..memory.space import Extent
 
 
 @contextmanager
@@ -57,7 +56,7 @@ class ReadAhead:
                 return
             table, pages = pager.table, _distinct(parts)
             self._awaited = pages
-            residency.parts.awaited.append(pages)
+            residency.awaited.append(pages)
             absent = pages[table.frame[pages] < 0]
             self._make_room(len(absent))
             asked = absent[(table.flags[absent] & BLANK) == 0]
@@ -98,7 +97,7 @@ class ReadAhead:
         with self._pager.lock:
             self._asked = self._asked[:0]
             if self._awaited is not None:
-                awaited = self._pager.residency.parts.awaited
+                awaited = self._pager.residency.awaited
                 del awaited[next(i for i, a in enumerate(awaited) if a is self._awaited)]
                 self._awaited = None
 
@@ -138,4 +137,4 @@ def _distinct(parts: Sequence[Part]) -> Int32:
 
 def _only_here(run: Extent, pages: Int32) -> Int32:
     """Those that nobody has pinned."""
-    return np.empty(0, np.int32) if run.pins else np.setdiff1d(pages, held_pages(run))
+    return np.empty(0, np.int32) if run.pins else np.setdiff1d(pages, run.held_pages)

@@ -1,7 +1,7 @@
 """Ops on tensors larger than the whole arena: page by page, slab by slab.
 
-An ordinary op pins all pages of its operands. Here only a *part* of a run is pinned (``parts.py``),
-and a *stream* pins one part after another: while one is used the next one is read ahead, and the
+An ordinary op holds all pages of its operands. Here only a *part* of a run is held, and a *stream*
+holds one part after another: while one is used the next one is read ahead, and the
 one before leaves when its frames are wanted, before anything else does. ::
 
     tensor   | leave if wanted | in use | coming | on host or disk ...
@@ -14,7 +14,6 @@ of what is written become void as they do for other writes.
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
@@ -29,8 +28,7 @@ from ..budget.fits import frames_anyway
 from ..core import PagedStorage
 from ..errors import PagerError
 from ..memory.page_table import Int32
-from ..memory.space import Extent
-from ..moves.parts import Part
+from ..memory.space import Extent, Part
 from .paged_tensor import PagedTensor
 from .read_ahead import ReadAhead, reading_ahead
 from .workspace import workspace
@@ -94,76 +92,17 @@ def part(
 @contextmanager
 def page_set(pager: Core, wanted: Pages) -> Iterator[Int32]:
     """:func:`part` for any set of pages, or none: those that hold some rows of a table."""
-    parts = [wanted.part]
-    (frames,) = _pin(pager, [wanted], parts)
-    try:
+    with pager.hold_parts(*_parts_of(pager, [wanted])) as (frames,):
         yield frames
-    finally:
-        _unpin(pager, parts)
 
 
-def _pin(
-    pager: Core, wanted: Sequence[Pages], parts: Sequence[Part], *, streamed: bool = False
-) -> list[Int32]:
-    """Frames of each; pinned, and ready to be written where that is wanted. All or nothing."""
-    pager.check_open()
+def _parts_of(pager: Core, wanted: Sequence[Pages]) -> tuple[list[Part], list[Part]]:
+    """To be held, and those of them to be written."""
     for pages in wanted:
         if pages.storage.pager is not pager:
             raise PagerError("the pages are of another Pager; use the tensor's own, tensor.pager")
-    held, turns = pager.residency.parts, pager.turns
-
-    def attempt() -> None:
-        if threading.get_ident() != turns.home:
-            turns.took(parts)
-            if not turns.is_home():
-                pager.note_guest()
-        try:
-            if pager.metering_this() or not held.has(parts):
-                held.pin(parts, streamed=streamed)
-            else:
-                held.hold(parts, streamed=streamed)
-        except BaseException:
-            if threading.get_ident() != turns.home:
-                turns.left(parts)
-            raise
-
-    with pager.lock:
-        if turns.queue or pager.metering_this() or not held.has(parts):
-            with pager.waiting(own=streamed):
-                turns.take(attempt)
-        else:
-            attempt()
-        pager.backend.note_compute()
-        try:
-            for pages, one in zip(wanted, parts):
-                if pages.write:
-                    _will_write(pager, one)
-        except BaseException:
-            _let_go(pager, parts)
-            raise
-        return [pager.table.frame[one.pages] for one in parts]
-
-
-def _let_go(pager: Core, parts: Sequence[Part]) -> None:
-    pager.residency.parts.unpin(parts)
-    if threading.get_ident() != pager.turns.home:
-        pager.turns.left(parts)
-    else:
-        pager.turns.unpinned()
-
-
-def _unpin(pager: Core, parts: Sequence[Part]) -> None:
-    with pager.lock:
-        _let_go(pager, parts)
-        if pager.after_op is not None and pager.closed_reason is None:
-            pager.after_op()
-
-
-def _will_write(pager: Core, part: Part) -> None:
-    if part.run.kind == "parameter" and not pager.stepping and pager.in_iteration():
-        pager.budget.check(before="this write to a parameter")
-    part.run.writes += 1
-    pager.residency.parts.written(part)
+    parts = [pages.part for pages in wanted]
+    return parts, [part for pages, part in zip(wanted, parts) if pages.write]
 
 
 # -- streams -------------------------------------------------------------------------------------
@@ -191,10 +130,10 @@ def stream(
             frames_kept.coming(two[0])
         try:
             while wanted is not None:
-                parts = [pages.part for pages in wanted]
+                parts, written = _parts_of(pager, wanted)
                 with pager.lock, pager.waiting(own=True):
                     ahead.take()
-                frames = _pin(pager, wanted, parts, streamed=True)
+                frames = pager.take_parts(parts, written, streamed=True)
                 brought = frames_kept.newest
                 try:
                     if upcoming is not None:
@@ -204,7 +143,7 @@ def stream(
                             ahead.ask(next_parts)
                     yield frames
                 finally:
-                    _unpin(pager, parts)
+                    pager.release_parts(parts)
                     ahead.leave(brought)
                 wanted, upcoming = upcoming, None if upcoming is None else next(todo, None)
         finally:

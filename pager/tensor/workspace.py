@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ..memory.page_table import Int32, PageTable
-from ..moves.parts import Part
+from ..memory.space import Part
 
 if TYPE_CHECKING:
     from ..core import Core

@@ -71,9 +71,9 @@ def test_room_is_made(before: str, pinned: str, count: int) -> None:
     with make_pager(frames=FRAMES) as pager:
         tensors = laid_out(pager, before)
         runs = [tensors[letter]._storage.run for letter in pinned]
-        pager.core.pin(runs)
+        pager.core.take(runs)
         base = window(pager, count)
-        pager.core.unpin(runs)
+        pager.core.release(runs)
         assert base is not None
         after = layout(pager, tensors)
         assert after[base : base + count] == "." * count
@@ -97,9 +97,9 @@ def test_room_cannot_be_made(before: str, pinned: str, count: int) -> None:
     with make_pager(frames=FRAMES) as pager:
         tensors = laid_out(pager, before)
         runs = [tensors[letter]._storage.run for letter in pinned]
-        pager.core.pin(runs)
+        pager.core.take(runs)
         assert window(pager, count) is None
-        pager.core.unpin(runs)
+        pager.core.release(runs)
         check_invariants(pager.core)
         assert unchanged(tensors)
 
@@ -145,9 +145,9 @@ def test_random_layouts() -> None:
         with make_pager(frames=FRAMES) as pager:
             tensors = laid_out(pager, before)
             runs = [tensors[letter]._storage.run for letter in pinned]
-            pager.core.pin(runs)
+            pager.core.take(runs)
             base = window(pager, count)
-            pager.core.unpin(runs)
+            pager.core.release(runs)
             assert base is not None or not possible, (before, pinned, count)
             assert base is None or layout(pager, tensors)[base : base + count] == "." * count
             check_invariants(pager.core)

@@ -96,7 +96,7 @@ def waiting_for_a_window() -> Callable[[tp.Pager], tuple[Tensors, list]]:
         tensors |= laid_out(pager, ".BB..CC..D")
         keys = named(pager, tensors)
         runs = [tensors[letter]._storage.run for letter in "BCD"]
-        pager.core.pin(runs)
+        pager.core.take(runs)
         planned = pager.core.follower.planned
         with pager.core.lock:
             planned.issue([Action("in", "host", keys["A"], 0, 4, ANYWHERE)], ())
@@ -111,12 +111,12 @@ def waiting_for_a_window() -> Callable[[tp.Pager], tuple[Tensors, list]]:
 def test_a_move_goes_on_when_what_is_in_its_way_is_let_go(waiting_for_a_window) -> None:
     with make_pager(frames=FRAMES, policy="lp") as pager:
         tensors, runs = waiting_for_a_window(pager)
-        pager.core.unpin(runs[:2])
+        pager.core.release(runs[:2])
         with pager.core.lock:
             pager.core.follower.planned.go_on()  # as each access does at its end
             assert not pager.core.follower.planned.waiting
         assert (pager.core.table.frame[pages_of(tensors["A"])] >= 0).all()
-        pager.core.unpin(runs[2:])
+        pager.core.release(runs[2:])
         check_invariants(pager.core)
         assert unchanged(tensors)
 
@@ -125,10 +125,10 @@ def test_an_access_finds_that_the_way_is_free_now(waiting_for_a_window) -> None:
     with make_pager(frames=FRAMES, policy="lp") as pager:
         tensors, runs = waiting_for_a_window(pager)
         wanted = [tensors["A"]._storage.run]
-        pager.core.unpin(runs)
+        pager.core.release(runs)
         with pager.core.lock:
             assert pager.core.follower.planned.serve(wanted)
-        pager.core.unpin(wanted)
+        pager.core.release(wanted)
         assert unchanged(tensors)
 
 
@@ -156,16 +156,16 @@ def test_what_moves_just_before_an_op_pins_it_is_one_access(
         assert (tensor + 1 == ord("A") + 1).all()  # its view is at hand
         run = tensor._storage.run
         accesses = []
-        pin = pager.core.pin
+        take = pager.core.take
 
         def moves_first(runs: list) -> None:
             accesses.append(runs)
             if len(accesses) == 1:
                 with pager.core.lock:
                     pager.core.residency.relocate(pages_of(tensor), np.array([6, 7], np.int32))
-            pin(runs)
+            take(runs)
 
-        monkeypatch.setattr(pager.core, "pin", moves_first)
+        monkeypatch.setattr(pager.core, "take", moves_first)
         out = tensor + 1
         assert run.base == 6
         assert (out == ord("A") + 1).all()

@@ -424,14 +424,14 @@ def test_no_room_below_to_bring_states_in(early: Early, monkeypatch: pytest.Monk
         optimizer = world.optimizer(adamw(model.parameters()))
         losses = train(world, model, optimizer, 3)
         if world.pager is not None:
-            pin = world.pager.core.pin
+            take = world.pager.core.take
 
-            def full(runs: Any) -> None:
+            def full(runs: Any, write: Any = ()) -> None:
                 if len(runs) >= 3 and sum(run.count for run in runs) >= 12:
                     raise tp.TierFull("full")
-                pin(runs)
+                take(runs, write)
 
-            monkeypatch.setattr(world.pager.core, "pin", full)
+            monkeypatch.setattr(world.pager.core, "take", full)
         return losses, train(world, model, optimizer, 2), model, optimizer
 
     compare_runs(script, early)

@@ -365,15 +365,15 @@ def test_it_is_found_where_it_moved(pager, monkeypatch):
     inputs = torch.randn(5, 7)
     expected = F.linear(inputs, weight, bias)
     accesses = []
-    pin = pager.core.pin
+    take = pager.core.take
 
     def moves_first(runs):
         accesses.append(runs)
         with pager.core.quiet():
             for run in runs:
                 pager.core.residency.evict_run(run)
-        pin(runs)
+        take(runs)
 
-    monkeypatch.setattr(pager.core, "pin", moves_first)
+    monkeypatch.setattr(pager.core, "take", moves_first)
     assert torch.equal(F.linear(inputs, weight, bias), expected)
     assert len(accesses) == 1

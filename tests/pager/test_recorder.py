@@ -432,7 +432,7 @@ def test_nothing_is_left_behind(one_thread: None) -> None:
 def test_a_failed_pin_is_no_use(one_thread: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """An access that raises never ends; those around it still do."""
 
-    def fail(runs: Any) -> None:
+    def fail(*_: Any, **__: Any) -> None:
         raise tp.TierFull("no room")
 
     with make_pager(policy="lru") as pager:
@@ -440,7 +440,7 @@ def test_a_failed_pin_is_no_use(one_thread: None, monkeypatch: pytest.MonkeyPatc
         with recorded(pager) as found:
             with tensors[5].pin() as dense:
                 with monkeypatch.context() as patch:
-                    patch.setattr(pager.core.residency, "pin", fail)
+                    patch.setattr(pager.core.residency, "bring", fail)
                     with pytest.raises(tp.TierFull):
                         tensors[0].pin().__enter__()
                 dense.neg_()

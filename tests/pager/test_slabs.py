@@ -19,7 +19,7 @@ from tensorpager.kernels.pieces import Paged, stretches
 from tensorpager.pager.debug.chaos import chaos, scattered
 from tensorpager.pager.debug.check import check_invariants
 from tensorpager.pager.disk.tier import DiskTier
-from tensorpager.pager.moves.parts import Part
+from tensorpager.pager.memory.space import Part
 from tensorpager.pager.plan.compiled_plan import ANYWHERE, Action
 from tensorpager.pager.tensor.new_pages import empty_like_geometry
 from tensorpager.pager.tensor.read_ahead import reading_ahead
@@ -314,7 +314,7 @@ def test_a_stream_that_is_left(tmp_path) -> None:
             with pytest.raises(ZeroDivisionError):
                 [1 / 0 for _ in slabs(pager.core, [tensor], 2)]
             assert nothing_is_pinned(pager)
-            assert not pager.core.residency.parts.awaited
+            assert not pager.core.residency.awaited
             outer = slabs(pager.core, [tensor], 2)  # several at once, ended in any order
             inner = slabs(pager.core, [tensor], 1)
             for walk in (outer, inner, inner, outer):
@@ -373,8 +373,8 @@ def test_pages_on_their_way_out(tmp_path, gate: Gate) -> None:  # noqa: F811
             assert frames_of(tensor) == [-1, 1, 2, -1]
             ahead.ask([Part(run, virtual(tensor, 2, 3))])
             assert run.base == -1
-            held = pager.core.residency.parts
-            assert [held.has([Part(run, virtual(tensor, i))]) for i in range(4)] == [
+            residency = pager.core.residency
+            assert [residency.has([Part(run, virtual(tensor, i))]) for i in range(4)] == [
                 False, True, True, False,
             ]  # fmt: skip
             gate.open_soon()
@@ -556,7 +556,7 @@ def test_what_does_not_fit_is_refused(tmp_path) -> None:
         with part(pager.core, tensor, 0, FRAMES - 2):
             other = blank(pager, 3 * FLOATS)
             with pytest.raises(tp.InfeasibleBudget, match="9 pages"):
-                pager.core.pin([other._storage.run])
+                pager.core.take([other._storage.run])
             with (
                 pytest.raises(tp.InfeasibleBudget, match="9 pages"),
                 part(pager.core, tensor, 20, 3),

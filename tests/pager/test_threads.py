@@ -254,13 +254,13 @@ def test_scattered_pages_stay_where_another_op_reads_them() -> None:
         pager.core.residency.scattered = False
         run = paged[0]._storage.run
         pager.core.residency.scattered = True
-        pager.core.pin([run])
+        pager.core.take([run])
         pager.core.residency.scattered = False
         before = pager.core.table.frame[run.first : run.first + run.count].copy()
-        pager.core.pin([run])
+        pager.core.take([run])
         assert (pager.core.table.frame[run.first : run.first + run.count] == before).all()
-        pager.core.unpin([run])
-        pager.core.unpin([run])
+        pager.core.release([run])
+        pager.core.release([run])
         assert equal(paged[0] * 1, plain[0])
         check_invariants(pager.core)
 
@@ -293,9 +293,9 @@ def test_a_view_that_was_made_anew_meanwhile_is_the_one_that_is_read() -> None:
             moved.append(pager.page(matrix(2, 2)))  # where it was
             with pager.core.quiet():
                 pager.core.residency.evict_run(other._storage.run)
-            pager.core.pin([run])
+            pager.core.take([run])
             direct_view(paged)
-            pager.core.unpin([run])
+            pager.core.release([run])
             assert run.base not in (first, -1)
 
         with torch.no_grad():

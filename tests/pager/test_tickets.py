@@ -149,9 +149,9 @@ def test_a_compaction_amid_a_failure_is_begun_anew(swapped, gate: Gate) -> None:
     gate.fails = "out"
     gate.open_soon()
     wide = blank(pager, FRAMES - 3)
-    pager.core.pin([run := wide._storage.run])
+    pager.core.take([run := wide._storage.run])
     assert run.base >= 0
-    pager.core.unpin([run])
+    pager.core.release([run])
     assert unchanged(tensors)
     check_invariants(pager.core)
 

@@ -202,12 +202,14 @@ MUTANTS = {
         "            self.backend.note_compute()\n",
         "",
         "a_page_is_used_on_two_streams",
+        "may have noted theirs.\n",
     ),
     "nor where a part is pinned": Mutant(
-        "pager/tensor/slabs.py",
-        "        pager.backend.note_compute()\n",
+        "pager/core.py",
+        "            self.backend.note_compute()\n",
         "",
         "a_part_is_used_on_another_stream",
+        "keep_parts(parts, streamed=streamed)\n",
     ),
     # -- what the runtime queues among the ops
     "a frame is written while its page leaves": Mutant(
@@ -322,7 +324,7 @@ MUTANTS = {
         "a_page_comes_to_the_frame_of_one_that_leaves",
     ),
     "a part that is on its way may be used": Mutant(
-        "pager/moves/parts.py",
+        RESIDENCY,
         '            bool((frames >= 0).all()) and not tickets.of(("device", frames))\n',
         "            bool((frames >= 0).all())\n",
         "a_part_is_on_its_way",

@@ -231,21 +231,21 @@ class Late:
         self._own.wait_stream(main)
         theirs.wait_stream(main)
         with on(self._own):
-            pager.core.pin([self._run])
+            pager.core.take([self._run])
         with on(theirs):
-            pager.core.pin([other._storage.run])
-            pager.core.unpin([other._storage.run])
+            pager.core.take([other._storage.run])
+            pager.core.release([other._storage.run])
 
     def op(self, *, write: bool = False) -> None:
         start = self._run.base * PAGE
         view = self._pager.core.backend.arena[start : start + PAGE].view(torch.float32)
         with on(self._own):
             if write:
-                self._pager.core.will_write(self._run)
+                self._pager.core.will_write([self._run])
                 view.add_(1)
             else:
                 view.sum()
-            self._pager.core.unpin([self._run])
+            self._pager.core.release([self._run])
 
 
 @script
@@ -260,8 +260,8 @@ def a_late_op_and_a_page_that_leaves(machine: Machine, folder: Path) -> None:
 def _clean(pager: tp.Pager, tensor: tp.PagedTensor) -> None:
     """It is on the device, and has a copy below."""
     evict(pager, tensor)
-    pager.core.pin([tensor._storage.run])
-    pager.core.unpin([tensor._storage.run])
+    pager.core.take([tensor._storage.run])
+    pager.core.release([tensor._storage.run])
 
 
 @script
@@ -571,8 +571,8 @@ def the_disk_fills_a_frame_whose_page_leaves(machine: Machine, folder: Path) -> 
     with straight(machine, 1, folder, host_budget=PAGE) as pager:
         x, y = page_of(pager, 1), page_of(pager, 2)
         planned(y, "out", "disk")
-        pager.core.pin([x._storage.run])
-        pager.core.unpin([x._storage.run])
+        pager.core.take([x._storage.run])
+        pager.core.release([x._storage.run])
         x.add_(1)
         assert holds(y, 2)  # read into the frame that x has left for the host
         assert holds(x, 2)
