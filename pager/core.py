@@ -311,7 +311,8 @@ class Core:
                     turns.took([(extent, None) for extent in extents])
                 self.residency.keep(extents)
             # Now: while this thread waited for its turn, others may have noted theirs.
-            self.backend.note_compute()
+            if not self.backend.host_addressable:
+                self.backend.note_compute()
         if write:
             try:
                 self.will_write(write)
@@ -325,13 +326,18 @@ class Core:
             for extent in extents:
                 extent.pins -= 1
             turns, follower = self.turns, self.follower
-            if get_ident() != turns.home:
+            at_home = get_ident() == turns.home
+            if not at_home:
                 turns.left([(extent, None) for extent in extents])
             elif turns.queue:
                 turns.unpinned()
             if self.watch is not None:
                 self.watch.unpinned(extents)
-            if follower is not None and follower.compiled is not None and turns.is_home():
+            if (
+                follower is not None
+                and follower.compiled is not None
+                and (at_home or turns.is_home())
+            ):
                 follower.unpinned()
             if self.after_op is not None:
                 self.after_op()

@@ -93,18 +93,10 @@ class AccessLog:
         self.clock: Device | None = None
         self.stamps: list[Any] = []
 
-    def began(self, keys: Keys) -> None:
-        self.keys.append(keys)
-        self._tick()
-
-    def _tick(self) -> None:
-        self.times.append(time.perf_counter())
+    def end(self) -> None:
+        self.ended = time.perf_counter()
         if self.clock is not None:
             self.stamps.append(self.clock.stamp())
-
-    def end(self) -> None:
-        self._tick()
-        self.ended = self.times.pop()
         self.stall_seconds = sum(wait.host_seconds for wait in self.waits)
 
     def settle_times(self, device: Device) -> None:

@@ -17,6 +17,7 @@ faulted in. An iteration is compared with its plan access by access.
 
 from __future__ import annotations
 
+import itertools
 import time
 import warnings
 from collections.abc import Sequence
@@ -93,7 +94,7 @@ class Follower:
         if compiled is not None and not off and self._enter(compiled):
             self._in_state = compiled
             self._follow(compiled, 0)
-            self._issue(compiled)
+            self.unpinned()
         else:
             self._leave()
         self._on_demand = self.compiled is None
@@ -165,18 +166,15 @@ class Follower:
 
     def unpinned(self) -> None:
         """An access has ended: what the plan queues now is queued."""
-        if self.compiled is not None:
-            if self._pager.space.dead:
-                self._pager.residency.collect()
-            self._issue(self.compiled)
-
-    def _issue(self, compiled: CompiledPlan) -> None:
-        log = self.log
-        assert log is not None
+        compiled, log = self.compiled, self.recorder.log
+        if compiled is None or log is None:
+            return
+        if self._pager.space.dead:
+            self._pager.residency.collect()
         first, self._issued = self._issued, max(self._issued, len(log.keys) + 1)
-        actions = [action for some in compiled.actions[first : self._issued] for action in some]
-        if actions or self.planned.waiting:
-            self.planned.issue(actions, log.newborn)
+        some = compiled.actions[first : self._issued]
+        if any(some) or any(self.planned.queues):
+            self.planned.issue(itertools.chain(*some), log.newborn)
 
     def end(self, *, ok: bool) -> None:
         """The iteration is over; ``ok``: it ended by itself."""

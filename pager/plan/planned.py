@@ -51,6 +51,7 @@ class PlannedMoves:
         self._table = residency.table
         self._outs: dict[str, deque[Job]] = {tier: deque() for tier in TIERS}
         self._ins: dict[str, deque[Job]] = {tier: deque() for tier in TIERS}
+        self.queues = (*self._outs.values(), *self._ins.values())  # what has not begun
 
     # -- queueing --------------------------------------------------------------------------------
     def issue(self, actions: Iterable[Action], newborn: Sequence[Extent]) -> None:
@@ -95,13 +96,13 @@ class PlannedMoves:
 
     def clear(self) -> None:
         """Forget what has not begun."""
-        for queue in (*self._outs.values(), *self._ins.values()):
+        for queue in self.queues:
             queue.clear()
 
     @property
     def waiting(self) -> bool:
         """Something has not begun."""
-        return any(self._outs.values()) or any(self._ins.values())
+        return any(self.queues)
 
     def _start_out(self, job: Job) -> bool:
         """Clean pages leave at once; for the others slots are taken. Whether the job is done."""

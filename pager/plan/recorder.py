@@ -18,6 +18,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from operator import attrgetter
+from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 from ..errors import PagerError
@@ -28,6 +30,8 @@ if TYPE_CHECKING:
     from ...planner.trace import Trace
     from ..core import Core
     from .op_log import OpLog
+
+_KEY = attrgetter("key")
 
 
 class Recorder:
@@ -107,21 +111,26 @@ class Recorder:
             ops.stop()
 
     # -- what it is told -------------------------------------------------------------------------
-    def pinning(self, runs: Sequence[Extent]) -> None:
-        if self.log is not None:
-            self._accessed(self.log, tuple([run.key or self._name(run) for run in runs]))
-        if self.ops is not None:
+    def pinning(self, runs: Sequence[Extent], stream: Keys | None = None) -> None:
+        """Before each op, so in one piece. ``stream``: its key, where it is no op that begins."""
+        log = self.log
+        if log is not None:
+            keys = stream or tuple(map(_KEY, runs))
+            if 0 in keys:
+                keys = tuple([run.key or self._name(run) for run in runs])
+            if self.on_access is not None:
+                self.on_access(keys)
+            log.keys.append(keys)
+            log.times.append(perf_counter())
+            if log.clock is not None:
+                log.stamps.append(log.clock.stamp())
+            self.pager.space.clock = len(log.keys)
+        if self.ops is not None and stream is None:
             self.ops.pinning(runs)
 
     def _name(self, run: Extent) -> int:
         assert self.log is not None
         return self.names.name(run, self.log)
-
-    def _accessed(self, log: AccessLog, keys: Keys) -> None:
-        if self.on_access is not None:
-            self.on_access(keys)
-        log.began(keys)
-        self.pager.space.clock = len(log.keys)
 
     def writing(self, run: Extent) -> None:
         if self.log is not None:
@@ -156,7 +165,7 @@ class Recorder:
         if log is None:
             return None
         keys = [(run.key or self._name(run), written) for run, written in zip(runs, write)]
-        self._accessed(log, (self.names.of_stream(keys),))
+        self.pinning(runs, (self.names.of_stream(keys),))
         access = StreamAccess(len(log.keys) - 1, frames)
         log.streams.append(access)
         return access

@@ -42,7 +42,7 @@ from ..tensor.paged_tensor import PagedTensor
 from .linear_stream import input_grad, is_streamed, linear_in_slabs, product, watched
 
 if TYPE_CHECKING:
-    from ..core import Core
+    pass
 
 LINEAR = torch.nn.functional.linear
 _STRIDED, _mm = torch.strided, torch.mm
@@ -71,9 +71,9 @@ def linear(input: Any, weight: Any, bias: Any = None) -> Any:
     pager = storage.pager
     if storage.run.streamed is not False and is_streamed(inputs, weight):
         return linear_in_slabs(inputs, weight, bias)
-    if _is_watched(pager) or not _fits_together(inputs, weight, bias):
+    if not _is_ours(inputs, weight, bias):
         return NotImplemented
-    if pager.metering_this():
+    if pager.budget.metering and pager.metering_this():
         with watched(weight, inputs, bias):
             return _whole(inputs, weight, bias)
     return _whole(inputs, weight, bias)
@@ -91,19 +91,19 @@ def _whole(inputs: torch.Tensor, weight: PagedTensor, bias: Any) -> torch.Tensor
     return _product_otherwise(inputs, weight, bias) if out is NOT_QUICK else out
 
 
-def _is_watched(pager: Core) -> bool:
-    """Somebody wants to see, or to change, the ops that a linear is made of."""
-    return bool(
+def _is_ours(inputs: torch.Tensor, weight: PagedTensor, bias: Any) -> bool:
+    """Whether the product may run on plain views: nobody wants to see, or to change, the ops that a
+    linear is made of, and the operands are of the common kind. No more of them than has to be
+    known: what PyTorch refuses, it refuses when the product runs."""
+    pager = weight._storage.pager
+    if (
         pager.sees_ops
         or _modes()
         or (_any_autocast() and torch.is_autocast_enabled(pager.device.type))
         or _functorch_level() is not None
         or forward_ad._current_level >= 0
-    )
-
-
-def _fits_together(inputs: torch.Tensor, weight: PagedTensor, bias: Any) -> bool:
-    """No more than has to be known: what PyTorch refuses, it refuses when the product runs."""
+    ):
+        return False
     matrix: Any = getattr(weight._view, _MATRIX, NOT_QUICK)
     if matrix is NOT_QUICK:
         matrix = _note_matrix(weight)
@@ -169,7 +169,7 @@ def _times_whole(rows: torch.Tensor, weight: PagedTensor) -> torch.Tensor:
     try:
         if _grad_is_on():
             return rows.mm(weight)
-        if not _is_watched(weight._storage.pager):
+        if _is_ours(rows, weight, None):
             out = _on_views_at_hand(_mm, rows, weight)
             if out is not NOT_QUICK:
                 return out  # type: ignore[no-any-return]
@@ -218,10 +218,15 @@ def _on_views_at_hand(
     try:
         if run.base < 0 or (paged and other.base < 0):
             return NOT_QUICK  # to scattered frames, just before it was pinned
-        view = direct_view(weight)
+        # Views that are at hand are taken as they are, unless it has moved meanwhile.
+        now = weight._view_generation == run.generation
+        view = weight._view if now else direct_view(weight)
         if bias is None:
             return func(inputs, view)
-        return func(inputs, view, direct_view(bias) if paged else bias)
+        if paged:
+            now = bias._view_generation == other.generation
+            return func(inputs, view, bias._view if now else direct_view(bias))
+        return func(inputs, view, bias)
     except BaseException:
         tensors = [weight, bias] if paged else [weight]
         withdraw(tensors, [t._view for t in tensors if t._view is not None])
@@ -343,7 +348,8 @@ class _Linear(torch.autograd.Function):
         kept = None
         ctx.again = None
         ctx.is_addmm = bias is not None
-        ctx.metered = weight if weight._storage.pager.metering_this() else None
+        pager = weight._storage.pager
+        ctx.metered = weight if pager.budget.metering and pager.metering_this() else None
         if for_inputs:
             if weight.is_leaf:
                 ctx.parameter = weight, weight._version

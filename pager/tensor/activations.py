@@ -119,8 +119,8 @@ class SavedTensors(PagerHooks):
             nbytes < THRESHOLD_BYTES
             or tensor.device.type != self._device_type
             or (tensor.is_leaf and tensor.requires_grad)
-        ):
-            return _keep(tensor)
+        ):  # most by far, so without a call: `_keep`
+            return tensor if tensor.is_leaf else tensor.detach(), tensor._version
         memory = tensor.untyped_storage()
         if memory._cdata in self.skip:
             return _keep(tensor)

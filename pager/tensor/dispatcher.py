@@ -21,7 +21,7 @@ from .activations import SavedTensors
 from .dense_run import NOT_QUICK, PLAIN, paged_in, run_dense, run_quickly
 from .interop import refuse_script, serve_function
 from .op_info import BRANCHES_ON_SUBCLASS, OpInfo, describe
-from .open_weights import TAKE_OPEN, run_opened
+from .open_weights import NATIVE, TAKE_OPEN, run_opened
 from .paged_tensor import PagedTensor
 from .special_ops import (
     run_cast,
@@ -64,7 +64,7 @@ def _torch_function(
     try:
         if _is_tracing():
             refuse_script(*paged_in(args, kwargs or {})[:1])
-        if func in TAKE_OPEN:
+        if NATIVE and func in TAKE_OPEN:
             result = run_opened(func, args, kwargs)
             if result is not NotImplemented:
                 return result

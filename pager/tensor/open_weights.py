@@ -51,6 +51,9 @@ TAKE_OPEN = frozenset(
         torch.mul, torch.Tensor.mul, torch.add, torch.Tensor.add,
     }
 )  # fmt: skip
+NATIVE: set[int] = (
+    set()
+)  # pagers whose iteration keeps to PyTorch's nodes: where none does, no op asks
 _ALIAS = torch.ops.aten.alias.default
 # Asked before each op, so without the way through `torch` and `torch._C`.
 _modes = torch._C._len_torch_dispatch_stack
@@ -135,7 +138,7 @@ class OpenWeights:
     def begin(self) -> None:
         """An iteration begins."""
         pager = self._pager
-        self.native = pager.fits and pager.after_op is None
+        self._keep_native(pager.fits and pager.after_op is None)
         with pager.lock, _no_overrides():
             self.close()
             if not self.native:
@@ -148,22 +151,26 @@ class OpenWeights:
                     elif self._can_open(paged):
                         self._open_now(paged)
 
+    def _keep_native(self, native: bool) -> None:
+        self.native = native
+        (NATIVE.add if native else NATIVE.discard)(id(self))
+
     def end(self) -> None:
         """The iteration is over."""
-        self.native = False
+        self._keep_native(False)
         if self._open or self._lingering:
             with self._pager.lock:
                 self.close()
 
     def stop(self) -> None:
         """The pager is being closed, under its lock: nothing is opened any more."""
-        self.native = False
+        self._keep_native(False)
         self.close()
 
     def disown(self) -> None:
         """In a forked child, which has no arena: nothing is open. Without the lock, which a thread
         of the parent may have held."""
-        self.native = False
+        self._keep_native(False)
         for weight in self._open:
             weight.paged._open = None
         self._open.clear()

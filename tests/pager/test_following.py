@@ -1,5 +1,6 @@
 """Following a plan where things are not quite as planned: nothing that it counts on goes away."""
 
+import time
 from collections.abc import Callable
 from types import SimpleNamespace
 
@@ -136,7 +137,8 @@ def test_an_access_finds_that_the_way_is_free_now(waiting_for_a_window) -> None:
 def test_accesses_add_up_to_the_fastest_iteration() -> None:
     """Each iteration is slow somewhere else: the fastest of each access would say 4."""
     log = AccessLog()
-    log.began((1,))
+    log.keys.append((1,))
+    log.times.append(time.perf_counter())
     signature = StepSignature(1, log)
     signature.samples.clear()
     for slow in range(4):

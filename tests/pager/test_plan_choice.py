@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,7 +24,8 @@ FEW = 1e4  # a page takes seconds
 
 def signature_of(samples: list[list[float]]) -> StepSignature:
     log = AccessLog()
-    log.began((1,))
+    log.keys.append((1,))
+    log.times.append(time.perf_counter())
     signature = StepSignature(1, log)
     signature.samples.clear()
     signature.samples.extend(samples)

@@ -199,10 +199,9 @@ MUTANTS = {
     ),
     "the stream of ops is not looked at": Mutant(
         "pager/core.py",
-        "            self.backend.note_compute()\n",
-        "",
+        "                self.backend.note_compute()\n",
+        "                pass\n",
         "a_page_is_used_on_two_streams",
-        "may have noted theirs.\n",
     ),
     "nor where a part is pinned": Mutant(
         "pager/core.py",
