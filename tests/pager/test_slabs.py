@@ -417,7 +417,6 @@ def test_moves_of_pages_that_a_part_holds(tmp_path) -> None:
                     planned.issue([Action(what, "host", key, 0, 4, ANYWHERE)], ())
                 assert not planned.waiting
             assert frames_of(tensor) == [-1, 0, -1, 1]
-            assert planned.skipped == 1
             check_invariants(pager.core)
 
 
