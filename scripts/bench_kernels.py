@@ -31,7 +31,7 @@ from typing import Any
 import click
 import torch
 from kernels_bench import linear_sweep, link_sweep, report
-from kernels_bench.case import Case, Setting
+from kernels_bench.case import Case, ResultError, Setting
 from kernels_bench.cases import CASES
 from kernels_bench.cases_linear import LINEAR
 from kernels_bench.clock import Clock, CpuClock, CudaClock
@@ -170,6 +170,9 @@ class GpuRun:
         try:
             run()
         except Exception as error:  # the others may work
+            if isinstance(error, ResultError) and on_fake_cuda():
+                print(f"{sweep}: no values here: {error}", flush=True)
+                return
             self.failures.append(f"{sweep}: {type(error).__name__}: {error}")
             print(f"BROKEN: {self.failures[-1]}", flush=True)
         self.save(self.record)

@@ -121,7 +121,7 @@ def run_facts(device: str) -> dict[str, Any]:
 
 
 def on_fake_cuda() -> bool:
-    """Kernels do nothing here (tests/fakecuda): no time that is measured says anything."""
+    """Kernels do nothing here (tests/fakecuda): no time or value that is measured says anything."""
     return hasattr(ctypes.CDLL(None), "fakecuda_counts")
 
 
