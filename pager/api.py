@@ -42,7 +42,7 @@ from .tensor import module as _module
 from .tensor import new_pages as _new_pages
 from .tensor.activations import SavedTensors
 from .tensor.images import Images
-from .tensor.interop import guard_data, guard_dlpack
+from .tensor.interop import guard_data, guard_doors
 from .tensor.meta_buffers import fill_buffers
 from .tensor.names import name_pages
 from .tensor.open_weights import OpenWeights
@@ -122,7 +122,7 @@ class Pager:
         core.follower = self._follower = Follower(core, recorder) if plans else None
         self.metrics = Metrics(core, self._follower)
         guard_data(saved)
-        guard_dlpack()
+        guard_doors()
         guard_transforms()
         _dispatcher.hide_all_from_dynamo()
         guard_interrupts()

@@ -50,6 +50,12 @@ def _refuse(what: str) -> NoReturn:
     )
 
 
+def refuse_storage(given: object, what: str) -> None:
+    """``PagerError`` where ``what`` was given the storage of a PagedTensor."""
+    if isinstance(given, PagedUntypedStorage | PagedTypedStorage):
+        _refuse(what)
+
+
 class PagedUntypedStorage(torch.UntypedStorage):
     """See the note above. To PyTorch it is a storage on the meta device, so that nothing can read
     or write memory that is not there: whatever needs the bytes is refused."""

@@ -36,6 +36,11 @@ _INFO: dict[Any, OpInfo] = {}
 _FUNCTIONS: dict[Any, tuple[Callable[..., Any], Callable[[], Any]]] = {}
 _OPS: dict[Any, Callable[..., Any]] = {}
 _NAMESPACES: dict[str, str] = {}  # of ops → their kind
+_NOT_TRACED = (  # what PyTorch says where a graph must be whole (torch.cond, strict export)
+    "a PagedTensor, or a module with parameters in pages: its bytes may move at any time, and "
+    "torch.compile cannot trace that. Call it outside of torch.cond, while_loop and fullgraph; "
+    "give them tensor.to_dense(); export with strict=False"
+)
 _ATTRIBUTE = type(vars(torch._C.TensorBase)["requires_grad"].__get__)  # of what gets or sets one
 _is_tracing = torch._C._is_tracing
 _functorch_level = torch._C._functorch.peek_interpreter_stack
@@ -63,7 +68,8 @@ def _torch_function(
             return func(*args)
     try:
         if _is_tracing():
-            refuse_script(*paged_in(args, kwargs or {})[:1])
+            for tensor in paged_in(args, kwargs or {}):
+                refuse_script(tensor, "torch.jit.trace (or torch.onnx.export with dynamo=False)")
         if NATIVE and func in TAKE_OPEN:
             result = run_opened(func, args, kwargs)
             if result is not NotImplemented:
@@ -172,6 +178,7 @@ def hide_from_dynamo(function: Any) -> None:
     """``torch.compile`` traces neither this nor anything that it calls. For places where PyTorch or
     the user comes in. As ``torch.compiler.disable``, but no wrapper that each call would pay."""
     function._torchdynamo_disable = True
+    function._torchdynamo_disable_msg = _NOT_TRACED
     frames = torch._C._dynamo.eval_frame
     skip = frames._FrameAction.SKIP
     strategy = frames._FrameExecStrategy(skip, skip)

@@ -1,8 +1,9 @@
 """Ways to a tensor's memory that bypass the dispatcher: each is served, or refused by name.
 
-``Interop`` holds the methods and properties of PagedTensor that Python can see. Two doors are
-elsewhere, and have guards: ``plain.data = paged`` would take over a tensor with no memory of its
-own, and crash at the next read; ``to_dlpack`` reads the memory of any tensor.
+``Interop`` holds the methods and properties of PagedTensor that Python can see. Other doors have
+guards: ``plain.data = paged`` would take over a tensor with no memory of its own, and crash at the
+next read; ``to_dlpack``, ``plain.set_(storage)`` and what TorchScript saves read any memory; and
+``torch.cond`` compiles what it is given, and takes a PagedTensor for no tensor.
 """
 
 from __future__ import annotations
@@ -13,9 +14,10 @@ from types import FunctionType
 from typing import Any, NoReturn
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from ..errors import PagerError
-from ..memory.untyped import PagedTypedStorage
+from ..memory.untyped import PagedTypedStorage, refuse_storage
 
 VIEW = "or use 'with tensor.pin() as dense:' for a view of the pages"
 
@@ -34,13 +36,9 @@ def refuse(
     )
 
 
-def refuse_script(tensor: Any = None) -> NoReturn:
-    """What TorchScript makes would read the memory of paged parameters, and crash where it is
-    saved. ``tensor``: one that an op was traced on; else a module is compiled."""
-    remedy = "use a plain model that has loaded pager.state_dict(), or torch.export"
-    if tensor is not None:
-        refuse(tensor, "torch.jit.trace (or torch.onnx.export with dynamo=False)", remedy)
-    raise PagerError(f"torch.jit.script of a module with parameters in pages; {remedy}")
+def refuse_script(tensor: Any, what: str) -> NoReturn:
+    """What TorchScript makes would read the memory of ``tensor``, and crash where it is saved."""
+    refuse(tensor, what, "use a plain model that has loaded pager.state_dict(), or torch.export")
 
 
 def refuse_sharding(parameter: object) -> NoReturn:
@@ -218,24 +216,53 @@ _plain_data: Any = torch._C.TensorBase.data
 _watchers: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
-def guard_dlpack() -> None:
-    """``to_dlpack(paged)``, which asks nobody, is refused by name. Called by every Pager; the first
-    one puts the guard on."""
-    for module in (torch, torch.utils.dlpack):
-        export = module.to_dlpack
-        if not hasattr(export, "without_pages"):
-            module.to_dlpack = _guarded(export)  # type: ignore[attr-defined]
+def guard_doors() -> None:
+    """Functions that ask no tensor, and would read memory that is not there, refuse by name what is
+    paged. Called by every Pager; the first one puts the guards on."""
+    for owner, name, look in (
+        (torch, "to_dlpack", _look_at_export),
+        (torch.utils.dlpack, "to_dlpack", _look_at_export),
+        (torch.Tensor, "set_", _look_at_source),
+        (torch.jit._recursive, "create_script_module", _look_at_module),
+        (torch._higher_order_ops.utils, "_hop_compile_and_call", _look_at_operands),
+    ):
+        function = getattr(owner, name, None)  # the last one is not there in all versions
+        if function is not None and not hasattr(function, "without_pages"):
+            setattr(owner, name, _guarded(function, look))
 
 
-def _guarded(export: Any) -> Any:
-    @functools.wraps(export)
-    def to_dlpack(tensor: torch.Tensor) -> Any:
+def _guarded(function: Any, look: Any) -> Any:
+    @functools.wraps(function)
+    def guarded(*args: Any, **kwargs: Any) -> Any:
+        look(*args, **kwargs)
+        return function(*args, **kwargs)
+
+    guarded.without_pages = True  # type: ignore[attr-defined]
+    return guarded
+
+
+def _look_at_export(tensor: object) -> None:
+    if isinstance(tensor, Interop):
+        refuse(tensor, "to_dlpack()")
+
+
+def _look_at_source(tensor: object, source: object = None, *_: Any, **kwargs: Any) -> None:
+    refuse_storage(kwargs.get("source", source), "Tensor.set_()")
+
+
+def _look_at_module(module: torch.nn.Module, *_: Any, **__: Any) -> None:
+    for part in module.modules():
+        for held in (part._parameters, part._buffers, vars(part)):
+            for name, value in held.items():
+                if isinstance(value, Interop):
+                    whose = type(part).__name__
+                    refuse_script(value, f"torch.jit of a {whose} reads {name!r}, the memory")
+
+
+def _look_at_operands(_: object, args: Any, *__: Any) -> None:
+    for tensor in tree_leaves([value for value in args if isinstance(value, list | tuple | dict)]):
         if isinstance(tensor, Interop):
-            refuse(tensor, "to_dlpack()")
-        return export(tensor)
-
-    to_dlpack.without_pages = True  # type: ignore[attr-defined]
-    return to_dlpack
+            refuse(tensor, "torch.cond, or another operator over functions,")
 
 
 def guard_data(saved: Any) -> None:

@@ -9,7 +9,6 @@ import torch
 
 from .dispatcher import hide_all_from_dynamo, hide_from_dynamo
 from .images import mark_saved
-from .interop import refuse_script
 from .new_pages import copy_in, empty_like_geometry
 from .paged_tensor import PagedTensor
 
@@ -73,8 +72,6 @@ def page_module(pager: Core, module: torch.nn.Module) -> None:
             setattr(child, name, paged)
         if mark_saved not in child._state_dict_hooks.values():
             child.register_state_dict_post_hook(mark_saved)
-        if any(type(parameter) is PagedTensor for parameter in child._parameters.values()):
-            child.__prepare_scriptable__ = refuse_script  # as torch.jit.script calls it
 
 
 def note_model(pager: Core, model: torch.nn.Module) -> None:

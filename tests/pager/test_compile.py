@@ -63,3 +63,14 @@ def test_losses_of_the_plain_run(one_thread: None, how: str) -> None:
     assert losses == expected
     assert not [node for graph in graphs for node in graph.graph.nodes if is_ours(node)]
     assert len(graphs) < 8
+
+
+def test_what_needs_a_whole_graph_says_why_there_is_none() -> None:
+    model, inputs = nn.Sequential(nn.Linear(4, 4)), torch.ones(2, 4)
+    said = r"PagedTensor.*pages.*to_dense\(\); .*strict=False"
+    with tp.Pager("4MiB", "16MiB", page_size=PAGE_BYTES, device="cpu", policy="lru") as pager:
+        paged = pager.page_module(model)[0].weight
+        with pytest.raises(Exception, match=said):
+            torch.cond(inputs.sum() > 0, lambda x: x @ paged, torch.sin, (inputs,))
+        with pytest.raises(Exception, match=said):
+            torch.export.export(model, (inputs,), strict=True)

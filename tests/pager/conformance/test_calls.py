@@ -177,9 +177,21 @@ REFUSED: dict[str, tuple[str, Callable[[Tensor, Tensor, Any], object]]] = {
     "set_ of another shape": ("[3, 4]", lambda t, w, m: t.set_(torch.ones(3), 0, (2,))),
     "jit.trace": ("'0.weight'", lambda t, w, m: torch.jit.trace(m, X)),
     "jit.trace, captured": ("[3, 4]", lambda t, w, m: torch.jit.trace(lambda x: x + t, X[:3, :4])),
-    "jit.script": ("module", lambda t, w, m: torch.jit.script(m)),
-    "jit.script of a part": ("module", lambda t, w, m: torch.jit.script(nn.Sequential(m[0]))),
+    "jit.script": ("'weight'", lambda t, w, m: torch.jit.script(m)),
+    "jit.script of a part": ("Linear", lambda t, w, m: torch.jit.script(nn.Sequential(m[0]))),
+    "jit.script of a buffer": ("'held'", lambda t, w, m: torch.jit.script(Holding(t))),
+    "set_ to the storage": ("set_()", lambda t, w, m: X.clone().set_(t.untyped_storage())),
+    "cond": ("[3, 4]", lambda t, w, m: torch.cond(X[0, 0] > 0, torch.sin, torch.cos, (t,))),
 }  # fmt: skip
+
+
+class Holding(nn.Module):
+    def __init__(self, held: Tensor) -> None:
+        super().__init__()
+        self.register_buffer("held", held)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.held
 
 
 def scripted(x: torch.Tensor) -> torch.Tensor:
