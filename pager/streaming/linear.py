@@ -218,15 +218,16 @@ def _on_views_at_hand(
     try:
         if run.base < 0 or (paged and other.base < 0):
             return NOT_QUICK  # to scattered frames, just before it was pinned
-        # Views that are at hand are taken as they are, unless it has moved meanwhile.
-        now = weight._view_generation == run.generation
-        view = weight._view if now else direct_view(weight)
-        if bias is None:
-            return func(inputs, view)
-        if paged:
-            now = bias._view_generation == other.generation
-            return func(inputs, view, bias._view if now else direct_view(bias))
-        return func(inputs, view, bias)
+        # Views that are at hand are taken as they are, unless they were withdrawn, or it has moved.
+        view = weight._view
+        if view is None or weight._view_generation != run.generation:
+            view = direct_view(weight)
+        if not paged:
+            return func(inputs, view) if bias is None else func(inputs, view, bias)
+        of_bias = bias._view
+        if of_bias is None or bias._view_generation != other.generation:
+            of_bias = direct_view(bias)
+        return func(inputs, view, of_bias)
     except BaseException:
         tensors = [weight, bias] if paged else [weight]
         withdraw(tensors, [t._view for t in tensors if t._view is not None])
