@@ -179,6 +179,7 @@ class ProfileRun:
                 run.streamed = False if run.streamed else run.streamed
                 run.in_slabs = False
             space.passed_in_slabs.clear()
+            budget.placement.forget()
         with pager.lock:
             frames = residency.pool.count
             roomy = pager.fits and 4 * (arena + transient + dense) <= 3 * budget.bytes

@@ -25,7 +25,7 @@ from __future__ import annotations
 import time
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -37,8 +37,9 @@ from ..devices.dense_refusal import Peak
 from ..devices.device import Device
 from ..errors import InfeasibleBudget, TierFull
 from ..machine.ranks import about_share, ranks_sharing
+from ..memory.space import Extent
 from ..moves.residency import Residency
-from .placement import Choice, Placement
+from .placement import Choice, Placement, Weight
 from .whole_need import WholeNeeds
 
 _MARGIN = 16
@@ -125,6 +126,7 @@ class DeviceBudget:
         self.gave = False  # frames to dense memory, since the border was placed
         self._cap = 0  # of its dense memory
         self._lacking = 0  # bytes, when it was last asked for more
+        self._of_ops = 0  # frames that other ops than steps took, in metered iterations
         self._least_frames = 1  # that one op needs where not everything fits, as metered
         self.whole_needs = WholeNeeds(page_size)  # of what streams, in a metered iteration
         self._step: StepRoom | None = None  # of the step in a metered iteration, where it is known
@@ -133,6 +135,7 @@ class DeviceBudget:
         residency.make_room = self._make_room
         residency.make_way = self._make_way
         residency.before_pinning = self._give_way
+        residency.weight_of = self._weight_of
         residency.minimum_bytes = lambda frames: self._minimum(frames)
 
     # -- asked by residency ----------------------------------------------------------------------
@@ -154,6 +157,9 @@ class DeviceBudget:
         self.residency.resize(min(most, count + frames))
         self._cap_metered()
         return True
+
+    def _weight_of(self, runs: Collection[Extent]) -> Weight | None:
+        return self.placement.owner(runs) if self.metering else None
 
     def _most_frames(self) -> int:
         """That the arena can have now."""
@@ -203,6 +209,19 @@ class DeviceBudget:
         dense = max(self.dense_peak, self.dense_baseline + level)
         return (self.bytes - 2 * dense) // self.page_size
 
+    def dense_so_far(self) -> int:
+        """Most dense bytes of this iteration, where it is metered and they are known."""
+        level = self.backend.meter_level() if self.metering else None
+        return 0 if level is None else self.dense_baseline + level
+
+    def finds_room(self, frames: int, nbytes: int) -> bool:
+        """Whether so many frames, and dense bytes, are to be had beside what is pinned and alive
+        now in a metered iteration; where that is not known, they are."""
+        if self.backend.meter_level() is None:
+            return True
+        dense = self.dense_baseline + self.backend.meter_alive() + nbytes
+        return self._is_enough(dense, self.residency.pinned_pages() + frames)
+
     def log_frames(self) -> None:
         """Note how many frames are in use now, while metering."""
         if self.metering:
@@ -245,7 +264,7 @@ class DeviceBudget:
         self._before = self.dense_peak, self._at_peak, self.residency.needs
         self._most_before = self._most
         self.placement.start(self.dense_peak)
-        of_ops = self.residency.rigid_need  # a step takes more again when its way is chosen
+        of_ops = self._of_ops  # a step takes more again when its way is chosen
         self.residency.needs = self.placement.choices(of_ops)[0].frames, of_ops
         self.metering, self.checked, self._stuck = True, False, False
         self._step = self._own = None
@@ -306,24 +325,20 @@ class DeviceBudget:
         # A step taken inside backward cannot be measured there; its dense bytes are not foreseen.
         measurable = optimizer is not None and not in_backward()
         own = self._own = self.step_of(optimizer) if measurable else None
-        rigid, room = self._rigid(), None
-        for choice in self.placement.choices(rigid):
-            self._count(choice, None)
-            if own is not None and step_room is not None:
+
+        def room_of() -> StepRoom | None:
+            if own is None:
+                return None
+            if step_room is not None:
                 self._step = step_room(optimizer, self.backend.dense_of)
-                room = self._step.room if self._step is not None else Room(own.frames, 0)
-            self._count(choice, room)
-            if self.dense_peak > choice.dense:
-                name = type(optimizer).__name__
-                self._at_peak = f"The peak of dense memory is a step of {name}."
-            if self._is_enough(self.dense_peak, self.residency.largest_need):
-                break
+            return self._step or StepRoom(Room(own.frames, 0), Room(own.frames, 0))
+
         then = "No parameter was changed."
         if optimizer is not None:
             before = "the optimizer's step"
         if before:
             then += f" What comes after {before} is not counted yet."
-        self._keep_to(choice, then, room=room, rigid=rigid)
+        room = self._decide(room_of, then, optimizer)
         if own is not None and room is not None:
             own.frames = room.frames
         self.backend.meter_start(go_on=True)  # the rest of the iteration
@@ -337,6 +352,30 @@ class DeviceBudget:
         others = (step.frames for step in self._steps.values() if step is not self._own)
         return max([self.residency.rigid_need, *others])
 
+    def _decide(
+        self, room_of: Callable[[], StepRoom | None], then: str, optimizer: Any = None
+    ) -> Room | None:
+        """The first of ``Placement.choices`` that has room, beside a step that takes ``room_of()``,
+        is what holds from now on; what its step takes. If none has, the budget is refused with
+        what the last one takes, in a text that ends with ``then``."""
+        for choice in self.placement.choices(self._rigid()):
+            self._count(choice, None)
+            step = room_of()
+            self._count(choice, step.room if step is not None else None)
+            if optimizer is not None and self.dense_peak > choice.dense:
+                name = type(optimizer).__name__
+                self._at_peak = f"The peak of dense memory is a step of {name}."
+            if self._is_enough(self.dense_peak, self.residency.largest_need):
+                break
+        else:
+            self._count(choice, step.least if step is not None else None)
+            raise self._too_small(then)
+        streamed = [w for w in self.placement.weights.values() if w not in choice.whole]
+        for weight in streamed:
+            self.placement.stream(weight.run)
+        self.changed = self.placement.turned
+        return step.room if step is not None else None
+
     def _count(self, choice: Choice, room: Room | None) -> None:
         """What is needed if these weights are whole, and an optimizer's step takes ``room``."""
         dense, frames = choice.dense, choice.frames
@@ -345,19 +384,6 @@ class DeviceBudget:
             frames = max(frames, room.frames)
         self.dense_peak, self.residency.needs = dense, (frames, self.residency.rigid_need)
 
-    def _keep_to(self, choice: Choice, then: str, *, room: Room | None, rigid: int) -> None:
-        """All weights but those of ``choice`` stream from now on; or the budget is refused, with a
-        text that ends with ``then``."""
-        streamed = [
-            weight
-            for weight in self.placement.weights.values()
-            if weight not in choice.whole and not weight.run.streamed
-        ]
-        self._refuse_if_too_small(then, room=room, rigid=rigid, at_least=bool(streamed))
-        self.changed = bool(streamed)
-        for weight in streamed:
-            weight.run.streamed = True
-
     def _is_enough(self, dense: int, frames: int) -> bool:
         """Whether ``dense`` bytes and ``frames`` frames can be had side by side."""
         reserve = self.fixed_reserve
@@ -365,41 +391,15 @@ class DeviceBudget:
             return False
         return max(dense, reserve or 0) + frames * self.page_size <= self.bytes
 
-    def _refuse_if_too_small(
-        self, then: str, *, room: Room | None, rigid: int, at_least: bool
-    ) -> None:
-        """Raise ``InfeasibleBudget``, its text ending with ``then``, unless what is needed now can
-        be had side by side; or ``at_least`` as much as the smallest budget that works, for an
-        optimizer's step that takes ``room`` and other ops that take ``rigid`` frames."""
+    def _too_small(self, then: str) -> InfeasibleBudget:
         reserve = self.fixed_reserve or 0
-        enough = self._is_enough(self.dense_peak, self.residency.largest_need)
-        if enough and not at_least:
-            return
-        dense, frames = self._least(rigid, room)
-        nbytes = max(dense, reserve) + frames * self.page_size
-        if enough and nbytes <= self.bytes:
-            return
-        minimum = to_name(nbytes)
+        dense, frames = self.dense_peak, self.residency.largest_need
+        dense, frames = self.whole_needs.least(dense, frames, reserve)
+        minimum = to_name(max(dense, reserve) + frames * self.page_size)
         text = self._refusal(dense, frames, minimum, then)
         self._forget()
         of_node = minimum * ranks_sharing("device", self.backend.device.type)
-        raise InfeasibleBudget(text, minimum=of_node)
-
-    def _least(self, rigid: int, room: Room | None) -> tuple[int, int]:
-        """Dense bytes and frames of the smallest budget that works; see ``placement.py``."""
-        reserve, whole = self.fixed_reserve or 0, -1
-        dense = frames = 0
-        while True:
-            under = self.placement.under(max(dense, reserve) + frames * self.page_size)
-            choice = self.placement.choice(under, rigid)
-            dense, frames = max(dense, choice.dense), max(frames, choice.frames)
-            if room is not None:
-                dense = max(dense, self._at_step + room.dense)
-                frames = max(frames, room.frames)
-            dense, frames = self.whole_needs.least(dense, frames, reserve)
-            if whole == len(choice.whole):
-                return dense, frames
-            whole = len(choice.whole)
+        return InfeasibleBudget(text, minimum=of_node)
 
     def has_room(self, room: Room) -> bool:
         """Whether an optimizer's step finds ``room`` beside what was measured so far."""
@@ -547,23 +547,17 @@ class DeviceBudget:
         self._note_peak()
         self._tell_of_excess()
         self._least_frames = max(1, self.residency.largest_need)
+        self._of_ops = self.residency.rigid_need
         if self._is_enough(self.dense_peak, self.residency.largest_need):
             return
-        room = self._step.least if self._step is not None else None
-        if room is None and self._own is not None:
-            room = Room(self._own.frames, 0)
-        rigid = self._rigid()
+        least = self._step.least if self._step is not None else None
+        if least is None and self._own is not None:
+            least = Room(self._own.frames, 0)
         self.placement.took(self.dense_peak)
-        for choice in self.placement.choices(rigid):
-            self._count(choice, room)
-            if self._is_enough(self.dense_peak, self.residency.largest_need):
-                break
-        self._keep_to(
-            choice,
+        self._decide(
+            lambda: StepRoom(least, least) if least is not None else None,
             "Most dense memory was in use after the optimizer's step; what the step changed is as "
             "plain PyTorch has it.",
-            room=room,
-            rigid=rigid,
         )
         self.changed = True  # the next step goes slab by slab, if no weight streams from now on
 

@@ -2,7 +2,8 @@
 
 ::
 
-    the first iteration     whole where the weight, and a dense gradient of it, fit into the budget
+    the first iteration     whole where the weight, and a dense gradient of it, have room; streams
+                            from the product on that finds none beside what is in use then
     before the step         all that is whole fits beside what else was measured: it stays whole;
                             if not, the largest stream from now on, or the budget is refused
     later                   the same, whatever becomes of the arena, in every mode
@@ -12,27 +13,24 @@ verdict must not depend on what happens to be on the device. It is made by sizes
 what an iteration was found to take, and the larger the budget, the fewer weights stream. The
 verdict is kept with the pages, ``Extent.streamed``; ``None`` before it is made. It changes once at
 most: a weight that was whole streams if an iteration of other shapes finds no room for that, or
-what others have pinned leaves none.
+what others have pinned leaves none. A copy of a weight that each iteration makes anew (a cast) has
+the verdict of the one before it.
 
-*The smallest budget.* If all weights streamed, some budget would do. Under it some may be whole, by
-their sizes, and whole they take more: a larger budget then, under which others may be whole, and so
-on, until it does for all that are whole under it. That number is named; every larger budget works,
-for where a larger weight may be whole and finds no room, it streams. ::
+*The smallest budget* is the one that an iteration takes in which all of them stream. A budget below
+it is refused, whatever was whole when that was found out; any other has room at least for that.
 
-    budget    | too small     | works: the weight streams                       | works: it is whole
-              0               named      its size and a gradient's   what it takes whole
-
-*What the others take.* What an iteration would take is known without trying it: products of whole
-weights are watched, and the frames that they take are kept apart from other needs
-(``Residency.whole``). Of each gradient of a weight it is known how long it lives, dense where the
-weight is whole, else in pages; and what streaming takes in dense temporaries.
+*What others would take.* What an iteration takes if other weights stream is known without trying:
+products of whole weights are watched. The frames that they take are kept apart from other needs. Of
+each dense gradient of a weight it is known how long it lives (it would be in pages), and of each
+product what streaming takes in dense temporaries. A weight of one page never streams: it would take
+that page all the same.
 """
 
 from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -41,39 +39,45 @@ import numpy as np
 import torch
 
 from ..devices.dense_meter import Timeline
-from ..memory.space import Extent
+from ..memory.space import TRANSIENT_KINDS, Extent
 
 
 @dataclass(eq=False)
 class Weight:
-    """Of a linear in metered iterations. ``limit_bytes``: of the smallest budget under which it may
-    be whole. ``frames``: that its products have pinned, whole; ``least_frames``: if it streams."""
+    """Of a linear in metered iterations. ``frames``: that its products have pinned, whole;
+    ``least_frames``: if it streams."""
 
     run: Extent
-    limit_bytes: int
     least_frames: int
     frames: int = 0
 
 
 @dataclass(eq=False)
 class _Gradient:
-    """``nbytes``, of dense memory or in pages, made after ``began`` and given up at ``ended``."""
+    """``nbytes`` of dense memory, allocated last before ``seen``, and given up after ``ended``."""
 
     weight: Weight
     nbytes: int
-    dense: bool
-    began: float
-    made: weakref.ref[Any]
+    seen: float
     ended: float = float("inf")
 
 
+class Taken(NamedTuple):
+    """Dense bytes of a product beyond those before it: ``result`` in any way, and ``more`` slab by
+    slab; or ``beside`` and what else it takes in any way, for ``None`` nothing."""
+
+    result: int
+    more: int
+    beside: int | None = None
+
+
 class _Product(NamedTuple):
-    """Of a whole weight, in ``began`` … ``ended``; slab by slab it takes ``more`` dense bytes."""
+    """Of a whole weight, in ``began`` … ``ended``."""
 
     weight: Weight
     began: float
     ended: float
-    more: int
+    taken: Taken
 
 
 class Choice(NamedTuple):
@@ -89,70 +93,97 @@ class Placement:
 
     def __init__(self) -> None:
         self.weights: dict[Extent, Weight] = {}
+        self.turned = False  # one that was whole began to stream in the middle of this iteration
+        self._copies: dict[int, bool] = {}  # verdicts on what is no parameter, by size
         self._made: list[Extent] = []  # those whose verdict is of this iteration
         self._gradients: list[_Gradient] = []
         self._products: list[_Product] = []
+        self._under_way: Weight | None = None
+        self._casts: dict[Extent, Weight] = {}  # that autocast has made
         self._timeline: Timeline = (np.empty(0), np.empty(0, np.int64))
         self._dense = self._before = 0
 
     def start(self, dense_before: int) -> None:
         """Another iteration is metered; those before took ``dense_before`` bytes."""
-        self._made.clear()
-        self._gradients.clear()
-        self._products.clear()
+        for noted in (self._made, self._gradients, self._products, self._casts):
+            noted.clear()
         self._before = dense_before
+        self.turned, self._under_way = False, None
         self.weights = {run: weight for run, weight in self.weights.items() if run.storages}
+
+    def known(self, run: Extent) -> bool | None:
+        """The verdict on ``run``."""
+        if run.streamed is None and run.kind in TRANSIENT_KINDS:
+            run.streamed = self._copies.get(run.nbytes)
+        return run.streamed
 
     def judge(self, run: Extent, *, streamed: bool) -> None:
         """Its first verdict."""
         run.streamed = streamed
         self._made.append(run)
+        if run.kind in TRANSIENT_KINDS:
+            self._copies[run.nbytes] = streamed
+
+    def stream(self, run: Extent) -> None:
+        """From now on."""
+        self.turned = self.turned or not run.streamed
+        run.streamed = True
+        if run.kind in TRANSIENT_KINDS:
+            self._copies[run.nbytes] = True
 
     def withdraw(self) -> None:
         """The iteration is refused: its verdicts do not count."""
         for run in self._made:
             run.streamed = None
+            self._copies.pop(run.nbytes, None)
         self._made.clear()
 
+    def forget(self) -> None:
+        """All fits from now on, since a budget has grown."""
+        self._copies.clear()
+
     # -- while an iteration is metered -----------------------------------------------------------
-    def weight(self, run: Extent, limit_bytes: int, least_frames: int) -> Weight:
-        weight = self.weights.get(run)
-        if weight is None:
-            weight = self.weights[run] = Weight(run, limit_bytes, least_frames)
-        weight.limit_bytes = max(weight.limit_bytes, limit_bytes)
+    def weight(self, run: Extent, least_frames: int) -> Weight:
+        weight = self.weights.setdefault(run, Weight(run, least_frames))
         weight.least_frames = max(weight.least_frames, least_frames)
         return weight
 
     @contextmanager
-    def product(self, weight: Weight, more: int) -> Iterator[Weight]:
-        """Whole, takes place inside. Slab by slab it would take ``more`` dense bytes."""
-        began = time.perf_counter()
+    def product(self, weight: Weight, taken: Taken) -> Iterator[Weight]:
+        """Whole, takes place inside."""
+        began, before = time.perf_counter(), self._under_way
+        self._under_way = weight
         try:
             yield weight
         finally:
-            self._products.append(_Product(weight, began, time.perf_counter(), more))
+            self._under_way = before
+            self.note_product(weight, began, taken)
 
-    def note_gradient(self, weight: Weight, gradient: Any, nbytes: int, began: float) -> None:
-        """``gradient``: a dense tensor, or the storage of pages; made since ``began``."""
-        dense = isinstance(gradient, torch.Tensor)
-        entry = _Gradient(weight, nbytes, dense, began, weakref.ref(gradient))
+    def note_product(self, weight: Weight, began: float, taken: Taken) -> None:
+        """It has just ended."""
+        self._products.append(_Product(weight, began, time.perf_counter(), taken))
+
+    def note_gradient(self, weight: Weight, gradient: torch.Tensor) -> None:
+        """``gradient`` is a dense one, and was made just now."""
+        entry = _Gradient(weight, gradient.numel() * gradient.dtype.itemsize, time.perf_counter())
         self._gradients.append(entry)
         weakref.finalize(gradient, _end, entry).atexit = False
 
-    def note_made_of(self, gradient: Any, parts: Sequence[Any], nbytes: int, began: float) -> None:
-        """``gradient``, the storage of pages, is a sum or a copy of ``parts``, storages too: where
-        the weight is whole it is dense as they are."""
-        entries = [e for e in self._gradients if any(e.made() is part for part in parts)]
-        if entries:
-            # A linear sums up inside of its backward node, with the last part's operands there.
-            began = min(began, max(entry.began for entry in entries))
-            self.note_gradient(entries[0].weight, gradient, nbytes, began)
+    def note_total(self, run: Extent, gradient: torch.Tensor) -> None:
+        """The same of the gradient of a parameter: perhaps a sum, or of another dtype."""
+        weight = self.weights.get(run)
+        if weight is not None:
+            self.note_gradient(weight, gradient)
 
-    def gradient_is_kept(self, weight: Extent) -> None:
-        """As the parameter's: what is dense goes into pages now, what is in pages would."""
-        for gradient in self._gradients:
-            if gradient.weight.run is weight and not gradient.dense:
-                _end(gradient)
+    def owner(self, runs: Collection[Extent]) -> Weight | None:
+        """The weight whose product an op on ``runs`` is a part of."""
+        weight = self._under_way
+        if weight is None:
+            return next((self._casts[run] for run in runs if run in self._casts), None)
+        if weight.run not in runs:
+            half = weight.run.nbytes // 2
+            self._casts.update((r, weight) for r in runs if _is_cast(r) and r.nbytes == half)
+        return weight
 
     # -- before the step -------------------------------------------------------------------------
     def measure(self, timeline: Timeline, baseline: int, dense: int) -> None:
@@ -168,47 +199,54 @@ class Placement:
         """From as many whole as there are to none, the largest first to stream, equal ones
         together. ``rigid``: frames that other ops need."""
         wholes = [weight for weight in self.weights.values() if not weight.run.streamed]
-        limits = sorted({weight.limit_bytes for weight in wholes}, reverse=True)
-        fewer = ([w for w in wholes if w.limit_bytes < limit] for limit in limits)
-        return [self.choice(some, rigid) for some in (wholes, *fewer)]
+        sizes = sorted({weight.run.count for weight in wholes}, reverse=True)
+        fewer = ([w for w in wholes if w.run.count < size] for size in sizes)
+        return [self._choice(some, rigid) for some in (wholes, *fewer)]
 
-    def choice(self, whole: list[Weight], rigid: int) -> Choice:
+    def _choice(self, whole: list[Weight], rigid: int) -> Choice:
         frames = rigid
         for weight in self.weights.values():
             frames = max(frames, weight.frames if weight in whole else weight.least_frames)
         return Choice(whole, max(self._dense_with(whole), self._before), frames)
 
-    def under(self, budget_bytes: int) -> list[Weight]:
-        """Those that may be whole."""
-        return [w for w in self.weights.values() if w.limit_bytes <= budget_bytes]
-
     def _dense_with(self, whole: list[Weight]) -> int:
         """The peak of dense bytes if these are whole, and the others stream."""
         when, current = self._timeline
-        changed = [g for g in self._gradients if g.dense is not (g.weight in whole)]
-        products = [p for p in self._products if p.more and p.weight not in whole]
-        if not len(when):
-            return self._dense + sum(g.nbytes for g in changed if not g.dense)
+        gradients = [g for g in self._gradients if g.weight not in whole]
+        if not len(when):  # at the peak there was one of them, as far as is known
+            return max(0, self._dense - max((g.nbytes for g in gradients), default=0))
         level = current.copy()
         grown = np.diff(current, prepend=current[0])
-        for gradient in changed:
-            first = int(np.searchsorted(when, gradient.began))
-            last = int(np.searchsorted(when, gradient.ended, "right"))
-            if gradient.dense:  # from the allocation to the release
-                births = np.flatnonzero(grown[first:] == gradient.nbytes)
-                deaths = np.flatnonzero(grown[last:] == -gradient.nbytes)
-                if len(births):
-                    last = last + int(deaths[0]) if len(deaths) else len(level)
-                    level[first + int(births[0]) : last] -= gradient.nbytes
-            else:
-                first = max(0, first - 1)
-                level[first : max(last, first + 1)] += gradient.nbytes
-        peak = int(level.max())
-        for product in products:
-            first = max(0, int(np.searchsorted(when, product.began, "right")) - 1)
-            last = max(first + 1, int(np.searchsorted(when, product.ended, "right")))
-            peak = max(peak, int(level[first:last].max()) + product.more)
+        for born, died in {_life(when, grown, gradient) for gradient in gradients}:
+            level[born:died] -= grown[born]
+        peak = 0
+        for weight, began, ended, taken in self._products:
+            if weight not in whole:
+                first = max(0, int(np.searchsorted(when, began, "right")) - 1)
+                last = max(first + 1, int(np.searchsorted(when, ended, "right")))
+                before = int(level[first]) + taken.result
+                peak = max(peak, before + taken.more)
+                if taken.beside is not None:
+                    peak = max(peak, int(level[first:last].max()) + taken.beside)
+                level[first + 1 : last - 1] = np.minimum(level[first + 1 : last - 1], before)
+        peak = max(peak, int(level.max()))
         return max(0, self._dense + peak - int(current.max()))
+
+
+def _is_cast(run: Extent) -> bool:
+    return run.kind == "activation" and run.small is None
+
+
+def _life(when: Any, grown: Any, gradient: _Gradient) -> tuple[int, int]:
+    """From which event to which one of a timeline its memory was taken. Several notes of the same
+    memory give the same life; none is empty."""
+    seen = int(np.searchsorted(when, gradient.seen, "right"))
+    births = np.flatnonzero(grown[:seen] == gradient.nbytes)
+    if not len(births):
+        return 0, 0
+    ended = int(np.searchsorted(when, gradient.ended))
+    deaths = np.flatnonzero(grown[ended:] == -gradient.nbytes)
+    return int(births[-1]), ended + int(deaths[0]) if len(deaths) else len(grown)
 
 
 def _end(gradient: _Gradient) -> None:

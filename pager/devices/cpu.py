@@ -178,7 +178,7 @@ class Cpu:
         return self._meter.stop()
 
     def meter_alive(self) -> int:
-        return self._meter.alive
+        return self._account.current if self._account is not None else self._meter.alive
 
     def dense_of(self, action: Callable[[], None]) -> int:
         if self._account is not None:

@@ -216,7 +216,8 @@ class Device(Protocol):
         count."""
 
     def meter_alive(self) -> int:
-        """Bytes that were alive at ``meter_stop``, of those that it counted."""
+        """Bytes that are alive, of those that it counts; where ``meter_level`` is ``None``, at the
+        last ``meter_stop``."""
 
     def dense_of(self, action: Callable[[], None]) -> int:
         """Peak dense bytes of tensors that ``action`` makes, while nothing is measured; not what an

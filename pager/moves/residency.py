@@ -19,8 +19,7 @@ rest of their extent comes and goes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -112,7 +111,6 @@ class Residency:
         # The same of ops other than products of weights that could stream, and not of steps.
         self.rigid_need = 0
         self.step: Needs | None = None  # of an optimizer whose step is under way
-        self.whole: Needs | None = None  # whose product is under way, in a metered iteration
         self._held_dead: list[Extent] = []
         self._asking: set[Extent] = set()  # runs of the access that begins now
         self._lent: Int32 = np.empty(0, np.int32)  # frames, see `shrink`
@@ -122,6 +120,8 @@ class Residency:
         self.before_pinning: Callable[[], None] = lambda: None
         self.let_go: Callable[[], None] = lambda: None
         mover.settle = self.settle_all
+        # Of the weight whose product an op on these is a part of, in a metered iteration.
+        self.weight_of: Callable[[Collection[Extent]], Needs | None] = lambda runs: None
         self.minimum_bytes: Callable[[int], int] = lambda frames: frames * page_size
 
     @property
@@ -323,19 +323,12 @@ class Residency:
         self.largest_need = max(self.largest_need, need)
         if self.step is not None:
             self.step.frames = max(self.step.frames, need)
-        elif self.whole is None:
-            self.rigid_need = max(self.rigid_need, need)
+            return
+        weight = self.weight_of(self._asking)
+        if weight is not None:
+            weight.frames = max(weight.frames, need)
         else:
-            self.whole.frames = max(self.whole.frames, need)
-
-    @contextmanager
-    def frames_of(self, weight: Needs) -> Iterator[None]:
-        """A product of ``weight`` takes place inside: its need is kept apart."""
-        before, self.whole = self.whole, weight
-        try:
-            yield
-        finally:
-            self.whole = before
+            self.rigid_need = max(self.rigid_need, need)
 
     @property
     def needs(self) -> tuple[int, int]:

@@ -173,10 +173,10 @@ class InBackward:
         if grad is None or grad.requires_grad:  # create_graph=True: its history is wanted
             return
         if type(grad) is PagedTensor:
-            if pager.metering_this() and type(parameter) is PagedTensor:
-                pager.budget.placement.gradient_is_kept(parameter._storage.run)
             return
         if grad.layout is torch.strided and pager.closed_reason is None:
+            if pager.metering_this() and type(parameter) is PagedTensor:
+                pager.budget.placement.note_total(parameter._storage.run, grad)
             parameter.grad = None
             parameter.grad = copy_in(pager, grad, "gradient")
             self.note_paged(parameter)

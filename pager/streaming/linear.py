@@ -23,7 +23,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch.autograd import forward_ad
@@ -39,10 +39,18 @@ from ..tensor.dense_run import NOT_QUICK, PLAIN, run_dense
 from ..tensor.dense_views import dense_view, direct_view, withdraw
 from ..tensor.dispatcher import serve_call
 from ..tensor.paged_tensor import PagedTensor
-from .linear_stream import input_grad, is_streamed, linear_in_slabs, product, watched
-
-if TYPE_CHECKING:
-    pass
+from .linear_stream import (
+    WeightGrad,
+    finds_room,
+    input_grad,
+    is_streamed,
+    is_watched,
+    linear_in_slabs,
+    plain,
+    product,
+    streaming_takes,
+    watched,
+)
 
 LINEAR = torch.nn.functional.linear
 _STRIDED, _mm = torch.strided, torch.mm
@@ -71,12 +79,52 @@ def linear(input: Any, weight: Any, bias: Any = None) -> Any:
     pager = storage.pager
     if storage.run.streamed is not False and is_streamed(inputs, weight):
         return linear_in_slabs(inputs, weight, bias)
-    if not _is_ours(inputs, weight, bias):
+    taken = _is_ours(inputs, weight, bias)
+    if not pager.budget.metering or not is_watched(weight):
+        return _whole(inputs, weight, bias) if taken else NotImplemented
+    nbytes = inputs.numel() // max(1, inputs.size(-1)) * weight.size(0) * inputs.dtype.itemsize
+    if not finds_room(weight, inputs, nbytes, pages=storage.run.count):
+        return linear_in_slabs(inputs, weight, bias)
+    if not taken:
+        return _as_pytorch_has_it(inputs, weight, bias)
+    with watched(weight, inputs, bias):
+        return _whole(inputs, weight, bias)
+
+
+def _as_pytorch_has_it(inputs: torch.Tensor, weight: PagedTensor, bias: Any) -> Any:
+    """A whole one in a metered iteration, by PyTorch's own nodes: under autocast. What these take
+    for the weight is watched, as it is for :class:`_Linear`."""
+    kind = weight.device.type
+    if not torch.is_autocast_enabled(kind) or _functorch_level() is not None or _modes():
         return NotImplemented
-    if pager.budget.metering and pager.metering_this():
-        with watched(weight, inputs, bias):
-            return _whole(inputs, weight, bias)
-    return _whole(inputs, weight, bias)
+    with watched(weight, inputs, bias) as noted:
+        out = LINEAR(inputs, weight, bias)
+    node = out.grad_fn
+    while node is not None and "mmBackward" not in node.name():
+        node = node.next_functions[0][0] if node.next_functions else None
+    if node is None:
+        return out
+    rows, began = out.numel() // out.size(-1), [0.0]
+    placement = weight._storage.pager.budget.placement
+    dtype = out.dtype
+
+    def begin(_: Any) -> None:
+        began[0] = time.perf_counter()
+
+    def end(made: Any, _: Any) -> None:
+        of_inputs, of_weight = made[-2:]
+        result = 0
+        if of_inputs is not None:
+            placement.note_product(noted, began[0], streaming_takes(weight, dtype, rows, "inputs"))
+            result = of_inputs.numel() * dtype.itemsize
+        if of_weight is not None:
+            taken = streaming_takes(weight, dtype, rows, "weight")
+            placement.note_product(noted, began[0], taken._replace(result=result))
+            placement.note_gradient(noted, of_weight)
+
+    node.register_prehook(begin)
+    node.register_hook(end)
+    return out
 
 
 def _whole(inputs: torch.Tensor, weight: PagedTensor, bias: Any) -> torch.Tensor:
@@ -159,10 +207,13 @@ def _product_otherwise(inputs: torch.Tensor, weight: PagedTensor, bias: Any) -> 
 
 def _times(rows: torch.Tensor, weight: PagedTensor) -> torch.Tensor:
     """rows @ weight: the gradient of the inputs."""
-    if weight._storage.pager.metering_this():
-        with watched(weight, rows):
-            return _times_whole(rows, weight)
-    return _times_whole(rows, weight)
+    if not is_watched(weight):
+        return _times_whole(rows, weight)
+    nbytes = rows.size(0) * weight.size(1) * rows.dtype.itemsize
+    if not finds_room(weight, rows, nbytes, pages=weight._storage.run.count):
+        return input_grad(plain(rows), weight)
+    with watched(weight, rows, way="inputs"):
+        return _times_whole(rows, weight)
 
 
 def _times_whole(rows: torch.Tensor, weight: PagedTensor) -> torch.Tensor:
@@ -183,14 +234,23 @@ def _times_whole(rows: torch.Tensor, weight: PagedTensor) -> torch.Tensor:
 
 def _of_weight(rows: torch.Tensor, inputs: torch.Tensor, metered: Any) -> torch.Tensor:
     """rows.T @ inputs: the gradient of the weight, which is ``metered`` in a metered iteration."""
-    if metered is None or not metered._storage.pager.metering_this():
+    if metered is None or not is_watched(metered):
         return rows.t().mm(inputs)
-    with watched(metered, inputs, of_weight=True) as noted:
-        began = time.perf_counter()
+    nbytes = metered.numel() * metered.dtype.itemsize
+    if metered._storage.run.streamed or not finds_room(metered, inputs, nbytes, pages=0):
+        return WeightGrad.apply(plain(rows), plain(inputs), metered)  # type: ignore[no-any-return,no-untyped-call]
+    placement = metered._storage.pager.budget.placement
+    with watched(metered, inputs, way="weight") as noted:
         found = rows.t().mm(inputs)
-        nbytes = found.numel() * found.dtype.itemsize
-        metered._storage.pager.budget.placement.note_gradient(noted, found, nbytes, began)
-        return found
+        placement.note_gradient(noted, found)
+    if not metered.is_leaf and metered.grad_fn is not None:  # autograd may sum up several
+        metered.register_hook(lambda total: _note_total(noted, total, placement))
+    return found
+
+
+def _note_total(noted: Any, gradient: torch.Tensor, placement: Any) -> None:
+    if type(gradient) is not PagedTensor:
+        placement.note_gradient(noted, gradient)
 
 
 def _on_views_at_hand(

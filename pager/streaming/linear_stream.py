@@ -32,7 +32,6 @@ goes slab by slab as well.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Generator, Iterator
 from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import dataclass
@@ -47,7 +46,7 @@ from ...kernels.linear_choice import choose
 from ...kernels.linear_grad import linear_input_grad, linear_weight_grad
 from ...kernels.paged_matrix import DTYPES, PagedMatrix
 from ..budget.fits import fits
-from ..budget.placement import Weight
+from ..budget.placement import Taken, Weight
 from ..core import PagedStorage
 from ..memory.page_table import Int32
 from ..tensor.paged_tensor import PagedTensor
@@ -63,61 +62,92 @@ def is_streamed(inputs: torch.Tensor, weight: PagedTensor) -> bool:
     """Whether a linear reads ``weight`` slab by slab, by the verdict on it (``placement.py``).
 
     The first linear makes one: it streams if its pages do not fit (``fits.py``) beside a dense
-    gradient of it, which training with a whole one needs. Where the inputs and the result, which
-    are dense, take more than the budget by themselves, streaming would not help: the ordinary way
-    then says which budget would.
+    gradient of it, which training with a whole one needs, or what was in use before. Where the
+    inputs and the result, which are dense, take more than the budget by themselves, streaming would
+    not help: the ordinary way then says which budget would.
     """
     run, pager = weight._storage.run, weight._storage.pager
-    if run.streamed is not None:
-        return run.streamed
-    whole = fits(pager.budget, run.count, dense_bytes=_own_dense_bytes(weight))
+    budget = pager.budget
+    known = budget.placement.known(run)
+    if known is not None:
+        return known
+    own = weight.numel() * weight.dtype.itemsize if weight.requires_grad else 0
+    whole = run.count == 1 or fits(budget, run.count, dense_bytes=max(own, budget.dense_so_far()))
     columns = max(1, weight.size(-1))
     dense = inputs.numel() * (columns + weight.numel() // columns) // columns
-    if not whole and dense * inputs.element_size() > pager.budget.bytes:
+    if not whole and dense * inputs.element_size() > budget.bytes:
         return False
-    pager.budget.placement.judge(run, streamed=not whole)
+    budget.placement.judge(run, streamed=not whole)
     return not whole
+
+
+# -- whole ones, while an iteration is metered (``placement.py``) ----------------------------------
+def is_watched(weight: PagedTensor) -> bool:
+    """Whether a product of it is watched. (One of a single page takes that in any way.)"""
+    return weight._storage.run.count > 1 and weight._storage.pager.metering_this()
+
+
+def finds_room(weight: PagedTensor, inputs: torch.Tensor, nbytes: int, *, pages: int) -> bool:
+    """Whether a product of ``nbytes``, with ``pages`` of ``weight`` beside ``inputs``, stays in the
+    budget. If it does not, the weight streams from now on."""
+    pager = weight._storage.pager
+    pages += inputs._storage.run.count if type(inputs) is PagedTensor else 0
+    if pager.budget.finds_room(pages, nbytes):
+        return True
+    pager.budget.placement.stream(weight._storage.run)
+    return False
 
 
 @contextmanager
 def watched(
-    weight: PagedTensor, inputs: torch.Tensor, bias: Any = None, *, of_weight: bool = False
+    weight: PagedTensor, inputs: torch.Tensor, bias: Any = None, *, way: str = "forward"
 ) -> Iterator[Weight]:
-    """Inside, a product of a whole weight takes place in a metered iteration (``placement.py``).
-    ``of_weight``: that is its gradient, for which the weight itself is not needed."""
-    pager, matrix = weight._storage.pager, _Matrix.of(weight)
-    starts = range(0, matrix.rows, matrix.block_rows)
-    ends = [min(start + matrix.block_rows, matrix.rows) for start in starts]
-    pages = max((len(matrix.pages(*span)) for span in zip(starts, ends)), default=1)
-    block = matrix.block_rows * matrix.row_bytes
-    more = block + pager.backend.alignment if pages > 1 or of_weight else 0
-    if weight.dtype in _HALVES and not of_weight:  # added up in single precision
-        wide = torch.float32.itemsize
-        rows = inputs.numel() // max(1, inputs.size(-1))
-        more += block // weight.dtype.itemsize * wide
-        more += rows * (matrix.columns + matrix.block_rows) * wide
+    """Inside, a product takes place. ``way``: see :func:`streaming_takes`."""
     others = [t for t in (inputs, bias) if type(t) is PagedTensor]  # which are copied
-    more += sum(t.numel() * t.dtype.itemsize for t in others)
-    noted = _noted(weight, max([pages, *(t._storage.run.count for t in others)]))
-    with pager.budget.placement.product(noted, more):
-        if of_weight:
-            yield noted
-            return
-        with pager.residency.frames_of(noted):
-            yield noted
+    dtype = torch.get_autocast_dtype(weight.device.type) if _is_cast(weight) else weight.dtype
+    taken = streaming_takes(weight, dtype, inputs.numel() // max(1, inputs.size(-1)), way)
+    result = taken.result
+    if dtype is not weight.dtype:
+        given = [t for t in (inputs, bias) if t is not None and t.dtype is not dtype]
+        result += sum(t.numel() * dtype.itemsize for t in given)
+    more = taken.more + sum(t.numel() * t.dtype.itemsize for t in others)
+    noted = noted_as(weight, *(t._storage.run.count for t in others))
+    taken = taken._replace(result=result, more=more)
+    with weight._storage.pager.budget.placement.product(noted, taken):
+        yield noted
 
 
-def _noted(weight: PagedTensor, least_frames: int = 1) -> Weight:
-    """What is known of ``weight`` in this metered iteration."""
-    run, budget = weight._storage.run, weight._storage.pager.budget
-    beside = max(_own_dense_bytes(weight), budget.fixed_reserve or 0)
-    limit_bytes = run.count * budget.page_size + beside
-    return budget.placement.weight(run, limit_bytes, least_frames)
+def _is_cast(weight: PagedTensor) -> bool:
+    """By autocast, to another dtype."""
+    low = torch.get_autocast_dtype(weight.device.type)
+    on = torch.is_autocast_enabled(weight.device.type)
+    return on and weight.dtype not in (low, torch.float64)
 
 
-def _own_dense_bytes(weight: PagedTensor) -> int:
-    """Of its gradient, where it is whole and wants one. (In evaluation too: the same bits.)"""
-    return weight.numel() * weight.dtype.itemsize if weight.requires_grad else 0
+def noted_as(weight: PagedTensor, *pages: int) -> Weight:
+    """What is known of it in this metered iteration. ``pages``: that its operands take."""
+    least = max([*_Matrix.of(weight).pages_of_blocks(), *pages], default=1)
+    return weight._storage.pager.budget.placement.weight(weight._storage.run, least)
+
+
+def streaming_takes(weight: PagedTensor, dtype: torch.dtype, rows: int, way: str) -> Taken:
+    """What a product with ``rows`` in ``dtype`` takes slab by slab: with the weight ("forward"),
+    with its transposed ("inputs"), or its gradient ("weight")."""
+    matrix, size = _Matrix.of(weight), dtype.itemsize
+    elements = min(matrix.block_rows, matrix.rows) * matrix.columns
+    wide = elements * weight.dtype.itemsize
+    cast = elements * size if dtype is not weight.dtype else 0
+    if way == "weight":
+        return Taken(0, elements * size + (wide if cast else 0))
+    copied = max(matrix.pages_of_blocks(), default=1) > 1
+    copy = wide + weight._storage.pager.backend.alignment if copied else 0
+    if way == "forward":
+        return Taken(rows * matrix.rows * size, cast + copy, cast or copy)
+    total = rows * matrix.columns
+    if dtype not in _HALVES:
+        return Taken(total * size, cast + copy, cast or copy)
+    more = (total + rows * matrix.block_rows + elements) * torch.float32.itemsize  # added up so
+    return Taken(0, max(cast + copy + more, total * (torch.float32.itemsize + size)))
 
 
 def linear_in_slabs(inputs: torch.Tensor, weight: PagedTensor, bias: Any = None) -> Any:
@@ -139,13 +169,9 @@ def linear_in_slabs(inputs: torch.Tensor, weight: PagedTensor, bias: Any = None)
     inputs, dtype, bias = _as_autocast_has_it(inputs, weight, bias)
     if not _go_together(inputs, weight, dtype, bias):
         return NotImplemented
-    if weight._storage.pager.metering_this():  # whole, all operands are on the device at once
-        runs = {t._storage.run for t in (inputs, weight, bias) if type(t) is PagedTensor}
-        noted = _noted(weight)
-        noted.frames = max(noted.frames, sum(run.count for run in runs))
-    flat = _plain(inputs).reshape(-1, weight.size(1))
+    flat = plain(inputs).reshape(-1, weight.size(1))
     one_each = bias is None or tuple(bias.shape) == (weight.size(0),)
-    out = product(flat, weight, _plain(bias) if one_each else None)
+    out = product(flat, weight, plain(bias) if one_each else None)
     out = out.view(*inputs.shape[:-1], weight.size(0))
     return out if one_each else out + bias
 
@@ -216,7 +242,7 @@ def _on_meta(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return torch.empty(tensor.size(), dtype=dtype, device="meta")
 
 
-def _plain(tensor: Any) -> Any:
+def plain(tensor: Any) -> Any:
     return tensor.clone() if type(tensor) is PagedTensor else tensor
 
 
@@ -234,12 +260,12 @@ class _Product(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor | None) -> Any:
         if grad is None:
             return None, None, None
-        grad = _plain(grad)
+        grad = plain(grad)
         x, weight = ctx.saved_tensors
         for_x, for_bias, for_weight = ctx.needs_input_grad
         of_bias = grad.sum(0) if for_bias else None
         of_x = input_grad(grad, weight) if for_x else None
-        return of_x, of_bias, _WeightGrad.apply(grad, x, weight) if for_weight else None  # type: ignore[no-untyped-call]
+        return of_x, of_bias, WeightGrad.apply(grad, x, weight) if for_weight else None  # type: ignore[no-untyped-call]
 
 
 class _InputGrad(torch.autograd.Function):
@@ -247,31 +273,31 @@ class _InputGrad(torch.autograd.Function):
     def forward(ctx: Any, grad: torch.Tensor, weight: PagedTensor) -> torch.Tensor:
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(grad, weight)
-        return _input_grad(_plain(grad), weight)
+        return _input_grad(plain(grad), weight)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor | None) -> Any:
         if grad is None:
             return None, None
-        grad = _plain(grad)
+        grad = plain(grad)
         factor, weight = ctx.saved_tensors
         for_factor, for_weight = ctx.needs_input_grad
         of_factor = product(grad, weight, None) if for_factor else None
-        return of_factor, _WeightGrad.apply(factor, grad, weight) if for_weight else None  # type: ignore[no-untyped-call]
+        return of_factor, WeightGrad.apply(factor, grad, weight) if for_weight else None  # type: ignore[no-untyped-call]
 
 
-class _WeightGrad(torch.autograd.Function):
+class WeightGrad(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, grad: torch.Tensor, x: torch.Tensor, weight: PagedTensor) -> PagedTensor:
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(grad, x)
-        return _weight_grad(_plain(grad), _plain(x), weight)
+        return _weight_grad(plain(grad), plain(x), weight)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor | None) -> Any:
         if grad is None:
             return None, None, None
-        factor, x = (_plain(tensor) for tensor in ctx.saved_tensors)
+        factor, x = (plain(tensor) for tensor in ctx.saved_tensors)
         grad = grad.to(x.dtype)
         for_factor, for_x, _ = ctx.needs_input_grad
         if type(grad) is not PagedTensor or not grad.is_contiguous():
@@ -326,7 +352,6 @@ def _input_grad(grad: torch.Tensor, weight: PagedTensor) -> torch.Tensor:
 
 def _weight_grad(grad: torch.Tensor, x: torch.Tensor, weight: PagedTensor) -> PagedTensor:
     """In new pages. If they find no room in the tiers (``TierFull``), none of them stays."""
-    began = time.perf_counter()
     with torch.no_grad():
         result = new_gradient(weight)
     matrix = _Matrix.of(result)
@@ -340,10 +365,6 @@ def _weight_grad(grad: torch.Tensor, x: torch.Tensor, weight: PagedTensor) -> Pa
                 continue
             for first, stop in slab.blocks():
                 slab.store(first, stop, grad[:, first:stop].t().mm(x))
-    pager = result._storage.pager
-    if pager.metering_this():
-        nbytes = result.numel() * result.dtype.itemsize
-        pager.budget.placement.note_gradient(_noted(weight), result._storage, nbytes, began)
     return result
 
 
@@ -392,6 +413,11 @@ class _Matrix:
         """Those that hold rows ``first … stop``."""
         size = self.page_bytes
         return range(self.byte(first) // size, -(-self.byte(stop) // size))
+
+    def pages_of_blocks(self) -> Iterator[int]:
+        """How many pages each block is in."""
+        for start in range(0, self.rows, self.block_rows):
+            yield len(self.pages(start, min(start + self.block_rows, self.rows)))
 
     def slabs(self, frames: int) -> Iterator[tuple[int, int]]:
         """Rows ``first … stop`` of each: as many whole blocks as ``frames`` hold, but one at

@@ -8,7 +8,6 @@ again, while ``param.grad += gradient`` is an ordinary op, which ``page_run.py``
 from __future__ import annotations
 
 import itertools
-import time
 import weakref
 from collections.abc import Generator, Iterator
 from contextlib import closing
@@ -169,32 +168,20 @@ def add_gradients(one: torch.Tensor, other: torch.Tensor, alpha: Any) -> Any:
             or (type(tensor) is PagedTensor and not _can_walk(tensor, gradient))
         ):
             return NotImplemented
-    began = time.perf_counter()
     total = new_gradient(gradient)
     for slab in slabs(total._storage.pager, [total, one, other], write=[True, False, False]):
         out, left, right = slab.operands
         place = Place(slab.start, total.numel())
         elementwise_op("add", [out], [[left], [right], [alpha]], [place])
-    _note_made_of(total, (one, other), began)
     return total
 
 
 def copy_gradient(gradient: PagedTensor) -> PagedTensor:
     """In new pages."""
-    began = time.perf_counter()
     twin = new_gradient(gradient)
     for slab in slabs(twin._storage.pager, [twin, gradient], write=[True, False]):
         elementwise("copy", [slab.operands[0]], [slab.operands[1]])
-    _note_made_of(twin, (gradient,), began)
     return twin
-
-
-def _note_made_of(made: PagedTensor, parts: tuple[torch.Tensor, ...], began: float) -> None:
-    pager = made._storage.pager
-    if pager.metering_this():
-        storages = [part._storage for part in parts if type(part) is PagedTensor]
-        nbytes = made._storage.nbytes
-        pager.budget.placement.note_made_of(made._storage, storages, nbytes, began)
 
 
 def _can_walk(tensor: PagedTensor, beside: PagedTensor) -> bool:
