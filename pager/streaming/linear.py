@@ -212,8 +212,26 @@ def _times(rows: torch.Tensor, weight: PagedTensor) -> torch.Tensor:
     nbytes = rows.size(0) * weight.size(1) * rows.dtype.itemsize
     if not finds_room(weight, rows, nbytes, pages=weight._storage.run.count):
         return input_grad(plain(rows), weight)
-    with watched(weight, rows, way="inputs"):
-        return _times_whole(rows, weight)
+    with watched(weight, rows, way="inputs") as noted:
+        found = _times_whole(rows, weight)
+    if found.grad_fn is not None and not weight._storage.run.streamed:
+        _watch_second_gradient(found.grad_fn, weight, rows, noted)
+    return found
+
+
+def _watch_second_gradient(node: Any, weight: PagedTensor, rows: torch.Tensor, noted: Any) -> None:
+    """``node``, of PyTorch's rows @ weight, is that of a second derivative: it gives a dense
+    gradient of the weight, which :func:`_of_weight` does not see."""
+    budget = weight._storage.pager.budget
+    taken = streaming_takes(weight, rows.dtype, rows.size(0), "weight")
+
+    def note(gradients: tuple[Any, ...], _: Any) -> None:
+        of_weight = gradients[-1]
+        if budget.metering and of_weight is not None and type(of_weight) is not PagedTensor:
+            budget.placement.note_product(noted, time.perf_counter(), taken)
+            budget.placement.note_gradient(noted, of_weight)
+
+    node.register_hook(note)
 
 
 def _times_whole(rows: torch.Tensor, weight: PagedTensor) -> torch.Tensor:
