@@ -117,6 +117,7 @@ class Pager:
         watch_forward(core)
         core.opened = OpenWeights(core)
         core.residency.let_go = core.opened.close
+        self._begun: Iteration | None = None
         self._recorder = recorder = Recorder(core)
         plans = policy != "lru"
         core.follower = self._follower = Follower(core, recorder) if plans else None
@@ -236,6 +237,25 @@ class Pager:
         """
         self.core.check_open()
         return Iteration(self.core, self.metrics)
+
+    def begin(self) -> None:
+        """:meth:`iteration` in two calls, for trainers that call back where a step begins and where
+        it ends. Raises ``PagerError`` if an iteration is running."""
+        self._begun = self.iteration().begin()
+
+    def end(self, error: BaseException | None = None) -> None:
+        """The step that :meth:`begin` began is done; or ``error`` cut it short, and what was
+        measured and recorded of it is dropped.
+
+        Raises ``PagerError`` where none was begun, and for ``torch.OutOfMemoryError`` the
+        ``InfeasibleBudget`` that says what was too much."""
+        begun, self._begun = self._begun, None
+        if begun is None:
+            raise PagerError("end() of a step that was not begun; call begin() first")
+        if error is None:
+            begun.end()
+        else:
+            begun.__exit__(type(error), error, error.__traceback__)
 
     # -- state -----------------------------------------------------------------------------------
     def state_dict(self) -> dict[str, Any]:
@@ -399,7 +419,10 @@ class Pager:
         core = self.core
         if core.closed_reason is not None:
             return
+        self._begun = None
         drop(core)
+        while core.on_close:
+            core.on_close.pop()()
         core.closed_reason = "was closed"
         self.metrics.close()
         if core.follower is not None:

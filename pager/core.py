@@ -217,6 +217,7 @@ class Core:
         self.on_iteration: list[IterationListener] = []
         self.running: Any = None  # the iteration (``iteration.py``)
         self.on_forward: list[Callable[[torch.nn.Module, bool], None]] = []
+        self.on_close: list[Callable[[], None]] = []  # the latest first, when the pager closes
         self.cut_short: str | None = None
         self.replaced: dict[int, tuple[Any, Any]] = {}
         self.iterations = self.gathers = 0

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .pager.api import Pager
     from .pager.errors import CorruptPage, InfeasibleBudget, PagerError, TierFull, TraceError
+    from .pager.integrations import hf
     from .pager.streaming.cross_entropy import linear_cross_entropy
     from .pager.tensor.paged_tensor import PagedTensor
 
@@ -24,6 +25,7 @@ __all__ = [
     "TierFull",
     "TraceError",
     "__version__",
+    "hf",
     "linear_cross_entropy",
 ]
 __version__ = "0.1.0"
@@ -34,10 +36,16 @@ _HOMES = {
 }
 
 
+_MODULES = {"hf": ".pager.integrations.hf"}  # for other libraries, which they import
+
+
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module 'tensorpager' has no attribute {name!r}")
-    value = getattr(import_module(_HOMES.get(name, ".pager.errors"), __name__), name)
+    if name in _MODULES:
+        value: Any = import_module(_MODULES[name], __name__)
+    else:
+        value = getattr(import_module(_HOMES.get(name, ".pager.errors"), __name__), name)
     globals()[name] = value
     return value
 

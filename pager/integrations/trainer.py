@@ -1,0 +1,214 @@
+"""transformers' ``Trainer``, and what is derived from it (TRL's trainers), on a paged model.
+
+::
+
+    on_step_begin                       on_step_end
+         |  training_step × accumulation     |
+         |  clip, optimizer.step, zero_grad  |  evaluate, save
+         +--------- one iteration -----------+--- prediction_step: an iteration by itself
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from transformers import Trainer, TrainerCallback
+
+from ..api import Pager
+from ..errors import PagerError
+from ..tensor.paged_tensor import PagedTensor
+from .replaced import Replaced
+
+
+class TensorPagerCallback(TrainerCallback):  # type: ignore[misc]
+    """One iteration of ``pager`` around each optimizer step of a ``Trainer``.
+
+    ``attach`` adds it. By itself it is for a trainer whose model and optimizer were paged by hand.
+    """
+
+    def __init__(self, pager: Pager) -> None:
+        self.pager = pager
+
+    def on_step_begin(self, *_: Any, **__: Any) -> None:
+        self.pager.begin()
+
+    def on_step_end(self, *_: Any, **__: Any) -> None:
+        self.pager.end()
+
+    def on_epoch_end(self, *_: Any, **__: Any) -> None:
+        if self.pager.core.running is not None:  # a callback has stopped it between two batches
+            self.pager.end(PagerError("the Trainer stopped in the middle of a step"))
+
+
+def attach(trainer: Trainer, pager: Pager | None = None, **arguments: Any) -> Pager:
+    """Train ``trainer.model`` in pages: call it before ``trainer.train()``, and nothing else
+    changes. ::
+
+        pager = tp.hf.attach(trainer, device_budget="8GiB", host_budget="40GiB")
+        trainer.train()
+
+    Parameters, gradients, optimizer states and saved activations go into the pages of ``pager``, or
+    of a new ``Pager(**arguments)`` on the trainer's device, which is returned; close it when the
+    model is not needed any more. Losses and weights are those of the same training without it.
+    Gradient accumulation, clipping, mixed precision, schedulers, evaluation, checkpoints,
+    ``resume_from_checkpoint`` and ``load_best_model_at_end`` work as ever, and checkpoints are the
+    files that the trainer writes anyway.
+
+    ``Trainer(model)`` itself moves the model to the device. One that does not fit there is paged
+    before (``pager.page_module``, or ``tensorpager.hf.from_pretrained``) and goes through as it is;
+    or ``TrainingArguments(place_model_on_device=False)`` leaves it where it is until it is paged.
+
+    Raises ``PagerError`` for what cannot work in pages, by name, and ``TypeError`` for arguments
+    beside a pager. Nothing of the trainer has changed then.
+    """
+    if not isinstance(trainer, Trainer):
+        raise TypeError(f"attach() is for a transformers.Trainer, and got a {_kind(trainer)}")
+    if pager is not None and arguments:
+        raise TypeError(
+            f"attach() was given a pager and also {', '.join(arguments)}, which are for a new one; "
+            "leave out one of the two"
+        )
+    _refuse(trainer)
+    own = pager is None
+    if pager is None:
+        pager = Pager(**{"device": trainer.args.device, **arguments})
+    try:
+        pager.page_module(trainer.model)
+        if trainer.optimizer is not None:
+            pager.optimizer(trainer.optimizer)
+    except BaseException:
+        if own:
+            pager.close()
+        raise
+    _attach(trainer, pager)
+    return pager
+
+
+def _kind(value: object) -> str:
+    return f"{type(value).__module__}.{type(value).__qualname__}"
+
+
+def _attach(trainer: Trainer, pager: Pager) -> None:
+    replaced = Replaced()
+    callback = TensorPagerCallback(pager)
+
+    def train(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        try:
+            return original(*args, **kwargs)
+        except BaseException as error:
+            if pager.core.running is not None:
+                pager.end(error)
+            raise
+
+    def create_optimizer(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        optimizer = original(*args, **kwargs)
+        _refuse_optimizer(optimizer)
+        return pager.optimizer(optimizer)
+
+    def prediction_step(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if pager.core.running is not None:
+            return original(*args, **kwargs)
+        with pager.iteration():
+            return original(*args, **kwargs)
+
+    replaced.wrap(trainer, "train", train)
+    replaced.wrap(trainer, "create_optimizer", create_optimizer)
+    replaced.wrap(trainer, "prediction_step", prediction_step)
+    trainer.add_callback(callback)
+
+    def detach() -> None:
+        replaced.undo()
+        trainer.remove_callback(callback)
+
+    pager.core.on_close.append(detach)
+
+
+# -- what cannot work ------------------------------------------------------------------------------
+def _refuse(trainer: Trainer) -> None:
+    """``PagerError`` for settings with which a step would fail, or not be what it says."""
+    for found, what, remedy in _REFUSED:
+        if found(trainer):
+            raise PagerError(f"attach(): {what} cannot work on a paged model; {remedy}")
+    if any(isinstance(c, TensorPagerCallback) for c in trainer.callback_handler.callbacks):
+        raise PagerError("attach(): this trainer has a pager already; close() that one first")
+    for name, parameter in trainer.model.named_parameters():
+        if type(parameter) not in (torch.nn.Parameter, PagedTensor):
+            raise PagerError(
+                f"attach(): parameter {name!r} is a {_kind(parameter)}, a quantised tensor or "
+                "another subclass, whose kernels read its memory; load the model without "
+                "quantisation, in bfloat16"
+            )
+    if trainer.optimizer is not None:
+        _refuse_optimizer(trainer.optimizer)
+
+
+def _refuse_optimizer(optimizer: Any) -> None:
+    inner = optimizer
+    while isinstance(getattr(inner, "optimizer", None), torch.optim.Optimizer):
+        inner = inner.optimizer
+    package = type(inner).__module__.split(".")[0]
+    if package in _OPTIMIZERS:
+        raise PagerError(
+            f"attach(): {_kind(inner)} runs kernels on its states' own memory; choose optim="
+            '"adamw_torch", whose states are in pages (for 8-bit states give attach() a pager and '
+            'the trainer pager.optimizer(torch.optim.AdamW(…), states="8bit"))'
+        )
+
+
+_OPTIMIZERS = ("bitsandbytes", "torchao", "lomo_optim", "galore_torch", "apollo_torch", "apex")
+
+
+def _is_quantised(trainer: Trainer) -> bool:
+    return getattr(trainer.model, "is_quantized", False) is True
+
+
+_Found = Callable[[Any], Any]
+_REFUSED: tuple[tuple[_Found, str, str], ...] = (
+    (lambda t: t.is_deepspeed_enabled, "DeepSpeed", "leave out deepspeed="),
+    (
+        lambda t: t.is_fsdp_enabled or t.is_fsdp_xla_enabled,
+        "fsdp=, which shards after the model was paged,",
+        "leave it out, or call fully_shard(model) and pager.page_module(model) in a loop of "
+        "your own",
+    ),
+    (
+        lambda t: t.args.n_gpu > 1 and not t.is_model_parallel,
+        "DataParallel, which Trainer uses for several GPUs in one process,",
+        "set CUDA_VISIBLE_DEVICES to one, or start one process for each with torchrun",
+    ),
+    (
+        lambda t: t.is_model_parallel,
+        "a model that is spread over devices (device_map)",
+        "load it without device_map",
+    ),
+    (_is_quantised, "a quantised model", "load it in bfloat16"),
+    (
+        lambda t: t.args.auto_find_batch_size,
+        "auto_find_batch_size, which waits for an out-of-memory error that a pager does not let "
+        "happen,",
+        "leave it out: a budget that is too small is refused in the first step",
+    ),
+    (
+        lambda t: t.args.fp16_full_eval or t.args.bf16_full_eval,
+        "fp16_full_eval and bf16_full_eval, which convert the whole model in place,",
+        "use bf16=True, or load the model in bfloat16",
+    ),
+    (
+        lambda t: t.args.use_liger_kernel,
+        "use_liger_kernel, whose kernels read weights through their addresses,",
+        "leave it out",
+    ),
+    (
+        lambda t: t.model_init is not None,
+        "model_init, with which each train() makes a new model,",
+        "pass model= instead",
+    ),
+    (
+        lambda t: str(t.args.optim.value).startswith(("lomo", "adalomo")) or
+        "layerwise" in str(t.args.optim.value),
+        "an optimizer that updates layer by layer through hooks on gradients",
+        'choose optim="adamw_torch"',
+    ),
+)  # fmt: skip
