@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..disk.scratch import open_scratch_files
+from ..disk.file import open_scratch_files
 from ..tensor.sharded import local_of, with_local
 from ..tensor.tensor_bytes import chunks
 from .file import MappedFile

@@ -11,6 +11,7 @@ Two engines, one for each way to a disk:
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -66,6 +67,7 @@ class PosixEngine:
 
     name = "posix"
     takes_device = False
+    registration: Registration | None = None
 
     def __init__(self, fd: int, *, direct: bool) -> None:
         self.direct = direct
@@ -73,10 +75,10 @@ class PosixEngine:
         self._unit = disk_io.ALIGNMENT if direct else 1
 
     def write(self, buffers: Sequence[disk_io.Bytes], offset: int) -> None:
-        disk_io.write_at(self._fd, buffers, offset, unit=self._unit)
+        disk_io.transfer(os.pwritev, self._fd, buffers, offset, self._unit)
 
     def read(self, buffers: Sequence[disk_io.Bytes], offset: int) -> None:
-        disk_io.read_at(self._fd, buffers, offset, unit=self._unit)
+        disk_io.transfer(os.preadv, self._fd, buffers, offset, self._unit)
 
     def close(self) -> None:
         pass
@@ -95,17 +97,19 @@ def check_name(io_engine: str) -> str:
 
 def make_engine(
     io_engine: str, fd: int, *, direct: bool, callers: int, task_bytes: int, on_cuda: bool
-) -> Engine:
+) -> PosixEngine | KvikioEngine:
     """An engine on the file of ``fd``, which stays the caller's.
 
     ``io_engine``: ``auto`` is ``kvikio`` where the pages' frames are in device memory (``on_cuda``)
     and GPUDirect Storage works; through host memory it is no faster than ``posix``.
     ``direct``: whether ``fd`` has O_DIRECT. ``callers``: how many threads will call at once.
-    ``task_bytes``: the largest piece that one thread moves.
+    ``task_bytes``: the largest piece that one thread moves. Its ``registration`` is of the frames
+    that it moves, ``None`` where registering them helps nothing.
 
     Raises PagerError for ``kvikio`` where that cannot work.
     """
-    if io_engine == "kvikio" or (io_engine == "auto" and on_cuda and _goes_straight()):
+    straight = io_engine == "auto" and on_cuda and why_not() is None and has_gds()
+    if straight or io_engine == "kvikio":
         try:
             return KvikioEngine(
                 fd, direct=direct, callers=callers, task_bytes=task_bytes, takes_device=on_cuda
@@ -114,12 +118,3 @@ def make_engine(
             if io_engine == "kvikio":
                 raise
     return PosixEngine(fd, direct=direct)
-
-
-def registration_of(engine: Engine) -> Registration | None:
-    """Of the frames that ``engine`` moves; ``None`` where registering them helps nothing."""
-    return engine.registration if isinstance(engine, KvikioEngine) else None
-
-
-def _goes_straight() -> bool:
-    return why_not() is None and has_gds()

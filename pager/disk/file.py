@@ -9,13 +9,14 @@ import mmap
 import os
 import tempfile
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
 from ...planner.sizes import format_bytes
 from ..errors import PagerError
+from .mounts import IN_RAM, mount_of
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -133,26 +134,16 @@ def enable_direct(fd: int, page_size: int, nbytes: int) -> bool:
     return False
 
 
-def write_at(fd: int, buffers: Sequence[Bytes], offset: int, *, unit: int) -> None:
-    """Writes ``buffers`` one after another. OSError if not all of it could be written.
-
-    ``unit``: transfers that end early are resumed at a multiple of this many bytes.
-    """
-    _transfer(os.pwritev, fd, buffers, offset, unit)
-
-
-def read_at(fd: int, buffers: Sequence[Bytes], offset: int, *, unit: int) -> None:
-    """Fills ``buffers`` one after another. OSError if the file ends or fails before that."""
-    _transfer(os.preadv, fd, buffers, offset, unit)
-
-
-def _transfer(
+def transfer(
     call: Callable[[int, Sequence[Bytes], int], int],
     fd: int,
     buffers: Sequence[Bytes],
     offset: int,
     unit: int,
 ) -> None:
+    """``call`` (``os.pwritev`` or ``os.preadv``) until all ``buffers`` are written or filled, one
+    after another. ``unit``: what ends early is resumed at a multiple of this many bytes. OSError if
+    the file ends or fails before that."""
     rest = list(buffers)
     while rest:
         try:
@@ -164,15 +155,25 @@ def _transfer(
             missing = sum(buffer.nbytes for buffer in rest)
             raise OSError(errno.EIO, f"transfer stopped {missing} bytes early")
         offset += moved
-        rest = _without_first(rest, moved)
+        while rest and moved >= rest[0].nbytes:
+            moved -= rest.pop(0).nbytes
+        if moved:
+            rest[0] = rest[0][moved:]
 
 
-def _without_first(buffers: Sequence[Bytes], nbytes: int) -> list[Bytes]:
-    for index, buffer in enumerate(buffers):
-        if nbytes < buffer.nbytes:
-            return [buffer[nbytes:], *buffers[index + 1 :]]
-        nbytes -= buffer.nbytes
-    return []
+def open_scratch_files(folder: str | None, nbytes: int) -> Iterator[int]:
+    """For bytes that are not to be memory: nameless files in ``folder`` and in that for temporary
+    files, all of each allocated; the caller closes them. None for what is too much, and where there
+    is no disk."""
+    for place in (folder, tempfile.gettempdir()):
+        mount = None if place is None else mount_of(place)
+        if place is None or (mount is not None and mount.kind in IN_RAM):
+            continue
+        try:
+            descriptor = open_unlinked(place, nbytes)
+        except PagerError:
+            continue
+        yield descriptor
 
 
 class BounceBuffers(threading.local):

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -26,6 +28,39 @@ _NOBODY = -1
 def page_sums(pages: Bytes) -> Sums:
     """xxh3 of each of ``pages``, C-contiguous uint8 [n, page_size]: uint64 [n]."""
     return np.fromiter((xxhash.xxh3_64_intdigest(page) for page in pages), np.uint64, len(pages))
+
+
+_streams: dict[Any, Any] = {}
+_streams_lock = threading.Lock()
+
+
+def device_sums(pages: Any, page_size: int) -> Sums:
+    """uint64 [n] of ``pages``: n · page_size bytes, a 1-D uint8 tensor or array. Any thread.
+
+    They are those of ``kernels.checksum``, which a GPU computes at the speed of its memory; only
+    the sums cross the link. Host memory gives the same numbers, more slowly: for a page that comes
+    back elsewhere than it was written from. On an accelerator the work is done on a stream of its
+    own (one for all threads: PyTorch's allocator keeps memory for each stream apart), and has been
+    when it returns; the caller has waited for whatever writes the pages.
+    """
+    import torch
+
+    from ...kernels.checksum import page_checksums
+    from ..devices.accelerator import on_stream
+
+    memory = torch.from_numpy(pages) if isinstance(pages, np.ndarray) else pages
+    memory = memory.reshape(-1)
+    stream = None
+    if not memory.is_cpu:
+        with _streams_lock:
+            if memory.device not in _streams:
+                _streams[memory.device] = torch.Stream(memory.device)
+            stream = _streams[memory.device]
+    with nullcontext() if stream is None else on_stream(stream):
+        count = memory.numel() // page_size
+        frames = torch.arange(count, dtype=torch.int32, device=memory.device)
+        sums = page_checksums(memory, frames, page_size).cpu()  # waits for the stream
+        return sums.numpy().view(np.uint64)
 
 
 class Stamps:

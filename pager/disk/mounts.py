@@ -7,6 +7,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+IN_RAM = ("tmpfs", "ramfs")  # kinds of file systems that are memory
 _MOST_BYTES = 1 << 20
 
 

@@ -19,7 +19,7 @@ import itertools
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -29,10 +29,9 @@ import xxhash
 from ..errors import CorruptPage, PagerError
 from ..memory.frame_pool import FramePool
 from . import file as disk_io
-from .batch import TASK_BYTES, THREADS, Batch, SlotRun, Slots, Task, share_out, slots_of, split
-from .engine import Engine, Wrap, check_name, make_engine, registration_of
-from .integrity import Stamps, Sums, page_sums
-from .threads import IoThreads
+from .batch import TASK_BYTES, THREADS, Batch, IoThreads, SlotRun, Slots, Task, share_out, split
+from .engine import Engine, Wrap, check_name, make_engine
+from .integrity import Stamps, Sums, device_sums, page_sums
 
 _tiers: weakref.WeakSet["DiskTier"] = weakref.WeakSet()
 
@@ -66,9 +65,9 @@ class DiskTier:
         if page_size <= 0 or threads <= 0:
             raise ValueError(f"{page_size=} and {threads=} must be positive")
         check_name(io_engine)
-        self._page_size = page_size
+        self.page_size = page_size
         self.threads = threads
-        self._directory = os.path.abspath(directory)
+        self.directory = os.path.abspath(directory)
         self._slot_bytes(capacity_bytes)
         self.slots = FramePool(capacity_bytes // page_size)
         self.bytes_written = 0
@@ -78,9 +77,9 @@ class DiskTier:
         self._closed = False
         self._owner_pid = os.getpid()
         self._bounce = disk_io.BounceBuffers()
-        self._fd = disk_io.open_unlinked(self._directory, self.capacity_bytes)
+        self._fd = disk_io.open_unlinked(self.directory, self.capacity_bytes)
         self._close_fd = weakref.finalize(self, os.close, self._fd)
-        self.stamps = Stamps(self.slots.count, "disk", self._directory)
+        self.stamps = Stamps(self.slots.count, "disk", self.directory)
         _tiers.add(self)
         is_direct = direct is not False and disk_io.enable_direct(
             self._fd, page_size, self.capacity_bytes
@@ -88,7 +87,7 @@ class DiskTier:
         if direct and not is_direct:
             self._close_fd()
             raise PagerError(
-                f"disk_path={self._directory!r} does not take O_DIRECT with {page_size=}; leave "
+                f"disk_path={self.directory!r} does not take O_DIRECT with {page_size=}; leave "
                 "direct=None, or use another file system or a multiple of 4096 bytes"
             )
         try:
@@ -100,7 +99,7 @@ class DiskTier:
                 task_bytes=TASK_BYTES,
                 on_cuda=on_cuda,
             )
-            self.registration = registration_of(made)
+            self.registration = made.registration
             self.engine: Engine = made if engine is None else engine(made)
         except BaseException:
             self._close_fd()
@@ -109,17 +108,9 @@ class DiskTier:
         self._writers = IoThreads(threads, "tensorpager-disk-out")
 
     @property
-    def directory(self) -> str:
-        return self._directory
-
-    @property
-    def page_size(self) -> int:
-        return self._page_size
-
-    @property
     def capacity_bytes(self) -> int:
         """Exact size of the file."""
-        return self.slots.count * self._page_size
+        return self.slots.count * self.page_size
 
     @property
     def direct(self) -> bool:
@@ -159,17 +150,13 @@ class DiskTier:
         and the pages are where they were, in ``runs``. Slots count as unwritten meanwhile.
         """
         self._refuse_if_gone()
-        tasks = split(runs, self._page_size)
+        tasks = split(runs, self.page_size)
         slots = self._slots_of(tasks)
         assert (np.diff(slots) > 0).all(), "a slot is written twice in one batch"
         sums = np.empty(slots.size, np.uint64)
         share_out(tasks, sums)
-
-        def on_success() -> None:
-            self.stamps.wrote(slots, sums)
-
         self.stamps.begin(slots)
-        return self._submit("written", tasks, on_success, here=here)
+        return self._submit("written", tasks, lambda: self.stamps.wrote(slots, sums), here=here)
 
     def submit_read(self, runs: Sequence[SlotRun], *, here: bool = False) -> Future[None]:
         """Starts to read; the arrays may be used when the future has a result.
@@ -178,7 +165,7 @@ class DiskTier:
         what they held.
         """
         self._refuse_if_gone()
-        tasks = split(runs, self._page_size)
+        tasks = split(runs, self.page_size)
         slots = self._slots_of(tasks)
         try:
             share_out(tasks, self.stamps.sums(slots))
@@ -199,11 +186,11 @@ class DiskTier:
             raise ValueError(f"{capacity_bytes=} is less than the disk tier has ({old})")
         if new == old:
             return
-        disk_io.refuse_if_too_large(self._directory, new, have=old, fd=self._fd)
-        disk_io.allocate(self._fd, self._directory, old, new)
+        disk_io.refuse_if_too_large(self.directory, new, have=old, fd=self._fd)
+        disk_io.allocate(self._fd, self.directory, old, new)
         with self._lock:
-            self.stamps.resize(new // self._page_size)
-            self.slots.resize(new // self._page_size)
+            self.stamps.resize(new // self.page_size)
+            self.slots.resize(new // self.page_size)
 
     def close(self) -> None:
         """Waits for what is in flight and gives the space back. The pages are gone. Idempotent."""
@@ -220,28 +207,26 @@ class DiskTier:
 
     def _slot_bytes(self, capacity_bytes: int) -> int:
         """Bytes of the whole slots in ``capacity_bytes``."""
-        if capacity_bytes < self._page_size:
+        if capacity_bytes < self.page_size:
             raise ValueError(
-                f"disk_budget={capacity_bytes} is less than one page ({self._page_size} bytes); "
+                f"disk_budget={capacity_bytes} is less than one page ({self.page_size} bytes); "
                 "raise disk_budget or lower page_size"
             )
-        return capacity_bytes - capacity_bytes % self._page_size
+        return capacity_bytes - capacity_bytes % self.page_size
 
     def _refuse_if_gone(self) -> None:
         if self._owner_pid != os.getpid():
             raise PagerError(
-                f"the disk tier in {self._directory!r} belongs to process {self._owner_pid}; "
+                f"the disk tier in {self.directory!r} belongs to process {self._owner_pid}; "
                 "a forked child has to make its own"
             )
         if self._closed:
-            raise PagerError(f"the disk tier in {self._directory!r} is closed; make a new one")
-
-    def _forget_in_child(self) -> None:
-        if self._close_fd.alive:
-            self._close_fd()
+            raise PagerError(f"the disk tier in {self.directory!r} is closed; make a new one")
 
     def _slots_of(self, tasks: list[Task]) -> Slots:
-        slots = slots_of(tasks)
+        """Every slot of the tasks, in their order."""
+        ranges = [np.arange(task.first_slot, task.end_slot) for task in tasks]
+        slots = np.concatenate([np.empty(0, np.int64), *ranges])
         assert not slots.size or 0 <= slots[0] <= slots[-1] < self.slots.count, f"{slots}"
         return slots
 
@@ -280,24 +265,25 @@ class DiskTier:
     def _write_task(self, task: Task) -> None:
         buffers = task.buffers
         if self._needs_bounce(buffers):
-            bounce = self._bounce.get(task.page_count * self._page_size)
+            bounce = self._bounce.get(task.page_count * self.page_size)
             np.concatenate(buffers, out=bounce)
             buffers = [bounce]
         np.concatenate([self._sums(buffer) for buffer in buffers], out=task.checksums)
-        self.engine.write(buffers, self._offset(task))
+        self.engine.write(buffers, task.first_slot * self.page_size)
         with self._lock:
-            self.bytes_written += task.page_count * self._page_size
+            self.bytes_written += task.page_count * self.page_size
 
     def _read_task(self, task: Task) -> None:
         buffers = task.buffers
         if self._needs_bounce(buffers):
-            buffers = [self._bounce.get(task.page_count * self._page_size)]
-        self.engine.read(buffers, self._offset(task))
+            buffers = [self._bounce.get(task.page_count * self.page_size)]
+        self.engine.read(buffers, task.first_slot * self.page_size)
         with self._lock:
-            self.bytes_read += task.page_count * self._page_size
+            self.bytes_read += task.page_count * self.page_size
         sums = np.concatenate([self._sums(buffer) for buffer in buffers])
         for index in np.flatnonzero(sums != task.checksums).tolist():
-            page = next(itertools.islice(self._pages(buffers), index, None))
+            pages = (page for buffer in buffers for page in buffer.reshape(-1, self.page_size))
+            page = next(itertools.islice(pages, index, None))
             if not self._matches(page, task.checksums[index]):
                 self._read_again(task.first_slot + index, page, task.checksums[index])
         if buffers is not task.buffers:
@@ -308,13 +294,8 @@ class DiskTier:
     def _sums(self, buffer: Any) -> Sums:
         """Of all pages in ``buffer``, made where it is."""
         if isinstance(buffer, np.ndarray):
-            return page_sums(buffer.reshape(-1, self._page_size))
-        return self._device_sums(buffer)
-
-    def _device_sums(self, pages: Any) -> Sums:
-        from .engine_sums import device_sums  # needs PyTorch
-
-        return device_sums(pages, self._page_size)
+            return page_sums(buffer.reshape(-1, self.page_size))
+        return device_sums(buffer, self.page_size)
 
     def _matches(self, page: Any, checksum: np.uint64) -> bool:
         """Whether ``page`` has it, although it was made of other memory: of the device's for what
@@ -322,41 +303,34 @@ class DiskTier:
         if not self.engine.takes_device:
             return False
         if isinstance(page, np.ndarray):
-            return bool(self._device_sums(page)[0] == checksum)
+            return bool(device_sums(page, self.page_size)[0] == checksum)
         return bool(xxhash.xxh3_64_intdigest(page.cpu().numpy()) == checksum)
 
     def _read_again(self, slot: int, page: Any, checksum: np.uint64) -> None:
         """What came is not what was written; once more, in case it was changed on the way."""
-        self.engine.read([page], slot * self._page_size)
+        self.engine.read([page], slot * self.page_size)
         if self._sums(page)[0] != checksum and not self._matches(page, checksum):
             raise self.stamps.wrong(slot)
         with self._lock:
             self.rereads += 1
-
-    def _offset(self, task: Task) -> int:
-        return task.first_slot * self._page_size
 
     def _needs_bounce(self, buffers: list[Any]) -> bool:
         if not self.engine.direct or not isinstance(buffers[0], np.ndarray):
             return False  # device memory is aligned as its frames are
         return not all(map(disk_io.is_aligned, buffers))
 
-    def _pages(self, buffers: list[Any]) -> Iterator[Any]:
-        for buffer in buffers:
-            yield from buffer.reshape(-1, self._page_size)
-
     def _failed(self, verb: str, task: Task, reason: str) -> PagerError:
         where = "stay where they were" if verb == "written" else "are still on the disk only"
         return PagerError(
             f"{task.page_count} pages could not be {verb} from slot {task.first_slot} on, in the "
-            f"disk tier in {self._directory!r}: {reason}; the pages {where}. Look at the drive and "
+            f"disk tier in {self.directory!r}: {reason}; the pages {where}. Look at the drive and "
             "the kernel's log (dmesg), or set disk_path to another disk"
         )
 
 
 def _forget_in_child() -> None:
     for tier in list(_tiers):
-        tier._forget_in_child()
+        tier._close_fd()
 
 
 os.register_at_fork(after_in_child=_forget_in_child)

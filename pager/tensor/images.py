@@ -33,7 +33,7 @@ import torch
 
 from ..core import PagedStorage
 from ..devices.memory import make_read_only, map_bytes, map_memory
-from ..disk.scratch import open_scratch_files
+from ..disk.file import open_scratch_files
 from ..memory.untyped import PagedUntypedStorage, Range, bytes_at
 from .interop import VIEW, refuse
 from .paged_tensor import PagedTensor

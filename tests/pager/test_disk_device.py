@@ -25,7 +25,7 @@ if ENGINE != "posix":
 
 import torch
 
-from tensorpager.pager.disk.engine_sums import device_sums
+from tensorpager.pager.disk.integrity import device_sums
 
 from .fake_streams import Event, Streams, streams  # noqa: F401
 from .models import PAGE_BYTES, make_pager
@@ -36,6 +36,7 @@ class OnDevice:
 
     name = "kvikio"
     takes_device = True
+    registration = None
 
     def __init__(self, inner: Any) -> None:
         self._inner = inner

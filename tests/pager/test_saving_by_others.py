@@ -23,8 +23,7 @@ from torch import nn
 
 import tensorpager as tp
 from tensorpager.pager.debug.chaos import chaos
-from tensorpager.pager.disk.mounts import mount_of
-from tensorpager.pager.disk.scratch import _IN_RAM
+from tensorpager.pager.disk.mounts import IN_RAM, mount_of
 from tensorpager.pager.optim.step_need import peak_of_results
 from tensorpager.pager.tensor import images
 
@@ -71,7 +70,7 @@ def pager(
 
 def skip_unless_on_disk(folder: Path) -> None:
     mount = mount_of(folder)
-    if mount is None or mount.kind in _IN_RAM:
+    if mount is None or mount.kind in IN_RAM:
         pytest.skip(f"{folder} is in memory, so a file there is no way out of it")
 
 

@@ -7,12 +7,11 @@ import shutil
 from pathlib import Path
 
 from ....planner.sizes import format_bytes
-from ...disk.mounts import Mount, mount_of, text_of
+from ...disk.mounts import IN_RAM, Mount, mount_of, text_of
 from ...errors import PagerError
 from .finding import Finding, State, format_rate, number_in
 
 PROBE_PAGE_BYTES = 64 << 10
-_IN_MEMORY = ("tmpfs", "ramfs")
 _REMOTE = ("nfs", "nfs4", "cifs", "smb3", "9p", "ceph", "fuse.sshfs", "virtiofs")
 _COPY_ON_WRITE = ("btrfs", "zfs")
 _RATED_WRITES = 600  # of its own size: what makers of consumer drives commonly promise (TBW)
@@ -46,7 +45,7 @@ def _place(folder: Path) -> Finding:
 def _file_system(mount: Mount) -> Finding:
     detail = f"{mount.kind} on {mount.source}, {mount.options}"
     local = "name a folder on a local NVMe drive"
-    if mount.kind in _IN_MEMORY:
+    if mount.kind in IN_RAM:
         reason, remedy = "; this is memory, not a disk", f"{local}, or raise host_budget instead"
     elif mount.kind in _REMOTE:
         reason, remedy = "; over the network or from a host", local
