@@ -33,7 +33,7 @@ from .devices.choice import make_device
 from .disk.tier import DiskTier
 from .disk.watch import IoWatch, WatchedEngine
 from .errors import InfeasibleBudget, PagerError
-from .machine.calibration.disk_threads import threads_for
+from .machine.calibration.cache import threads_for
 from .machine.ranks import share_of
 from .memory.frame_pool import FramePool
 from .memory.host import HostTier

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import glob
 import mmap
 import os
 import secrets
@@ -25,9 +26,9 @@ from typing import BinaryIO
 
 import torch
 
+from ..disk.file import open_tmpfile
 from ..errors import PagerError
 
-_NO_TMPFILE = {errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL}
 _NO_LINK = {errno.EOPNOTSUPP, errno.EPERM, errno.ENOENT, errno.EXDEV}
 _NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
@@ -42,7 +43,7 @@ def atomic_file(path: Path) -> Iterator[BinaryIO]:
     folder = path.absolute().parent
     remove_stale(path)
     name: Path | None = None
-    descriptor = _open_nameless(folder)
+    descriptor = open_tmpfile(folder)
     if descriptor is None:
         descriptor, name = _open_named(path)
     try:
@@ -80,7 +81,7 @@ def reserve(file: BinaryIO, nbytes: int) -> None:
 def remove_stale(path: Path) -> None:
     """Delete what a killed process left of saving ``path``; not what a living one is writing."""
     folder = path.absolute().parent
-    for found in sorted(folder.glob(f"{_escaped(_prefix(path))}*")):
+    for found in sorted(folder.glob(f"{glob.escape(_prefix(path))}*")):
         with suppress(OSError):  # another's file, or another has just removed it
             descriptor = os.open(found, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
             try:
@@ -94,21 +95,8 @@ def _prefix(path: Path) -> str:
     return f".{path.name}.saving-"
 
 
-def _escaped(text: str) -> str:
-    return "".join(f"[{c}]" if c in "*?[" else c for c in text)
-
-
 def _temporary(path: Path) -> Path:
     return path.absolute().parent / f"{_prefix(path)}{secrets.token_hex(8)}"
-
-
-def _open_nameless(folder: Path) -> int | None:
-    try:
-        return os.open(folder, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
-    except OSError as error:
-        if error.errno in _NO_TMPFILE:
-            return None
-        raise
 
 
 def _open_named(path: Path) -> tuple[int, Path]:

@@ -3,12 +3,12 @@
 A copy of a whole model in memory is what paging is there to avoid. So the copy is made in a file
 without a name, a slab at a time, and its tensors are a map of that file: the kernel reads them when
 they are used, and drops them from memory when it wants to. The file goes with the last of them.
+Few bytes are in a file that is memory (``memfd``).
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from ..core import Core
 
 IN_MEMORY_BYTES = 64 << 20
-"""Up to here a snapshot is plain memory."""
+"""Up to here a snapshot is in memory."""
 _ALIGNMENT = 64
 
 
@@ -38,8 +38,9 @@ def snapshot(pager: Core, tree: Any) -> Any:
     most = sum(_room(tensor) for tensor in tensors_of(tree))
     descriptor = None if most <= IN_MEMORY_BYTES else next(open_scratch_files(folder, most), None)
     if descriptor is None:
-        return with_tensors(tree, _of_shards(_in_memory))
+        descriptor = os.memfd_create("tensorpager-state")
     try:
+        os.ftruncate(descriptor, most)
         return _in_file(tree, descriptor)
     finally:
         os.close(descriptor)
@@ -51,27 +52,15 @@ def _room(tensor: torch.Tensor) -> int:
     return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
 
 
-def _in_memory(tensor: torch.Tensor) -> torch.Tensor:
-    if is_odd(tensor):
-        return tensor.detach().clone()
-    made = _shape_of(tensor, torch.empty(tensor.numel(), dtype=tensor.dtype))
-    target = made.as_strided((made.numel(),), (1,)).view(torch.uint8) if made.numel() else None
-    offset = 0
-    for chunk in chunks(tensor):
-        assert target is not None
-        target[offset : offset + len(chunk)] = torch.frombuffer(chunk, dtype=torch.uint8)
-        offset += len(chunk)
-    return made
-
-
 def _in_file(tree: Any, descriptor: int) -> Any:
     mapped = MappedFile(descriptor, "state_dict()")
     end = 0
 
-    def copy(tensor: torch.Tensor) -> torch.Tensor:
+    def copy(whole: torch.Tensor) -> torch.Tensor:
         nonlocal end
+        tensor = local_of(whole)
         if is_odd(tensor):
-            return tensor.detach().clone()
+            return whole.detach().clone()
         start = offset = end
         end += _room(tensor)
         for chunk in chunks(tensor):
@@ -79,21 +68,8 @@ def _in_file(tree: Any, descriptor: int) -> Any:
             while rest:
                 written = os.pwrite(descriptor, rest, offset)
                 rest, offset = rest[written:], offset + written
-        return _shape_of(tensor, mapped.tensor(start, tensor.numel(), tensor.dtype))
+        layout, flat = layout_of(tensor), mapped.tensor(start, tensor.numel(), tensor.dtype)
+        made = flat.as_strided(layout.size(), layout.stride())
+        return made if tensor is whole else with_local(whole, made)
 
-    return with_tensors(tree, _of_shards(copy))
-
-
-def _of_shards(copy: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Any], torch.Tensor]:
-    """The same for DTensors too."""
-
-    def copy_of(tensor: torch.Tensor) -> torch.Tensor:
-        local = local_of(tensor)
-        return copy(tensor) if local is tensor else with_local(tensor, copy(local))
-
-    return copy_of
-
-
-def _shape_of(tensor: torch.Tensor, flat: torch.Tensor) -> torch.Tensor:
-    layout = layout_of(tensor)
-    return flat.as_strided(layout.size(), layout.stride())
+    return with_tensors(tree, copy)

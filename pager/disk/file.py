@@ -24,7 +24,6 @@ ALIGNMENT = 4096
 """O_DIRECT's unit for addresses, offsets and lengths; no common device needs more."""
 
 _MAX_BUFFERS = min(os.sysconf("SC_IOV_MAX"), 1024)
-_NO_TMPFILE = {errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL}
 
 
 def aligned_bytes(nbytes: int) -> Bytes:
@@ -66,12 +65,20 @@ def open_unlinked(directory: str, nbytes: int) -> int:
     return fd
 
 
-def _open_nameless(directory: str) -> int:
+def open_tmpfile(directory: str | os.PathLike[str], flags: int = 0) -> int | None:
+    """A new file without a name, mode 0600; ``None`` if the file system has none. OSError."""
     try:
-        return os.open(directory, os.O_TMPFILE | os.O_RDWR | os.O_EXCL, 0o600)
+        return os.open(directory, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC | flags, 0o600)
     except OSError as error:
-        if error.errno not in _NO_TMPFILE:
-            raise
+        if error.errno in (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL):
+            return None
+        raise
+
+
+def _open_nameless(directory: str) -> int:
+    found = open_tmpfile(directory, os.O_EXCL)
+    if found is not None:
+        return found
     fd, path = tempfile.mkstemp(prefix="tensorpager-", dir=directory)
     try:
         os.unlink(path)

@@ -42,7 +42,7 @@ class DiskTier:
     ``slots`` says which are free; it belongs to the caller, which allocates before it writes.
     Methods may be called from several threads. ``direct``: whether to bypass the page cache with
     O_DIRECT; by default wherever that works. ``threads``: how many read, and how many write (what
-    suits a disk: ``calibration/disk_threads.py``). ``registration``: of the frames, where the
+    suits a disk: ``calibration/cache.py``). ``registration``: of the frames, where the
     engine moves them straight; for their backend.
     ``io_engine``: see ``engine.make_engine``; ``on_cuda``: whether the pages come from device
     memory. ``engine``: what to put around the engine (tests put faults there).

@@ -76,7 +76,7 @@ def bench_io(
     with in_one_line(context):
         from ..disk.kvikio import why_not
         from .bench import LARGEST, sweep, together
-        from .calibration.disk_threads import remember_threads
+        from .calibration.cache import remember_threads
 
         size_bytes -= size_bytes % LARGEST
         _refuse(path, size_bytes, least=LARGEST)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import sys
 import time
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import click
@@ -15,7 +15,6 @@ from ...planner.commands.output import PIPE_WIDTH, emit, emit_json, emit_text
 from ...planner.errors import PagerError
 from .rates import History, description
 from .reader import NoSuchProcess, Training, find_trainings, open_training
-from .view import Screen, format_duration, frame, listing
 
 _SECOND_RECORD_SECONDS = 2.0  # a training that lives publishes four times in this time
 
@@ -104,6 +103,8 @@ def top(
 
 
 def _choose(trainings: list[Training], *, json: bool) -> None:
+    from .view import listing
+
     if json:
         emit_json({"trainings": [description(t, History(t.latest)) for t in trainings]})
         return
@@ -112,20 +113,31 @@ def _choose(trainings: list[Training], *, json: bool) -> None:
 
 
 def _show(training: Training, interval: float, *, once: bool, json: bool) -> None:
-    history = History(training.latest)
+    from rich.console import Console
+    from rich.live import Live
+
+    from .view import Screen, format_duration, frame
+
+    history, terminal = History(training.latest), sys.stdout.isatty()
     if once or json:
         _second_record(training, history, interval)
         if json:
             emit_json(description(training, history))
             return
         if not training.ended:
-            emit(frame(training, history, _screen()))
+            columns = shutil.get_terminal_size().columns if terminal else PIPE_WIDTH
+            emit(frame(training, history, Screen(columns)))
     else:
-        with suppress(KeyboardInterrupt):
-            if sys.stdout.isatty():
-                _live(training, history, interval)
-            else:
-                _frames(training, history, interval)
+        console = Console(markup=False, emoji=False, highlight=False)
+        live = Live(console=console, screen=True, auto_refresh=False) if terminal else None
+        with suppress(KeyboardInterrupt), live or nullcontext():
+            while not training.ended:
+                if live is not None:
+                    live.update(frame(training, history, Screen(*console.size)), refresh=True)
+                else:  # into a pipe or a file: one below the other
+                    emit(frame(training, history, Screen(PIPE_WIDTH)), "")
+                time.sleep(interval)
+                history.add(training.read())
     if training.ended:
         latest = training.latest
         ran = format_duration(latest["updated"] - latest["started"])
@@ -141,34 +153,6 @@ def _second_record(training: Training, history: History, interval: float) -> Non
     while history.span_seconds < interval and time.monotonic() < deadline and not training.ended:
         time.sleep(min(interval, 0.1))
         history.add(training.read())
-
-
-def _screen() -> Screen:
-    """What a single frame is printed on."""
-    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else PIPE_WIDTH
-    return Screen(width)
-
-
-# -- frame after frame ---------------------------------------------------------------------------
-def _frames(training: Training, history: History, interval: float) -> None:
-    """Into a pipe or a file: one below the other."""
-    while not training.ended:
-        emit(frame(training, history, _screen()), "")
-        time.sleep(interval)
-        history.add(training.read())
-
-
-def _live(training: Training, history: History, interval: float) -> None:
-    from rich.console import Console
-    from rich.live import Live
-
-    console = Console(markup=False, emoji=False, highlight=False)
-    with Live(console=console, screen=True, auto_refresh=False) as live:
-        while not training.ended:
-            screen = Screen(console.size.width, console.size.height)
-            live.update(frame(training, history, screen), refresh=True)
-            time.sleep(interval)
-            history.add(training.read())
 
 
 def _serve(target: str | None, host: str, port: int) -> None:

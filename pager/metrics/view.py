@@ -10,16 +10,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from ...planner.commands.tables import format_us, short
+from rich.table import Table
+from rich.text import Text
+
+from ...planner.commands.tables import format_us, short, table
 from ...planner.sizes import format_bytes
 from .rates import History, Rates, age_seconds, hit_rate, state
 from .reader import TEXTS, TIER_KEYS, TIERS, Snapshot, Training
-
-if TYPE_CHECKING:
-    from rich.table import Table
-    from rich.text import Text
 
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _STATES = {"training": "green", "idle": "yellow", "silent": "red", "ended": "red"}
@@ -48,8 +46,6 @@ class Screen:
 
 def frame(training: Training, history: History, screen: Screen) -> Text:
     """The whole view."""
-    from rich.text import Text
-
     record, rates = training.latest, history.rates()
     lines: list[Text] = [_head(training), _where(record), Text()]
     lines += _tiers(record, screen)
@@ -57,25 +53,19 @@ def frame(training: Training, history: History, screen: Screen) -> Text:
     lines += [Text(), *_waits(record, rates)]
     lines += [Text(), *_iterations(record, rates, screen)]
     if record["logged"]:
-        lines += [Text(), _logged(record)]
-    lines = _fitting(lines, screen.height)
+        told = (f"{name} {number(value)}" for name, value in record["logged"].items())
+        lines += [Text(), Text("  ".join(told))]
+    height = screen.height
+    if height is not None and len(lines) > height:  # no empty lines then; the last one stays
+        full = [line for line in lines if line.plain]
+        lines = [*full[: height - 1], full[-1]] if len(full) > height else full
     for line in lines:
         line.truncate(screen.columns, overflow="ellipsis")
         line.no_wrap = True
     return Text("\n").join(lines)
 
 
-def _fitting(lines: list[Text], height: int | None) -> list[Text]:
-    """Without the empty lines if there are too many; the last one stays in any case."""
-    if height is None or len(lines) <= height:
-        return lines
-    full = [line for line in lines if line.plain]
-    return [*full[: height - 1], full[-1]] if len(full) > height else full
-
-
 def _head(training: Training) -> Text:
-    from rich.text import Text
-
     record, now = training.latest, state(training)
     text = Text.assemble(
         (short(record["script"], 30), "bold"), f"  pid {training.name}  {record['device']}  ",
@@ -87,8 +77,6 @@ def _head(training: Training) -> Text:
 
 
 def _where(record: Snapshot) -> Text:
-    from rich.text import Text
-
     runs = format_duration(record["updated"] - record["started"])
     done = f"{record['iterations']:,} iterations"
     if record["planned_iterations"]:
@@ -99,8 +87,6 @@ def _where(record: Snapshot) -> Text:
 
 # -- tiers ---------------------------------------------------------------------------------------
 def _tiers(record: Snapshot, screen: Screen) -> Iterator[Text]:
-    from rich.text import Text
-
     for name in TIERS:
         tier = tuple(record["tiers"][name][key] for key in TIER_KEYS)
         if tier[-1]:
@@ -118,8 +104,6 @@ def _tiers(record: Snapshot, screen: Screen) -> Iterator[Text]:
 
 def bar(tier: Tier, dense: int, width: int) -> Text:
     """``width`` cells for the budget."""
-    from rich.text import Text
-
     used_bytes, peak_bytes, budget_bytes = tier
     full, rest, free, mark = "█▓░|"
 
@@ -138,8 +122,6 @@ def bar(tier: Tier, dense: int, width: int) -> Text:
 
 # -- what moves and what waits -------------------------------------------------------------------
 def _traffic(record: Snapshot, rates: Rates) -> Iterator[Text]:
-    from rich.text import Text
-
     for name, nbytes in record["channel_bytes"].items():
         tier = name.partition("-")[0]
         if not record["tiers"][tier]["budget_bytes"]:
@@ -150,8 +132,6 @@ def _traffic(record: Snapshot, rates: Rates) -> Iterator[Text]:
 
 
 def _waits(record: Snapshot, rates: Rates) -> Iterator[Text]:
-    from rich.text import Text
-
     share = rates.stall_share
     stalled = "stalled    " + (f"{share:>11.1%}" if share is not None else f"{'-':>11}")
     total = format_us(record["stall_us"] or 0.0)
@@ -167,17 +147,14 @@ def _waits(record: Snapshot, rates: Rates) -> Iterator[Text]:
 
 
 def _iterations(record: Snapshot, rates: Rates, screen: Screen) -> Iterator[Text]:
-    from rich.text import Text
-
-    latest = record["iteration_us"]
+    latest, running = record["iteration_us"], _running(record)
     if latest is None:
-        running = _running(record)
         yield Text(f"iteration  the first one runs{running}" if running else "no iteration yet")
         return
     text = f"iteration  {format_us(latest):>11}"
     if rates.iterations_per_s is not None:
         text += f"     {rates.iterations_per_s:.3g} per second"
-    yield Text(text + (f", the next runs{running}" if (running := _running(record)) else ""))
+    yield Text(text + (f", the next runs{running}" if running else ""))
     known = [
         (what, record[key])
         for what, key in (("plan", "predicted_us"), ("bound", "bound_us"), ("ideal", "ideal_us"))
@@ -206,12 +183,6 @@ def sparkline(values: Sequence[float]) -> str:
     return "".join(_BLOCKS[min(7, int(8 * max(0.0, value) / top))] for value in values)
 
 
-def _logged(record: Snapshot) -> Text:
-    from rich.text import Text
-
-    return Text("  ".join(f"{name} {number(value)}" for name, value in record["logged"].items()))
-
-
 def number(value: float) -> str:
     """Such as ``4.531``, ``12,345``, ``1.2e-05``."""
     if not math.isfinite(value):
@@ -235,8 +206,6 @@ def format_duration(seconds: float) -> str:
 # -- several trainings ---------------------------------------------------------------------------
 def listing(trainings: Sequence[Training]) -> Table:
     """One line for each, to choose from."""
-    from ...planner.commands.tables import table
-
     rows = []
     for training in trainings:
         record = training.latest

@@ -1,9 +1,9 @@
 """The command line of ``train_lm.py``: what is allowed, and what a wrong value is told."""
 
 import argparse
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 
@@ -188,36 +188,23 @@ def _check_paths(options: Options) -> None:
 
 def plain_arguments(options: Options, json: Path) -> list[str]:
     """The command line of the run that ``options`` compares with."""
-    scalars = _scalars_argument(options, "plain")
-    return [*_common_arguments(options), *scalars, "--no-pager", f"--json={json}"]
+    no_budgets = dict.fromkeys(f"{tier}_budget" for tier in TIERS)
+    return _arguments(options, "plain", json, pager=False, metrics=False, **no_budgets)
 
 
 def paged_arguments(options: Options, json: Path, needed: int) -> list[str]:
-    """The command line of the paged run, its budgets in bytes."""
-    budgets = [f"--{tier}-budget={options.budget_bytes(tier, needed)}" for tier in TIERS]
-    if options.disk_budget is None:
-        budgets.pop()
-    where = [f"--disk-path={options.disk_path}"] if options.disk_path is not None else []
-    return [
-        *_common_arguments(options),
-        *_scalars_argument(options, "paged"),
-        *(["--metrics"] if options.metrics else []),
-        *budgets,
-        *where,
-        f"--page-size={options.page_size}",
-        f"--policy={options.policy}",
-        f"--json={json}",
-    ]
+    """The command line of the paged run, whose budgets may be shares of ``needed`` bytes."""
+    return _arguments(options, "paged", json, needed=needed)
 
 
-def _scalars_argument(options: Options, run: str) -> list[str]:
-    """TensorBoard shows the folders of one folder as runs to compare."""
-    return [f"--tensorboard={options.tensorboard / run}"] if options.tensorboard else []
-
-
-def _common_arguments(options: Options) -> list[str]:
-    names = ("preset", "dtype", "device", "steps", "batch", "seq", "lr", "warmup", "decay_steps")
-    optional = ("data", "resume")
-    given = [name for name in optional if getattr(options, name) is not None]
-    flags = (*names, "clip", "seed", *given)
-    return [f"--{name.replace('_', '-')}={getattr(options, name)}" for name in flags]
+def _arguments(options: Options, run: str, json: Path, **changes: Any) -> list[str]:
+    """A command line for ``options`` with ``changes``."""
+    if options.tensorboard is not None:  # it shows the folders of one folder as runs to compare
+        changes["tensorboard"] = options.tensorboard / run
+    values = asdict(replace(options, compare=False, json=json, **changes))
+    flags = [] if values.pop("pager") else ["--no-pager"]
+    for name, value in values.items():
+        flag = f"--{name.replace('_', '-')}"
+        if value is not None and value is not False:
+            flags.append(flag if value is True else f"{flag}={value}")
+    return flags

@@ -13,10 +13,9 @@ from tensorpager.pager.disk.batch import THREADS
 from tensorpager.pager.machine import bench
 from tensorpager.pager.machine.bench import Setting, cheapest_of_the_best, together
 from tensorpager.pager.machine.bench_command import bench_io
-from tensorpager.pager.machine.calibration import cache, disk_threads
-from tensorpager.pager.machine.calibration.cache import machine_key
+from tensorpager.pager.machine.calibration import cache
+from tensorpager.pager.machine.calibration.cache import machine_key, remember_threads, threads_for
 from tensorpager.pager.machine.calibration.disk_rates import DiskRates
-from tensorpager.pager.machine.calibration.disk_threads import remember_threads, threads_for
 
 from .disk_suite import open_below
 from .models import make_pager
@@ -107,7 +106,7 @@ def test_what_is_remembered_is_said(
 def test_a_number_of_threads_that_cannot_be_is_not_used(
     tmp_path: Path, values: dict[str, Any]
 ) -> None:
-    key = disk_threads._key(tmp_path)
+    key = cache._threads_key(tmp_path)
     assert key is not None
     cache.store(key, values)
     assert threads_for(tmp_path) == THREADS

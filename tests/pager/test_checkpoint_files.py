@@ -135,7 +135,7 @@ NAMELESS = pytest.mark.parametrize("nameless", [True, False])
 
 def _without_nameless(monkeypatch: pytest.MonkeyPatch, nameless: bool) -> None:
     if not nameless:  # as on file systems without O_TMPFILE
-        monkeypatch.setattr(checkpoint_file, "_open_nameless", lambda folder: None)
+        monkeypatch.setattr(checkpoint_file, "open_tmpfile", lambda folder: None)
 
 
 @NAMELESS

@@ -68,7 +68,7 @@ def test_children_of_a_comparison_get_the_same_training(tmp_path: Path) -> None:
     for name in ("preset", "dtype", "steps", "batch", "seq", "lr", "warmup", "clip", "seed"):
         assert getattr(plain, name) == getattr(paged, name) == getattr(options, name)
     assert not plain.pager
-    assert [paged.budget_bytes(tier, None) for tier in ("device", "host", "disk")] == [
+    assert [paged.budget_bytes(tier, paged.needed) for tier in ("device", "host", "disk")] == [
         500,
         1 << 20,
         200,

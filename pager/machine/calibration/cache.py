@@ -1,4 +1,5 @@
-"""Measured rates, kept for a week in one small file per machine, device, disk and page size.
+"""Measured rates, kept for a week in one small file per machine, device, disk and page size; and
+how many threads suit a disk.
 
 They are in ``$XDG_CACHE_HOME/tensorpager`` (``~/.cache/tensorpager``), private to the user.
 ``TENSORPAGER_CALIBRATION=off`` keeps them out of there. A file that is not what was written here is
@@ -21,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from .... import __version__
 from ...devices.allocator_build import private_folder
+from ...disk.batch import THREADS
 from ...disk.mounts import mount_of, text_of
 
 if TYPE_CHECKING:
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
     from ...disk.tier import DiskTier
 
 MAX_AGE_S = 7 * 24 * 3600
+MOST_THREADS = 64  # that a file of ours may ask for
 _MAX_FILE_BYTES = 1 << 16
 
 Key = dict[str, str | int | None]
@@ -36,17 +39,17 @@ Key = dict[str, str | int | None]
 
 def machine_key(device: torch.device, disk: DiskTier | None, page_size: int) -> Key:
     """All that the rates depend on and that stays the same when the machine starts again."""
-    where = {} if disk is None else _disk_key(disk)
-    return {
+    key: Key = {
         **host_key(),
         "device": _cpu_name() if device.type == "cpu" else _accelerator_name(device),
         "page_size": page_size,
-        "disk_device": where.get("device"),
-        "disk_file_system": where.get("file_system"),
-        "disk_direct": where.get("direct"),
-        "disk_engine": where.get("engine"),
-        "disk_threads": where.get("threads"),
     }
+    if disk is not None:
+        for name, value in folder_key(disk.directory).items():
+            key[f"disk_{name}"] = value
+        key |= {"disk_direct": int(disk.direct), "disk_engine": disk.engine.name}
+        key["disk_threads"] = disk.threads
+    return key
 
 
 def host_key() -> Key:
@@ -101,6 +104,32 @@ def store(key: Key, values: dict[str, Any]) -> None:
                 os.unlink(part)
 
 
+def threads_for(folder: str | os.PathLike[str]) -> int:
+    """How many threads read, and as many again write, in ``folder``: what ``bench-io`` found to be
+    best for its disk within a week, else ``THREADS``. Never raises."""
+    key = _threads_key(folder)
+    found = load(key) if key is not None else None
+    threads = found.get("threads") if found is not None else None
+    return threads if type(threads) is int and 1 <= threads <= MOST_THREADS else THREADS
+
+
+def remember_threads(folder: str | os.PathLike[str], threads: int) -> bool:
+    """Makes ``threads_for`` give ``threads`` for the disk of ``folder``; whether that was kept."""
+    key = _threads_key(folder)
+    if key is None:
+        return False
+    values = {"threads": threads}
+    store(key, values)
+    return load(key) == values
+
+
+def _threads_key(folder: str | os.PathLike[str]) -> Key | None:
+    try:
+        return {**host_key(), "what": "disk threads", **folder_key(folder)}
+    except OSError:
+        return None
+
+
 def _file_name(key: Key) -> str:
     digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()
     return f"calibration-{digest[:16]}.json"
@@ -127,15 +156,6 @@ def _read_own(path: Path) -> bytes:
     if len(content) > _MAX_FILE_BYTES:
         raise OSError(f"{path} is too large")
     return content
-
-
-def _disk_key(disk: DiskTier) -> Key:
-    return {
-        **folder_key(disk.directory),
-        "direct": int(disk.direct),
-        "engine": disk.engine.name,
-        "threads": disk.threads,
-    }
 
 
 def _accelerator_name(device: torch.device) -> str:

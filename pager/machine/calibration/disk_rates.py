@@ -14,8 +14,9 @@ from ...disk.tier import DiskTier
 from ...disk.watch import IoWatch
 from ...errors import HungDisk
 from ...memory.frame_pool import Run
-from .timing import PHASE_S, ROUNDS, median_seconds, since
 
+ROUNDS = 5
+PHASE_S = 0.15
 _ROUND_S = 0.06
 _WRITES_QUEUED = 8
 _SINGLES = 64
@@ -23,6 +24,20 @@ _SINGLES = 64
 Submit = Callable[[Sequence[SlotRun]], Future[None]]
 TimedRuns = Callable[[Sequence[Run]], float]
 """Runs of slots → seconds to move them."""
+
+
+def since(began: float) -> float:
+    """Seconds since ``began`` (of ``time.perf_counter``), never 0."""
+    return max(time.perf_counter() - began, 1e-9)
+
+
+def median_seconds(timed: Callable[[], float], rounds: int = ROUNDS) -> float:
+    """Median of ``rounds`` rounds, or of as many as begin within ``PHASE_S``; one at least."""
+    seconds: list[float] = []
+    began = time.perf_counter()
+    while not seconds or (len(seconds) < rounds and since(began) < PHASE_S):
+        seconds.append(timed())
+    return statistics.median(seconds)
 
 
 class Transfer(NamedTuple):

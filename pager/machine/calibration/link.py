@@ -10,7 +10,7 @@ import torch
 from ...devices.accelerator import on_stream
 from ...devices.device import Bytes, Device
 from ...errors import PagerError
-from .timing import median_seconds, since
+from .disk_rates import median_seconds, since
 
 _SMALL_BYTES = 4096  # hardly any time for the bytes: what is left is the cost of a copy
 _SMALL_ROUNDS = 31
