@@ -20,6 +20,7 @@ from .disk.watch import IoWatch, check_timeout
 from .distributed import collectives as _collectives  # noqa: F401 - serves them
 from .distributed.replicas import page_sharded, refuse_wrapped, watch_forward
 from .errors import PagerError
+from .inference import Inference
 from .iteration import Iteration, drop
 from .memory.page_table import Int32
 from .metrics.publisher import Metrics
@@ -29,6 +30,7 @@ from .optim import optimizer as _optimizer
 from .optim.advice import watch_steps
 from .optim.fused_states import Format
 from .optim.in_backward import InBackward
+from .plan.cycle import Cycle
 from .plan.explain import explain
 from .plan.follower import Follower
 from .plan.record import record_iterations, recording_from_environment
@@ -121,6 +123,7 @@ class Pager:
         self._recorder = recorder = Recorder(core)
         plans = policy != "lru"
         core.follower = self._follower = Follower(core, recorder) if plans else None
+        core.cycle = Cycle(core)
         self.metrics = Metrics(core, self._follower)
         guard_data(saved)
         guard_doors()
@@ -237,6 +240,21 @@ class Pager:
         """
         self.core.check_open()
         return Iteration(self.core, self.metrics)
+
+    def inference(self) -> Inference:
+        """A model that is only read, as by ``model.generate()``: a context manager, without
+        gradients inside.
+
+        As many weights as the budget holds stay on the device and are not moved again; the others
+        come ahead of use, in the order that the first pass has shown. Nothing is metered: what is
+        dense, such as the cache of a generation, takes from the arena what it needs, inside the
+        budget. Prompts and answers of any length are alike.
+
+        Raises ``PagerError`` if an iteration is running, and ``InfeasibleBudget`` where an op finds
+        no room inside the budget.
+        """
+        self.core.check_open()
+        return Inference(self.core, self.metrics)
 
     def begin(self) -> None:
         """:meth:`iteration` in two calls, for trainers that call back where a step begins and where

@@ -155,6 +155,13 @@ class InBackward(Protocol):
     def extra_dense(self) -> int: ...
 
 
+class Cycle(Protocol):
+    """What stays and what is read ahead in inference (``cycle.py``)."""
+
+    def begin(self) -> None: ...
+    def end(self) -> None: ...
+
+
 class Follower(Protocol):
     """Of plans (``follower.py``). ``compiled``: the one that the iteration follows."""
 
@@ -175,13 +182,13 @@ class Follower(Protocol):
 class Core:
     """Of one pager. ``face``: the object that the user made, ``PagedTensor.pager``.
 
-    ``inside``: an iteration runs. ``fits``: everything fits, nothing has to move. ``stepping``: an
-    optimizer's step is under way. ``replaced``: paged parameters by the id of what they were made
-    of. ``cut_short``: what was dropped with the latest iteration, if it was. ``after_op``: called
-    when an access has ended. ``watch``, ``follower``, ``on_iteration`` look on. ``sees_ops``: the
-    ops of the program are wanted one by one, and none that we make of them. ``on_forward``:
-    called as a paged model runs, with it and whether it is the first time. ``page_grad``: hook of a
-    parameter whose gradient is there.
+    ``inside``: an iteration runs, or inference (``inferring``). ``fits``: everything fits, nothing
+    has to move. ``stepping``: an optimizer's step is under way. ``replaced``: paged parameters by
+    the id of what they were made of. ``cut_short``: what was dropped with the latest iteration, if
+    it was. ``after_op``: called when an access has ended. ``watch``, ``follower``, ``on_iteration``
+    look on. ``sees_ops``: the ops of the program are wanted one by one, and none that we make of
+    them. ``on_forward``: called as a paged model runs, with it and whether it is the first time.
+    ``page_grad``: hook of a parameter whose gradient is there.
     """
 
     saved: Saved
@@ -189,6 +196,7 @@ class Core:
     opened: Opened
     profile_run: ProfileRun
     in_backward: InBackward
+    cycle: Cycle
     follower: Follower | None
     page_grad: Callable[[torch.Tensor], None]
 
@@ -210,7 +218,7 @@ class Core:
             given.budget_bytes["device"], self.page_size, given.reserve, self.residency,
             self.backend,
         )  # fmt: skip
-        self.stepping = self.inside = self.fits = False
+        self.stepping = self.inside = self.inferring = self.fits = False
         self.after_op: Callable[[], None] | None = None
         self.watch: Watcher | None = None
         self.sees_ops = False

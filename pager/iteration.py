@@ -62,13 +62,16 @@ class Iteration(ContextDecorator):
                     "runs first: with end(), or with abandon() if its step was cut short"
                 )
             drop(pager)
-        running = pager.running = Running(pager, self._metrics, self)
+        running = pager.running = self._make_running()
         try:
             running.start()
         except BaseException as error:
             running.cut(error)
             raise
         return self
+
+    def _make_running(self) -> Running:
+        return Running(self._pager, self._metrics, self)
 
     def end(self) -> None:
         """The step is done. In the first iteration the budget is settled now.

@@ -74,6 +74,8 @@ class ProfileRun:
         dims = tuple(size for t in tensors for size in t.shape)
         if self._shapes.cover(kind, dims) or not self._pager.in_iteration():
             return
+        if self._pager.inferring:
+            return
         self._fresh_shapes.add((kind, dims))
         if self._pager.budget.settled:
             self._meter(go_on=True)
@@ -118,7 +120,7 @@ class ProfileRun:
             given = budget.give(missing)
         if not given or self._most_pages() <= pager.residency.frames:
             pager.fits, pager.saved.dense_allowance = before
-        if budget.gave and pager.follower is not None:
+        if budget.gave and pager.follower is not None and not pager.inferring:
             with pager.lock:
                 pager.follower.arena_resized()
         return given

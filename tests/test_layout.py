@@ -83,7 +83,7 @@ def test_only_devices_know_that_one_is_cuda(path: Path) -> None:
 ROOMS = (
     "errors", "devices", "memory", "disk", "machine", "moves", "budget", "core", "debug", "tensor",
     "streaming", "optim", "plan", "checkpoint", "distributed", "metrics", "profile_run",
-    "iteration", "api", "integrations", "cli",
+    "iteration", "inference", "api", "integrations", "cli",
 )  # fmt: skip
 
 

@@ -26,6 +26,7 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable, Collection
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -124,6 +125,9 @@ class DeviceBudget:
         self.placement = Placement()
         self.make_dense_room: Callable[[int], bool] = lambda missing: False
         self.gave = False  # frames to dense memory, since the border was placed
+        self.inferring = False
+        self.of_inference = False  # the border is where inference has put it
+        self._inference_peak = 0  # dense bytes in inference, at most
         self._cap = 0  # of its dense memory
         self._lacking = 0  # bytes, when it was last asked for more
         self._of_ops = 0  # frames that other ops than steps took, in metered iterations
@@ -141,6 +145,8 @@ class DeviceBudget:
     # -- asked by residency ----------------------------------------------------------------------
     def _make_room(self, frames: int) -> bool:
         """More frames for one op: allowed while the border is not settled."""
+        if self.inferring:
+            return self._grow_in_inference(frames)
         if self.settled or frames > self._most_frames():
             return False
         self.residency.resize(frames)
@@ -151,7 +157,7 @@ class DeviceBudget:
         """More frames because the tiers below are full: allowed within the budget, likewise."""
         most = min(self.bytes // self.page_size, self._most_frames())
         count = self.residency.pool.count
-        if self.settled or self.fixed_reserve is not None or count >= most:
+        if self.settled or self.inferring or self.fixed_reserve is not None or count >= most:
             return False
         self._stuck = True
         self.residency.resize(min(most, count + frames))
@@ -239,7 +245,9 @@ class DeviceBudget:
     def peak_bytes(self) -> int:
         """Most device bytes in use so far: frames in use and dense bytes beside them."""
         size = self.page_size
-        steady = self.residency.peak_frames * size + self.dense_peak if self.settled else 0
+        steady = 0
+        if self.settled and not self.of_inference:
+            steady = self.residency.peak_frames * size + self.dense_peak
         return max(steady, self._most, self._peak_outside or 0)
 
     def note_step_outside(self) -> bool:
@@ -451,6 +459,45 @@ class DeviceBudget:
         elif not self.checked:
             self.backend.meter_start()
 
+    # -- inference -------------------------------------------------------------------------------
+    def begin_inference(self) -> None:
+        """With no page moving but by the caller: dense memory has what it had in inference before,
+        and takes from the arena what it asks for beyond that. Nothing is metered."""
+        self._most = max(self._most, self.peak_bytes())
+        self.inferring = True
+        if self.fixed_reserve is None and self.backend.can_unmap:
+            dense = max(self._inference_peak, self.dense_baseline)
+            frames = self._frames_beside(dense + max(dense // _MARGIN, _MARGIN_BYTES))
+            with suppress(TierFull):  # where the tiers below cannot take what leaves, it stays
+                self.residency.resize(max(frames, self._least_frames))
+            self.of_inference = self.gave = True
+            self.residency.peak_frames = self.residency.frames_used
+            self.reserve = self.bytes - self.residency.frames * self.page_size
+            self._limit()
+        self.begin()
+
+    def end_inference(self) -> None:
+        """The border stays, until an iteration begins."""
+        self._note_both()
+        dense = self.dense_baseline + self.backend.dense_peak()
+        self._inference_peak = max(self._inference_peak, dense)
+        self.inferring = False
+        self.backend.cap_dense(None)
+
+    def _grow_in_inference(self, frames: int) -> bool:
+        """More frames for one op, as far as dense memory does not use them now."""
+        dense = self.dense_baseline + self.backend.dense_peak()
+        if self.fixed_reserve is not None or not self.backend.can_unmap:
+            return False
+        if frames * self.page_size + dense > self.bytes:
+            return False
+        self._note_both()
+        self.residency.resize(frames)
+        self.reserve = self.bytes - self.residency.frames * self.page_size
+        self._cap = self._foreseen
+        self.backend.raise_cap(self._cap)
+        return True
+
     def can_give(self, missing: int) -> bool:
         """Whether dense memory may have so many bytes more than its cap, beside the frames that one
         op needs and what is pinned now."""
@@ -469,7 +516,8 @@ class DeviceBudget:
         return self.reserve - self.dense_baseline + self.made_anew
 
     def _frames_to_stay(self) -> int:
-        return max(self._least_frames, self.residency.pinned_pages())
+        need = self.residency.largest_need if self.inferring else self._least_frames
+        return max(need, self.residency.pinned_pages())
 
     def give(self, missing: int) -> bool:
         """Frames for ``missing`` bytes and a margin, with no page moving but by the caller.
@@ -604,7 +652,7 @@ class DeviceBudget:
 
     def place(self, dense_extra: int = 0, *, spare: int = 0, roomy: bool = False) -> None:
         """Move the border to the measured dense peak plus a margin."""
-        self.gave = False
+        self.gave = self.of_inference = False
         reserve = self.fixed_reserve
         if reserve is None:
             reserve = self.dense_peak + dense_extra

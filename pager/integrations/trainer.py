@@ -4,8 +4,8 @@
 
     on_step_begin                       on_step_end
          |  training_step × accumulation     |
-         |  clip, optimizer.step, zero_grad  |  evaluate, save
-         +--------- one iteration -----------+--- prediction_step: an iteration by itself
+         |  clip, optimizer.step, zero_grad  |  save, evaluate
+         +--------- one iteration -----------+--- evaluation_loop: inference
 """
 
 from __future__ import annotations
@@ -107,15 +107,15 @@ def _attach(trainer: Trainer, pager: Pager) -> None:
         _refuse_optimizer(optimizer)
         return pager.optimizer(optimizer)
 
-    def prediction_step(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def evaluation_loop(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if pager.core.running is not None:
             return original(*args, **kwargs)
-        with pager.iteration():
+        with pager.inference():
             return original(*args, **kwargs)
 
     replaced.wrap(trainer, "train", train)
     replaced.wrap(trainer, "create_optimizer", create_optimizer)
-    replaced.wrap(trainer, "prediction_step", prediction_step)
+    replaced.wrap(trainer, "evaluation_loop", evaluation_loop)
     trainer.add_callback(callback)
 
     def detach() -> None:

@@ -84,7 +84,7 @@ def _moves(follower: Follower | None) -> dict[str, int]:
 
 def _with_overlap(pager: Core) -> int:
     """Device bytes at the peak of an update during backward."""
-    if not pager.in_backward.dense_peak:
+    if not pager.in_backward.dense_peak or pager.budget.of_inference:
         return 0
     return pager.residency.peak_frames * pager.page_size + pager.in_backward.dense_peak
 

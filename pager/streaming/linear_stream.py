@@ -71,6 +71,8 @@ def is_streamed(inputs: torch.Tensor, weight: PagedTensor) -> bool:
     known = budget.placement.known(run)
     if known is not None:
         return known
+    if pager.inferring:  # nothing is known of the training that may come
+        return run.count > 1 and not fits(budget, run.count)
     own = weight.numel() * weight.dtype.itemsize if weight.requires_grad else 0
     whole = run.count == 1 or fits(budget, run.count, dense_bytes=max(own, budget.dense_so_far()))
     columns = max(1, weight.size(-1))
