@@ -30,6 +30,7 @@ class Hardware:
     disk_write_bytes_per_s: float = 3.2e9
     transfer_latency_us: float = 0.0
     page_size: int = 2 << 20
+    host_adam_bytes_per_s: float = 50e9  # that the host's AdamW reads and writes, by itself
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
@@ -82,14 +83,24 @@ def _pages(nbytes: float, page_size: int) -> float:
     return math.inf if math.isinf(nbytes) else int(nbytes) // int(page_size)
 
 
-GiB = 1 << 30
+GiB, GB = 1 << 30, 10**9
 PRESETS = {
     # As G10's authors assume, with our page size.
     "g10": Hardware(40 * GiB, 128 * GiB, math.inf),
     # Data sheets: link rates are what a copy reaches of PCIe 4 or 5 x16, disks one good NVMe drive.
     "a100": Hardware(40 * GiB, 256 * GiB, math.inf, 25e9, 25e9, 6.5e9, 4e9, 10.0),
     "h200": Hardware(141 * 10**9, 1024 * GiB, math.inf, 55e9, 55e9, 12e9, 8e9, 10.0),
-    "rtx4090": Hardware(24 * GiB, 64 * GiB, math.inf, 25e9, 25e9, 6.5e9, 5e9, 10.0),
+    # What a process gets of 24 GiB, and of 128 or 64 GB beside the system's 8.
+    "rtx4090": Hardware(24 * GB, 120 * GB, 4000 * GB, 25e9, 25e9, 7e9, 6e9, 10.0),
+    "rtx4090-64": Hardware(24 * GB, 56 * GB, 4000 * GB, 25e9, 25e9, 7e9, 6e9, 10.0),
+    # Alone on a socket with eight channels of memory; as one of eight GPUs; NVLink-C2C as measured.
+    "h100": Hardware(
+        79 * GB, 500 * GB, 4000 * GB, 55e9, 55e9, 12e9, 8e9, 10.0, host_adam_bytes_per_s=200e9
+    ),
+    "h100-of-8": Hardware(79 * GB, 240 * GB, 4000 * GB, 55e9, 55e9, 6e9, 4e9, 10.0),
+    "gh200": Hardware(
+        94 * GB, 440 * GB, 4000 * GB, 297e9, 375e9, 12e9, 8e9, 10.0, host_adam_bytes_per_s=350e9
+    ),
     "cpu": Hardware(8 * GiB, 16 * GiB, math.inf, 8e9, 8e9, 2e9, 1.5e9, 5.0),
 }
 
@@ -155,6 +166,11 @@ def _number(name: str, value: Any) -> Any:
     if isinstance(value, str) and name != "transfer_latency_us":
         return math.inf if value.strip().lower() == "inf" else parse_bytes(value, name)
     return value
+
+
+def to_mapping(hardware: Hardware) -> dict[str, Any]:
+    """All fields as JSON holds them, for :func:`from_mapping`: no limit is the string "inf"."""
+    return {name: "inf" if value == math.inf else value for name, value in asdict(hardware).items()}
 
 
 def describe(hardware: Hardware) -> str:

@@ -23,8 +23,7 @@ import numpy as np
 from .errors import PlanError
 from .hardware import Hardware
 from .plan import Plan
-from .sim_pages import EPSILON_US
-from .simulation import Simulation
+from .simulation import EPSILON_US, Simulation
 from .trace import Bools, Floats, Ints, Trace
 
 MIN_SLOTS, MAX_SLOTS = 256, 16_384  # of time; if there are no more ticks, one for each

@@ -1,4 +1,8 @@
-"""Plans: which pages move when. The file format is fixed (JSON, version 1)."""
+"""Plans: which pages move when, what runs again, and what the host steps.
+
+The file format is fixed (JSON). Version 2 has what version 1 has not: pages that are discarded, ops
+that run again, host steps and deferred updates. A plan without any is written as version 1.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +14,15 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from .errors import PlanError
+from .errors import HardwareError, PlanError
+from .hardware import Hardware, from_mapping, to_mapping
 from .shown import shown
 
-VERSION = 1
+VERSION = 2  # what is read
 TIERS = ("host", "disk")
+DEVICE = "device"  # the tier of a ``discard``
 ACTIONS = ("out", "in", "drop")
+DISCARD = "discard"
 
 
 class Move(NamedTuple):
@@ -28,6 +35,21 @@ class Move(NamedTuple):
     tier: str
     action: str
     issue_op: int
+
+
+class Recompute(NamedTuple):
+    """Ops ``first_op`` to ``last_op`` (inclusive) run again before op ``before_op``."""
+
+    first_op: int
+    last_op: int
+    before_op: int
+
+
+class Deferred(NamedTuple):
+    """Update ``op`` runs in the next iteration, right before ``before_op``."""
+
+    op: int
+    before_op: int
 
 
 class StartRun(NamedTuple):
@@ -52,6 +74,8 @@ class Predicted:
     bytes_out: int
     bytes_in: int
     disk_bytes_written: int
+    recompute_us: float = 0.0  # of what ran again; with the next one in plans of version 2
+    host_us: float = 0.0  # of the host's steps
 
     @property
     def percent_of_ideal(self) -> float:
@@ -81,23 +105,43 @@ class Plan:
     predicted: Predicted | None = None
     bound: Bound | None = None
     extra: dict[str, Any] = field(default_factory=dict)  # free keys, such as settings of the search
+    recompute: Sequence[Recompute] = ()
+    host_steps: Sequence[int] = ()  # ops, in the order of the host's list
+    deferred: Sequence[Deferred] = ()
+    hardware: Hardware | None = None  # that it was made for
+
+    @property
+    def has_choices(self) -> bool:
+        """Whether it does more than move pages: version 2."""
+        chosen = self.recompute or self.host_steps or self.deferred
+        return bool(chosen) or any(move.action == DISCARD for move in self.moves)
 
 
 def plan_to_json(plan: Plan) -> dict[str, Any]:
     """The file's object; ``inf`` becomes the string "inf", which JSON can hold."""
+    choices = {
+        "recompute": [list(each) for each in plan.recompute],
+        "host_steps": list(plan.host_steps),
+        "deferred": [list(each) for each in plan.deferred],
+    }
+    predicted = asdict(plan.predicted) if plan.predicted else None
+    if predicted and not plan.has_choices:
+        del predicted["recompute_us"], predicted["host_us"]
     return {
-        "version": VERSION,
+        "version": 2 if plan.has_choices else 1,
         "policy": plan.policy,
         "page_size": plan.page_size,
         **{
             name: _size(getattr(plan, name))
             for name in ("device_bytes", "host_bytes", "disk_bytes")
         },
+        **({"hardware": to_mapping(plan.hardware)} if plan.hardware else {}),
         "trace_sha256": plan.trace_sha256,
-        "predicted": asdict(plan.predicted) if plan.predicted else None,
+        "predicted": predicted,
         "bound": asdict(plan.bound) if plan.bound else None,
         "start": [list(run) for run in plan.start],
         "moves": [list(move) for move in plan.moves],
+        **(choices if plan.has_choices else {}),
         **({"extra": plan.extra} if plan.extra else {}),
     }
 
@@ -127,12 +171,13 @@ def plan_from_json(content: Any) -> Plan:
     """Checks form and types; whether the moves make sense is for simulator and validator."""
     if not isinstance(content, dict):
         raise PlanError(f"a plan is a JSON object, this is {type(content).__name__}")
-    if content.get("version") != VERSION:
+    version = content.get("version")
+    if type(version) is not int or not 1 <= version <= VERSION:
         raise PlanError(
-            f"version {shown(content.get('version'))} is not {VERSION}; "
-            "plan again with this tensorpager"
+            f"version {shown(version)} is none of 1 to {VERSION}; plan again with this tensorpager"
         )
-    for name in ("policy", "page_size", "device_bytes", "moves", "start"):
+    needed = ("policy", "page_size", "device_bytes", "moves", "start")
+    for name in (*needed, *(("hardware",) if version > 1 else ())):
         if name not in content:
             raise PlanError(f"'{name}' is missing")
     page_size = content["page_size"]
@@ -142,22 +187,74 @@ def plan_from_json(content: Any) -> Plan:
         if not isinstance(content.get(name, kind()), kind):
             what = "a string" if kind is str else "an object"
             raise PlanError(f"{name} {shown(content[name])} is not {what}")
-    moves = [Move(*_row(row, 6, f"moves[{i}]")) for i, row in _rows(content, "moves")]
+    discards = version > 1
+    moves = [Move(*_row(row, 6, f"moves[{i}]", discards)) for i, row in _rows(content, "moves")]
+    actions = (*ACTIONS, DISCARD) if discards else ACTIONS
     for index, move in enumerate(moves):
-        if move.action not in ACTIONS:
-            raise PlanError(f"moves[{index}]: {shown(move.action)} is none of {', '.join(ACTIONS)}")
+        if move.action not in actions:
+            raise PlanError(f"moves[{index}]: {shown(move.action)} is none of {', '.join(actions)}")
+        if (move.action == DISCARD) != (move.tier == DEVICE):
+            raise PlanError(
+                f"moves[{index}]: '{move.action}' with tier '{move.tier}'; the tier of a discard, "
+                f"and of nothing else, is '{DEVICE}'"
+            )
     start = [StartRun(*_row(row, 4, f"start[{i}]")) for i, row in _rows(content, "start")]
+    sizes: dict[str, Any] = {
+        name: _size_of(content, name) for name in ("device_bytes", "host_bytes", "disk_bytes")
+    }
     return Plan(
         policy=content["policy"],
         page_size=page_size,
-        **{n: _size_of(content, n) for n in ("device_bytes", "host_bytes", "disk_bytes")},
+        **sizes,
         moves=moves,
         start=start,
         trace_sha256=content.get("trace_sha256", ""),
         predicted=_part(Predicted, content, "predicted"),
         bound=_part(Bound, content, "bound"),
         extra=content.get("extra", {}),
+        **(_choices(content) if version > 1 else {}),
+        hardware=_hardware(content),
     )
+
+
+def _choices(content: dict[str, Any]) -> dict[str, Any]:
+    """What version 2 adds; a key that is missing is an empty list."""
+    content = {"recompute": [], "host_steps": [], "deferred": [], **content}
+    steps = [op for _, op in _rows(content, "host_steps")]
+    for index, op in enumerate(steps):
+        if not _is_whole(op):
+            raise PlanError(f"host_steps[{index}]: {shown(op)} is not the number of an op")
+    return {
+        "recompute": [
+            Recompute(*_numbers(row, 3, f"recompute[{i}]"))
+            for i, row in _rows(content, "recompute")
+        ],
+        "host_steps": steps,
+        "deferred": [
+            Deferred(*_numbers(row, 2, f"deferred[{i}]")) for i, row in _rows(content, "deferred")
+        ],
+    }
+
+
+def _numbers(row: Any, length: int, where: str) -> list[int]:
+    if not isinstance(row, list) or len(row) != length or not all(map(_is_whole, row)):
+        raise PlanError(f"{where} is not a list of {length} numbers of ops: {shown(row)}")
+    return row
+
+
+def _hardware(content: dict[str, Any]) -> Hardware | None:
+    value = content.get("hardware")
+    if value is None:
+        return None
+    if not isinstance(value, dict):
+        raise PlanError(f"hardware {shown(value)} is not an object")
+    try:
+        return from_mapping(value, "hardware")
+    except HardwareError as error:
+        raise PlanError(str(error)) from error
+
+
+CHOSEN_US = {"recompute_us", "host_us"}  # in ``predicted`` of version 2 only
 
 
 def _rows(content: dict[str, Any], name: str) -> enumerate[Any]:
@@ -166,7 +263,7 @@ def _rows(content: dict[str, Any], name: str) -> enumerate[Any]:
     return enumerate(content[name])
 
 
-def _row(row: Any, length: int, where: str) -> list[Any]:
+def _row(row: Any, length: int, where: str, discards: bool = False) -> list[Any]:
     """[tensor, first_page, page_count, tier, (action, issue_op)] with the right types."""
     if not isinstance(row, list) or len(row) != length:
         raise PlanError(f"{where} is not a list of {length} values: {shown(row)}")
@@ -175,8 +272,9 @@ def _row(row: Any, length: int, where: str) -> list[Any]:
             raise PlanError(f"{where}: {shown(row[position])} is not a whole number ≥ 0")
     if row[2] < 1:
         raise PlanError(f"{where}: pages {row[1]} to {row[1] + row[2]} are not a range of pages")
-    if row[3] not in TIERS:
-        raise PlanError(f"{where}: {shown(row[3])} is none of {', '.join(TIERS)}")
+    tiers = (*TIERS, DEVICE) if discards else TIERS
+    if row[3] not in tiers:
+        raise PlanError(f"{where}: {shown(row[3])} is none of {', '.join(tiers)}")
     return row
 
 
@@ -208,7 +306,7 @@ def _part(kind: Any, content: dict[str, Any], name: str) -> Any:
     if value is None:
         return None
     keys = [item.name for item in fields(kind)]
-    if not isinstance(value, dict) or sorted(value) != sorted(keys):
+    if not isinstance(value, dict) or set(value) not in (set(keys), set(keys) - CHOSEN_US):
         raise PlanError(f"{name} is not an object with {', '.join(keys)}; plan again")
     for key, number in value.items():
         if not _is_number(number):

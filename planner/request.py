@@ -2,30 +2,29 @@
 
 One line of JSON (``hardware``: the fields of :class:`Hardware`; ``quick``; ``policy``;
 ``parent_pid``; and of the trace what is no array: ``page_size``, ``op_names``, ``tensor_names``,
-``tensor_kinds``, ``trace_sha256`` and the number of ``accesses``), then the trace's arrays one
-after another, in the order and of the types of ``ARRAYS``. Not a trace file: what writes those
-(Arrow) would take memory of the training that its budget knows nothing of.
+``tensor_kinds``, ``segments``, ``trace_sha256`` and the number of ``accesses``), then the trace's
+arrays one after another, in the order and of the types of ``ARRAYS``. Not a trace file: what
+writes those (Arrow) would take memory of the training that its budget knows nothing of.
 """
 
 from __future__ import annotations
 
 import json
-import math
-from dataclasses import asdict
 from typing import Any, BinaryIO
 
 import numpy as np
 
 from .errors import PagerError
-from .hardware import Hardware
+from .hardware import Hardware, to_mapping
 from .shown import shown
-from .trace import ACCESS_NAMES, Trace
-from .trace_check import check_bytes, number_by_appearance
+from .trace import ACCESS_NAMES, WRITE, Trace
+from .trace_check import check_bytes, check_segments, number_by_appearance
 
 MAX_LINE_BYTES, MAX_ENTRIES = 1 << 28, 1 << 26
 ARRAYS = (  # field of the trace, type, and what it has one entry for; longer types first: aligned
     ("op_start_us", "<f8", "ops"),
     ("op_duration_us", "<f8", "ops"),
+    ("op_host_us", "<f8", "ops"),
     ("tensor_ids", "<i8", "tensors"),
     ("tensor_bytes", "<i8", "tensors"),
     ("access_op", "<i8", "accesses"),
@@ -34,6 +33,7 @@ ARRAYS = (  # field of the trace, type, and what it has one entry for; longer ty
     ("access_page_count", "<i8", "accesses"),
     ("access_mode", "|i1", "accesses"),
     ("tensor_persistent", "|b1", "tensors"),
+    ("op_rerun", "|b1", "ops"),
 )
 
 
@@ -48,7 +48,7 @@ def write_request(
     plan depends on them."""
     counts = {"ops": trace.ops, "tensors": trace.tensors, "accesses": len(trace.access_op)}
     header = {
-        "hardware": {k: "inf" if v == math.inf else v for k, v in asdict(hardware).items()},
+        "hardware": to_mapping(hardware),
         "quick": quick,
         "policy": policy,
         "parent_pid": parent_pid,
@@ -56,6 +56,7 @@ def write_request(
         "op_names": trace.op_names,
         "tensor_names": trace.tensor_names,
         "tensor_kinds": trace.tensor_kinds,
+        "segments": [list(each) for each in trace.segments],
         "accesses": counts["accesses"],
         "trace_sha256": trace.sha256,
     }
@@ -114,7 +115,11 @@ def read_trace(stream: BinaryIO, header: dict[str, Any]) -> Trace:
         arrays[name] = np.frombuffer(content, kind, counts[entry], offset)
         offset += size
     trace = Trace(
-        page_size=header["page_size"], **names, **arrays, sha256=header.get("trace_sha256", "")
+        page_size=header["page_size"],
+        **names,
+        **arrays,
+        segments=check_segments(header.get("segments", []), counts["ops"], "the trace"),
+        sha256=header.get("trace_sha256", ""),
     )
     wrong = _wrong(trace)
     if wrong is not None:
@@ -126,6 +131,9 @@ def read_trace(stream: BinaryIO, header: dict[str, Any]) -> Trace:
 def _wrong(trace: Trace) -> str | None:
     """What no trace in memory can be; a planner would come to grief over it later on."""
     op, tensor = trace.access_op, trace.access_tensor
+    writes = (trace.access_mode & WRITE) != 0
+    if (trace.op_host_us < 0).any() or np.isinf(trace.op_host_us).any():
+        return "op_host_us are not all finite and ≥ 0, or NaN"
     if not trace.ops or len(trace.tensor_names) != trace.tensors:
         return "op_names are empty, or its tensor_names not as many as its tensors"
     times = np.concatenate([trace.op_start_us, trace.op_duration_us])
@@ -141,6 +149,8 @@ def _wrong(trace: Trace) -> str | None:
         return "tensor_bytes are not all at least 1"
     if not np.isin(trace.access_mode, list(ACCESS_NAMES)).all():
         return "access_mode is none that there is"
+    if (trace.op_rerun[op] & trace.tensor_persistent[tensor] & writes).any():
+        return "op_rerun has an op that writes what lives across iterations"
     first, count = trace.access_first_page, trace.access_page_count
     pages = trace.pages(trace.page_size)[tensor]
     if (first < 0).any() or (count < 1).any() or (count > pages - first).any():

@@ -8,6 +8,8 @@ from typing import NamedTuple
 from .plan import Predicted
 from .trace import Floats
 
+EPSILON_US = 1e-6  # what lies closer together happens at one instant
+
 
 @dataclass(frozen=True)
 class Stall:
@@ -39,6 +41,23 @@ class Transfer(NamedTuple):
     arrived: bool
 
 
+class Rerun(NamedTuple):
+    """Op ``op`` ran again, before op ``before_op``."""
+
+    op: int
+    before_op: int
+    begin_us: float
+    end_us: float
+
+
+class HostRun(NamedTuple):
+    """The host took op ``op``; it began in the iteration, and may end in the next."""
+
+    op: int
+    begin_us: float
+    end_us: float
+
+
 @dataclass(frozen=True)
 class Simulation:
     """``reason`` says why a plan is infeasible, and where; it is empty if it is feasible.
@@ -46,6 +65,9 @@ class Simulation:
     ``stalls``, ``op_start_us`` and ``op_end_us`` are of the last simulated iteration, times
     relative to its begin. ``transfers``, if they were asked for, are those of the moves that it
     queued, each page once; pages that an ``out`` gives back without a transfer are not among them.
+
+    A host step's op starts and ends when it joins the host's queue. ``queued_us``: when the moves
+    of each op are queued, [ops]. ``reruns`` and ``host_runs``: of the last iteration.
     """
 
     feasible: bool
@@ -56,3 +78,6 @@ class Simulation:
     op_start_us: Floats | None = None
     op_end_us: Floats | None = None
     transfers: list[Transfer] | None = None
+    queued_us: Floats | None = None
+    reruns: list[Rerun] = field(default_factory=list)
+    host_runs: list[HostRun] = field(default_factory=list)

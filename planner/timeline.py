@@ -20,8 +20,7 @@ from .hardware import Hardware
 from .layout import find_spells
 from .lifetimes import live_pages
 from .plan import Move, Plan
-from .sim_pages import EPSILON_US
-from .simulation import Simulation, Stall, Transfer
+from .simulation import EPSILON_US, Simulation, Stall, Transfer
 from .simulator import simulate
 from .trace import KINDS, Floats, Ints, Trace
 

@@ -6,9 +6,10 @@ order of their first access; ``tensor_ids`` has the numbers of the file, which p
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -25,12 +26,24 @@ ACCESS_NAMES = {READ: "read", WRITE: "write", READWRITE: "readwrite"}
 KINDS = ("parameter", "gradient", "optimizer", "activation", "input", "workspace")
 
 
+class Segment(NamedTuple):
+    """Ops ``first_op`` to ``last_op`` (inclusive) are a block of the model in its forward pass."""
+
+    first_op: int
+    last_op: int
+    name: str
+
+
 @dataclass(frozen=True, eq=False)
 class Trace:
     """``ops`` in the order they run; ``accesses`` sorted by op, at most one per op and tensor is
     not guaranteed (two rows may touch two page ranges).
 
-    Page ranges count within the tensor in pages of ``page_size`` bytes.
+    Page ranges count within the tensor in pages of ``page_size`` bytes. An access that only writes
+    sets every byte of its pages.
+
+    ``op_rerun``: the op may run again, with the same result. ``op_host_us``: what the host takes
+    for it while transfers run. ``segments``: blocks of the forward pass, disjoint or nested.
     """
 
     page_size: int
@@ -51,6 +64,20 @@ class Trace:
     sha256: str = ""  # of the file that it was read from, or that it was written to
     device: str = ""
     metadata: dict[str, Any] = field(default_factory=dict)  # free keys
+    op_rerun: Bools = None  # type: ignore[assignment]  # [ops], False for all if not given
+    op_host_us: Floats = None  # type: ignore[assignment]  # [ops], NaN: the host cannot; all if not
+    segments: tuple[Segment, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.op_rerun is None:
+            object.__setattr__(self, "op_rerun", np.zeros(self.ops, np.bool_))
+        if self.op_host_us is None:
+            object.__setattr__(self, "op_host_us", np.full(self.ops, np.nan))
+
+    @property
+    def has_choices(self) -> bool:
+        """Whether some op may run again or on the host; a trace of version 1 has none such."""
+        return bool(self.op_rerun.any() or not np.isnan(self.op_host_us).all() or self.segments)
 
     @property
     def ops(self) -> int:
@@ -141,10 +168,13 @@ def make_trace(
     source: str = "",
     device: str = "",
     metadata: dict[str, Any] | None = None,
+    rerun: list[bool] | None = None,
+    host_us: list[float | None] | None = None,
+    segments: Sequence[tuple[int, int, str]] = (),
 ) -> Trace:
     """A trace from ``tensors`` (id, bytes, persistent) and ``ops`` (name, duration in µs, ids read,
     ids written), run back to back, each access to a whole tensor. Tensors that no op touches are
-    left out."""
+    left out. ``rerun``, ``host_us``: per op, if any has it."""
     size = {identity: nbytes for identity, nbytes, _ in tensors}
     persistent = {identity: lasting for identity, _, lasting in tensors}
     index: dict[int, int] = {}
@@ -183,4 +213,7 @@ def make_trace(
         source=source,
         device=device,
         metadata=metadata or {},
+        op_rerun=np.array(rerun or [False] * len(ops), np.bool_),
+        op_host_us=np.array(host_us or [None] * len(ops), np.float64),
+        segments=tuple(Segment(*each) for each in segments),
     )

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from .errors import TraceError
 from .shown import shown
-from .trace import ACCESS_NAMES, KINDS, Bools, Floats, Ints, Trace
+from .trace import ACCESS_NAMES, KINDS, WRITE, Bools, Floats, Ints, Segment, Trace
 
 MAX_BYTES = 1 << 60  # of all tensors, so that sums of sizes and pages stay within 64 bits
 MAX_US = 1e18  # 30,000 years, so that sums of times stay finite
@@ -47,6 +47,8 @@ class Columns:
     first_page: Ints
     page_count: Ints
     persistent: Bools
+    rerun: Bools | None  # of version 2, as is the next
+    host_us: Floats | None  # NaN where it is null
     missing: dict[str, Bools]  # where a column is null
 
 
@@ -79,7 +81,11 @@ def build_trace(columns: Columns, header: dict[str, Any], where: str, sha256: st
     modes = _check_accesses(columns, rows, page_size, check)
     _check_duplicates(columns, rows, tensors.index, modes, check)
     first = tensors.first_row
-    free = {k: v for k, v in header.items() if k not in ("version", "page_size")}
+    named = (
+        ("version", "page_size", "segments") if header["version"] > 1 else ("version", "page_size")
+    )
+    free = {k: v for k, v in header.items() if k not in named}
+    _check_choices(columns, modes, rows, check)
     return Trace(
         page_size=page_size,
         op_names=_decode(columns.op_name, first_row),
@@ -99,7 +105,69 @@ def build_trace(columns: Columns, header: dict[str, Any], where: str, sha256: st
         sha256=sha256,
         device=str(free.pop("device", "")),
         metadata=free,
+        op_rerun=None if columns.rerun is None else columns.rerun[first_row],  # type: ignore
+        op_host_us=None if columns.host_us is None else columns.host_us[first_row],  # type: ignore
+        segments=(
+            check_segments(header.get("segments", []), len(first_row), where)
+            if header["version"] > 1
+            else ()
+        ),
     )
+
+
+def _check_choices(
+    columns: Columns, modes: npt.NDArray[np.int8], rows: Ints, check: _Checker
+) -> None:
+    """What may run again, and what the host takes, is the same in all rows of an op."""
+    if columns.rerun is None or columns.host_us is None:
+        return
+    host = columns.host_us
+    row = check.first(~columns.missing["host_us"] & ~((host >= 0) & (host <= MAX_US)))
+    if row is not None:
+        check.refuse(row, f"host_us = {host[row]:g}; times are finite and ≥ 0, or null")
+    same = columns.op[1:] == columns.op[:-1]
+    filled = np.nan_to_num(host, nan=-1.0)
+    for name, values in (("rerun", columns.rerun), ("host_us", filled)):
+        row = check.first(same & (values[1:] != values[:-1]))
+        if row is not None:
+            check.refuse(
+                row + 1, f"{name} differs from the row before, of the same op {columns.op[row]}"
+            )
+    broken = check.first(columns.rerun[rows] & columns.persistent[rows] & (modes & WRITE != 0))
+    if broken is not None:
+        row = int(rows[broken])
+        check.refuse(
+            row,
+            f"rerun is true, but op {columns.op[row]} writes tensor {columns.tensor[row]}, which "
+            "lives across iterations; it cannot run again with the same result",
+        )
+
+
+def check_segments(entries: Any, ops: int, where: str) -> tuple[Segment, ...]:
+    """The metadata's ``segments``, each two of which are disjoint or one within the other. Raises
+    ``TraceError`` for others."""
+    if not isinstance(entries, list):
+        raise TraceError(f"{where}: metadata segments = {shown(entries)} is not a list")
+    found = []
+    for number, entry in enumerate(entries):
+        right = isinstance(entry, list) and [type(v) for v in entry] == [int, int, str]
+        if not right or not 0 <= entry[0] <= entry[1] < ops:
+            raise TraceError(
+                f"{where}: metadata segments[{number}] = {shown(entry)}; it is [first op, last op, "
+                f"name] with 0 ≤ first ≤ last < {ops}"
+            )
+        found.append(Segment(*entry))
+    around: list[Segment] = []
+    for each in sorted(found, key=lambda s: (s.first_op, -s.last_op)):
+        while around and around[-1].last_op < each.first_op:
+            around.pop()
+        if around and each.last_op > around[-1].last_op:
+            raise TraceError(
+                f"{where}: metadata segments {shown(list(around[-1]))} and {shown(list(each))} "
+                "overlap; two segments are disjoint, or one lies within the other"
+            )
+        around.append(each)
+    return tuple(found)
 
 
 def check_bytes(tensor_bytes: Ints, where: str) -> None:

@@ -27,7 +27,7 @@ from .shown import shown
 from .trace import ACCESS_NAMES, Bools, Ints, Trace
 from .trace_check import Columns, Strings, build_trace
 
-VERSION = 1
+VERSION = 2  # what is read; a trace without choices is written as version 1
 METADATA_KEY = b"tensorpager"
 MAX_ROWS_PER_BYTE, MAX_UNPACKED_PER_BYTE = 16, 512
 SCHEMA = pa.schema(
@@ -46,6 +46,7 @@ SCHEMA = pa.schema(
         ("persistent", pa.bool_()),
     ]
 )
+CHOICES = pa.schema([("rerun", pa.bool_()), ("host_us", pa.float64())])  # of version 2
 _STRINGS = [field.name for field in SCHEMA if pa.types.is_string(field.type)]
 
 
@@ -112,10 +113,12 @@ def encode_trace(trace: Trace, where: str) -> bytes:
 
 def _header(trace: Trace) -> dict[str, Any]:
     ends = trace.op_start_us + trace.op_duration_us
+    segments = {"segments": [list(each) for each in trace.segments]} if trace.has_choices else {}
     return {
         "iteration_us": float(ends.max()) if trace.ops else 0.0,
         **trace.metadata,
-        "version": VERSION,
+        **segments,
+        "version": 2 if trace.has_choices else 1,
         "page_size": int(trace.page_size),
         "device": trace.device,
         "source": trace.source,
@@ -152,8 +155,13 @@ def _table(trace: Trace) -> pa.Table:
         access(trace.access_page_count),
         tensor(trace.tensor_persistent),
     ]
-    arrays = [pc.cast(column, field.type) for column, field in zip(columns, SCHEMA)]
-    return pa.Table.from_arrays(arrays, schema=SCHEMA)
+    schema = SCHEMA
+    if trace.has_choices:
+        host_us = trace.op_host_us[op]
+        columns += [pa.array(trace.op_rerun[op]), pa.array(host_us, mask=np.isnan(host_us))]
+        schema = pa.schema([*SCHEMA, *CHOICES])
+    arrays = [pc.cast(column, field.type) for column, field in zip(columns, schema)]
+    return pa.Table.from_arrays(arrays, schema=schema)
 
 
 def _mode_names() -> pa.Array:
@@ -169,7 +177,8 @@ def decode_trace(content: bytes, where: str) -> Trace:
         with pq.ParquetFile(pa.BufferReader(content)) as file:
             footer, schema = file.metadata, file.schema_arrow
         header = _checked_header(schema.metadata, where)
-        _check_schema(schema, where)
+        wanted = SCHEMA if header["version"] == 1 else pa.schema([*SCHEMA, *CHOICES])
+        _check_schema(schema, wanted, where)
         _check_size(footer, len(content), where)
         with pq.ParquetFile(
             pa.BufferReader(content),
@@ -177,7 +186,7 @@ def decode_trace(content: bytes, where: str) -> Trace:
             read_dictionary=_STRINGS,
             page_checksum_verification=True,
         ) as file:
-            table = file.read(columns=SCHEMA.names).unify_dictionaries().combine_chunks()
+            table = file.read(columns=wanted.names).unify_dictionaries().combine_chunks()
         columns = _columns(table, where)
     except (pa.ArrowException, OSError, KeyError, ValueError, MemoryError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
@@ -217,8 +226,8 @@ def _checked_header(metadata: dict[bytes, bytes] | None, where: str) -> dict[str
     return header
 
 
-def _check_schema(schema: pa.Schema, where: str) -> None:
-    for field in SCHEMA:
+def _check_schema(schema: pa.Schema, wanted: pa.Schema, where: str) -> None:
+    for field in wanted:
         found = schema.get_all_field_indices(field.name)
         if len(found) != 1:
             what = "is missing" if not found else f"is there {len(found)} times"
@@ -258,6 +267,7 @@ def _readable_as(actual: pa.DataType, wanted: pa.DataType) -> bool:
 
 def _columns(table: pa.Table, where: str) -> Columns:
     missing: dict[str, Bools] = {}
+    chooses = "host_us" in table.column_names
 
     def values(name: str, fill: Any, kind: pa.DataType) -> npt.NDArray[Any]:
         try:
@@ -289,6 +299,8 @@ def _columns(table: pa.Table, where: str) -> Columns:
         first_page=ints("first_page"),
         page_count=ints("page_count"),
         persistent=values("persistent", False, pa.bool_()),
+        rerun=values("rerun", False, pa.bool_()) if chooses else None,
+        host_us=values("host_us", np.nan, pa.float64()) if chooses else None,
         missing=missing,
     )
 

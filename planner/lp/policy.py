@@ -249,6 +249,7 @@ class _Search:
             device_bytes=hardware.device_bytes,
             host_bytes=hardware.host_bytes,
             disk_bytes=hardware.disk_bytes,
+            hardware=hardware,
             moves=moves,
             start=start,
             trace_sha256=self.trace.sha256,

@@ -242,6 +242,7 @@ def build(
         device_bytes=hardware.device_bytes,
         host_bytes=hardware.host_bytes,
         disk_bytes=hardware.disk_bytes,
+        hardware=hardware,
         moves=[move for _, move in sorted(keyed, key=lambda item: item[0])],
         start=sorted(start),
         trace_sha256=trace.sha256,

@@ -208,7 +208,10 @@ BAD = [
     (b"\x00\xff garbage", "not JSON"),
     (b"[" * 100_000, "not JSON"),
     (b"[]\n", "not a JSON object"),
-    (HEADER.replace(b'"page_size": 65536}', b'"pages": 1}') + b"\n", "unknown key 'pages'"),
+    (
+        HEADER.replace(b'"page_size": 65536, "host', b'"pages": 1, "host') + b"\n",
+        "unknown key 'pages'",
+    ),
     (HEADER.replace(b'"lp"', b'"belady"') + b"\n" + ARRAY_BYTES, "no policy 'belady'"),
     (HEADER.replace(b'"lp"', b"7") + b"\n", "policy = 7"),
     (HEADER.replace(b'"accesses": ', b'"accesses": -') + b"\n", "accesses = -"),

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 
-from tensorpager.planner import validator
 from tensorpager.planner.errors import InfeasibleBudget, PlanError, PolicyRefusal
 from tensorpager.planner.hardware import Hardware
 from tensorpager.planner.layout import (
@@ -28,8 +27,9 @@ from tensorpager.planner.lp.policy import plan as lp_plan
 from tensorpager.planner.plan import Move, Plan, StartRun
 from tensorpager.planner.simulator import simulate
 from tensorpager.planner.trace import READ, WRITE, Trace
-from tensorpager.planner.validator_link import TICKS_PER_US
-from tensorpager.planner.validator_pages import ARRIVING, HERE, NOWHERE, Ledger
+from tensorpager.planner.validator import machine as validator
+from tensorpager.planner.validator.ledger import ARRIVING, HERE, NOWHERE, Ledger
+from tensorpager.planner.validator.link import TICKS_PER_US
 
 from .random_plans import PAGE, Access, case_of, paged_trace, plan_of, random_hardware, random_trace
 

@@ -13,20 +13,20 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from tensorpager.planner import simulator
 from tensorpager.planner.hardware import Hardware
 from tensorpager.planner.plan import Move
-from tensorpager.planner.sim_coast import coast
-from tensorpager.planner.sim_pages import Pages
-from tensorpager.planner.sim_queue import Queue
 from tensorpager.planner.simulation import Simulation
-from tensorpager.planner.simulator import MIN_ITERATIONS, simulate
+from tensorpager.planner.simulator import machine, simulate
+from tensorpager.planner.simulator.coast import coast
+from tensorpager.planner.simulator.machine import MIN_ITERATIONS
+from tensorpager.planner.simulator.pages import Pages
+from tensorpager.planner.simulator.queue import Queue
 from tensorpager.planner.trace import READ, WRITE
 
 from .random_plans import PAGE, Access, Case, case_of, paged_trace, plan_of
 
 SAME = 1e-9  # relative: times that are summed in another order
-Machine = simulator._Machine
+Machine = machine._Machine
 
 
 def finer(case: Case, times: int) -> Case:
@@ -54,7 +54,7 @@ def iterations_run(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     count: Counter[str] = Counter()
     iteration = Machine._iteration
 
-    def counted(self: simulator._Machine, until_logged: bool = False) -> None:
+    def counted(self: machine._Machine, until_logged: bool = False) -> None:
         count["for the log" if until_logged else "run"] += 1
         iteration(self, until_logged)
 
@@ -167,10 +167,10 @@ def test_pages_that_arrive_together_arrive_as_one_by_one(monkeypatch: pytest.Mon
             together["with drops"] += len(pages.drops) < drops
             together["frames are waited for"] += most_out is not None
 
-    monkeypatch.setattr(simulator, "coast", counted)
+    monkeypatch.setattr(machine, "coast", counted)
     quick = [run(case) for case in cases]
     assert min(together[kind] for kind in ("all", "with drops", "frames are waited for")) > 20
-    monkeypatch.setattr(simulator, "coast", lambda *arguments: None)
+    monkeypatch.setattr(machine, "coast", lambda *arguments: None)
     for case, result in zip(cases, quick):
         assert_same(run(case), result, case)
 

@@ -222,7 +222,7 @@ def test_one_tensor_in_two_ranges_or_modes_of_an_op(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("header", "reason"),
     [
-        ({**HEADER, "version": 2}, "version 2, but this program reads up to version 1; update"),
+        ({**HEADER, "version": 3}, "version 3, but this program reads up to version 2; update"),
         ({**HEADER, "version": 0}, "version = 0"),
         ({**HEADER, "version": "1"}, "version = '1'"),
         ({k: v for k, v in HEADER.items() if k != "version"}, "version = None"),

@@ -14,8 +14,16 @@ from tensorpager.planner.plan import Predicted, StartRun
 from tensorpager.planner.simulation import Simulation
 from tensorpager.planner.trace import make_trace
 from tensorpager.planner.validator import validate
-from tensorpager.planner.validator_link import TICKS_PER_US, Direction, Job, Queue, ticks
-from tensorpager.planner.validator_pages import DISK, HERE, HOST, VALID, WRITING, Infeasible, Ledger
+from tensorpager.planner.validator.ledger import (
+    DISK,
+    HERE,
+    HOST,
+    VALID,
+    WRITING,
+    Infeasible,
+    Ledger,
+)
+from tensorpager.planner.validator.link import TICKS_PER_US, Direction, Job, Queue, ticks
 
 from .machine_cases import FEASIBLE, INFEASIBLE, LASTING, TRANSIENT, HandCase, M, reads, writes
 from .random_plans import PAGE, Case, cases, plan_of

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .trace import Trace
+from ..trace import Trace
 
 ABSENT, HERE, AWAY, ARRIVING = range(4)
 NO_COPY, WRITING, VALID = range(3)

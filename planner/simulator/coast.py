@@ -11,8 +11,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from .sim_pages import EPSILON_US, Pages
-from .sim_queue import Queue
+from ..simulation import EPSILON_US
+from .pages import Pages
+from .queue import Queue
 
 
 def coast(
@@ -20,7 +21,7 @@ def coast(
 ) -> None:
     """Let pages arrive that nobody can notice before ``limit_us`` or the next other event, and no
     more than ``most_out`` that go out. Every queue that does not move is empty, or waits for its
-    latency to be over."""
+    latency to be over or for a host step."""
     if most_out is not None:
         limit_us = min(limit_us, _until(most_out, queues))
     moving = []

@@ -8,10 +8,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .sim_drops import IN, OUT, arrived
-from .sim_log import Log, Logged, note, note_cancelled
-from .sim_pages import EPSILON_US, NONE, STALE, VALID, Pages, Range
-from .trace import Floats
+from ..simulation import EPSILON_US
+from ..trace import Floats
+from .drops import IN, OUT, arrived
+from .log import Log, Logged, note, note_cancelled
+from .pages import NONE, STALE, VALID, Pages, Range
 
 MARGIN_US = 3 * EPSILON_US  # arrivals that are clearly before an event
 
@@ -79,6 +80,8 @@ class Queue:
             pages.take_slots(self.tier, 1)
         else:
             if pages.free <= 0 or pages.copies[self.tier][self._page] != VALID:
+                return False
+            if pages.locked[self._page]:  # the host's step has not ended
                 return False
             pages.take_frames(1)
         self.moving = self.fresh = True
@@ -184,7 +187,14 @@ class Queue:
             return f"{what} for a free slot"
         if pages.copies[self.tier][self._page] != VALID:
             return f"{what} for its copy"
+        if pages.locked[self._page]:
+            return f"{what} for the host's step"
         return f"{what} for a free frame"
+
+    def waits_for_host(self) -> bool:
+        """Whether nothing holds its head up but a host step."""
+        page = self._page
+        return not self.is_out and self._pages.locked[page] > 0
 
     # -- from one iteration to the next ----------------------------------------------------------
     def state(self, now: float) -> tuple[object, ...]:
@@ -230,6 +240,8 @@ class Queue:
         if self.is_out:
             return pages.used[self.tier] + count <= pages.caps[self.tier]
         following = self._page + 1
+        if pages.locked.count(0, following, following + count) < count:
+            return False
         return pages.copies[self.tier].count(VALID, following, following + count) == count
 
     def coast(self, count: int) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from .sim_pages import EPSILON_US, Pages, Range
-from .simulation import Transfer
+from ..simulation import EPSILON_US, Transfer
+from .pages import Pages, Range
 
 SAME_US = 1e-7  # what two equal times may differ by in floating point
 

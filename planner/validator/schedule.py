@@ -7,10 +7,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .hardware import Hardware
-from .plan import ACTIONS, Plan
-from .trace import WRITE, Ints, Trace
-from .validator_pages import TIER_NUMBER, Infeasible
+from ..hardware import Hardware
+from ..plan import ACTIONS, Plan
+from ..trace import WRITE, Ints, Trace
+from .ledger import TIER_NUMBER, Infeasible
 
 Range = tuple[int, int]  # pages [begin, end), numbered through all tensors
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from .plan import Move
-from .sim_pages import COMING, NONE, STALE, TIER_INDEX, VALID, Infeasible, Pages
+from ..plan import Move
+from .pages import COMING, NONE, STALE, TIER_INDEX, VALID, Infeasible, Pages
 
 OUT, IN = 1, 2  # bits: the moves that a drop waits for
 _DROPPED = bytes((NONE, NONE, COMING, STALE)) + bytes(252)  # what a drop makes of a copy
@@ -13,6 +13,12 @@ def drop(pages: Pages, move: Move) -> None:
     """Queue the drop ``move``, or carry it out where nothing is on its way."""
     first, last = pages.range_of(move)
     tier = TIER_INDEX[move.tier]
+    used = pages.used_by_host.count(0, first, last) < last - first
+    if used and any(pages.used_by_host[p] and not pages.coming[p] for p in range(first, last)):
+        raise Infeasible(
+            f"'drop' at op {move.issue_op}: pages of '{pages.trace.name_of(move.tensor)}' are used "
+            "by a host step that has not ended"
+        )
     if not pages.on_the_way(first, last) and pages.there.count(1, first, last) == last - first:
         _give_back(pages, first, last, tier)
         return
@@ -43,6 +49,8 @@ def arrived(pages: Pages, first: int, last: int, what: int) -> None:
 def _drop_now(pages: Pages, page: int, tier: int) -> None:
     if not pages.there[page] and pages.copies[1 - tier][page] != VALID:
         raise Infeasible(f"'drop' of the only copy of {pages.name_of(page)}")
+    if tier == 0 and pages.used_by_host[page]:
+        raise Infeasible(f"'drop' of {pages.name_of(page)}, which a host step uses")
     _give_back(pages, page, page + 1, tier)
 
 

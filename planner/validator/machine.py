@@ -2,7 +2,7 @@
 
 It shares no code with the simulator that plans are made with, and is written to be easily believed
 rather than fast. One page is one transfer, every frame and slot is counted, and the ledger
-(``validator_pages``) is audited all along. What happens at one instant happens in this order:
+(``ledger``) is audited all along. What happens at one instant happens in this order:
 
 1. pages arrive;
 2. the running op ends, its dead tensors give everything back, the next op's moves are queued, that
@@ -14,12 +14,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from .hardware import Hardware
-from .plan import Plan, Predicted
-from .simulation import Simulation
-from .trace import Floats, Trace
-from .validator_link import INSTANT, TICKS_PER_US, Direction, Job, Queue, ticks
-from .validator_pages import (
+from ..hardware import Hardware
+from ..plan import Plan, Predicted
+from ..simulation import Simulation
+from ..trace import Floats, Trace
+from .ledger import (
     ABSENT,
     DISK,
     HERE,
@@ -29,7 +28,8 @@ from .validator_pages import (
     Infeasible,
     Ledger,
 )
-from .validator_schedule import make_schedule
+from .link import INSTANT, TICKS_PER_US, Direction, Job, Queue, ticks
+from .schedule import make_schedule
 
 MIN_ITERATIONS, MAX_ITERATIONS = 3, 40  # one that never settles is judged by its last
 SETTLED = 1e-4  # share by which two successive iterations may differ

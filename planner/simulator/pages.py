@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from .hardware import Hardware
-from .plan import Move, Plan, StartRun
-from .trace import Trace
+from ..hardware import Hardware
+from ..plan import DISCARD, Move, Plan, StartRun
+from ..trace import Trace
 
 if TYPE_CHECKING:
-    from .sim_queue import Queue
+    from .program import Program
+    from .queue import Queue
 
-EPSILON_US = 1e-6  # what lies closer together happens at one instant
 NO_LIMIT = 1 << 60
 NONE, VALID, COMING, STALE = 0, 1, 2, 3  # a page's copy in a lower tier
 _WRITTEN = bytes((NONE, NONE, STALE, STALE)) + bytes(252)  # what a write makes of them
@@ -41,8 +42,9 @@ class Pages:
 
     unborn = NO_LIMIT
 
-    def __init__(self, trace: Trace, hardware: Hardware, plan: Plan) -> None:
-        self.trace = trace
+    def __init__(self, trace: Trace, hardware: Hardware, plan: Plan, program: Program) -> None:
+        self.trace, self.program = trace, program
+        self.host_steps = plan.host_steps
         self.page_size = hardware.page_size
         self.count = trace.countable_pages(hardware.page_size)
         self.base = np.concatenate([[0], np.cumsum(self.count)])[:-1]
@@ -53,6 +55,8 @@ class Pages:
         self.going = bytearray(total)
         self.coming = bytearray(total)
         self.copies = (bytearray(total), bytearray(total))
+        self.used_by_host = bytearray(total)  # by how many steps that have joined and not ended
+        self.locked = bytearray(total)  # that write it
         self.caps = (_limit(hardware.host_pages), _limit(hardware.disk_pages))
         self.used = [0, 0]
         self.used_peak = [0, 0]
@@ -65,7 +69,7 @@ class Pages:
 
     def _known(self, move: Move, where: str) -> Move:
         """The move with the tensor's index for its number."""
-        if move.tier not in TIER_INDEX:
+        if move.tier not in TIER_INDEX and move.action != DISCARD:
             raise Infeasible(f"{where}: '{move.tier}' is no tier below the device")
         if not 0 <= move.issue_op < self.trace.ops:
             raise Infeasible(f"{where}: op {move.issue_op} is not one of {self.trace.ops}")
@@ -84,11 +88,13 @@ class Pages:
 
     def _lay_out(self, plan: Plan) -> None:
         """The state in which the first iteration begins."""
+        lasting = self.trace.tensor_persistent.copy()
+        lasting[list(self.program.wraps)] = True  # what lives from one iteration into the next
         start = np.zeros(len(self.there), np.int8)  # 1 + tier of persistent pages that are off
         for index, run in enumerate(plan.start):
             where = f"start[{index}]"
             tensor = self._tensor(run, where)
-            if not self.trace.tensor_persistent[tensor]:
+            if not lasting[tensor]:
                 raise Infeasible(f"{where}: '{self.trace.name_of(tensor)}' is not persistent")
             first = self._base[tensor] + run.first_page
             part = start[first : first + run.page_count]
@@ -96,7 +102,7 @@ class Pages:
                 raise Infeasible(f"{where}: pages of '{self.trace.name_of(tensor)}' named twice")
             part[:] = 1 + TIER_INDEX[run.tier]
         self._start = start
-        self._lasting = np.repeat(self.trace.tensor_persistent, self.count)
+        self._lasting = np.repeat(lasting, self.count)
         resident = self._lasting & (start == 0)
         self.there[:] = resident.astype(np.uint8).tobytes()
         for tier, name in enumerate(TIER_INDEX):
@@ -113,20 +119,26 @@ class Pages:
                 f"start: {self.frames - self.free} persistent pages are on the device, which holds "
                 f"{self.frames}"
             )
-        for tensor in np.flatnonzero(self.trace.tensor_persistent).tolist():
+        for tensor in np.flatnonzero(lasting).tolist():
             first = self._base[tensor]
             self.missing[tensor] = self.there.count(0, first, first + self._count[tensor])
 
+    def tensor_of(self, page: int) -> int:
+        return bisect_right(self._base, page) - 1
+
     def name_of(self, page: int) -> str:
         """The page as errors call it."""
-        tensor = bisect_right(self._base, page) - 1
+        tensor = self.tensor_of(page)
         return f"page {page - self._base[tensor]} of '{self.trace.name_of(tensor)}'"
 
     def tensors_that_move(self) -> set[int]:
-        """Those whose pages the plan names. All others are only so many frames while they live."""
+        """Those whose pages the plan names, and those that the host steps or that live on into the
+        next iteration. All others are only so many frames while they live."""
         off = np.flatnonzero(self._start)
         started = np.unique(np.searchsorted(self.base, off, "right") - 1).tolist()
-        return {move.tensor for move in self.moves}.union(started)
+        stepped = np.isin(self.trace.access_op, list(self.host_steps))
+        hosted = set(self.trace.access_tensor[stepped].tolist()) - self.program.private
+        return {move.tensor for move in self.moves}.union(started, hosted, self.program.wraps)
 
     def state(self) -> tuple[object, ...]:
         """All that their future depends on."""
@@ -179,6 +191,11 @@ class Pages:
             elif valid or copies.find(COMING, first, last) >= 0:
                 copies[first:last] = copies[first:last].translate(_WRITTEN)
             self.used[tier] -= valid
+
+    def remake(self, tensor: int, first: int, last: int) -> None:
+        """Discarded pages are its own again, in frames that the step has taken."""
+        self.there[first:last] = b"\1" * (last - first)
+        self.missing[tensor] -= last - first
 
     def die(self, tensor: int, queues: tuple[Queue, ...], now: float) -> None:
         """Everything of ``tensor`` is given back, in every tier; moves of it still queued end."""
@@ -254,12 +271,52 @@ class Pages:
         if self.coming.count(0, first, last) < last - first:
             raise self._refuse(move, first, "has another 'in' queued")
         tier = TIER_INDEX[move.tier]
+        if tier and self.locked.count(0, first, last) < last - first:
+            raise self._refuse(move, first, "is written by a host step that has not ended")
         for state in (NONE, STALE):
             page = self.copies[tier].find(state, first, last)
             if page >= 0:
                 raise self._refuse(move, page, f"has no copy in the {move.tier} tier")
         self.coming[first:last] = bytes([1 + tier]) * (last - first)
         return [(first, last)]
+
+    def discard(self, move: Move) -> None:
+        """The pages' frames and slots are free at once."""
+        first, last = self.range_of(move)
+        if self.missing[move.tensor] >= self.unborn:
+            raise self._refuse(move, first, "does not exist then")
+        for page in range(first, last):
+            if self.going[page] or self.coming[page]:
+                raise self._refuse(move, page, "is on its way")
+            if self.used_by_host[page]:
+                raise self._refuse(move, page, "is used by a host step that has not ended")
+            if not (self.there[page] or any(copies[page] == VALID for copies in self.copies)):
+                raise self._refuse(move, page, "holds neither a frame nor a copy")
+        resident = self.there.count(1, first, last)
+        self.free += resident
+        self.missing[move.tensor] += resident
+        blank = bytes(last - first)
+        self.there[first:last] = blank
+        for tier, copies in enumerate(self.copies):
+            self.used[tier] -= copies.count(VALID, first, last)
+            copies[first:last] = blank
+
+    # -- host steps ------------------------------------------------------------------------------
+    def hold(self, used: list[Range], written: list[Range], change: int) -> None:
+        """A host step that uses and writes these pages joins (1) or has ended (−1)."""
+        for counts, ranges in ((self.used_by_host, used), (self.locked, written)):
+            for first, last in ranges:
+                for page in range(first, last):
+                    counts[page] += change
+
+    def give_up_disk(self, ranges: list[Range]) -> None:
+        """The slots on disk of pages that the host writes."""
+        for first, last in ranges:
+            self.used[1] -= self.copies[1].count(VALID, first, last)
+            self.copies[1][first:last] = bytes(last - first)
+
+    def host_uses(self, ranges: Sequence[Range]) -> bool:
+        return any(self.used_by_host.count(0, a, b) < b - a for a, b in ranges)
 
     # -- the end of an iteration -----------------------------------------------------------------
     def check_end(self) -> None:
