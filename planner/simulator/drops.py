@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from ..plan import Move
 from .pages import COMING, NONE, STALE, TIER_INDEX, VALID, Infeasible, Pages
 
@@ -13,8 +15,8 @@ def drop(pages: Pages, move: Move) -> None:
     """Queue the drop ``move``, or carry it out where nothing is on its way."""
     first, last = pages.range_of(move)
     tier = TIER_INDEX[move.tier]
-    used = pages.used_by_host.count(0, first, last) < last - first
-    if used and any(pages.used_by_host[p] and not pages.coming[p] for p in range(first, last)):
+    used = (first + np.flatnonzero(pages.used_by_host[first:last])).tolist()
+    if not all(pages.coming[page] for page in used):
         raise Infeasible(
             f"'drop' at op {move.issue_op}: pages of '{pages.trace.name_of(move.tensor)}' are used "
             "by a host step that has not ended"

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ..hardware import Hardware
-from ..plan import DISCARD, Move, Plan, StartRun
+from ..plan import DEVICE, DISCARD, Move, Plan, StartRun
 from ..trace import Trace
 
 if TYPE_CHECKING:
@@ -55,8 +55,8 @@ class Pages:
         self.going = bytearray(total)
         self.coming = bytearray(total)
         self.copies = (bytearray(total), bytearray(total))
-        self.used_by_host = bytearray(total)  # by how many steps that have joined and not ended
-        self.locked = bytearray(total)  # that write it
+        self.used_by_host = np.zeros(total, np.int32)  # by how many steps that have not ended
+        self.locked = np.zeros(total, np.int32)  # the same of those that write it
         self.caps = (_limit(hardware.host_pages), _limit(hardware.disk_pages))
         self.used = [0, 0]
         self.used_peak = [0, 0]
@@ -69,8 +69,9 @@ class Pages:
 
     def _known(self, move: Move, where: str) -> Move:
         """The move with the tensor's index for its number."""
-        if move.tier not in TIER_INDEX and move.action != DISCARD:
-            raise Infeasible(f"{where}: '{move.tier}' is no tier below the device")
+        tiers = (DEVICE,) if move.action == DISCARD else TIER_INDEX
+        if move.tier not in tiers:
+            raise Infeasible(f"{where}: '{move.action}' with '{move.tier}', none of its tiers")
         if not 0 <= move.issue_op < self.trace.ops:
             raise Infeasible(f"{where}: op {move.issue_op} is not one of {self.trace.ops}")
         return move._replace(tensor=self._tensor(move, where))
@@ -271,7 +272,7 @@ class Pages:
         if self.coming.count(0, first, last) < last - first:
             raise self._refuse(move, first, "has another 'in' queued")
         tier = TIER_INDEX[move.tier]
-        if tier and self.locked.count(0, first, last) < last - first:
+        if tier and self.locked[first:last].any():
             raise self._refuse(move, first, "is written by a host step that has not ended")
         for state in (NONE, STALE):
             page = self.copies[tier].find(state, first, last)
@@ -306,8 +307,7 @@ class Pages:
         """A host step that uses and writes these pages joins (1) or has ended (−1)."""
         for counts, ranges in ((self.used_by_host, used), (self.locked, written)):
             for first, last in ranges:
-                for page in range(first, last):
-                    counts[page] += change
+                counts[first:last] += change
 
     def give_up_disk(self, ranges: list[Range]) -> None:
         """The slots on disk of pages that the host writes."""
@@ -316,7 +316,7 @@ class Pages:
             self.copies[1][first:last] = bytes(last - first)
 
     def host_uses(self, ranges: Sequence[Range]) -> bool:
-        return any(self.used_by_host.count(0, a, b) < b - a for a, b in ranges)
+        return any(self.used_by_host[a:b].any() for a, b in ranges)
 
     # -- the end of an iteration -----------------------------------------------------------------
     def check_end(self) -> None:

@@ -205,10 +205,11 @@ class _Maker:
             for op in sorted(users[tensor] - {maker}):
                 step = step_of[op]
                 carried = op in self.moved and maker not in self.moved
-                if carried != (step < begin):
+                early = maker in self.moved and op not in self.moved
+                if early or carried != (step < begin):
                     raise Infeasible(
-                        f"deferred: {self.name(op if op in self.moved else maker)} would run when "
-                        f"{self.name(maker)} has made {self.tensor(tensor)} anew"
+                        f"deferred: {self.name(op)} would not find {self.tensor(tensor)} as "
+                        f"{self.name(maker)} made it"
                     )
                 if carried and tensor not in program.wraps:
                     program.wraps.add(tensor)

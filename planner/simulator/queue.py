@@ -194,7 +194,7 @@ class Queue:
     def waits_for_host(self) -> bool:
         """Whether nothing holds its head up but a host step."""
         page = self._page
-        return not self.is_out and self._pages.locked[page] > 0
+        return not self.is_out and bool(self._pages.locked[page])
 
     # -- from one iteration to the next ----------------------------------------------------------
     def state(self, now: float) -> tuple[object, ...]:
@@ -240,7 +240,7 @@ class Queue:
         if self.is_out:
             return pages.used[self.tier] + count <= pages.caps[self.tier]
         following = self._page + 1
-        if pages.locked.count(0, following, following + count) < count:
+        if pages.locked[following : following + count].any():
             return False
         return pages.copies[self.tier].count(VALID, following, following + count) == count
 

@@ -1,11 +1,12 @@
 """The validator's ledger: where every page is, and how many frames and slots are taken.
 
-A page of the trace is ``base[tensor] + page``. It is in one of four places:
+A page of the trace is ``base[tensor] + page``. It is in one of five places:
 
     ABSENT    not alive: a tensor that an iteration makes and that is not there now
     HERE      in a frame, ops may use it
     AWAY      lost to ops: a valid copy is below, or its ``out`` is queued or moving
     ARRIVING  its ``in`` is moving: it has a frame, and a valid copy below
+    DISCARDED its bytes are given up, until an op that runs again makes them anew
 
 HERE and ARRIVING take a frame, and so does an ``out`` until it has arrived (``leaving_to``). In
 each lower tier a page has no copy, one that is being written, or a valid one; the latter two take
@@ -18,13 +19,14 @@ Each transition is one function that asserts what must hold, and ``audit`` count
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 
 import numpy as np
 
 from ..trace import Trace
 
-ABSENT, HERE, AWAY, ARRIVING = range(4)
+ABSENT, HERE, AWAY, ARRIVING, DISCARDED = range(5)
 NO_COPY, WRITING, VALID = range(3)
 HOST, DISK = 0, 1
 TIER_NUMBER = {"host": HOST, "disk": DISK}
@@ -55,6 +57,8 @@ class Ledger:
         self.copy = (bytearray(self.total), bytearray(self.total))
         self.leaving_to = bytearray([NOWHERE]) * self.total
         self.coming_from = bytearray([NOWHERE]) * self.total
+        self.users: Counter[int] = Counter()  # page → host steps in the queue that access it
+        self.steppers: Counter[int] = Counter()  # page → those of them that write it
         self.void: set[int] = set()  # pages written while a copy of them was on its way out
         self.drops: dict[int, list[_Drop]] = {}  # page → drops that wait for its earlier moves
         self.frame_cap = caps[0]
@@ -156,6 +160,65 @@ class Ledger:
         self.void = {page for page in self.void if not begin <= page < end}
         self.drops = {page: d for page, d in self.drops.items() if not begin <= page < end}
 
+    def spare_frames(self, change: int) -> None:
+        """Temporary pages of a recomputation take frames, or give them back."""
+        if change > 0:
+            self._take_frames(change)
+        else:
+            self._give_frames(-change)
+
+    def make_again(self, page: int) -> None:
+        """A discarded page is its tensor's own again, with no copy below."""
+        assert self.place[page] == DISCARDED
+        self.place[page] = HERE
+        self._take_frames(1)
+
+    def discard(self, page: int) -> None:
+        if self.place[page] == ABSENT:
+            raise Infeasible(f"{self.name(page)} is not alive")
+        if self.leaving_to[page] != NOWHERE or self.coming_from[page] != NOWHERE:
+            raise Infeasible(f"{self.name(page)} {self.whereabouts(page)}")
+        if self.users[page]:
+            raise Infeasible(f"{self.name(page)} is used by a host step that has not ended")
+        if self.place[page] == DISCARDED:
+            raise Infeasible(f"{self.name(page)} is discarded already")
+        if self.place[page] == HERE:
+            self._give_frames(1)
+        for tier in (HOST, DISK):
+            assert self.copy[tier][page] != WRITING
+            self._set_copy(page, tier, NO_COPY)
+        self.place[page] = DISCARDED
+
+    # What host steps do.
+
+    def host_step_joins(self, used: list[int], written: set[int]) -> None:
+        for page in used:
+            arrives = self.leaving_to[page] == HOST and page not in self.void
+            if self.copy[HOST][page] != VALID and not arrives and not self.steppers[page]:
+                raise Infeasible(
+                    f"{self.name(page)} {self.whereabouts(page)}, and has no copy in host and no "
+                    "'out' to host on its way"
+                )
+            if page not in written:
+                continue
+            if self.place[page] in (HERE, ARRIVING) or self.coming_from[page] != NOWHERE:
+                raise Infeasible(
+                    f"{self.name(page)} {self.whereabouts(page)}, and is to be written"
+                )
+            if self.leaving_to[page] == DISK:
+                raise Infeasible(f"{self.name(page)} is on its way to disk: to be written")
+        self.users.update(used)
+        self.steppers.update(written)
+
+    def host_step_starts(self, written: set[int]) -> None:
+        for page in written:
+            if self.copy[DISK][page] == VALID:
+                self._set_copy(page, DISK, NO_COPY)
+
+    def host_step_ends(self, used: list[int], written: set[int]) -> None:
+        self.users.subtract(used)
+        self.steppers.subtract(written)
+
     # What moves do when they are queued.
 
     def queue_out(self, page: int, tier: int) -> bool:
@@ -180,12 +243,16 @@ class Ledger:
             raise Infeasible(f"{self.name(page)} {self.whereabouts(page)}, not off the device")
         if self.copy[tier][page] != VALID and self.leaving_to[page] != tier:
             raise Infeasible(f"{self.name(page)} has no valid copy in {TIER_NAME[tier]}")
+        if tier == DISK and self.steppers[page]:
+            raise Infeasible(f"{self.name(page)} is written by a host step that has not ended")
         self.coming_from[page] = tier
 
     def queue_drop(self, page: int, tier: int) -> None:
         """Gives the slot back once the page's earlier moves have arrived; now if it has none."""
         under_way = (("out", self.leaving_to), ("in", self.coming_from))
         awaits = {action for action, moves in under_way if moves[page] != NOWHERE}
+        if self.users[page] and "in" not in awaits:
+            raise Infeasible(f"{self.name(page)} is used by a host step that has not ended")
         if awaits:
             self.drops.setdefault(page, []).append(_Drop(tier, awaits))
         else:
@@ -197,6 +264,8 @@ class Ledger:
         assert self.copy[tier][page] == VALID
         if self.place[page] != HERE and self.copy[1 - tier][page] != VALID:
             raise Infeasible(f"drop: {self.name(page)} has no other copy than {TIER_NAME[tier]}'s")
+        if tier == HOST and self.users[page]:
+            raise Infeasible(f"drop: {self.name(page)} is used by a host step that has not ended")
         self._set_copy(page, tier, NO_COPY)
 
     def _arrived(self, page: int, action: str) -> None:
@@ -230,8 +299,8 @@ class Ledger:
         self._arrived(page, "out")
 
     def may_begin_in(self, page: int, tier: int) -> bool:
-        """Whether the copy that the page comes from is complete."""
-        return self.copy[tier][page] == VALID
+        """Whether the copy that the page comes from is complete, and no host step writes it."""
+        return self.copy[tier][page] == VALID and not self.steppers[page]
 
     def begin_in(self, page: int, tier: int) -> None:
         assert self.place[page] == AWAY
@@ -266,6 +335,8 @@ class Ledger:
         if place == AWAY:
             tiers = [TIER_NAME[t] for t in (HOST, DISK) if self.copy[t][page] == VALID]
             return f"is in {' and '.join(tiers)}"
+        if place == DISCARDED:
+            return "is discarded, and was not made again"
         return "is on the device" if place == HERE else "is not alive"
 
     def settles_here(self, page: int) -> bool:
@@ -280,15 +351,16 @@ class Ledger:
             tiers.add(self.leaving_to[page])
         return tiers.difference(drop.tier for drop in self.drops.get(page, []))
 
-    def audit(self) -> None:
-        """Counts all pages anew: nothing is lost, nothing is held twice, no cap is exceeded."""
+    def audit(self, temporary: int = 0) -> None:
+        """Counts all pages anew: nothing is lost, nothing is held twice, no cap is exceeded.
+        ``temporary`` frames belong to a recomputation."""
         self.changes = 0
         place = np.frombuffer(self.place, np.uint8)
         leaving_to = np.frombuffer(self.leaving_to, np.uint8)
         copies = [np.frombuffer(self.copy[tier], np.uint8) for tier in (HOST, DISK)]
         leaving = leaving_to != NOWHERE
         framed = (place == HERE).sum() + (place == ARRIVING).sum() + leaving.sum()
-        assert int(framed) == self.frames <= self.frame_cap
+        assert int(framed) + temporary == self.frames <= self.frame_cap
         for tier in (HOST, DISK):
             assert int((copies[tier] != NO_COPY).sum()) == self.slots[tier] <= self.slot_cap[tier]
             stray = (copies[tier] == WRITING) & (leaving_to != tier)
@@ -297,5 +369,6 @@ class Ledger:
         gone = ((place == AWAY) & ~leaving) | (place == ARRIVING)
         assert not (gone & ~below).any(), "a page is nowhere"
         held = (copies[HOST] != NO_COPY) | (copies[DISK] != NO_COPY) | leaving
-        assert not ((place == ABSENT) & held).any(), "a dead page holds something"
+        empty = (place == ABSENT) | (place == DISCARDED)
+        assert not (empty & held).any(), "a page that is not there holds something"
         assert all(leaving[page] and place[page] != ABSENT for page in self.void)

@@ -7,14 +7,14 @@ worked out: times in µs since the iteration began.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from tensorpager.planner.hardware import Hardware
-from tensorpager.planner.plan import Move, StartRun
+from tensorpager.planner.plan import Deferred, Move, Recompute, StartRun
 from tensorpager.planner.trace import READ, READWRITE, WRITE
 
-from .random_plans import PAGE, Access, Case, paged_trace, plan_of
+from .random_plans import PAGE, Access, Case, paged_trace, plan_of, with_choices
 
 TRANSIENT, LASTING = False, True
 
@@ -57,6 +57,11 @@ class HandCase:
     hardware: dict[str, Any] = field(default_factory=dict)
     expect: dict[str, float] = field(default_factory=dict)  # of ``Predicted``; empty: infeasible
     reason: str = ""  # what the validator says of an infeasible plan
+    rerun: tuple[int, ...] = ()  # ops that may run again
+    host_us: dict[int, float] = field(default_factory=dict)
+    recompute: list[tuple[int, int, int]] = field(default_factory=list)
+    host_steps: list[int] = field(default_factory=list)
+    deferred: list[tuple[int, int]] = field(default_factory=list)
 
     def build(self) -> Case:
         ops = [
@@ -67,6 +72,7 @@ class HandCase:
             for _, op in self.ops
         ]
         trace = paged_trace(self.tensors, [duration for duration, _ in self.ops], ops)
+        trace = with_choices(trace, self.rerun, self.host_us)
         values: dict[str, Any] = {
             "device_bytes": self.device_pages * PAGE,
             "host_bytes": float("inf"),
@@ -85,7 +91,13 @@ class HandCase:
         start = [
             StartRun(10 * t + 3, begin, end - begin, tier) for tier, t, begin, end in self.start
         ]
-        return Case(trace, hardware, plan_of(hardware, moves, start))
+        plan = replace(
+            plan_of(hardware, moves, start),
+            recompute=[Recompute(*each) for each in self.recompute],
+            host_steps=self.host_steps,
+            deferred=[Deferred(*each) for each in self.deferred],
+        )
+        return Case(trace, hardware, plan)
 
 
 FAST_DISK = {"disk_read_bytes_per_s": 1e8, "disk_write_bytes_per_s": 1e8}

@@ -7,6 +7,7 @@ spoilt by a random change. Pages have 1,000 bytes.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from random import Random
@@ -15,7 +16,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from tensorpager.planner.hardware import Hardware
-from tensorpager.planner.plan import Move, Plan, StartRun
+from tensorpager.planner.plan import DISCARD, Deferred, Move, Plan, Recompute, StartRun
 from tensorpager.planner.trace import READ, READWRITE, WRITE, Trace
 
 PAGE = 1000
@@ -62,6 +63,9 @@ class Case:
             f"\n  accesses (op, tensor, begin, end, mode) {list(rows)}"
             f"\n  {self.hardware}\n  moves {[tuple(move) for move in self.plan.moves]}"
             f"\n  start {[tuple(run) for run in self.plan.start]}"
+            f"\n  rerun {trace.op_rerun.tolist()} host_us {trace.op_host_us.tolist()}"
+            f"\n  recompute {[tuple(each) for each in self.plan.recompute]} host_steps "
+            f"{self.plan.host_steps} deferred {[tuple(each) for each in self.plan.deferred]}"
         )
 
 
@@ -90,6 +94,15 @@ def paged_trace(
         access_first_page=np.array([a.begin for _, a in rows], np.int64),
         access_page_count=np.array([a.end - a.begin for _, a in rows], np.int64),
     )
+
+
+def with_choices(trace: Trace, rerun: Iterable[int], host_us: dict[int, float]) -> Trace:
+    """``trace`` with ops that may run again, and the host's time for others."""
+    again, host = np.zeros(trace.ops, np.bool_), np.full(trace.ops, np.nan)
+    again[list(rerun)] = True
+    for op, us in host_us.items():
+        host[op] = us
+    return replace(trace, op_rerun=again, op_host_us=host)
 
 
 def random_trace(rng: Random, *, partial: bool = True, zero_durations: bool = False) -> Trace:
@@ -268,6 +281,135 @@ def random_case(
 
 def case_of(seed: int) -> Case:
     return random_case(Random(seed))
+
+
+# -- recomputation, host steps, deferred updates -------------------------------------------------
+def random_choices(rng: Random, trace: Trace) -> Trace:
+    """Most ops that write nothing lasting may run again, many of the others on the host."""
+    rerun, host = [], {}
+    for op in range(trace.ops):
+        rows = trace.access_op == op
+        writes = rows & (trace.access_mode & WRITE != 0)
+        if trace.tensor_persistent[trace.access_tensor[writes]].any():
+            if rng.random() < 0.7:
+                host[op] = rng.choice((*DURATIONS_US, 0.0))
+        elif rng.random() < 0.85:
+            rerun.append(op)
+    return with_choices(trace, rerun, host)
+
+
+def choice_plan(rng: Random, trace: Trace, hardware: Hardware) -> Plan:
+    """Moves of tensors that no host step uses, as in ``random_plan``; and what version 2 adds."""
+    able = np.flatnonzero(~np.isnan(trace.op_host_us)).tolist()
+    steps = [op for op in able if rng.random() < 0.6]
+    plan = random_plan(rng, trace, hardware, eager=rng.choice((0.0, 0.3, 0.6)), lapsing=False)
+    stepped = set(trace.access_tensor[np.isin(trace.access_op, steps)].tolist())
+    mine = {int(trace.tensor_ids[tensor]) for tensor in stepped}
+    queued = [(m.issue_op + rng.random(), m) for m in plan.moves if m.tensor not in mine]
+    start = [run for run in plan.start if run.tensor not in mine]
+    for tensor in sorted(stepped):
+        _to_and_from_host(rng, trace, tensor, set(steps), queued, start)
+    recompute: list[Recompute] = []
+    for tensor in range(trace.tensors):
+        if not trace.tensor_persistent[tensor] and tensor not in stepped:
+            _discard(rng, trace, tensor, queued, recompute)
+    discarded = {m.tensor for _, m in queued if m.action == DISCARD}
+    queued = [(at, m) for at, m in queued if m.action == DISCARD or m.tensor not in discarded]
+    if rng.random() < 0.4:
+        rng.shuffle(steps)
+    updates = [op for op in range(1, trace.ops) if op not in steps and not trace.op_rerun[op]]
+    deferred = [
+        Deferred(op, rng.randint(0, rng.randint(0, op))) for op in updates if rng.random() < 0.15
+    ]
+    moves = [move for _, move in sorted(queued, key=lambda item: item[0])]
+    return replace(
+        plan_of(hardware, moves, start),
+        recompute=recompute,
+        host_steps=steps,
+        deferred=deferred,
+    )
+
+
+def _to_and_from_host(
+    rng: Random,
+    trace: Trace,
+    tensor: int,
+    steps: set[int],
+    queued: list[tuple[float, Move]],
+    start: list[StartRun],
+) -> None:
+    """Out before each host step that follows a device op, in before each op that follows a step."""
+    uses = sorted(set(trace.access_op[trace.access_tensor == tensor].tolist()))
+    span = (int(trace.tensor_ids[tensor]), 0, int(trace.pages(PAGE)[tensor]))
+    pairs = list(pairwise(uses))
+    lasting = bool(trace.tensor_persistent[tensor])
+    if lasting:
+        pairs.append((uses[-1], uses[0] + trace.ops))
+    if set(uses) <= steps:
+        start.extend([StartRun(*span, "host")] if lasting else [])
+        return
+    below = None  # since when, if it begins or ends below
+    for after, before in pairs:
+        ops = trace.ops
+        if after not in steps and before % ops in steps:
+            out_at = rng.randint(after + 1, before)
+            queued.append((out_at % ops + rng.random(), Move(*span, "host", "out", out_at % ops)))
+            below = out_at
+        if after in steps and before % ops not in steps:
+            in_at = rng.randint(after + 1, before)
+            queued.append((in_at % ops + rng.random(), Move(*span, "host", "in", in_at % ops)))
+            if lasting and (in_at >= ops or below is None) and (below is None or below < ops):
+                start.append(StartRun(*span, "host"))
+
+
+def _discard(
+    rng: Random,
+    trace: Trace,
+    tensor: int,
+    queued: list[tuple[float, Move]],
+    recompute: list[Recompute],
+) -> None:
+    """Some gaps begin with a discard, and end with its writers running again."""
+    rows = trace.access_tensor == tensor
+    uses = sorted(set(trace.access_op[rows].tolist()))
+    for after, before in pairwise(uses):
+        if before <= after + 1 or rng.random() < 0.4:
+            continue
+        writers = sorted(set(trace.access_op[rows & (trace.access_mode & WRITE != 0)].tolist()))
+        writers = [op for op in writers if op <= after]
+        begin = rng.choice(writers) if writers and rng.random() < 0.2 else uses[0]
+        if rng.random() < 0.3:
+            begin = max(0, begin - 1)
+        ops = range(begin, max([op for op in writers if op >= begin], default=begin) + 1)
+        possible = bool(writers) and trace.op_rerun[list(ops)].all()
+        if not possible and rng.random() < 0.9:
+            continue
+        count = int(trace.pages(PAGE)[tensor])
+        first = rng.randint(0, count - 1) if rng.random() < 0.2 else 0
+        at = rng.randint(after + 1, before)
+        move = Move(int(trace.tensor_ids[tensor]), first, count - first, "device", DISCARD, at)
+        queued.append((at + rng.random(), move))
+        if possible and rng.random() < 0.95:
+            recompute.append(Recompute(ops[0], ops[-1], before))
+
+
+def choice_case_of(seed: int) -> Case:
+    rng = Random(seed)
+    trace = random_trace(rng, partial=rng.random() < 0.3, zero_durations=rng.random() < 0.2)
+    trace = random_choices(rng, trace)
+    hardware = random_hardware(rng, trace)
+    everything = int(trace.pages(PAGE).sum()) + 6
+    if rng.random() < 0.7:
+        device = rng.randint(int(hardware.device_pages), everything)
+        hardware = hardware.with_(device_bytes=device * PAGE, host_bytes=float("inf"))
+    plan = choice_plan(rng, trace, hardware)
+    if rng.random() < 0.15:
+        plan = spoil(rng, trace, plan)
+    return Case(trace, hardware, plan)
+
+
+def choice_cases() -> st.SearchStrategy[Case]:
+    return st.builds(choice_case_of, seed=st.integers(0, 2**32 - 1))
 
 
 def cases() -> st.SearchStrategy[Case]:
