@@ -607,10 +607,10 @@ class PagedStorage:
 
     __slots__ = ("__weakref__", "label", "nbytes", "offset", "pager", "run", "untyped")
 
-    def __init__(self, pager: Core, nbytes: int, kind: str) -> None:
+    def __init__(self, pager: Core, nbytes: int, kind: str, apart: str = "") -> None:
         self.pager = pager
         self.nbytes = max(1, nbytes)
-        self.run, self.offset = pager.space.allocate(self.nbytes, kind)
+        self.run, self.offset = pager.space.allocate(self.nbytes, kind, apart)
         self.label: str | None = None
         self.untyped: PagedUntypedStorage | None = None
 

@@ -28,6 +28,7 @@ class Extent:
 
     ``base``: frame of the first page while all pages are resident in consecutive frames, else −1.
     ``pins``: how often it is held whole. ``generation``: changes whenever dense views go stale.
+    ``apart``: of small storages, what sets them apart from others of their kind.
     ``settled``: all pages are known DIRTY, so that another write changes no state.
     ``born``: how many runs were born before it. ``key``: its name in access logs, 0 for none yet.
     ``pages``: int32 [count], all of them.
@@ -39,9 +40,9 @@ class Extent:
     """
 
     __slots__ = (
-        "base", "born", "count", "first", "generation", "id", "in_slabs", "key", "kind", "nbytes",
-        "overwritten", "pages", "parts", "pins", "settled", "small", "storages", "streamed",
-        "writes",
+        "apart", "base", "born", "count", "first", "generation", "id", "in_slabs", "key", "kind",
+        "nbytes", "overwritten", "pages", "parts", "pins", "settled", "small", "storages",
+        "streamed", "writes",
     )  # fmt: skip
 
     def __init__(self, run_id: int, first: int, count: int, kind: str) -> None:
@@ -58,6 +59,7 @@ class Extent:
         self.overwritten = False
         self.settled = False
         self.small: FramePool | None = None
+        self.apart = ""
         self.storages = 0
         self.streamed: bool | None = None
         self.in_slabs = False
@@ -96,7 +98,7 @@ class Space:
         self.kind_pages: dict[str, int] = {}
         self.peak_transient_pages = 0
         self.passed_in_slabs: set[str] = set()  # what transient runs were whose ops went in slabs
-        self._open: dict[str, dict[int, Extent]] = {}
+        self._open: dict[tuple[str, str], dict[int, Extent]] = {}
         self._free_ids: list[int] = []  # ids stay small: they index arrays
 
     def pages_for(self, nbytes: int) -> int:
@@ -110,28 +112,29 @@ class Space:
         """Live pages of parameters, optimizer states and what the user paged."""
         return self.live_pages - sum(self.kind_pages.get(k, 0) for k in TRANSIENT_KINDS)
 
-    def allocate(self, nbytes: int, kind: str) -> tuple[Extent, int]:
+    def allocate(self, nbytes: int, kind: str, apart: str = "") -> tuple[Extent, int]:
         """The run and the offset of a new storage of at least one byte, whose contents are
-        undefined; takes no frame until it is used. To be given back by :attr:`dead`."""
+        undefined; takes no frame until it is used. To be given back by :attr:`dead`. ``apart``: it
+        shares a page only with others that are so."""
         if not self.is_small(nbytes):
             run = self._new_run(self.pages_for(nbytes), kind)
             run.nbytes = nbytes
             offset = 0
         else:
-            run, offset = self._small(nbytes, kind)
+            run, offset = self._small(nbytes, kind, apart)
         run.storages += 1
         return run, offset
 
-    def _small(self, nbytes: int, kind: str) -> tuple[Extent, int]:
+    def _small(self, nbytes: int, kind: str, apart: str) -> tuple[Extent, int]:
         units = -(-nbytes // self.alignment)
-        group = self._open.setdefault(kind, {})
+        group = self._open.setdefault((kind, apart), {})
         for run in group.values():
             assert run.small is not None
             unit = run.small.allocate_run(units)
             if unit is not None:
                 return run, unit * self.alignment
         run = self._new_run(1, kind)
-        run.nbytes = self.page_size
+        run.nbytes, run.apart = self.page_size, apart
         run.small = FramePool(self.page_size // self.alignment)
         group[run.id] = run
         unit = run.small.allocate_run(units)
@@ -173,6 +176,6 @@ class Space:
         del self.runs[run.id]
         self._free_ids.append(run.id)
         if run.small is not None:
-            del self._open[run.kind][run.id]
+            del self._open[run.kind, run.apart][run.id]
         self.live_pages -= run.count
         self.kind_pages[run.kind] -= run.count

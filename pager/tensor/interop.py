@@ -151,7 +151,8 @@ class Interop:
                 f"{tuple(value.size())}, {value.dtype}; convert a model (half(), …) before "
                 "page_module, or page a new tensor with pager.page()"
             )
-        self.data.copy_(value.detach())
+        if not self.is_set_to(value):  # as of ``module.to(device)`` where it is already
+            self.data.copy_(value.detach())
 
 
 def _asked_in_a_list(name: str) -> Any:

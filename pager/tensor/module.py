@@ -100,11 +100,13 @@ def known_parameter(pager: Core, parameter: torch.nn.Parameter) -> PagedTensor |
 
 
 def _page_parameter(pager: Core, parameter: torch.nn.Parameter, label: str) -> PagedTensor:
+    # A page with nothing but frozen ones is never written, and has its copy below for good.
+    apart = "" if parameter.requires_grad else "frozen"
     if parameter.is_meta:
-        paged = empty_like_geometry(pager, parameter, "parameter")
+        paged = empty_like_geometry(pager, parameter, "parameter", apart=apart)
     else:
         _check_device(pager, parameter, label)
-        paged = copy_in(pager, parameter.detach(), "parameter")
+        paged = copy_in(pager, parameter.detach(), "parameter", apart=apart)
     paged._storage.label = label
     paged._is_param = True
     for key, value in parameter.__dict__.items():

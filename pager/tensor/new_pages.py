@@ -44,24 +44,25 @@ def page_copy(pager: Core, tensor: torch.Tensor) -> PagedTensor:
 
 
 def empty_like_geometry(
-    pager: Core, like: torch.Tensor, kind: str, *, overwritten: bool = False
+    pager: Core, like: torch.Tensor, kind: str, *, overwritten: bool = False, apart: str = ""
 ) -> PagedTensor:
     """A PagedTensor with ``like``'s shape, dtype and (dense) strides; zeros. ``overwritten``: the
-    caller writes all of it before anyone reads it, so the values may be anything."""
+    caller writes all of it before anyone reads it, so the values may be anything. ``apart``: what
+    sets it apart from small ones of its kind, with which it may share a page."""
     pager.check_open()
     dense = torch.ops.aten.is_non_overlapping_and_dense(like)
     shape = like if dense else torch.empty(like.size(), dtype=like.dtype, device="meta")
     nbytes = like.numel() * like.element_size()
-    storage = _new_storage(pager, nbytes, kind, overwritten=overwritten)
+    storage = _new_storage(pager, nbytes, kind, overwritten=overwritten, apart=apart)
     return PagedTensor(storage, shape.size(), shape.stride(), 0, like.dtype)
 
 
-def copy_in(pager: Core, dense: torch.Tensor, kind: str) -> PagedTensor:
+def copy_in(pager: Core, dense: torch.Tensor, kind: str, *, apart: str = "") -> PagedTensor:
     """A PagedTensor with the values of plain, strided ``dense``."""
     if not torch.ops.aten.is_non_overlapping_and_dense(dense):
         dense = dense.contiguous()
     dense = dense.resolve_conj().resolve_neg()
-    paged = empty_like_geometry(pager, dense, kind, overwritten=True)
+    paged = empty_like_geometry(pager, dense, kind, overwritten=True, apart=apart)
     if dense.numel():
         flat = dense.as_strided((dense.numel(),), (1,), dense.storage_offset())
         write(pager, paged._storage, flat.view(torch.uint8))
@@ -165,13 +166,15 @@ def duplicate(tensor: PagedTensor) -> PagedTensor:
     return twin
 
 
-def _new_storage(pager: Core, nbytes: int, kind: str, *, overwritten: bool = False) -> PagedStorage:
+def _new_storage(
+    pager: Core, nbytes: int, kind: str, *, overwritten: bool = False, apart: str = ""
+) -> PagedStorage:
     """What another tensor left in memory is never seen in it: frames are erased when it gets them
     (``Residency.fill``), its part of a page that it shares is at once; not if it is to be
     ``overwritten`` as a whole."""
     with pager.lock:
         pager.residency.collect()
-        storage = PagedStorage(pager, nbytes, kind)
+        storage = PagedStorage(pager, nbytes, kind, apart)
     if storage.run.small is None:
         storage.run.overwritten = overwritten
     elif not overwritten:

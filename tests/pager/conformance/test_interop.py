@@ -328,3 +328,10 @@ def test_pages_are_given_back(pager):
     for value in range(100):
         p = pager.page(torch.full((4 << 20,), float(value)))
         assert p[-1].item() == value
+
+
+def test_a_module_that_is_moved_to_where_it_is_is_not_written(pager):
+    model = pager.page_module(nn.Linear(300, 300))
+    writes = [p._storage.run.writes for p in model.parameters()]
+    model.to("cpu").float()
+    assert [p._storage.run.writes for p in model.parameters()] == writes

@@ -1,0 +1,135 @@
+"""LoRA by peft on a paged base: the base is only read, and written below once at most."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import tensorpager as tp
+
+from ..models import assert_same, plain
+from .tiny import PAGE_BYTES, llama, texts
+
+pytest.importorskip("transformers")
+pytest.importorskip("peft")
+
+import peft
+from transformers import Trainer, TrainingArguments
+
+DENSE_BYTES = 2 << 20
+STEPS = 8
+
+
+def lora(dtype: torch.dtype = torch.float32, *, zero: bool = True) -> Any:
+    model = llama(layers=4, width=128).to(dtype)
+    torch.manual_seed(2)
+    config = peft.LoraConfig(
+        r=4,
+        target_modules=["q_proj", "v_proj", "down_proj"],
+        init_lora_weights=zero,
+        task_type="CAUSAL_LM",
+    )
+    return peft.get_peft_model(model, config)
+
+
+def half_of_base(model: torch.nn.Module, **more: Any) -> dict[str, Any]:
+    base = sum(p.nbytes for p in model.parameters())
+    budget = base // 2 + DENSE_BYTES
+    return {
+        "device_budget": budget,
+        "host_budget": 3 * base,
+        "page_size": PAGE_BYTES,
+        "device": "cpu",
+    } | more
+
+
+class Writes:
+    """How often each page of a frozen parameter is written below."""
+
+    def __init__(self, pager: tp.Pager, model: torch.nn.Module) -> None:
+        self.times: Counter[int] = Counter()
+        frozen = [p._storage.run for p in model.parameters() if not p.requires_grad]
+        pages = {page for run in frozen for page in run.pages.tolist()}
+        transfer = pager.core.mover._transfer
+
+        def noted(tier: str, moved: Any, *args: Any, to_device: bool) -> Any:
+            if not to_device:
+                self.times.update(pages.intersection(moved.tolist()))
+            return transfer(tier, moved, *args, to_device=to_device)
+
+        pager.core.mover._transfer = noted
+
+
+def train(model: Any, folder: Path, pager: tp.Pager | None) -> list[Any]:
+    settings = TrainingArguments(
+        output_dir=str(folder),
+        max_steps=STEPS,
+        per_device_train_batch_size=2,
+        learning_rate=1e-2,
+        logging_steps=1,
+        save_steps=STEPS,
+        use_cpu=True,
+        report_to=[],
+        disable_tqdm=True,
+    )
+    trainer = Trainer(model, settings, train_dataset=texts(16))
+    if pager is not None:
+        tp.hf.attach(trainer, pager)
+    trainer.train()
+    return [entry.get("loss") for entry in trainer.state.log_history]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_training_and_saving(dtype: torch.dtype, tmp_path: Path) -> None:
+    expected = lora(dtype)
+    losses = train(expected, tmp_path / "plain", None)
+    model = lora(dtype)
+    with tp.Pager(**half_of_base(model)) as pager:
+        pager.page_module(model)
+        writes = Writes(pager, model)
+        assert train(model, tmp_path / "paged", pager) == losses
+        assert_same(plain(model.state_dict()), plain(expected.state_dict()))
+        assert set(writes.times.values()) == {1}
+        stats = pager.stats()
+        assert stats["channel_bytes"]["host-in"] > 0
+        assert stats["peak_bytes"]["device"] <= stats["budget_bytes"]["device"]
+        name = f"checkpoint-{STEPS}/adapter_model.safetensors"
+        assert (tmp_path / "paged" / name).read_bytes() == (tmp_path / "plain" / name).read_bytes()
+
+
+def test_adapters_are_loaded_merged_and_taken_off_again(tmp_path: Path) -> None:
+    other = lora(zero=False)
+    other.save_pretrained(tmp_path)
+    x = {"input_ids": texts(2)[0]["input_ids"][None]}
+    ends = []
+    for paged in (False, True):
+        model = lora()
+        pager = tp.Pager(**half_of_base(model)) if paged else None
+        if pager is not None:
+            pager.page_module(model)
+        found = []
+        with torch.no_grad():
+            model.load_adapter(str(tmp_path), "other")
+            model.set_adapter("other")
+            found.append(plain(model(**x).logits))
+            model.merge_adapter()
+            found.append(plain(model(**x).logits))
+            model.unmerge_adapter()
+            found.append(plain(model.state_dict()))
+            with model.disable_adapter():
+                found.append(plain(model(**x).logits))
+            merged = model.merge_and_unload()
+            found.append(plain(merged(**x).logits))
+            found.append(plain(merged.state_dict()))
+        merged.save_pretrained(tmp_path / f"{paged}")
+        ends.append(found)
+        if pager is not None:
+            assert type(merged.lm_head.weight) is tp.PagedTensor
+            pager.close()
+    assert_same(ends[1], ends[0])
+    files = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("False", "True")]
+    assert files[0] == files[1]
