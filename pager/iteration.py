@@ -120,9 +120,12 @@ class Iteration(ContextDecorator):
         if error is None:
             running.end()
             return
+        refusal = self._pager.budget.refusal
         running.cut(error)
         if isinstance(error, torch.OutOfMemoryError):
-            raise self._pager.budget.refused(error) from error
+            refusal = refusal or self._pager.budget.refused(error)
+        if refusal is not None and isinstance(error, Exception) and error is not refusal:
+            raise refusal from error
 
 
 for _entry in (Iteration.begin, Iteration.end, Iteration.__enter__, Iteration.__exit__):
@@ -168,10 +171,10 @@ class Running:
         pager = self._pager
         try:
             self._stop(ok=True)
+            pager.profile_run.end()
         except BaseException:
             pager.budget.abandon()
             raise
-        pager.profile_run.end()
         pager.cut_short = None
         pager.iterations += 1
         self._metrics.end()

@@ -11,10 +11,11 @@ parameter would change the smallest budget that works is known exactly:
 
     minimum = peak of dense bytes + page_size × (frames that one op pins, at most)
 
-(rounded up, see ``to_name``). If the budget is below it, ``InfeasibleBudget`` is raised there and
-nothing has changed. Dense memory takes the frames of pages that are not pinned, before a metered
-iteration goes beyond the budget; it may to find that out, but never uses more than the minimum that
-it names. Otherwise the border moves once, at the end of the iteration,
+(rounded up, see ``to_name``). If the budget is below it, the step is not taken and no parameter
+changes. The iteration goes on without it, so that what comes after it counts too, and
+``InfeasibleBudget`` is raised at its end. Dense memory takes the frames of pages that are not
+pinned, before a metered iteration goes beyond the budget; it may to find that out, but never uses
+more than the minimum that it names. Otherwise the border moves once, at the end of the iteration,
 to what was measured plus a margin. An iteration with larger inputs than before is metered again.
 In those that are not, dense memory that goes beyond the reserve moves the border in the middle of
 an op, where the device can ask.
@@ -25,8 +26,8 @@ from __future__ import annotations
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Collection
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -106,6 +107,7 @@ class DeviceBudget:
         self.settled = False
         self.metering = False
         self.checked = False
+        self.refusal: InfeasibleBudget | None = None  # of the iteration, which goes on to its end
         self.changed = False  # a weight that was whole streams from now on
         self._before: tuple[int, Peak | str, tuple[int, int]] = 0, "", (0, 0)
         self._most_before = 0
@@ -275,7 +277,7 @@ class DeviceBudget:
         of_ops = self._of_ops  # a step takes more again when its way is chosen
         self.residency.needs = self.placement.choices(of_ops)[0].frames, of_ops
         self.metering, self.checked, self._stuck = True, False, False
-        self._step = self._own = None
+        self._step = self._own = self.refusal = None
         self.settled = False
         self.whole_needs.clear()
         self.backend.limit_dense(None)
@@ -318,18 +320,21 @@ class DeviceBudget:
         step_room: StepRoomOf | None = None,
         *,
         before: str = "",
-    ) -> None:
-        """Before the first parameter changes: raise ``InfeasibleBudget`` if the budget is below
-        what the forward and backward passes took and ``optimizer``'s step will take, of which
-        ``step_room`` says how much. ``before``: what else is about to change it, in words."""
+    ) -> bool:
+        """Before the first parameter changes: whether the budget has what the forward and backward
+        passes took and ``optimizer``'s step will take, of which ``step_room`` says how much.
+
+        ``False``: the step must not be taken. The iteration goes on without it, for what comes
+        after it, and is refused at its end. Before another change to a parameter (``before``, in
+        words) ``InfeasibleBudget`` is raised at once."""
         if not self.metering:
             self.backend.look_at_dense()
-        if not self.metering or self.checked:
-            return
+            return True
+        if self.checked and self.refusal is None:
+            return True
         self.checked = True
-        dense = self._note_peak()
+        self._note_peak()
         self._at_step = self.dense_baseline + self.backend.meter_alive()
-        self.placement.measure(self.backend.meter_timeline(), self.dense_baseline, dense)
         # A step taken inside backward cannot be measured there; its dense bytes are not foreseen.
         measurable = optimizer is not None and not in_backward()
         own = self._own = self.step_of(optimizer) if measurable else None
@@ -346,14 +351,40 @@ class DeviceBudget:
             before = "the optimizer's step"
         if before:
             then += f" What comes after {before} is not counted yet."
+        if self.refusal is not None:  # before another step in the same iteration
+            self.placement.took(self.dense_peak)
         room = self._decide(room_of, then, optimizer)
         if own is not None and room is not None:
             own.frames = room.frames
         self.backend.meter_start(go_on=True)  # the rest of the iteration
+        if self.refusal is not None and optimizer is None:
+            raise self.refusal
+        return self.refusal is None
+
+    @contextmanager
+    def trying_out(self) -> Iterator[None]:
+        """What happens inside is no part of the iteration, if one is metered."""
+        if self.metering:
+            self._note_peak()
+        yield
+        if self.metering:
+            self.backend.meter_start(go_on=True)
 
     def step_of(self, optimizer: Any) -> StepFrames:
         """What its steps take, for as long as they go the same way."""
         return self._steps.setdefault(optimizer, StepFrames())
+
+    @contextmanager
+    def stepping(self, optimizer: Any) -> Iterator[None]:
+        """Its step takes place inside."""
+        self.residency.step = self.step_of(optimizer)
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.residency.step = None
+            if self.metering:
+                self.placement.note_step(began)
 
     def _rigid(self) -> int:
         """Frames that ops need, and steps but the one of this iteration."""
@@ -364,8 +395,8 @@ class DeviceBudget:
         self, room_of: Callable[[], StepRoom | None], then: str, optimizer: Any = None
     ) -> Room | None:
         """The first of ``Placement.choices`` that has room, beside a step that takes ``room_of()``,
-        is what holds from now on; what its step takes. If none has, the budget is refused with
-        what the last one takes, in a text that ends with ``then``."""
+        is what holds from now on; what its step takes. If none has, all of them stream and there
+        is a ``refusal``, with what that takes, in a text that ends with ``then``."""
         for choice in self.placement.choices(self._rigid()):
             self._count(choice, None)
             step = room_of()
@@ -376,8 +407,13 @@ class DeviceBudget:
             if self._is_enough(self.dense_peak, self.residency.largest_need):
                 break
         else:
+            if step is not None:  # also beside another step of this iteration
+                self.residency.rigid_need = max(self.residency.rigid_need, step.least.frames)
             self._count(choice, step.least if step is not None else None)
-            raise self._too_small(then)
+            self.refusal = self._too_small(then)
+            for weight in self.placement.weights.values():
+                self.placement.stream(weight.run)
+            return None
         streamed = [w for w in self.placement.weights.values() if w not in choice.whole]
         for weight in streamed:
             self.placement.stream(weight.run)
@@ -405,7 +441,6 @@ class DeviceBudget:
         dense, frames = self.whole_needs.least(dense, frames, reserve)
         minimum = to_name(max(dense, reserve) + frames * self.page_size)
         text = self._refusal(dense, frames, minimum, then)
-        self._forget()
         of_node = minimum * ranks_sharing("device", self.backend.device.type)
         return InfeasibleBudget(text, minimum=of_node)
 
@@ -591,22 +626,26 @@ class DeviceBudget:
         average of them. Where the largest op finds no room beside that, the next iteration could
         not go as this one did, and ``InfeasibleBudget`` is raised here, before it begins.
         """
-        self.check()
         self._note_peak()
         self._tell_of_excess()
-        self._least_frames = max(1, self.residency.largest_need)
-        self._of_ops = self.residency.rigid_need
-        if self._is_enough(self.dense_peak, self.residency.largest_need):
-            return
+        before = self.refusal
+        if before is None:
+            self._least_frames = max(1, self.residency.largest_need)
+            self._of_ops = self.residency.rigid_need
+            if self._is_enough(self.dense_peak, self.residency.largest_need):
+                return
         least = self._step.least if self._step is not None else None
         if least is None and self._own is not None:
             least = Room(self._own.frames, 0)
-        self.placement.took(self.dense_peak)
         self._decide(
             lambda: StepRoom(least, least) if least is not None else None,
             "Most dense memory was in use after the optimizer's step; what the step changed is as "
-            "plain PyTorch has it.",
+            "plain PyTorch has it."
+            if before is None
+            else "No parameter was changed.",
         )
+        if self.refusal is not None:
+            raise self.refusal
         self.changed = True  # the next step goes slab by slab, if no weight streams from now on
 
     def _tell_of_excess(self) -> None:
@@ -683,27 +722,24 @@ class DeviceBudget:
     def abandon(self) -> None:
         """The iteration raised. If it was metered the next one is instead."""
         self.backend.cap_dense(None)
-        if self.metering:
+        if self.metering:  # what it needed does not count for others
             self.backend.meter_stop()
-            self._forget()
+            self.metering, self.refusal = False, None
+            self.placement.withdraw()
+            self.dense_peak, self._at_peak, self.residency.needs = self._before
             self._limit()
 
-    def _forget(self) -> None:
-        """What a refused or broken iteration needed does not count for others."""
-        self.metering = False
-        self.placement.withdraw()
-        self.dense_peak, self._at_peak, self.residency.needs = self._before
-
-    def _note_peak(self) -> int:
+    def _note_peak(self) -> None:
         """The peak of dense bytes since the meter was started."""
         dense = self.dense_baseline + self.backend.meter_stop()
         if dense > self.dense_peak:
             self.dense_peak = dense
             self._at_peak = self.backend.meter_peak() or ""
         self._most = max(self._most, self._peak_of_both(dense))
-        self.whole_needs.measure(self.backend.meter_timeline(), self.dense_baseline, dense)
+        timeline = self.backend.meter_timeline()
+        self.whole_needs.measure(timeline, self.dense_baseline, dense)
+        self.placement.measure(timeline, self.dense_baseline, dense)
         self._frames_log.clear()
-        return dense
 
     def _peak_of_both(self, dense: int) -> int:
         """Peak of frames and dense bytes together, from the two logs of the same clock."""

@@ -41,6 +41,8 @@ import torch
 from ..devices.dense_meter import Timeline
 from ..memory.space import TRANSIENT_KINDS, Extent
 
+_NO_TIMELINE: Timeline = (np.empty(0), np.empty(0, np.int64))
+
 
 @dataclass(eq=False)
 class Weight:
@@ -72,9 +74,9 @@ class Taken(NamedTuple):
 
 
 class _Product(NamedTuple):
-    """Of a whole weight, in ``began`` … ``ended``."""
+    """Of a whole weight, in ``began`` … ``ended``; or an optimizer's step, of no weight."""
 
-    weight: Weight
+    weight: Weight | None
     began: float
     ended: float
     taken: Taken
@@ -95,19 +97,21 @@ class Placement:
         self.weights: dict[Extent, Weight] = {}
         self.turned = False  # one that was whole began to stream in the middle of this iteration
         self._copies: dict[int, bool] = {}  # verdicts on what is no parameter, by size
-        self._made: list[Extent] = []  # those whose verdict is of this iteration
+        self._copies_before: dict[int, bool] = {}  # this iteration
+        self._verdicts_before: dict[Extent, bool | None] = {}  # of those that it has changed
         self._gradients: list[_Gradient] = []
         self._products: list[_Product] = []
         self._under_way: Weight | None = None
         self._casts: dict[Extent, Weight] = {}  # that autocast has made
-        self._timeline: Timeline = (np.empty(0), np.empty(0, np.int64))
+        self._timeline = _NO_TIMELINE
         self._dense = self._before = 0
 
     def start(self, dense_before: int) -> None:
         """Another iteration is metered; those before took ``dense_before`` bytes."""
-        for noted in (self._made, self._gradients, self._products, self._casts):
+        for noted in (self._verdicts_before, self._gradients, self._products, self._casts):
             noted.clear()
-        self._before = dense_before
+        self._copies_before = dict(self._copies)
+        self._before, self._dense, self._timeline = dense_before, 0, _NO_TIMELINE
         self.turned, self._under_way = False, None
         self.weights = {run: weight for run, weight in self.weights.items() if run.storages}
 
@@ -118,25 +122,22 @@ class Placement:
         return run.streamed
 
     def judge(self, run: Extent, *, streamed: bool) -> None:
-        """Its first verdict."""
+        """From now on."""
+        self._verdicts_before.setdefault(run, run.streamed)
         run.streamed = streamed
-        self._made.append(run)
         if run.kind in TRANSIENT_KINDS:
             self._copies[run.nbytes] = streamed
 
     def stream(self, run: Extent) -> None:
-        """From now on."""
+        """From now on, also if it was whole so far."""
         self.turned = self.turned or not run.streamed
-        run.streamed = True
-        if run.kind in TRANSIENT_KINDS:
-            self._copies[run.nbytes] = True
+        self.judge(run, streamed=True)
 
     def withdraw(self) -> None:
         """The iteration is refused: its verdicts do not count."""
-        for run in self._made:
-            run.streamed = None
-            self._copies.pop(run.nbytes, None)
-        self._made.clear()
+        for run, verdict in self._verdicts_before.items():
+            run.streamed = verdict
+        self._copies = self._copies_before
 
     def forget(self) -> None:
         """All fits from now on, since a budget has grown."""
@@ -185,14 +186,26 @@ class Placement:
             self._casts.update((r, weight) for r in runs if _is_cast(r) and r.nbytes == half)
         return weight
 
-    # -- before the step -------------------------------------------------------------------------
+    def note_step(self, began: float) -> None:
+        """One has just ended. What it takes, if it goes slab by slab, is counted by itself."""
+        self._products.append(_Product(None, began, time.perf_counter(), Taken(0, 0)))
+
+    # -- before the step, and at the end ---------------------------------------------------------
     def measure(self, timeline: Timeline, baseline: int, dense: int) -> None:
-        """Dense bytes of the iteration so far: when, beside ``baseline``, and at the peak."""
-        self._timeline = timeline[0], timeline[1] + baseline
-        self._dense = dense
+        """Dense bytes of another part of the iteration: when, beside ``baseline``, and at the
+        peak."""
+        if self._dense and not len(timeline[0]):  # nothing is known of what it took them for
+            self.took(dense)
+            return
+        when, current = self._timeline
+        self._timeline = (
+            np.concatenate([when, timeline[0]]),
+            np.concatenate([current, timeline[1] + baseline]),
+        )
+        self._dense = max(self._dense, dense)
 
     def took(self, dense: int) -> None:
-        """All of the iteration took so many bytes, what came after its step included."""
+        """It takes so many bytes, whatever streams."""
         self._before = max(self._before, dense)
 
     def choices(self, rigid: int) -> list[Choice]:

@@ -48,7 +48,8 @@ def _step(optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None = 
     Room for new states is checked before anything changes. If a step is interrupted all the same
     (``TierFull``, a failing disk), the parameters updated so far keep their update, and the next
     ``step`` finishes the others only; of a parameter that is updated slab by slab, the elements
-    that are left.
+    that are left. Where the device budget is too small nothing is updated: the iteration is
+    refused at its end.
     """
     paged = paged_of(optimizer)
     assert paged is not None
@@ -67,7 +68,10 @@ def _step(optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None = 
         fused.number_parameters(paged)
         pager.check_open()
         stepping(pager, 4)
-        pager.budget.check(optimizer, step_room)
+        if not pager.budget.check(optimizer, step_room):
+            if ahead is not None:
+                ahead.stepped()
+            return loss
         check_states(paged)
         if ahead is not None:
             ahead.measure()
@@ -80,19 +84,18 @@ def _step(optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None = 
 
 def _step_all(paged: PagedOptimizer) -> None:
     pager = paged.pager
-    try:
-        pager.stepping = True
-        pager.residency.step = pager.budget.step_of(paged.optimizer)
-        by_kernels = fused.always(paged)
-        if by_kernels and fused.is_left_out(paged):
-            return
-        if by_kernels or paged.done or paged.progress or not step_as_dense(paged):
-            for group in paged.optimizer.param_groups:
-                _step_group(paged, group, by_kernels)
-            paged.stepped = True
-    finally:
-        pager.stepping = False
-        pager.residency.step = None
+    with pager.budget.stepping(paged.optimizer):
+        try:
+            pager.stepping = True
+            by_kernels = fused.always(paged)
+            if by_kernels and fused.is_left_out(paged):
+                return
+            if by_kernels or paged.done or paged.progress or not step_as_dense(paged):
+                for group in paged.optimizer.param_groups:
+                    _step_group(paged, group, by_kernels)
+                paged.stepped = True
+        finally:
+            pager.stepping = False
     paged.done.clear()
 
 

@@ -195,9 +195,8 @@ def check_states(paged: PagedOptimizer) -> None:
     if fused.always(paged):
         nbytes = bytes_in_pages(pager.space, fused.state_shapes(paged, fresh))
     else:
-        need = probe_step(paged, lambda action: (action(), 0)[1])  # type: ignore[func-returns-value]
-        if pager.budget.metering:  # what was tried out is no part of the step
-            pager.backend.meter_start(go_on=True)
+        with pager.budget.trying_out():
+            need = probe_step(paged, lambda action: (action(), 0)[1])  # type: ignore[func-returns-value]
         if need is None:
             return
         nbytes = int(need.state * bytes_in_pages(pager.space, fresh))

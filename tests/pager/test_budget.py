@@ -58,7 +58,7 @@ def train(budget: int, model_name: str, optimizer_name: str, steps: int = 3, **o
                     loss.backward()
                     optimizer.step()
                     optimizer.zero_grad()
-                    losses.append(loss.item())
+                losses.append(loss.item())
                 check_invariants(pager.core)
         except tp.InfeasibleBudget:
             after = [p.to_dense().detach() for p in model.parameters()]
@@ -499,8 +499,8 @@ def train_case(budget: int, kind: str, **options: object) -> list[float]:
 def test_a_budget_is_refused_once(kind: str, options: dict[str, int]) -> None:
     """The minimum that is named while something streamed works, whether it streams there or not."""
     budget = options["dense_reserve"] + PAGE if options else 16 * PAGE
-    change = "this write to a parameter" if kind == "elementwise" else "the optimizer's step"
-    with pytest.raises(tp.InfeasibleBudget, match=f"after {change} is not counted") as refusal:
+    text = "after this write .* is not counted" if kind == "elementwise" else "was changed\\.$"
+    with pytest.raises(tp.InfeasibleBudget, match=text) as refusal:
         train_case(budget, kind, **options)
     losses = train_case(refusal.value.minimum, kind, **options)
     assert losses == pytest.approx(train_case(64 << 20, kind), rel=1e-4)

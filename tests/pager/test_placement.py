@@ -57,16 +57,16 @@ def train(case: Case, budget: int | None, *, steps: int = 3, policy: str = "lru"
     with nullcontext() if pager is None else pager:
         for step in range(steps):
             torch.manual_seed(100 + step)
-            with nullcontext() if pager is None else pager.iteration():
-                with torch.autocast("cpu", torch.bfloat16, enabled=case.autocast):
-                    loss = model(case.inputs()).float().square().mean()
-                try:
+            try:
+                with nullcontext() if pager is None else pager.iteration():
+                    with torch.autocast("cpu", torch.bfloat16, enabled=case.autocast):
+                        loss = model(case.inputs()).float().square().mean()
                     loss.backward()
                     optimizer.step()
-                except tp.InfeasibleBudget:
-                    assert step == 0, "accepted, and refused later"
-                    raise
-                optimizer.zero_grad()
+                    optimizer.zero_grad()
+            except tp.InfeasibleBudget:
+                assert step == 0, "accepted, and refused later"
+                raise
             if pager is not None:
                 check_invariants(pager.core)
                 if pager.core.follower is not None:
@@ -226,6 +226,136 @@ def test_sums_of_gradients_count(
     with pytest.raises(tp.InfeasibleBudget) as refusal:
         _sums_of_gradients(4 * PAGE, width, rows, dtype)
     _sums_of_gradients(refusal.value.minimum, width, rows, dtype)
+
+
+# -- what follows the step -------------------------------------------------------------------------
+Follow = Callable[[nn.Module, torch.optim.Optimizer, torch.Tensor], Any]
+
+
+def step_of(model: nn.Module, optimizer: torch.optim.Optimizer, inputs: torch.Tensor) -> None:
+    model(inputs).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def average(model: nn.Module, optimizer: torch.optim.Optimizer, inputs: torch.Tensor) -> Any:
+    step_of(model, optimizer, inputs)
+    copies = [p.detach().clone() for p in model.parameters()]
+    return [copy.lerp(p.detach(), 0.1) for copy, p in zip(copies, model.parameters())]
+
+
+def look_again(model: nn.Module, optimizer: torch.optim.Optimizer, inputs: torch.Tensor) -> None:
+    step_of(model, optimizer, inputs)
+    with torch.no_grad():
+        model(inputs.repeat(16, 1)).square().mean()
+
+
+def sharpness_aware(model: nn.Module, optimizer: torch.optim.Optimizer, inputs: Any) -> None:
+    model(inputs).square().mean().backward()
+    moves = []
+    with torch.no_grad():
+        for p in model.parameters():
+            moves.append(0.05 * p.grad / p.grad.norm())  # type: ignore[union-attr]
+            p.add_(moves[-1])
+    optimizer.zero_grad()
+    model(inputs).square().mean().backward()
+    with torch.no_grad():
+        for p, move in zip(model.parameters(), moves):
+            p.sub_(move)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def refusals(case: Case, follow: Follow, budget: int) -> list[int]:
+    """The numbers named, each tried in its turn; all in the first iteration of a training. Without
+    a number of ``budget`` itself, which works."""
+    named: list[int] = []
+    while len(named) < 4:
+        torch.manual_seed(0)
+        model = case.make()
+        with tp.Pager(budget, "64MiB", page_size=PAGE, device="cpu", policy="lru") as pager:
+            pager.page_module(model)
+            optimizer = pager.optimizer(case.optimizer(model.parameters()))
+            before = [p.to_dense().clone() for p in model.parameters()]
+            for step in range(4):
+                try:
+                    with pager.iteration():
+                        follow(model, optimizer, case.inputs())
+                except tp.InfeasibleBudget as refusal:
+                    assert step == 0, "accepted, and refused later"
+                    if "No parameter was changed" in str(refusal):
+                        now = [p.to_dense() for p in model.parameters()]
+                        assert all(torch.equal(a, b) for a, b in zip(now, before))
+                        assert not optimizer.state
+                    named.append(refusal.minimum)
+                    break
+            else:
+                assert pager.stats()["peak_bytes"]["device"] <= budget
+                return named
+        budget = named[-1]
+    return named
+
+
+@pytest.mark.parametrize("optimizer", [sgd, adamw])
+@pytest.mark.parametrize("follow", [average, look_again])
+def test_what_follows_the_step_is_in_the_first_refusal(
+    follow: Follow, optimizer: Any, allocator: object, one_thread: None
+) -> None:
+    case = MLP._replace(optimizer=optimizer)
+    (minimum,) = refusals(case, follow, 4 * PAGE)
+    assert minimum > smallest(case)
+    assert refusals(case, follow, minimum - PAGE) == [minimum]
+
+
+@pytest.mark.parametrize("optimizer", [sgd, adamw])
+def test_what_follows_another_write_to_a_parameter_is_in_the_second_refusal(
+    optimizer: Any, allocator: object, one_thread: None
+) -> None:
+    case = MLP._replace(optimizer=optimizer)
+    first, second = refusals(case, sharpness_aware, 4 * PAGE)
+    assert first < second
+    assert refusals(case, sharpness_aware, second - PAGE) == [second]
+
+
+def refused_after_its_step(then: Callable[[Any, Any], None]) -> tp.InfeasibleBudget:
+    """``then``, of the model and the optimizer, comes after the step that is not taken."""
+    model = MLP.make()
+    with tp.Pager(4 * PAGE, "64MiB", page_size=PAGE, device="cpu", policy="lru") as pager:
+        pager.page_module(model)
+        optimizer = pager.optimizer(adamw(model.parameters()))
+        before = [p.to_dense().clone() for p in model.parameters()]
+
+        @pager.iteration()
+        def refused() -> None:
+            step_of(model, optimizer, MLP.inputs())
+            then(model, optimizer)
+
+        with pytest.raises(tp.InfeasibleBudget, match="No parameter was changed") as refusal:
+            refused()
+        assert all(torch.equal(p.to_dense(), b) for p, b in zip(model.parameters(), before))
+        check_invariants(pager.core)
+        pager.grow(device_budget="4MiB")
+        with pager.iteration():
+            step_of(model, optimizer, MLP.inputs())
+        assert not any(torch.equal(p.to_dense(), b) for p, b in zip(model.parameters(), before))
+        return refusal.value
+
+
+def test_a_write_to_a_parameter_after_the_refused_step_is_not_made(one_thread: None) -> None:
+    def clip(model: Any, optimizer: Any) -> None:
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.clamp_(-0.01, 0.01)
+
+    refusal = refused_after_its_step(clip)
+    assert "What comes after this write to a parameter is not counted yet" in str(refusal)
+
+
+def test_an_error_for_want_of_the_refused_step_is_the_refusal(one_thread: None) -> None:
+    def look(model: Any, optimizer: Any) -> None:
+        optimizer.state[model[0].weight]["exp_avg"].sum()
+
+    assert isinstance(refused_after_its_step(look).__cause__, KeyError)
 
 
 # -- random models ---------------------------------------------------------------------------------
