@@ -14,6 +14,9 @@ Each part has a share of the time, and what a part leaves over goes to those aft
 fails or runs out of time does not stop the others. The JSON file has what every part said and
 measured, and all that the first failures printed; it is whole after each part.
 
+On tests/fakecuda, where kernels do nothing, the time is CPU time of all processes: a loaded machine
+fails no part. Timed steps, and memory systems that are not ours, are fewer there.
+
 Without a GPU it says so, and runs what it can: the kernels in Triton's interpreter, their CPU
 references, and a count of the kernels' ahead-of-time tests.
 
@@ -32,16 +35,19 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 import click
 import torch
-from lm.processes import ROOT, TIMED_OUT, Record, ending_all, run_command
+from lm.processes import ROOT, TIMED_OUT, Record, ended_cpu_seconds, ending_all, run_command
+from lm.report import on_fake_cuda
 
 PYTHON = sys.executable
 TEST_FOLDERS = ("tests/kernels", "tests/pager", "tests/scripts")
 BENCH_MODES = "planned,demand,save_on_cpu,torchao,fsdp2,bitsandbytes"
+FAKE_BENCH_MODES = "planned,demand,save_on_cpu"
 WHOLE_OUTPUTS = 3  # of failures, kept in full
 MOST_CHARACTERS = 200_000  # of each
 LEAST_SECONDS = 10.0  # nothing is started with less
@@ -54,12 +60,13 @@ Runner = Callable[[Sequence[str], float, Mapping[str, str]], Record]
 
 @dataclass
 class Context:
-    """What parts run in. `runner` runs a command; `now` is a clock in seconds. `whole_outputs`: of
-    how many more failures all that was printed is kept."""
+    """What parts run in. `runner` runs a command; `now` is a clock in seconds; `of_cpu`: their
+    seconds are CPU time. `whole_outputs`: of how many more failures all that it said is kept."""
 
     folder: Path
     runner: Runner = run_command
     now: Now = time.monotonic
+    of_cpu: bool = False
     whole_outputs: int = WHOLE_OUTPUTS
 
     def ended(self, command: Sequence[str], ended: Record, seconds: float) -> Record:
@@ -84,7 +91,7 @@ class Program:
 
     share : of the time, in seconds of the usual nine minutes.
     arguments : of `python`; the name of the file to write follows ``--json``.
-    stops_itself : whether it knows ``--minutes``.
+    stops_itself : whether it knows ``--minutes``, by the clock on the wall.
     required : whether nothing else is worth running where it fails.
     environment : added to ours.
     """
@@ -99,7 +106,7 @@ class Program:
     def run(self, context: Context, seconds: float) -> Record:
         target = context.folder / f"{self.name}.json"
         command = [PYTHON, *self.arguments, "--json", str(target)]
-        if self.stops_itself:
+        if self.stops_itself and not context.of_cpu:
             command += ["--minutes", f"{max(1.0, seconds - ENDING_SECONDS) / 60:.2f}"]
         record = context.ended(command, context.runner(command, seconds, self.environment), seconds)
         if target.exists():
@@ -131,6 +138,7 @@ class Suite:
     def run(self, context: Context, seconds: float) -> Record:
         deadline = context.now() + seconds
         begin = [PYTHON, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", self.marker]
+        begin += ["--timeout=0"] if context.of_cpu else []  # by the clock on the wall
         word = self.marker.split()[0]
         places = [place for folder in self.folders for place in places_with(folder, word)]
         collect = [*begin, "--collect-only", *places]
@@ -198,16 +206,17 @@ def counted(output: str) -> dict[str, int]:
     return {}
 
 
-def gpu_parts(cpus: int) -> tuple[Part, ...]:
-    """What a GPU shows, the most important first."""
+def gpu_parts(cpus: int, fake: bool = False) -> tuple[Part, ...]:
+    """What a GPU shows, the most important first. `fake`: there is none, so less is timed."""
     kernels, *others = TEST_FOLDERS
     workers = max(1, min(4, cpus // 4))
     threads = {"OMP_NUM_THREADS": str(max(1, cpus // workers))}
     marker = "gpu and not slow"
     side_by_side = ("scripts/bench_train.py", "--device", "cuda", "--preset", "1b")
     side_by_side += ("--dtype", "bf16", "--batch", "8", "--seq", "2048", "--share", "50%")
-    side_by_side += ("--clip", "0", "--steps", "5", "--rounds", "1", "--modes", BENCH_MODES)
-    overhead = ("scripts/bench_overhead.py", "--device", "cuda", "--steps", "20")
+    side_by_side += ("--clip", "0", "--steps", "2" if fake else "5", "--rounds", "1")
+    side_by_side += ("--modes", FAKE_BENCH_MODES if fake else BENCH_MODES)
+    overhead = ("scripts/bench_overhead.py", "--device", "cuda", "--steps", "5" if fake else "20")
     overhead += ("--processes", "1")
     free_copies = {"FAKECUDA_FREE_COPIES": "1"}  # means something to tests/fakecuda only
     return (
@@ -304,7 +313,8 @@ def facts(cuda: bool) -> Record:
 def main(minutes: float, only: tuple[str, ...], json_path: Path | None) -> None:
     cuda = torch.cuda.is_available()
     cpus = len(os.sched_getaffinity(0))
-    parts = gpu_parts(cpus) if cuda else cpu_parts(cpus)
+    fake = on_fake_cuda()
+    parts = gpu_parts(cpus, fake) if cuda else cpu_parts(cpus)
     names = [part.name for part in parts]
     unknown = [name for name in only if name not in names]
     if unknown:
@@ -317,13 +327,18 @@ def main(minutes: float, only: tuple[str, ...], json_path: Path | None) -> None:
 
     def save(record: Record) -> None:
         if json_path is not None:
-            whole = {"facts": about, "minutes": minutes, "parts": record}
+            limits = "of CPU time" if fake else "on the wall"
+            whole = {"facts": about, "minutes": minutes, "limits": limits, "parts": record}
             beside = json_path.with_name(f"{json_path.name}.new")
             beside.write_text(json.dumps(whole, indent=1) + "\n")
             beside.replace(json_path)  # whole at every moment
 
     with ending_all(), tempfile.TemporaryDirectory(prefix="gpu_check-") as folder:
-        record = check(chosen, Context(Path(folder)), minutes, save)
+        context = Context(Path(folder))
+        if fake:
+            by_cpu_time = partial(run_command, of_cpu=True)
+            context = replace(context, runner=by_cpu_time, now=ended_cpu_seconds, of_cpu=True)
+        record = check(chosen, context, minutes, save)
     bad = [name for name, one in record.items() if one["exit_code"] != 0]
     print(f"failed: {', '.join(bad)}" if bad else "all parts ok")
     sys.exit(int(bool(bad)))

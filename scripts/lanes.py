@@ -140,7 +140,7 @@ def every_lane(full: bool) -> tuple[Lane, list[Lane]]:
         beside.append(Lane(f"interpreter-{name}", kernels, forced | interpreted))
     if full:
         beside.append(Lane("fake-cuda", ("tests/fakecuda",), interpreter=FAKE_GPU))
-        gpu = ("-m", "gpu and not slow", "--ignore=tests/fakecuda", "tests")
+        gpu = ("-m", "gpu and not slow", "--ignore=tests/fakecuda", "--timeout=3600", "tests")
         beside.append(Lane("fake-gpu", gpu, {"FAKECUDA_ZEROS": "1"}, interpreter=FAKE_GPU))
     spread = ("-n", "2", "--dist", "worksteal")
     return Lane("cpu", (*spread, "-m", f"{ELSEWHERE}{slow}", "tests")), beside

@@ -1,6 +1,7 @@
 """Commands with a time limit, of which no process is left over."""
 
 import os
+import resource
 import signal
 import subprocess
 import tempfile
@@ -13,14 +14,20 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 GRACE_SECONDS = 4.0  # between the request to end and the end of all of its processes
 TIMED_OUT = 124
+IDLE_SECONDS = 300.0  # without CPU time, after which what is limited by it counts as stuck
+_LOOK_SECONDS = 0.5  # between two looks at CPU time
+_TICKS = os.sysconf("SC_CLK_TCK")
 
 Record = dict[str, Any]
 
 _running: set[int] = set()  # sessions of processes that have not ended
 
 
-def run_command(command: Sequence[str], seconds: float, more: Mapping[str, str]) -> Record:
-    """Run `command` in the repository's root, for so many `seconds` at most.
+def run_command(
+    command: Sequence[str], seconds: float, more: Mapping[str, str], *, of_cpu: bool = False
+) -> Record:
+    """Run `command` in the repository's root, for so many `seconds` at most; with ``of_cpu``, of
+    CPU time of all its processes, so that it has as long on a machine where others work.
 
     It has a session of its own, none of whose processes survives. At the end of its time it is
     first interrupted, as by Ctrl-C, so that it can say how far it came. `more` is added to the
@@ -44,7 +51,8 @@ def run_command(command: Sequence[str], seconds: float, more: Mapping[str, str])
         _running.add(process.pid)
         code = TIMED_OUT
         try:
-            code = process.wait(max(seconds - GRACE_SECONDS, 0.1))
+            most = max(seconds - GRACE_SECONDS, 0.1)
+            code = _wait_by_cpu_time(process, most) if of_cpu else process.wait(most)
         except subprocess.TimeoutExpired:
             _signal_session(process.pid, signal.SIGINT)
             with suppress(subprocess.TimeoutExpired):
@@ -56,6 +64,39 @@ def run_command(command: Sequence[str], seconds: float, more: Mapping[str, str])
         output.seek(0)
         text = output.read()
     return {"exit_code": code, "seconds": round(time.monotonic() - began, 1), "output": text}
+
+
+def ended_cpu_seconds() -> float:
+    """CPU time of all processes that this one started and that ended: a clock for ``of_cpu``."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
+def _wait_by_cpu_time(process: subprocess.Popen[str], seconds: float) -> int:
+    """Its exit code. Raises ``TimeoutExpired`` where its session took more CPU time, or none at all
+    for IDLE_SECONDS."""
+    used, since = 0.0, time.monotonic()
+    while True:
+        with suppress(subprocess.TimeoutExpired):
+            return process.wait(_LOOK_SECONDS)
+        now, before = _session_cpu_seconds(process.pid), used
+        used = max(used, now)
+        if used > before:
+            since = time.monotonic()
+        if used >= seconds or time.monotonic() - since >= IDLE_SECONDS:
+            raise subprocess.TimeoutExpired(process.args, seconds)
+
+
+def _session_cpu_seconds(leader: int) -> float:
+    """Of the session's processes, and of those that they have waited for."""
+    ticks = 0  # of their own and their children's, in user and in kernel mode
+    for entry in os.scandir("/proc"):
+        if entry.name.isdigit():
+            with suppress(OSError):
+                fields = Path(entry.path, "stat").read_text().rpartition(")")[2].split()
+                if int(fields[3]) == leader:
+                    ticks += sum(map(int, fields[11:15]))
+    return ticks / _TICKS
 
 
 def _signal_session(leader: int, which: int) -> None:

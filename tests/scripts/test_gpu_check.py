@@ -6,7 +6,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -234,7 +234,7 @@ def test_outcomes_are_read_from_the_last_line() -> None:
     assert counted("nothing here") == {}
 
 
-@pytest.mark.parametrize("parts", [gpu_parts(16), gpu_parts(1), cpu_parts(2)])
+@pytest.mark.parametrize("parts", [gpu_parts(16), gpu_parts(1), gpu_parts(2, True), cpu_parts(2)])
 def test_parts_are_there(parts: Sequence[gpu_check.Part]) -> None:
     assert len({part.name for part in parts}) == len(parts)
     for part in parts:
@@ -319,6 +319,37 @@ def test_a_command_that_ignores_the_interrupt_is_killed(monkeypatch: pytest.Monk
     found = run_command([sys.executable, "-S", "-c", script], 0.5, {})
     assert found["exit_code"] == TIMED_OUT
     assert found["seconds"] < 600
+
+
+SPINS = "import subprocess, sys; subprocess.run([sys.executable, '-S', '-c', 'while True: pass'])"
+
+
+@pytest.mark.parametrize(
+    ("script", "seconds", "idle", "code"),
+    [
+        ("import time; time.sleep(1.5)", 1.0, 300.0, 0),  # longer than its time, and does nothing
+        (SPINS, 1.0, 300.0, TIMED_OUT),  # in a process that it has not waited for
+        ("import time; time.sleep(600)", 1000.0, 0.5, TIMED_OUT),  # stuck
+    ],
+)
+def test_a_limit_of_cpu_time(
+    script: str, seconds: float, idle: float, code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(processes, "GRACE_SECONDS", 0.1)
+    monkeypatch.setattr(processes, "IDLE_SECONDS", idle)
+    before = processes.ended_cpu_seconds()
+    found = run_command([sys.executable, "-S", "-c", script], seconds, {}, of_cpu=True)
+    assert found["exit_code"] == code
+    assert processes.ended_cpu_seconds() > before
+
+
+def test_by_cpu_time_nothing_has_a_limit_of_its_own_by_the_wall(tmp_path: Path) -> None:
+    world = World({"--collect-only": (5, 0, COLLECTED), "test_": (1, 0, "1 passed in 1s")})
+    context = replace(world.context(tmp_path), of_cpu=True)
+    program("a", 1, stops_itself=True).run(context, 130)
+    suite().run(context, 100)
+    assert not any("--minutes" in text for text, _ in world.ran)
+    assert all("--timeout=0" in text for text, _ in world.ran[1:])
 
 
 def _alive(pid: int) -> bool:
