@@ -9,13 +9,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from .launch import tl, triton, use_triton
-from .pieces import Operand, memory_of
+from .pieces import Operand, dtype_name, memory_of
 from .rounding import load_as, random_bits, random_key, store_as, tile_elements, tile_rows
 from .update import (
     Group,
+    KeptTables,
     Number,
     State,
     alike,
@@ -30,7 +33,7 @@ from .update import (
     warps,
 )
 
-__all__ = ["adam_step", "adam_step_reference"]
+__all__ = ["adam_step", "adam_step_again", "adam_step_reference"]
 
 
 class _Adam(NamedTuple):
@@ -316,7 +319,9 @@ def adam_step(
         _run_reference(groups, steps, chosen)
         return
     for bucket in alike(groups):
-        numbers = _numbers(bucket, [steps[group.number] for group in bucket], chosen)
+        device = memory_of(bucket[0].param).device
+        their_steps = [steps[group.number] for group in bucket]
+        numbers = _numbers(their_steps, chosen, bucket[0].compute, device)
         state = state_dtype(bucket[0])
         launch_groups(
             _adam_step_kernel,
@@ -328,6 +333,45 @@ def adam_step(
             MAXIMIZE=maximize,
             num_warps=warps(state),
         )
+
+
+@torch.no_grad()
+def adam_step_again(
+    tables: KeptTables,
+    bases: npt.NDArray[np.int64],
+    *,
+    steps: Sequence[Number],
+    lr: Number,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+    decoupled: bool,
+    amsgrad: bool = False,
+    maximize: bool = False,
+    inv_scale: Number | None = None,
+    found_inf: torch.Tensor | None = None,
+) -> None:
+    """`adam_step` with its kernel, for operands that are consecutive in memory, on a device.
+
+    tables : of gradient, parameter, exp_avg, exp_avg_sq and, with amsgrad, max_exp_avg_sq.
+    bases : int64 [operands, groups], the address of each one's first element.
+    """
+    chosen = _Adam(
+        *(lr, beta1, beta2, eps, weight_decay, decoupled, amsgrad, maximize, inv_scale, found_inf)
+    )
+    state = dtype_name(tables.dtypes[2])
+    tables.at(bases).launch(
+        _adam_step_kernel,
+        _numbers(steps, chosen, tables.compute, tables.device),
+        grad=tables.dtypes[0],
+        param=tables.dtypes[1],
+        STATE=state,
+        DECOUPLED=decoupled,
+        AMSGRAD=amsgrad,
+        MAXIMIZE=maximize,
+        num_warps=warps(state),
+    )
 
 
 def _groups(
@@ -354,9 +398,10 @@ def _groups(
     return make_groups(params, grads, states, masters, seeds, firsts)
 
 
-def _numbers(groups: Sequence[Group], steps: Sequence[Number], chosen: _Adam) -> torch.Tensor:
+def _numbers(
+    steps: Sequence[Number], chosen: _Adam, compute: torch.dtype, device: torch.device
+) -> torch.Tensor:
     """The kernel's table, worked out in float64, on the device if a number is there already."""
-    device = memory_of(groups[0].param).device
     step, lr = doubles(steps, device), doubles([chosen.lr], device)
     if step.device != lr.device:
         step, lr = (x.to(device, non_blocking=True) for x in (step, lr))
@@ -373,7 +418,7 @@ def _numbers(groups: Sequence[Group], steps: Sequence[Number], chosen: _Adam) ->
         doubles([1.0 if chosen.inv_scale is None else chosen.inv_scale], device),
         doubles([0.0 if chosen.found_inf is None else chosen.found_inf], device),
     ]
-    return table(rows, groups[0], len(groups))
+    return table(rows, len(steps), compute, device)
 
 
 def adam_step_reference(

@@ -336,7 +336,7 @@ def _numbers(groups: Sequence[Group], first: Sequence[bool], chosen: _Sgd) -> to
         doubles([1.0 if chosen.inv_scale is None else chosen.inv_scale], device),
         doubles([0.0 if chosen.found_inf is None else chosen.found_inf], device),
     ]
-    return table(rows, groups[0], len(groups))
+    return table(rows, len(groups), groups[0].compute, device)
 
 
 def sgd_step_reference(

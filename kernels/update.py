@@ -11,6 +11,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from .blockwise import (
@@ -20,6 +22,7 @@ from .blockwise import (
     check_blocks,
     scale_addresses,
 )
+from .launch import ARENA_ALIGNMENT_BYTES as ALIGNMENT_BYTES
 from .launch import launch, tl, triton, upload
 from .pieces import Operand, cut, dtype_name, memory_of, numel_of, stretches
 from .quantize import decode_reference, encode_reference, load_blocks, store_blocks
@@ -32,7 +35,7 @@ from .rounding import (
     store_raw,
 )
 
-__all__ = ["Group", "Number", "State", "make_groups"]
+__all__ = ["Group", "KeptTables", "Number", "State", "make_groups"]
 
 State = Operand | Blockwise
 Number = float | torch.Tensor  # a tensor has one element
@@ -117,6 +120,54 @@ def make_groups(
     return [group for group in groups if numel_of(group.param)]
 
 
+@dataclass(frozen=True, eq=False)
+class Tables:
+    """What one launch for groups of the same dtypes reads, on the device.
+
+    addresses, lengths, group, starts : as in `Pieces`; starts count from the parameter's first
+        element. scales : of `scale_addresses`. seeds : int32 [groups]. longest : of lengths.
+    aligned : whether every piece of every operand begins at a multiple of 16 bytes.
+    """
+
+    addresses: torch.Tensor
+    lengths: torch.Tensor
+    group: torch.Tensor
+    starts: torch.Tensor
+    scales: torch.Tensor
+    seeds: torch.Tensor
+    longest: int
+    aligned: bool
+
+    def launch(
+        self,
+        kernel: Any,
+        numbers: torch.Tensor,
+        *,
+        grad: torch.dtype,
+        param: torch.dtype,
+        master: bool = False,
+        stochastic: bool = False,
+        **constants: Any,
+    ) -> None:
+        """Queue `kernel`. numbers : float32 or float64 [rows, groups], on the device."""
+        tiles = -(-self.longest // TILE)
+        launch(
+            kernel,
+            self.lengths.numel() * tiles,
+            *(self.addresses, self.scales, self.lengths, self.group, self.starts, self.seeds),
+            *(numbers, self.lengths.numel(), self.seeds.numel(), tiles),
+            GRAD=dtype_name(grad),
+            PARAM=dtype_name(param),
+            MASTER=master,
+            STOCHASTIC=stochastic,
+            ALIGNED=self.aligned,
+            TILE=TILE,
+            **constants,
+            # So that the interpreter's bits are the device's, now and with any version of Triton.
+            enable_fp_fusion=False,
+        )
+
+
 def launch_groups(
     kernel: Any, groups: Sequence[Group], numbers: torch.Tensor, **constants: Any
 ) -> None:
@@ -129,27 +180,59 @@ def launch_groups(
     starts = pieces.starts + torch.tensor([group.first for group in groups])[pieces.group.long()]
     scales = scale_addresses(pieces, [group.scales for group in groups])
     seeds = torch.tensor([_int32(group.seed or 0) for group in groups], dtype=torch.int32)
-    tiles = -(-pieces.longest // TILE)
-    on_device = pieces.to(device)
-
-    def there(table: torch.Tensor) -> torch.Tensor:
-        return upload(table, device)
-
-    launch(
+    tables = (pieces.addresses, pieces.lengths, pieces.group, starts, scales, seeds)
+    there = [upload(table, device) for table in tables]
+    Tables(*there, pieces.longest, pieces.aligned).launch(  # type: ignore[call-arg,arg-type]
         kernel,
-        pieces.count * tiles,
-        *(on_device.addresses, there(scales), on_device.lengths, on_device.group, there(starts)),
-        *(there(seeds), numbers, pieces.count, len(groups), tiles),
-        GRAD=dtype_name(groups[0].grad.dtype),
-        PARAM=dtype_name(groups[0].param.dtype),
-        MASTER=groups[0].master is not None,
-        STOCHASTIC=groups[0].seed is not None,
-        ALIGNED=pieces.aligned,
-        TILE=TILE,
+        numbers,
+        grad=groups[0].grad.dtype,
+        param=groups[0].param.dtype,
+        master=groups[0].master is not None,
+        stochastic=groups[0].seed is not None,
         **constants,
-        # So that the interpreter's bits are the device's, now and with any version of Triton.
-        enable_fp_fusion=False,
     )
+
+
+class KeptTables:
+    """Tables for launches over the same consecutive memory again and again. They stay on the
+    device; only addresses that have changed are copied there.
+
+    dtypes : of gradient, parameter and states, the same for all groups.
+    numels : elements of each group, none of them 0.
+    """
+
+    def __init__(
+        self, dtypes: Sequence[torch.dtype], numels: Sequence[int], device: torch.device
+    ) -> None:
+        self.dtypes, self.groups, self.device = tuple(dtypes), len(numels), device
+        self.compute = torch.float64 if torch.float64 in self.dtypes else torch.float32
+        counts = [-(-numel // LONGEST) for numel in numels]
+        self._group = np.repeat(np.arange(len(numels), dtype=np.int32), counts)
+        starts = np.concatenate([np.arange(0, numel, LONGEST, dtype=np.int64) for numel in numels])
+        sizes = np.array([dtype.itemsize for dtype in self.dtypes], np.int64)
+        lengths = np.minimum(LONGEST, np.array(numels, np.int64)[self._group] - starts)
+        self._offsets = starts * sizes[:, None]
+        self._bases: npt.NDArray[np.int64] | None = None
+        self._fixed = [
+            upload(torch.from_numpy(table), device)
+            for table in (lengths.astype(np.int32), self._group, starts)
+        ]
+        empty = torch.empty((0, len(starts)), dtype=torch.int64)
+        seeds = torch.zeros(len(numels), dtype=torch.int32)
+        self._fixed += [upload(table, device) for table in (empty, seeds)]
+        self._longest = int(lengths.max())
+
+    def at(self, bases: npt.NDArray[np.int64]) -> Tables:
+        """bases : int64 [operands, groups], the address of each one's first element."""
+        if self._bases is None or not np.array_equal(bases, self._bases):
+            addresses = bases[:, self._group] + self._offsets
+            on_device = upload(torch.from_numpy(addresses), self.device)
+            aligned = not (bases % ALIGNMENT_BYTES).any()  # LONGEST elements are a multiple too
+            self._tables = Tables(
+                *(on_device, *self._fixed, self._longest, aligned)  # type: ignore[arg-type]
+            )
+            self._bases = bases
+        return self._tables
 
 
 def alike(groups: Sequence[Group]) -> Iterator[list[Group]]:
@@ -185,9 +268,10 @@ def doubles(values: Sequence[Number], device: torch.device) -> torch.Tensor:
     return torch.stack(moved)
 
 
-def table(rows: Sequence[torch.Tensor | float], group: Group, groups: int) -> torch.Tensor:
+def table(
+    rows: Sequence[torch.Tensor | float], groups: int, compute: torch.dtype, device: torch.device
+) -> torch.Tensor:
     """Rows of float64 numbers, each one for all groups or [groups], as a kernel reads them."""
-    device = memory_of(group.param).device
     tensors = [x for x in rows if isinstance(x, torch.Tensor)]
     where = next((x.device for x in tensors if x.device.type != "cpu"), torch.device("cpu"))
     columns = [
@@ -196,7 +280,7 @@ def table(rows: Sequence[torch.Tensor | float], group: Group, groups: int) -> to
         else torch.full((groups,), x, dtype=torch.float64, device=where)
         for x in rows
     ]
-    return upload(torch.stack(columns).to(group.compute), device)
+    return upload(torch.stack(columns).to(compute), device)
 
 
 @triton.jit

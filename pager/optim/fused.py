@@ -28,6 +28,7 @@ from ...kernels.launch import runs_triton
 from ...kernels.sgd import sgd_step
 from ...kernels.update import CHUNK, FLOATS, STATE_FLOATS, State
 from ..budget.fits import fits, frames_anyway
+from ..errors import InfeasibleBudget, TierFull
 from ..tensor.operands import (
     NotAtOnce,
     Value,
@@ -43,6 +44,7 @@ from ..tensor.operands import (
 )
 from ..tensor.paged_tensor import PagedTensor
 from . import torch_fused
+from .again import BatchAgain
 from .fused_states import (
     MASTER,
     entry,
@@ -308,14 +310,19 @@ def _finish(paged: PagedOptimizer, update: Update) -> None:
 @contextmanager
 def _counted(paged: PagedOptimizer, updates: Sequence[Update]) -> Iterator[None]:
     """Step counters count this step, unless it breaks off, or a gradient is not finite."""
-    counters = [update.step for update in updates if update.step is not None]
-    for counter in counters:
-        counter += 1
+    with _counting(paged, [update.step for update in updates if update.step is not None]):
+        yield
+
+
+@contextmanager
+def _counting(paged: PagedOptimizer, counters: list[torch.Tensor]) -> Iterator[None]:
+    if counters:
+        torch._foreach_add_(counters, 1)
     try:
         yield
     except BaseException:
-        for counter in counters:
-            counter -= 1
+        if counters:
+            torch._foreach_sub_(counters, 1)
         raise
     found_inf = _scaling(paged)[1]
     if found_inf is not None:
@@ -359,7 +366,7 @@ def _call(
         "weight_decay": float(group["weight_decay"]),
         "maximize": group["maximize"],
         "masters": rest.pop() if updates[0].master is not None else None,
-        "inv_scale": None if scale is None else scale.reshape(()).double().reciprocal(),
+        "inv_scale": _reciprocal(scale),
         "found_inf": found_inf,
         "seeds": None if updates[0].seed is None else [update.seed for update in updates],
         "firsts": [first] * len(updates),
@@ -393,6 +400,10 @@ def _scaling(paged: PagedOptimizer) -> tuple[torch.Tensor | None, torch.Tensor |
     """What GradScaler leaves on optimizers made with ``fused=True``."""
     optimizer = paged.optimizer
     return getattr(optimizer, "grad_scale", None), getattr(optimizer, "found_inf", None)
+
+
+def _reciprocal(scale: torch.Tensor | None) -> torch.Tensor | None:
+    return None if scale is None else scale.reshape(()).double().reciprocal()
 
 
 def is_left_out(paged: PagedOptimizer) -> bool:
@@ -539,6 +550,37 @@ class Batch:
         return True
 
     @_inside
+    def again(self, group: dict[str, Any], parameters: Sequence[torch.Tensor], first: int) -> int:
+        """Update ``parameters`` from number ``first`` on as in the last step; how many, 0 if that
+        cannot be."""
+        paged, begin = self._paged, id(parameters[first])
+        known = paged.again.get(begin)
+        if known is None or paged.pager.budget.metering or paged.progress:
+            return 0
+        some = parameters[first : first + len(known.parameters)]
+        if known.most != self._most or not known.matches(paged, group, some):
+            del paged.again[begin]
+            return 0
+        self.flush()
+        scale, found_inf = _scaling(paged)
+        try:
+            with known.held(paged.pager) as addresses:
+                if addresses is None:
+                    updates = [_prepare(paged, group, parameter) for parameter in some]
+                    with _counted(paged, updates):
+                        _run(paged, updates, [[*map(as_operand, u.values)] for u in updates])
+                else:
+                    with _counting(paged, known.steps):
+                        known.launch(group, addresses, _reciprocal(scale), found_inf)
+        except (InfeasibleBudget, TierFull):
+            del paged.again[begin]
+            return 0
+        # Autograd must notice if a graph still wants the old values.
+        torch.autograd.graph.increment_version(some)
+        paged.done.update(map(id, some))
+        return len(some)
+
+    @_inside
     def flush(self) -> None:
         updates, self._updates, self._runs = self._updates, [], set()
         together = len(updates) > 1 and _at_once(self._paged, updates)
@@ -546,6 +588,9 @@ class Batch:
             if not together:
                 _alone(self._paged, update)
             self._paged.done.add(id(update.parameter))
+        made = BatchAgain.of(self._paged, updates, self._most) if together else None
+        if made is not None:
+            self._paged.again[id(updates[0].parameter)] = made
 
 
 # -- what a step will need -----------------------------------------------------------------------

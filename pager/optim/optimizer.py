@@ -103,10 +103,14 @@ def _step_group(paged: PagedOptimizer, group: dict[str, Any], by_kernels: bool) 
     batch = fused.Batch(paged)
     with torch._C.DisableTorchFunctionSubclass():
         to_update = [p for p in group["params"] if p.grad is not None and id(p) not in paged.done]
-    for parameter in to_update:
-        if not by_kernels or not batch.add(group, parameter):
+    at = 0
+    while at < len(to_update):
+        count = batch.again(group, to_update, at) if by_kernels else 0
+        parameter = to_update[at]
+        if not count and not (by_kernels and batch.add(group, parameter)):
             update_one(paged, group, parameter)
             paged.done.add(id(parameter))
+        at += max(1, count)
     batch.flush()
 
 

@@ -41,6 +41,7 @@ class PagedOptimizer:
     numbers : of parameters, by their ids, for random rounding.
     versions : of parameters with a master, by their ids, when that was last updated.
     too_much : parameters of which PyTorch's own update takes more than the budget has.
+    again : batches of updates to be made again (``again.py``), by the id of the first parameter.
     stepped : it has made the states that it makes.
     in_backward : what it updates ahead of ``step()`` (``in_backward.py``), or ``None``.
     """
@@ -54,6 +55,7 @@ class PagedOptimizer:
         self.numbers: dict[int, int] = {}
         self.versions: dict[int, int] = {}
         self.too_much: weakref.WeakSet[PagedStorage] = weakref.WeakSet()
+        self.again: dict[int, Any] = {}
         self.stepped = False
         self.in_backward: Any = None
         self.ref = weakref.ref(optimizer)

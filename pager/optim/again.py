@@ -1,0 +1,203 @@
+"""Batches of updates by AdamW that are made again, as they were made the last time.
+
+What a launch reads (which elements there are, and where) is the same in every step, but for the
+addresses of gradients and of what has moved. So it is kept on the device, and before a batch is
+made again it is only looked whether parameters, gradients and states are still those of the last
+time. Where they are not, ``fused.py`` makes the updates anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from ...kernels.adam import adam_step_again
+from ...kernels.launch import runs_triton
+from ...kernels.update import KeptTables
+from ..memory.space import Extent
+from ..tensor.paged_tensor import PagedTensor
+from .fused_states import MASTER
+from .paged_optimizer import PagedOptimizer
+
+if TYPE_CHECKING:
+    from ..core import Core
+
+_SETTINGS = ("amsgrad", "maximize", "foreach", "fused", "differentiable", "capturable")
+
+
+class _Place:
+    """Where a tensor's first element is: ``inside`` bytes behind the first frame of ``run``."""
+
+    __slots__ = ("geometry", "inside", "run", "storage")
+
+    def __init__(self, tensor: PagedTensor) -> None:
+        offset = int(tensor.storage_offset())
+        self.storage = tensor._storage
+        self.geometry = offset, tensor.size(), tensor.stride()
+        self.run: Extent = tensor._storage.run
+        self.inside = tensor._storage.offset + offset * tensor.dtype.itemsize
+
+    def is_of(self, tensor: PagedTensor) -> bool:
+        return tensor._storage is self.storage and self.geometry == (
+            tensor.storage_offset(),
+            tensor.size(),
+            tensor.stride(),
+        )
+
+
+class BatchAgain:
+    """Updates of ``parameters``, of one group, that one launch has made. ``most``: pages that a
+    batch could take then. ``steps``: their counters."""
+
+    def __init__(
+        self,
+        group: dict[str, Any],
+        rows: Sequence[tuple[Any, ...]],
+        names: Sequence[str],
+        most: int,
+    ) -> None:
+        """rows : of each update (parameter, its states by ``names``, step counter). All of them are
+        contiguous, in pages or not, and alike in their dtypes."""
+        self.parameters = [row[0] for row in rows]
+        self.most = most
+        self._names = names
+        self._kept = [row[1:-1] for row in rows]
+        self.steps = [row[-1] for row in rows]
+        self._settings = _settings(group)
+        grad: Any = self.parameters[0].grad
+        self._grad_dtype = grad.dtype
+        dtypes = [grad.dtype, *(value.dtype for value in rows[0][:-1])]
+        numels = [parameter.numel() for parameter in self.parameters]
+        self._tables = KeptTables(dtypes, numels, grad.device)
+        self._stream = torch.accelerator.current_stream()
+        # Of parameters and states: either a place in pages, or None.
+        self._places = [
+            [_Place(value) if type(value) is PagedTensor else None for value in row[:-1]]
+            for row in rows
+        ]
+
+    @classmethod
+    def of(cls, paged: PagedOptimizer, updates: Sequence[Any], most: int) -> BatchAgain | None:
+        """``None`` where updates are not such as can be made again. They have just been made."""
+        if paged.kind not in (torch.optim.AdamW, torch.optim.Adam) or paged.format.chosen:
+            return None
+        if not runs_triton(paged.pager.device):
+            return None
+        rows: list[tuple[Any, ...]] = []
+        alike = set()
+        for update in updates:
+            values = [update.parameter, *update.states.values()]
+            if update.grad is not update.parameter.grad or update.step is None:
+                return None
+            if not all(isinstance(x, torch.Tensor) and x.is_contiguous() for x in values):
+                return None
+            if not update.grad.is_contiguous():
+                return None
+            alike.add((update.grad.dtype, *(value.dtype for value in values)))
+            rows.append((*values, update.step))
+        if len(alike) > 1:
+            return None
+        return cls(updates[0].group, rows, tuple(updates[0].states), most)
+
+    def matches(self, paged: PagedOptimizer, group: dict[str, Any], some: Sequence[Any]) -> bool:
+        """Whether ``some``, parameters that have gradients, are to be updated as they were."""
+        if self._settings != _settings(group):
+            return False
+        if self._stream != torch.accelerator.current_stream():
+            return False  # tables are on the device in the order of that stream
+        state, device = paged.optimizer.state, self._tables.device
+        rows = zip(some, self.parameters, self._kept, self.steps, self._places)
+        for parameter, before, kept, step, places in rows:
+            if parameter is not before:
+                return False
+            grad = parameter.grad
+            if grad.dtype is not self._grad_dtype or grad.layout is not torch.strided:
+                return False
+            if not grad.is_contiguous() or grad.device != device:
+                return False
+            now = state.get(parameter)
+            if now is None or now.get("step") is not step or MASTER in now:
+                return False
+            for name, value in zip(self._names, kept):
+                if now.get(name) is not value:
+                    return False
+            for place, value in zip(places, (parameter, *kept)):
+                if place is not None and not place.is_of(value):
+                    return False
+        return len(some) == len(self.parameters)
+
+    @contextmanager
+    def held(self, pager: Core) -> Iterator[npt.NDArray[np.int64] | None]:
+        """Inside, all that the updates use is held, to be written. Gives the addresses for
+        :meth:`launch`; ``None`` where something is not in one piece."""
+        grads: list[Any] = [parameter.grad for parameter in self.parameters]
+        runs: dict[int, Extent] = {}
+        written: dict[int, Extent] = {}
+        for grad, places in zip(grads, self._places):
+            if type(grad) is PagedTensor:
+                run = grad._storage.run
+                runs[run.id] = run
+            for place in places:
+                if place is not None:
+                    runs[place.run.id] = written[place.run.id] = place.run
+        held = list(runs.values())
+        pager.take(held)
+        try:
+            pager.will_write(list(written.values()))
+            whole = all(run.base >= 0 for run in held)
+            yield self._addresses(pager, grads) if whole else None
+        finally:
+            pager.release(held)
+
+    def _addresses(self, pager: Core, grads: Sequence[Any]) -> npt.NDArray[np.int64]:
+        arena, size = pager.backend.address, pager.page_size
+        rows = []
+        for grad, parameter, kept, places in zip(grads, self.parameters, self._kept, self._places):
+            if type(grad) is PagedTensor:
+                offset = int(grad.storage_offset()) * grad.dtype.itemsize
+                row = [pager.address_of(grad._storage) + offset]
+            else:
+                row = [grad.data_ptr()]
+            for place, value in zip(places, (parameter, *kept)):
+                if place is None:
+                    row.append(value.data_ptr())
+                else:
+                    row.append(arena + place.run.base * size + place.inside)
+            rows.append(row)
+        return np.array(rows, np.int64).T
+
+    def launch(
+        self,
+        group: dict[str, Any],
+        addresses: npt.NDArray[np.int64],
+        inv_scale: torch.Tensor | None,
+        found_inf: torch.Tensor | None,
+    ) -> None:
+        """Queue the updates, whose step counters count this step already."""
+        adam_step_again(
+            *(self._tables, addresses),
+            steps=self.steps,
+            lr=group["lr"],
+            beta1=float(group["betas"][0]),
+            beta2=float(group["betas"][1]),
+            eps=group["eps"],
+            weight_decay=float(group["weight_decay"]),
+            decoupled=group["decoupled_weight_decay"],
+            amsgrad=group["amsgrad"],
+            maximize=group["maximize"],
+            inv_scale=inv_scale,
+            found_inf=found_inf,
+        )
+
+
+def _settings(group: dict[str, Any]) -> list[Any]:
+    """Of which it depends who makes an update, and how."""
+    return [
+        *(group.get(name) for name in _SETTINGS),
+        *(isinstance(x, torch.Tensor) for x in (*group["betas"], group["weight_decay"])),
+    ]
