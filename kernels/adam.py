@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -13,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from .launch import tl, triton, use_triton
+from .launch import tl, triton, upload, use_triton
 from .pieces import Operand, dtype_name, memory_of
 from .rounding import load_as, random_bits, random_key, store_as, tile_elements, tile_rows
 from .update import (
@@ -24,6 +25,7 @@ from .update import (
     alike,
     chunks,
     doubles,
+    is_on_host,
     launch_groups,
     load_state,
     make_groups,
@@ -402,21 +404,31 @@ def _numbers(
     steps: Sequence[Number], chosen: _Adam, compute: torch.dtype, device: torch.device
 ) -> torch.Tensor:
     """The kernel's table, worked out in float64, on the device if a number is there already."""
-    step, lr = doubles(steps, device), doubles([chosen.lr], device)
-    if step.device != lr.device:
-        step, lr = (x.to(device, non_blocking=True) for x in (step, lr))
-    decay = 1 - lr * chosen.weight_decay if chosen.decoupled else chosen.weight_decay
+    scale = 1.0 if chosen.inv_scale is None else chosen.inv_scale
+    found_inf = 0.0 if chosen.found_inf is None else chosen.found_inf
+    weights = 1 - chosen.beta1, chosen.beta2, 1 - chosen.beta2, chosen.eps
+    if all(is_on_host(x) for x in (*steps, chosen.lr, scale, found_inf)):
+        lr, rest = float(chosen.lr), (*weights, float(scale), float(found_inf))
+        decay = 1 - lr * chosen.weight_decay if chosen.decoupled else chosen.weight_decay
+        columns: dict[float, list[float]] = {}  # most steps are the same
+        numbers = [float(x) for x in steps]
+        for n in numbers:
+            if n not in columns:
+                first, second = 1 - chosen.beta1**n, 1 - chosen.beta2**n
+                columns[n] = [n, lr / first, math.sqrt(second), decay, *rest]
+        table_ = torch.tensor([columns[n] for n in numbers], dtype=torch.float64).T
+        return upload(table_.to(compute).contiguous(), device)
+    step, lr_ = doubles(steps, device), doubles([chosen.lr], device)
+    if step.device != lr_.device:
+        step, lr_ = (x.to(device, non_blocking=True) for x in (step, lr_))
     rows: list[torch.Tensor | float] = [
         step,
-        lr / (1 - chosen.beta1**step),
+        lr_ / (1 - chosen.beta1**step),
         (1 - chosen.beta2**step).sqrt(),
-        decay,
-        1 - chosen.beta1,
-        chosen.beta2,
-        1 - chosen.beta2,
-        chosen.eps,
-        doubles([1.0 if chosen.inv_scale is None else chosen.inv_scale], device),
-        doubles([0.0 if chosen.found_inf is None else chosen.found_inf], device),
+        1 - lr_ * chosen.weight_decay if chosen.decoupled else chosen.weight_decay,
+        *weights,
+        doubles([scale], device),
+        doubles([found_inf], device),
     ]
     return table(rows, len(steps), compute, device)
 

@@ -204,7 +204,8 @@ class KeptTables:
     def __init__(
         self, dtypes: Sequence[torch.dtype], numels: Sequence[int], device: torch.device
     ) -> None:
-        self.dtypes, self.groups, self.device = tuple(dtypes), len(numels), device
+        self.dtypes, self.numels, self.device = tuple(dtypes), tuple(numels), device
+        self.groups = len(numels)
         self.compute = torch.float64 if torch.float64 in self.dtypes else torch.float32
         counts = [-(-numel // LONGEST) for numel in numels]
         self._group = np.repeat(np.arange(len(numels), dtype=np.int32), counts)
@@ -231,7 +232,7 @@ class KeptTables:
             self._tables = Tables(
                 *(on_device, *self._fixed, self._longest, aligned)  # type: ignore[arg-type]
             )
-            self._bases = bases
+            self._bases = bases.copy()
         return self._tables
 
 
@@ -255,9 +256,14 @@ def state_dtype(group: Group) -> str:
     return dtype_name(group.dtypes[2]) if group.states else "float32"
 
 
+def is_on_host(value: Number) -> bool:
+    """Whether reading it waits for no device."""
+    return not isinstance(value, torch.Tensor) or value.device.type == "cpu"
+
+
 def doubles(values: Sequence[Number], device: torch.device) -> torch.Tensor:
     """Numbers as float64 [n]: on `device` if one is there already, else on the host; no wait."""
-    if not any(isinstance(x, torch.Tensor) and x.device.type != "cpu" for x in values):
+    if all(is_on_host(x) for x in values):
         return torch.tensor([float(x) for x in values], dtype=torch.float64)
     moved = [
         x.reshape(()).to(device, torch.float64, non_blocking=True)

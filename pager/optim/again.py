@@ -33,21 +33,19 @@ _SETTINGS = ("amsgrad", "maximize", "foreach", "fused", "differentiable", "captu
 class _Place:
     """Where a tensor's first element is: ``inside`` bytes behind the first frame of ``run``."""
 
-    __slots__ = ("geometry", "inside", "run", "storage")
+    __slots__ = ("inside", "run", "shaped", "storage", "tensor")
 
     def __init__(self, tensor: PagedTensor) -> None:
-        offset = int(tensor.storage_offset())
-        self.storage = tensor._storage
-        self.geometry = offset, tensor.size(), tensor.stride()
+        self.tensor, self.storage, self.shaped = tensor, tensor._storage, tensor._shaped
         self.run: Extent = tensor._storage.run
+        offset = int(tensor.storage_offset())
         self.inside = tensor._storage.offset + offset * tensor.dtype.itemsize
 
-    def is_of(self, tensor: PagedTensor) -> bool:
-        return tensor._storage is self.storage and self.geometry == (
-            tensor.storage_offset(),
-            tensor.size(),
-            tensor.stride(),
-        )
+    @property
+    def is_same(self) -> bool:
+        """The tensor is still in these pages, with the geometry that it had."""
+        tensor = self.tensor
+        return tensor._storage is self.storage and tensor._shaped == self.shaped
 
 
 class BatchAgain:
@@ -74,12 +72,15 @@ class BatchAgain:
         dtypes = [grad.dtype, *(value.dtype for value in rows[0][:-1])]
         numels = [parameter.numel() for parameter in self.parameters]
         self._tables = KeptTables(dtypes, numels, grad.device)
-        self._stream = torch.accelerator.current_stream()
-        # Of parameters and states: either a place in pages, or None.
-        self._places = [
-            [_Place(value) if type(value) is PagedTensor else None for value in row[:-1]]
-            for row in rows
+        self._stream = _stream_of(grad.device)
+        # By operand, from the parameter on: what is dense, or its place in pages.
+        self._places: list[list[Any]] = [
+            [_Place(value) if type(value) is PagedTensor else value for value in column]
+            for column in list(zip(*rows))[:-1]
         ]
+        self._paged = [x for column in self._places for x in column if type(x) is _Place]
+        self._frames: list[int] = []  # of the first page of each of these
+        self._addresses = np.empty((1 + len(self._places), len(rows)), np.int64)
 
     @classmethod
     def of(cls, paged: PagedOptimizer, updates: Sequence[Any], most: int) -> BatchAgain | None:
@@ -108,11 +109,10 @@ class BatchAgain:
         """Whether ``some``, parameters that have gradients, are to be updated as they were."""
         if self._settings != _settings(group):
             return False
-        if self._stream != torch.accelerator.current_stream():
+        if self._stream != _stream_of(self._tables.device):
             return False  # tables are on the device in the order of that stream
         state, device = paged.optimizer.state, self._tables.device
-        rows = zip(some, self.parameters, self._kept, self.steps, self._places)
-        for parameter, before, kept, step, places in rows:
+        for parameter, before, kept, step in zip(some, self.parameters, self._kept, self.steps):
             if parameter is not before:
                 return False
             grad = parameter.grad
@@ -126,50 +126,50 @@ class BatchAgain:
             for name, value in zip(self._names, kept):
                 if now.get(name) is not value:
                     return False
-            for place, value in zip(places, (parameter, *kept)):
-                if place is not None and not place.is_of(value):
-                    return False
-        return len(some) == len(self.parameters)
+        return len(some) == len(self.parameters) and all(place.is_same for place in self._paged)
 
     @contextmanager
     def held(self, pager: Core) -> Iterator[npt.NDArray[np.int64] | None]:
         """Inside, all that the updates use is held, to be written. Gives the addresses for
         :meth:`launch`; ``None`` where something is not in one piece."""
         grads: list[Any] = [parameter.grad for parameter in self.parameters]
-        runs: dict[int, Extent] = {}
-        written: dict[int, Extent] = {}
-        for grad, places in zip(grads, self._places):
+        rows = zip(grads, *self._places)
+        runs: dict[int, Extent] = {}  # in the order in which updates name them
+        for grad, *places in rows:
             if type(grad) is PagedTensor:
-                run = grad._storage.run
-                runs[run.id] = run
+                runs[grad._storage.run.id] = grad._storage.run
             for place in places:
-                if place is not None:
-                    runs[place.run.id] = written[place.run.id] = place.run
+                if type(place) is _Place:
+                    runs[place.run.id] = place.run
+        written = {place.run.id: place.run for place in self._paged}
         held = list(runs.values())
         pager.take(held)
         try:
-            pager.will_write(list(written.values()))
+            pager.will_write([run for run in held if run.id in written])
             whole = all(run.base >= 0 for run in held)
-            yield self._addresses(pager, grads) if whole else None
+            yield self._found(pager, grads) if whole else None
         finally:
             pager.release(held)
 
-    def _addresses(self, pager: Core, grads: Sequence[Any]) -> npt.NDArray[np.int64]:
+    def _found(self, pager: Core, grads: Sequence[Any]) -> npt.NDArray[np.int64]:
         arena, size = pager.backend.address, pager.page_size
-        rows = []
-        for grad, parameter, kept, places in zip(grads, self.parameters, self._kept, self._places):
-            if type(grad) is PagedTensor:
-                offset = int(grad.storage_offset()) * grad.dtype.itemsize
-                row = [pager.address_of(grad._storage) + offset]
-            else:
-                row = [grad.data_ptr()]
-            for place, value in zip(places, (parameter, *kept)):
-                if place is None:
-                    row.append(value.data_ptr())
-                else:
-                    row.append(arena + place.run.base * size + place.inside)
-            rows.append(row)
-        return np.array(rows, np.int64).T
+        frames = [place.run.base for place in self._paged]
+        if frames != self._frames:
+            self._frames = frames
+            for row, column in enumerate(self._places, 1):
+                self._addresses[row] = [
+                    arena + place.run.base * size + place.inside
+                    if type(place) is _Place
+                    else place.data_ptr()
+                    for place in column
+                ]
+        self._addresses[0] = [
+            pager.address_of(grad._storage) + int(grad.storage_offset()) * grad.dtype.itemsize
+            if type(grad) is PagedTensor
+            else grad.data_ptr()
+            for grad in grads
+        ]
+        return self._addresses
 
     def launch(
         self,
@@ -193,6 +193,11 @@ class BatchAgain:
             inv_scale=inv_scale,
             found_inf=found_inf,
         )
+
+
+def _stream_of(device: torch.device) -> torch.Stream | None:
+    """That ops are queued on now."""
+    return None if device.type == "cpu" else torch.accelerator.current_stream(device.index)
 
 
 def _settings(group: dict[str, Any]) -> list[Any]:

@@ -50,7 +50,8 @@ class SavedTensors(PagerHooks):
         self._origins: dict[int, _Origin] = {}
         self.dense_allowance = 0  # bytes that may stay dense because everything fits
         self._dense_bytes = 0  # of these, at most: what died since they were counted is in it
-        self._dense: list[tuple[weakref.ref[torch.Tensor], int]] = []  # tensors, bytes of each
+        # Storages that stay dense, and their bytes, by id. As in pages, one is counted once.
+        self._dense: dict[int, tuple[StorageWeakRef, int]] = {}
         self._uncounted = 0  # packed since they were counted
         # Storages that live on anyway (buffers) and their bytes, by id.
         self.skip: dict[int, tuple[StorageWeakRef, int]] = {}
@@ -69,12 +70,9 @@ class SavedTensors(PagerHooks):
 
     def _count_dense(self) -> None:
         """Without those that have died. (Other threads may pack meanwhile.)"""
-        dense, self._dense = self._dense, []
-        self._dense_bytes = self._uncounted = 0
-        for entry in dense:
-            if entry[0]() is not None:
-                self._dense.append(entry)
-                self._dense_bytes += entry[1]
+        self._uncounted = 0
+        self._dense = {k: v for k, v in self._dense.copy().items() if not v[0].expired()}
+        self._dense_bytes = sum(nbytes for _, nbytes in self._dense.values())
 
     def forget(self) -> None:
         """Drop the memory of storages that are gone. Called between iterations."""
@@ -122,14 +120,17 @@ class SavedTensors(PagerHooks):
         ):  # most by far, so without a call: `_keep`
             return tensor if tensor.is_leaf else tensor.detach(), tensor._version
         memory = tensor.untyped_storage()
-        if memory._cdata in self.skip:
+        key = memory._cdata
+        if key in self._dense:
+            return tensor.detach(), tensor._version
+        if key in self.skip:
             return _keep(tensor)
-        if self._has_room(nbytes):
-            alias = tensor.detach()  # of a leaf too: it lives as long as the graph does
-            self._dense_bytes += nbytes
+        whole = memory.nbytes()
+        if whole <= _SPARSE_VIEW * nbytes and self._has_room(whole):
+            self._dense_bytes += whole
             self._uncounted += 1
-            self._dense.append((weakref.ref(alias), nbytes))
-            return alias, tensor._version
+            self._dense[key] = StorageWeakRef(memory), whole
+            return tensor.detach(), tensor._version  # of a leaf too: it lives as the graph does
         known = self._known(tensor, memory)
         if known is not None:
             return known

@@ -61,6 +61,7 @@ def take_over(tensor: PagedTensor, dense: torch.Tensor) -> None:
 
 def _forget_views(tensor: PagedTensor) -> None:
     tensor._view = None
+    tensor._shaped += 1
     tensor._storage.pager.opened.forget(tensor)
 
 

@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -55,6 +55,7 @@ NATIVE: set[int] = (
     set()
 )  # pagers whose iteration keeps to PyTorch's nodes: where none does, no op asks
 _ALIAS = torch.ops.aten.alias.default
+_DETACH = torch.ops.aten.detach.default
 # Asked before each op, so without the way through `torch` and `torch._C`.
 _modes = torch._C._len_torch_dispatch_stack
 _any_autocast = torch._C._is_any_autocast_enabled
@@ -64,16 +65,22 @@ _uses: Any = torch._C._storage_Use_Count
 
 
 class _Memory:
-    """A plain tensor over the pages of a weight, in a storage of its own, for as long as they stay
-    where they are. Without any other tensor over it ``storage`` has two uses."""
+    """A plain tensor over the pages of a weight, in a storage of its own and with the weight's
+    version counter, for as long as they stay where they are. Without any other tensor over it
+    ``storage`` has two uses."""
 
     __slots__ = ("dense", "generation", "storage")
 
     def __init__(self, paged: PagedTensor) -> None:
         where = paged._storage
         self.generation = where.run.generation
-        self.dense = dense_view(paged, where.pager.address_of(where))
-        self.storage = self.dense.untyped_storage()
+        dense = dense_view(paged, where.pager.address_of(where))
+        self.storage = dense.untyped_storage()
+        paged._opening = threading.get_ident(), dense
+        try:
+            self.dense: torch.Tensor = _DETACH(paged)
+        finally:
+            paged._opening = None
 
     @property
     def in_use(self) -> bool:
@@ -85,39 +92,45 @@ class OpenWeight:
 
     __slots__ = ("memory", "paged", "requires_grad", "run", "tensor")
 
-    def __init__(self, paged: PagedTensor, memory: _Memory) -> None:
+    def __init__(self, paged: PagedTensor, memory: _Memory, tensor: torch.Tensor) -> None:
         self.paged = paged
         self.run: Extent = paged._storage.run
         self.memory = memory
         self.requires_grad = paged.requires_grad
-        paged._opening = threading.get_ident(), memory.dense
-        try:
-            alias: torch.Tensor = _ALIAS(paged)  # with the parameter's version counter
-        finally:
-            paged._opening = None
-        self.tensor: torch.Tensor | None = (
-            _in_place_of(paged, alias) if self.requires_grad else alias
-        )
+        self.tensor: torch.Tensor | None = tensor
 
 
 class _Saved(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(tensor)
+    def forward(ctx: Any, *tensors: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(*tensors)
         return torch.empty(0)
 
 
-def _in_place_of(paged: PagedTensor, alias: torch.Tensor) -> torch.Tensor:
-    """The leaf that autograd takes for ``paged``: with its ``AccumulateGrad`` node, over memory of
-    ``alias``. It is what autograd makes of a leaf that it has saved, when hooks bring it back."""
-    with saved_tensors_hooks(lambda _: None, lambda _: alias):
-        node: Any = _Saved.apply(paged).grad_fn  # type: ignore[no-untyped-call]
-    (leaf,) = node.saved_tensors
-    leaf._weight = paged
-    # A leaf has its node by a weak reference, and without it would get one of its own and keep the
-    # gradient. Whoever has taken the leaf for an op may be the last to have it: others close.
-    leaf._accumulates = alias.grad_fn.next_functions[0][0]  # type: ignore[union-attr]
-    return leaf  # type: ignore[no-any-return]
+def _in_place_of(several: list[PagedTensor], memory: list[_Memory]) -> Iterator[torch.Tensor]:
+    """The leaves that autograd takes for ``several``, which require gradients: with their
+    ``AccumulateGrad`` nodes, over ``memory``. They are what autograd makes of leaves that it has
+    saved, when hooks bring them back."""
+    numbers, dense = iter(range(len(several))), [one.dense for one in memory]
+    with saved_tensors_hooks(lambda _: next(numbers), dense.__getitem__):
+        node: Any = _Saved.apply(*several).grad_fn  # type: ignore[no-untyped-call]
+    for paged, leaf, (accumulates, _) in zip(several, node.saved_tensors, node.next_functions):
+        leaf._weight = paged
+        # A leaf has its node by a weak reference, and without it would get one of its own and keep
+        # the gradient. Whoever has taken the leaf for an op may be the last to have it: others
+        # close.
+        leaf._accumulates = accumulates
+        yield leaf
+
+
+def _as_view_of(paged: PagedTensor, memory: _Memory) -> torch.Tensor:
+    """What autograd takes for a view of ``paged``, which has no gradient."""
+    paged._opening = threading.get_ident(), memory.dense
+    try:
+        view: torch.Tensor = _ALIAS(paged)
+    finally:
+        paged._opening = None
+    return view
 
 
 class _Known(NamedTuple):
@@ -144,12 +157,14 @@ class OpenWeights:
             if not self.native:
                 return
             with torch.inference_mode(False), torch.enable_grad():
+                again = []
                 for key, known in list(self._known.items()):
                     paged = known.paged()
                     if paged is None or not is_candidate(paged):
                         del self._known[key]
                     elif self._can_open(paged):
-                        self._open_now(paged)
+                        again.append(paged)
+                self._open_now(again)
 
     def _keep_native(self, native: bool) -> None:
         self.native = native
@@ -186,21 +201,34 @@ class OpenWeights:
                 self._open.remove(before)
                 self._close(before)
             with torch.inference_mode(False), torch.enable_grad():
-                return self._open_now(paged)
+                self._open_now([paged])
+                return paged._open
 
     def _can_open(self, paged: PagedTensor) -> bool:
         pager = self._pager
         return paged._storage.run.base >= 0 and pager.fits and not pager.sees_ops
 
-    def _open_now(self, paged: PagedTensor) -> OpenWeight:
-        run = paged._storage.run
+    def _open_now(self, several: list[PagedTensor]) -> None:
+        memory = [self._memory_of(paged) for paged in several]
+        learn = [number for number, paged in enumerate(several) if paged.requires_grad]
+        tensors = [one.dense for one in memory]
+        if learn:
+            leaves = _in_place_of([several[i] for i in learn], [memory[i] for i in learn])
+            for number, leaf in zip(learn, leaves):
+                tensors[number] = leaf
+        for paged, where, tensor in zip(several, memory, tensors):
+            if tensor is where.dense:
+                tensor = _as_view_of(paged, where)
+            opened = paged._open = OpenWeight(paged, where, tensor)
+            self._pager.residency.keep_unused(opened.run)
+            self._open.append(opened)
+
+    def _memory_of(self, paged: PagedTensor) -> _Memory:
         known = self._known.get(id(paged))
-        if known is None or known.paged() is not paged or known.memory.generation != run.generation:
+        generation = paged._storage.run.generation
+        if known is None or known.paged() is not paged or known.memory.generation != generation:
             known = self._known[id(paged)] = _Known(weakref.ref(paged), _Memory(paged))
-        opened = paged._open = OpenWeight(paged, known.memory)
-        self._pager.residency.keep_unused(run)
-        self._open.append(opened)
-        return opened
+        return known.memory
 
     def forget(self, paged: PagedTensor) -> None:
         """``paged`` has another geometry now."""

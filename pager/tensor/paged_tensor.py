@@ -39,6 +39,7 @@ class PagedTensor(Interop, torch.Tensor):
     _storage: PagedStorage
     _view: torch.Tensor | None
     _view_generation: int
+    _shaped: int = 0  # how often its geometry was changed in place
     _open: OpenWeight | None = None  # see open_weights.py
     _opening: tuple[int, torch.Tensor] | None = None  # by which thread, over what
     _saved: Saved | None = None  # of a state dict, see images.py

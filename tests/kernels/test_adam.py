@@ -2,13 +2,15 @@
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from optimizer_suite import Arena, bits, close, dense, only_touching, place_of, run, zeros
 from page_suite import Backend
 
-from tensorpager.kernels.adam import adam_step
+from tensorpager.kernels.adam import adam_step, adam_step_again
 from tensorpager.kernels.pieces import Operand
+from tensorpager.kernels.update import KeptTables
 
 BF16, F32, U8 = torch.bfloat16, torch.float32, torch.uint8
 DEFAULTS: dict[str, Any] = {
@@ -207,6 +209,28 @@ def test_pages_of_every_size_and_dense_at_any_address(backend: Backend) -> None:
         results.append(problem.dense())
     assert torch.equal(results[0], results[1])
     assert torch.equal(results[0], results[2])
+
+
+@pytest.mark.interpreter
+def test_again_is_the_same_step() -> None:
+    """With the bits of the kernel that cuts pages; operands may move between two steps."""
+    sizes, flags = [40, 70_000, 8], {"amsgrad": True}
+    problems = [
+        Problem(Backend("interpreter"), sizes, BF16, amsgrad=True, paged=False) for _ in range(2)
+    ]
+    again = problems[1]
+    tables = KeptTables([F32, F32, BF16, BF16, BF16], sizes, torch.device("cpu"))
+    for step in (1, 2, 3):
+        grads = problems[0].grads(step)
+        problems[0].step(step, grads=grads, **flags)
+        again.grads(step)
+        if step == 3:  # and one that is not aligned
+            again.params[1] = torch.cat([torch.zeros(1), again.params[1]])[1:]
+        rows = [grads, again.params, again.avgs, again.sqs, again.max_sqs]
+        bases = np.array([[x.data_ptr() for x in row] for row in rows])
+        adam_step_again(tables, bases, steps=[step] * 3, **{**DEFAULTS, **flags})
+    for found, expected in zip(again.operands(), problems[0].operands(), strict=True):
+        assert torch.equal(bits(found), bits(expected))
 
 
 def test_numbers_on_the_device(backend: Backend) -> None:

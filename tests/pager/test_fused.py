@@ -6,7 +6,7 @@ import copy
 import io
 import math
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +16,11 @@ from torch import nn
 from torch.nn import functional as F
 
 import tensorpager as tp
+from tensorpager.kernels.adam import adam_step
 from tensorpager.pager.debug.chaos import chaos, scattered
 from tensorpager.pager.debug.check import check_invariants
 from tensorpager.pager.disk.tier import DiskTier
-from tensorpager.pager.optim import fused
+from tensorpager.pager.optim import again, fused
 from tensorpager.pager.tensor.new_pages import empty_like_geometry
 
 from .models import (
@@ -783,3 +784,114 @@ def test_a_gradient_that_the_kernels_cannot_take() -> None:
         with pytest.raises(ValueError, match=r"parameter 0 of group 0, .* gradient is sparse"):
             optimizer.step()
         assert torch.equal(plain(table.weight), before)
+
+
+# -- made again ----------------------------------------------------------------------------------
+@pytest.fixture
+def again_on_cpu(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Kernels make all updates, as where they are compiled, by their reference; that of updates
+    that are made again finds its operands by their addresses, as a kernel does. Gives how many
+    parameters each of these calls was for."""
+    calls: list[int] = []
+
+    def at(address: int, count: int, dtype: torch.dtype) -> torch.Tensor:
+        cpu = torch.device("cpu")
+        memory = torch._C._construct_storage_from_data_pointer(address, cpu, count * dtype.itemsize)
+        return torch.empty(0, dtype=dtype).set_(memory, 0, (count,), (1,))
+
+    def step(tables: Any, bases: Any, **options: Any) -> None:
+        calls.append(tables.groups)
+        addresses = tables.at(bases).addresses  # of pieces: the first one of a group is its begin
+        begins = [tables._group.tolist().index(group) for group in range(tables.groups)]
+        rows = [
+            [at(int(row[begin]), n, dtype) for begin, n in zip(begins, tables.numels)]
+            for row, dtype in zip(addresses, tables.dtypes)
+        ]
+        grads, params, *states = rows
+        adam_step(params, grads, *states[:2], max_exp_avg_sqs=(states[2:] or [None])[0], **options)
+
+    monkeypatch.setattr(fused, "runs_triton", lambda device: True)
+    monkeypatch.setattr(again, "runs_triton", lambda device: True)
+    monkeypatch.setattr(again, "adam_step_again", step)
+    return calls
+
+
+def _adam(world: World) -> Any:
+    model = world.module(mlp())
+    optimizer = world.optimizer(torch.optim.AdamW(model.parameters(), lr=1e-3, amsgrad=True))
+    losses = train(world, model, optimizer, 8)
+    return losses, model, optimizer
+
+
+@pytest.mark.parametrize("lane", ["fits", "planned", "scattered"])
+def test_updates_are_made_again(again_on_cpu: list[int], one_thread: None, lane: str) -> None:
+    planned = lane == "planned"
+    with ExitStack() as stack:
+        pager = stack.enter_context(planned_pager() if planned else make_pager(fits=True))
+        stack.enter_context(LANES["scattered" if lane == "scattered" else "plain"](pager.core))
+        world = PlannedWorld(pager) if planned else World(pager)
+        compare_runs(_adam, world, must_move=planned)
+    assert bool(again_on_cpu) == (lane != "scattered")  # there it has no addresses
+
+
+def test_what_has_changed_is_updated_anew(again_on_cpu: list[int], one_thread: None) -> None:
+    """Settings, states, gradients that are missing, and a parameter with another geometry."""
+
+    def script(world: World) -> Any:
+        model = world.module(mlp())
+        optimizer = world.optimizer(torch.optim.AdamW(model.parameters(), lr=1e-3))
+        parameters = list(model.parameters())
+        found = []
+
+        def step(*, without: int | None = None) -> None:
+            again_on_cpu.clear()
+            with world.iteration():
+                loss_of(model).backward()
+                if without is not None:
+                    parameters[without].grad = None
+                optimizer.step()
+                optimizer.zero_grad()
+            found.append([p.detach().clone() for p in parameters])
+
+        for _ in range(3):
+            step()
+        assert world.pager is None or again_on_cpu
+        optimizer.param_groups[0]["lr"] = 3e-3
+        optimizer.param_groups[0]["weight_decay"] = 0.5
+        step()
+        assert world.pager is None or again_on_cpu
+        optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        step()
+        assert not again_on_cpu
+        step(without=1)
+        assert not again_on_cpu
+        optimizer.param_groups[0]["maximize"] = True
+        step()
+        assert not again_on_cpu
+        step()
+        optimizer.state[parameters[2]]["exp_avg"] = torch.zeros_like(parameters[2])
+        step()
+        return found, model, optimizer
+
+    with make_pager(fits=True) as pager:
+        compare_runs(script, World(pager), must_move=False)
+
+
+def test_a_step_that_fails_is_not_counted_again(
+    again_on_cpu: list[int], one_thread: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with make_pager(fits=True) as pager:
+        model = pager.page_module(mlp())
+        optimizer = pager.optimizer(torch.optim.AdamW(model.parameters(), lr=1e-3))
+        train(World(pager), model, optimizer, 3)
+        steps = [float(state["step"]) for state in optimizer.state.values()]
+
+        def fail(*_: Any, **__: Any) -> None:
+            raise RuntimeError("no launch")
+
+        monkeypatch.setattr(again, "adam_step_again", fail)
+        with pytest.raises(RuntimeError, match="no launch"):
+            train(World(pager), model, optimizer, 1)
+        assert [float(state["step"]) for state in optimizer.state.values()] == steps
+        assert all(run.pins == 0 for run in pager.core.space.runs.values())
+        monkeypatch.undo()
