@@ -6,10 +6,11 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .loading import from_pretrained
     from .trainer import TensorPagerCallback, attach
 
-__all__ = ["TensorPagerCallback", "attach"]
-_HOMES = {"TensorPagerCallback": ".trainer", "attach": ".trainer"}
+__all__ = ["TensorPagerCallback", "attach", "from_pretrained"]
+_HOMES = {"TensorPagerCallback": ".trainer", "attach": ".trainer", "from_pretrained": ".loading"}
 
 
 def __getattr__(name: str) -> Any:

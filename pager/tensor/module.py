@@ -67,7 +67,7 @@ def page_module(pager: Core, module: torch.nn.Module) -> None:
                 continue
             paged = known_parameter(pager, parameter)
             if paged is None:
-                paged = _page_parameter(pager, parameter, _join(prefix, name))
+                paged = page_parameter(pager, parameter, _join(prefix, name))
                 pager.replaced[id(parameter)] = (weakref.ref(parameter), weakref.ref(paged))
             setattr(child, name, paged)
         if mark_saved not in child._state_dict_hooks.values():
@@ -99,7 +99,8 @@ def known_parameter(pager: Core, parameter: torch.nn.Parameter) -> PagedTensor |
     return new()  # type: ignore[no-any-return]
 
 
-def _page_parameter(pager: Core, parameter: torch.nn.Parameter, label: str) -> PagedTensor:
+def page_parameter(pager: Core, parameter: torch.nn.Parameter, label: str) -> PagedTensor:
+    """What takes the place of ``parameter``, with its values, hooks and gradient."""
     # A page with nothing but frozen ones is never written, and has its copy below for good.
     apart = "" if parameter.requires_grad else "frozen"
     if parameter.is_meta:
