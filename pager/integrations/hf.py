@@ -6,11 +6,17 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .accelerator import prepare
     from .loading import from_pretrained
     from .trainer import TensorPagerCallback, attach
 
-__all__ = ["TensorPagerCallback", "attach", "from_pretrained"]
-_HOMES = {"TensorPagerCallback": ".trainer", "attach": ".trainer", "from_pretrained": ".loading"}
+__all__ = ["TensorPagerCallback", "attach", "from_pretrained", "prepare"]
+_HOMES = {
+    "TensorPagerCallback": ".trainer",
+    "attach": ".trainer",
+    "from_pretrained": ".loading",
+    "prepare": ".accelerator",
+}
 
 
 def __getattr__(name: str) -> Any:
