@@ -10,12 +10,14 @@ import os
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.checkpoint import checkpoint
 
 from .memory import PagedMemory, PlainMemory
 from .options import Options
@@ -44,6 +46,18 @@ class SaveOnCpu(PlainMemory):
         pinned = self._device == "cuda"
         with super().iteration(), torch.autograd.graph.save_on_cpu(pin_memory=pinned):
             yield
+
+
+class Checkpointed(PlainMemory):
+    """``torch.utils.checkpoint`` around each block: what is inside one is computed again."""
+
+    def __init__(self, device: str) -> None:
+        super().__init__(device, measure=False)
+
+    def place(self, model: nn.Module) -> None:
+        super().place(model)
+        for block in model.get_submodule("blocks").children():
+            vars(block)["forward"] = partial(checkpoint, block.forward, use_reentrant=False)
 
 
 class TorchaoOffload(PlainMemory):
@@ -135,6 +149,8 @@ def make_peer(mode: str, options: Options) -> PlainMemory:
     """The peer called ``mode``, for a run with ``options``. Raises ``UnavailableError``."""
     if mode == "save_on_cpu":
         return SaveOnCpu(options.device)
+    if mode == "checkpoint":
+        return Checkpointed(options.device)
     if mode == "torchao":
         return TorchaoOffload(options.device, clip=options.clip)
     if mode == "bitsandbytes":

@@ -10,7 +10,7 @@ from tensorpager.planner.sizes import format_bytes
 
 from .measure import OURS, PLANNED, Case
 
-IDENTICAL = ("plain", *OURS, "save_on_cpu")  # bit for bit
+IDENTICAL = ("plain", *OURS, "checkpoint", "save_on_cpu")  # bit for bit
 SPEED_UP_GOAL = 1.3  # of planned over demand
 BOUND_GOAL = 90.0  # percent of the bound's speed
 PREDICTION_GOAL = 10.0  # percent off
