@@ -11,6 +11,7 @@ from ..hardware import describe
 from ..sizes import format_bytes
 from .options import (
     Machine,
+    TraceCommand,
     hardware_options,
     json_option,
     policy_names,
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from ..trace import Trace
 
 
-@click.command()
+@click.command(cls=TraceCommand)
 @trace_argument
 @hardware_options
 @click.option("--policies", metavar="A,B,…", help="Which policies (default: all).")
@@ -43,7 +44,7 @@ def compare(
 
     \b
     Example:
-      tensorpager compare bert-256.parquet --hardware g10 --policies lru,g10,lp
+      tensorpager compare trace.parquet --hardware g10 --device-bytes 50% --policies lru,g10,lp
     """
     from ..lifetimes import require_working_sets
     from ..policies.registry import POLICIES

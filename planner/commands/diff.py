@@ -54,8 +54,8 @@ def diff(
 
     \b
     Example:
-      tensorpager diff before.parquet after.parquet --fail-if peak+5%
-      tensorpager diff old.json new.json --trace bert.parquet --fail-if time+10ms
+      tensorpager diff old.parquet new.parquet --fail-if peak+5%
+      tensorpager diff old.json new.json --trace trace.parquet --fail-if time+10ms
     """
     kinds = _kind(path_a), _kind(path_b)
     if kinds[0] != kinds[1]:

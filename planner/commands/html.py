@@ -12,6 +12,7 @@ from ..sizes import format_bytes
 from .checks import read_plan_for
 from .options import (
     Machine,
+    TraceCommand,
     optional_hardware_options,
     output_option,
     plan_argument,
@@ -22,7 +23,7 @@ from .options import (
 from .output import emit_text, progress_bar, whole_file
 
 
-@click.command("html")
+@click.command("html", cls=TraceCommand)
 @trace_argument
 @plan_argument
 @optional_hardware_options
@@ -50,7 +51,7 @@ def html(
 
     \b
     Example:
-      tensorpager html bert-256.parquet plan.json --hardware g10 -o report.html
+      tensorpager html trace.parquet plan.json --hardware cpu --page-size 256KiB -o report.html
     """
     from ..lifetimes import require_working_sets
     from ..report.data import report_data

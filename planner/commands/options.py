@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import wraps
@@ -80,6 +81,29 @@ def policy_names(text: str) -> list[str]:
     return chosen
 
 
+class TraceCommand(click.Command):
+    """A command whose first argument is a TRACE. ``--example``, anywhere on the line, stands for
+    the trace that is in the package."""
+
+    def get_params(self, ctx: click.Context) -> list[click.Parameter]:
+        *own, help_option = super().get_params(ctx)
+        return [*own, _EXAMPLE_OPTION, help_option]
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        if EXAMPLE in args:
+            args = [os.fspath(EXAMPLE_TRACE), *(word for word in args if word != EXAMPLE)]
+        return super().parse_args(ctx, args)
+
+
+EXAMPLE = "--example"
+EXAMPLE_TRACE = Path(__file__).with_name("example.parquet")
+_EXAMPLE_OPTION = click.Option(
+    [EXAMPLE],
+    is_flag=True,
+    expose_value=False,
+    help="Take the sample in the package as TRACE: a language model of 10 million parameters.",
+)
+
 trace_argument = click.argument("trace_path", metavar="TRACE", type=click.Path(path_type=Path))
 plan_argument = click.argument(
     "plan_path", metavar="[PLAN]", required=False, type=click.Path(path_type=Path)
@@ -131,13 +155,17 @@ _HARDWARE_OPTIONS = [
         help=f"The machine: {', '.join(PRESETS)}, or a TOML file.",
     ),
     click.option(
-        "--device-bytes",
+        *("--device-bytes", "--device-budget"),
         type=limit_or_share,
         metavar="SIZE|%",
-        help="Device memory, such as 24GiB, or 50% of the trace's peak.",
+        help="Device memory, such as 24GiB, or 50% of the trace's peak in whole pages.",
     ),
-    click.option("--host-bytes", type=limit, metavar="SIZE", help="Host memory, or inf."),
-    click.option("--disk-bytes", type=limit, metavar="SIZE", help="Disk space, or inf."),
+    click.option(
+        *("--host-bytes", "--host-budget"), type=limit, metavar="SIZE", help="Host memory, or inf."
+    ),
+    click.option(
+        *("--disk-bytes", "--disk-budget"), type=limit, metavar="SIZE", help="Disk space, or inf."
+    ),
     click.option(
         "--d2h", "d2h_bytes_per_s", type=rate, metavar="RATE", help="Link, device to host: 25GB."
     ),

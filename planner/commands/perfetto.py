@@ -12,6 +12,7 @@ from ..sizes import format_bytes
 from .checks import read_plan_for
 from .options import (
     Machine,
+    TraceCommand,
     optional_hardware_options,
     output_option,
     plan_argument,
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from ..trace import Trace
 
 
-@click.command()
+@click.command(cls=TraceCommand)
 @trace_argument
 @plan_argument
 @optional_hardware_options
@@ -60,7 +61,7 @@ def perfetto(
 
     \b
     Example:
-      tensorpager perfetto bert.parquet plan.json --hardware a100 -o bert.json.gz
+      tensorpager perfetto trace.parquet plan.json --hardware cpu --page-size 256KiB -o ui.json.gz
       tensorpager import torch-profiler profile.json.gz -o step.parquet
       tensorpager perfetto step.parquet --join profile.json.gz -o joined.json.gz
     """

@@ -12,7 +12,14 @@ import click
 
 from ..hardware import describe
 from .failures import CheckFailed
-from .options import Machine, hardware_options, json_option, output_option, trace_argument
+from .options import (
+    Machine,
+    TraceCommand,
+    hardware_options,
+    json_option,
+    output_option,
+    trace_argument,
+)
 from .output import emit, emit_json, progress_bar, whole_file
 from .tables import format_us, pairs, predicted_json, predicted_table
 
@@ -25,7 +32,7 @@ if TYPE_CHECKING:
 AGREEMENT = 1e-3  # simulator and validator settle on an iteration time each by 0.01 %
 
 
-@click.command()
+@click.command(cls=TraceCommand)
 @trace_argument
 @hardware_options
 @click.option("--policy", default="lp", show_default=True, help="Which policy plans.")
@@ -42,7 +49,7 @@ def plan(
 
     \b
     Example:
-      tensorpager plan bert-256.parquet --hardware a100 --device-bytes 24GiB -o plan.json
+      tensorpager plan trace.parquet --hardware a100 --device-bytes 50% -o plan.json
     """
     from ..lifetimes import require_working_sets
     from ..plan import plan_to_json

@@ -9,7 +9,7 @@ import click
 
 from ..sizes import format_bytes
 from .failures import CheckFailed, in_one_line
-from .options import json_option, size
+from .options import TraceCommand, json_option, size
 from .output import emit, emit_json, output_path, whole_file
 from .tables import pairs, table
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from ..packing.buffers import Buffers, Packing
 
 
-@click.command()
+@click.command(cls=TraceCommand)
 @click.argument("trace_path", metavar="[TRACE]", required=False, type=click.Path(path_type=Path))
 @click.option(
     "--csv",
@@ -60,7 +60,7 @@ def pool(
 
     \b
     Example:
-      tensorpager pool bert-256.parquet
+      tensorpager pool trace.parquet --seconds 5
       tensorpager pool --csv A.csv --capacity 1MiB -o packed.csv
 
     Exits with 1 if --capacity is given and our packing needs more.

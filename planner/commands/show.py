@@ -9,7 +9,14 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from .checks import read_plan_for
-from .options import F, Machine, json_option, optional_hardware_options, trace_argument
+from .options import (
+    F,
+    Machine,
+    TraceCommand,
+    json_option,
+    optional_hardware_options,
+    trace_argument,
+)
 from .output import emit, emit_json
 
 if TYPE_CHECKING:
@@ -36,7 +43,7 @@ def _machine_or_page_size(command: F) -> F:
     return apart  # type: ignore[return-value]
 
 
-@click.command()
+@click.command(cls=TraceCommand)
 @trace_argument
 @click.option(
     "--top",
@@ -89,8 +96,8 @@ def show(
 
     \b
     Example:
-      tensorpager show bert-256.parquet --hardware a100 --by module
-      tensorpager show bert-256.parquet --tensor layers.3.attn.weight
+      tensorpager show trace.parquet --hardware a100 --by module
+      tensorpager show trace.parquet --tensor blocks.3.mlp_up.weight
     """
     from ..trace_file import read_trace
 

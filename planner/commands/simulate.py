@@ -14,6 +14,7 @@ from .checks import read_plan_for
 from .failures import CheckFailed
 from .options import (
     Machine,
+    TraceCommand,
     hardware_options,
     json_option,
     plan_argument,
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     from ..trace import Trace
 
 
-@click.command()
+@click.command(cls=TraceCommand)
 @trace_argument
 @plan_argument
 @hardware_options
@@ -102,10 +103,10 @@ def simulate(
 
     \b
     Example:
-      tensorpager simulate bert-256.parquet plan.json --hardware a100 --h2d 12GB
-      tensorpager simulate bert-256.parquet --hardware g10 --sweep device=8GiB:64GiB:8 --quick
-      tensorpager simulate bert-256.parquet --hardware g10 --sweep link=8GB:64GB:4 --policies lp
-      tensorpager simulate bert-256.parquet --hardware g10 --target 95% --quick
+      tensorpager simulate trace.parquet plan.json --hardware cpu --page-size 256KiB --h2d 1GB
+      tensorpager simulate trace.parquet --hardware g10 --sweep device=50%:100%:3 --quick
+      tensorpager simulate trace.parquet --hardware g10 --sweep link=1GB:16GB:3 --policies lru
+      tensorpager simulate trace.parquet --hardware g10 --target 95% --quick --policies lru
     """
     _refuse_what_plays_no_part(context)
     if plan_path is not None and not axes:
