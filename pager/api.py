@@ -24,7 +24,7 @@ from .inference import Inference
 from .iteration import Iteration, drop
 from .memory.page_table import Int32
 from .metrics.publisher import Metrics
-from .metrics.stats import snapshot
+from .metrics.stats import snapshot, summary
 from .moves.interrupts import guard_interrupts
 from .optim import optimizer as _optimizer
 from .optim.advice import watch_steps
@@ -446,6 +446,10 @@ class Pager:
         if core.follower is not None:
             core.follower.stop()
         core.close()
+
+    def __repr__(self) -> str:
+        """Budgets, what is in use, and how it pages: one line for each tier that there is."""
+        return summary(self.core, self._follower)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Pager:
         return self  # copies of what it pages are paged here too

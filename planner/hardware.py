@@ -120,6 +120,8 @@ def load_hardware(name_or_path: str | Path) -> Hardware:
             f"--hardware {text}: no such file, and no preset of that name "
             f"(presets: {', '.join(PRESETS)})"
         ) from error
+    except IsADirectoryError as error:
+        raise HardwareError(f"--hardware {text}: a folder; name a TOML file in it") from error
     except OSError as error:
         raise HardwareError(f"--hardware {text}: cannot be read: {error.strerror}") from error
     return decode_hardware(content, text)
@@ -127,6 +129,10 @@ def load_hardware(name_or_path: str | Path) -> Hardware:
 
 def decode_hardware(content: bytes, where: str) -> Hardware:
     """The machine in a TOML file's bytes. ``HardwareError`` names ``where`` and the reason."""
+    if not content.strip():
+        raise HardwareError(
+            f'--hardware {where}: an empty file; it says at least device_bytes = "24GiB"'
+        )
     try:
         document = tomllib.loads(content.decode())
     except (ValueError, RecursionError) as error:  # a number of 5,000 digits is a ValueError

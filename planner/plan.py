@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from .errors import HardwareError, PlanError
 from .hardware import Hardware, from_mapping, to_mapping
-from .shown import shown
+from .shown import shown, what_it_is
 
 VERSION = 2  # what is read
 TIERS = ("host", "disk")
@@ -150,6 +150,8 @@ def read_plan(path: Path) -> Plan:
     """Raises ``PlanError`` naming the file, the place and the reason."""
     try:
         content = path.read_bytes()
+    except IsADirectoryError as error:
+        raise PlanError(f"{path}: a folder; name the plan in it") from error
     except OSError as error:
         raise PlanError(f"{path}: cannot be read as a plan: {error.strerror}") from error
     return decode_plan(content, str(path))
@@ -160,7 +162,11 @@ def decode_plan(content: bytes, where: str) -> Plan:
     try:
         document = json.loads(content)
     except (ValueError, RecursionError) as error:  # a number of 5,000 digits is a ValueError
-        raise PlanError(f"{where}: cannot be read as a plan: {error}") from error
+        if content.lstrip()[:1] == b"{":
+            raise PlanError(f"{where}: not whole JSON ({error}); plan again") from error
+        raise PlanError(
+            f"{where}: {what_it_is(content)}, not a plan; 'tensorpager plan' makes plans"
+        ) from error
     try:
         return plan_from_json(document)
     except PlanError as error:
@@ -173,8 +179,13 @@ def plan_from_json(content: Any) -> Plan:
         raise PlanError(f"a plan is a JSON object, this is {type(content).__name__}")
     version = content.get("version")
     if type(version) is not int or not 1 <= version <= VERSION:
+        if type(version) is int and version > VERSION:
+            raise PlanError(
+                f"version {version}, but this program reads up to version {VERSION}; update it, or "
+                "plan again with it"
+            )
         raise PlanError(
-            f"version {shown(version)} is none of 1 to {VERSION}; plan again with this tensorpager"
+            f"version {shown(version)} is none of 1 to {VERSION}: not a plan of tensorpager"
         )
     needed = ("policy", "page_size", "device_bytes", "moves", "start")
     for name in (*needed, *(("hardware",) if version > 1 else ())):

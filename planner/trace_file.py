@@ -23,7 +23,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from .errors import TraceError
-from .shown import shown
+from .shown import PARQUET, shown, what_it_is
 from .trace import ACCESS_NAMES, Bools, Ints, Trace
 from .trace_check import Columns, Strings, build_trace
 
@@ -90,6 +90,8 @@ def read_trace(path: Path) -> Trace:
         content = path.read_bytes()
     except FileNotFoundError as error:
         raise TraceError(f"{path}: no such file") from error
+    except IsADirectoryError as error:
+        raise TraceError(f"{path}: a folder; name the trace in it") from error
     except OSError as error:
         raise TraceError(f"{path}: cannot be read: {error.strerror}") from error
     return decode_trace(content, str(path))
@@ -173,6 +175,11 @@ def _mode_names() -> pa.Array:
 
 def decode_trace(content: bytes, where: str) -> Trace:
     """The trace in a file's bytes, as :func:`read_trace`; ``where`` names it in errors."""
+    if not content.startswith(PARQUET):
+        raise TraceError(
+            f"{where}: {what_it_is(content)}, not a trace; 'tensorpager record' and "
+            "'tensorpager import' make traces"
+        )
     try:
         with pq.ParquetFile(pa.BufferReader(content)) as file:
             footer, schema = file.metadata, file.schema_arrow

@@ -73,6 +73,16 @@ def measure(tier: DiskTier, seconds: float) -> DiskRates:
     return measure_disk(tier, runs, source, lanes, Waiter(IoWatch(math.inf)), round_s=seconds)
 
 
+def blocks_for(size_bytes: int) -> list[int]:
+    """The sizes of a page that are tried in a file of ``size_bytes``."""
+    return [size for size in BLOCKS if size <= size_bytes // 16]
+
+
+def buffer_bytes(size_bytes: int) -> int:
+    """Memory that :func:`measure` takes for a file of ``size_bytes``, at most."""
+    return (_READS + 1) * blocks_for(size_bytes)[-1]
+
+
 def sweep(
     folder: Path,
     size_bytes: int,
@@ -85,7 +95,7 @@ def sweep(
     """Varies one setting after another, from the pager's own on, and keeps the best of each: the
     rates of all that were tried, the best, and whether the page cache is bypassed. ``engines``:
     those that work here."""
-    blocks = [size for size in BLOCKS if size <= size_bytes // 16]
+    blocks = blocks_for(size_bytes)
     best = Setting(engines[0], min(2 << 20, blocks[-1]), 4)
     steps: list[tuple[str, Sequence[Any]]] = [
         ("block_bytes", blocks),

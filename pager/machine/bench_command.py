@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from .bench import Results, Setting
 
 
+LEFT_FREE = 10  # one part in so many of what is free on the disk stays so
+
+
 @click.command("bench-io")
 @click.argument("path", type=click.Path(path_type=Path))
 @click.option(
@@ -114,16 +117,30 @@ def bench_io(
 
 def _refuse(path: Path, size_bytes: int, *, least: int) -> None:
     """Raises PagerError for what could not be measured, before anything is written."""
+    from ..disk.mounts import IN_RAM, mount_of
+    from .bench import buffer_bytes
+    from .doctor.memory import meminfo
+
     if not path.is_dir():
         what = "is not a folder" if path.exists() else "does not exist"
         raise PagerError(f"{path} {what}; name the folder that the paging file would be in")
     if size_bytes < least:
         raise PagerError(f"--size is less than {format_bytes(least)}; give that or more")
     free = shutil.disk_usage(path).free
-    if size_bytes > free:
+    if size_bytes > free - free // LEFT_FREE:
         raise PagerError(
             f"--size {format_bytes(size_bytes)} does not fit in {path}: {format_bytes(free)} are "
-            "free; give a smaller --size, or make room"
+            "free, and some must stay so; give a smaller --size, or make room"
+        )
+    mount = mount_of(path)
+    memory = buffer_bytes(size_bytes)
+    if mount is not None and mount.kind in IN_RAM:
+        memory += size_bytes
+    available = meminfo().get("MemAvailable", memory)
+    if memory > available:
+        raise PagerError(
+            f"--size {format_bytes(size_bytes)} takes {format_bytes(memory)} of memory to measure "
+            f"in {path}, and {format_bytes(available)} are free; give a smaller --size"
         )
     if not os.access(path, os.W_OK):
         raise PagerError(f"{path} cannot be written; make it writable, or name another folder")

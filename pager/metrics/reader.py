@@ -92,7 +92,10 @@ def open_training(target: str) -> Training:
     try:
         found = _trainings(int(pid))
     except FileNotFoundError as error:
-        raise NoSuchProcess(f"there is no process {pid}: it has ended, or never was") from error
+        raise NoSuchProcess(
+            f"there is no process {pid}: it has ended, or never was; 'tensorpager top' lists those "
+            "that there are"
+        ) from error
     except OSError as error:
         raise MetricsError(
             f"process {pid} cannot be looked into ({error.strerror}); run tensorpager top as its "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from ...planner.sizes import format_bytes
 from ..machine import ranks
 from ..tensor.names import streamed_names
 
@@ -60,6 +61,28 @@ def counters(pager: Core, follower: Follower | None) -> dict[str, Any]:
         "fits": pager.fits,
         "ranks": ranks.facts(pager.device.type),
     }
+
+
+def summary(pager: Core, follower: Follower | None) -> str:
+    """What ``print(pager)`` shows."""
+    head = f"Pager on {pager.device}, pages of {format_bytes(pager.page_size)}"
+    if pager.closed_reason is not None:
+        return f"{head}: {pager.closed_reason}"
+    found = counters(pager, follower)
+    how = "everything fits" if found["fits"] else found["mode"]
+    rows = [f"{head}: {found['iterations']} iterations, {how}"]
+    rows += [
+        f"  {tier}: {format_bytes(found['used_bytes'][tier])} in use, "
+        f"{format_bytes(found['peak_bytes'][tier])} at most, of {format_bytes(budget)}"
+        for tier, budget in found["budget_bytes"].items()
+        if budget
+    ]
+    moved = ", ".join(
+        f"{format_bytes(size)} {name}" for name, size in found["channel_bytes"].items() if size
+    )
+    stalls = f"{found['stall_us'] / 1e6:.3g} s waited"
+    rows.append(f"  moved: {moved or 'nothing'}; {found['faults']} faults, {stalls}")
+    return "\n".join(rows)
 
 
 def _used(pool: FramePool) -> int:

@@ -11,7 +11,7 @@ from typing import Any
 import click
 
 from ...planner.commands.options import json_option
-from ...planner.commands.output import PIPE_WIDTH, emit, emit_json, emit_text
+from ...planner.commands.output import PIPE_WIDTH, draws_over, emit, emit_json, emit_text
 from ...planner.errors import PagerError
 from .rates import History, description
 from .reader import NoSuchProcess, Training, find_trainings, open_training
@@ -83,14 +83,7 @@ def top(
             raise click.UsageError("--prometheus serves until it is ended; drop --once and --json.")
         _serve(target, *prometheus)
         return
-    try:
-        trainings = [open_training(target)] if target is not None else find_trainings()
-    except NoSuchProcess as reason:
-        if as_json:
-            emit_json({"name": target, "state": "ended"})
-        else:
-            click.echo(str(reason))
-        return
+    trainings = [open_training(target)] if target is not None else find_trainings()
     if not trainings:
         raise PagerError(
             "no training of this user publishes metrics; make its Pager with metrics=True "
@@ -129,7 +122,8 @@ def _show(training: Training, interval: float, *, once: bool, json: bool) -> Non
             emit(frame(training, history, Screen(columns)))
     else:
         console = Console(markup=False, emoji=False, highlight=False)
-        live = Live(console=console, screen=True, auto_refresh=False) if terminal else None
+        over = terminal and draws_over()
+        live = Live(console=console, screen=True, auto_refresh=False) if over else None
         with suppress(KeyboardInterrupt), live or nullcontext():
             while not training.ended:
                 if live is not None:

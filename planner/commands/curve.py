@@ -159,15 +159,35 @@ def _line(one: tuple[int, int], other: tuple[int, int]) -> list[tuple[int, int]]
 
 
 def _x_axis(labels: Sequence[tuple[int, str]], width: int) -> tuple[set[int], str]:
-    """Columns of the ticks, and the line below them with the labels that have room: the last one,
-    then from the left. They may reach into the margins."""
-    line = [" "] * (LEFT + width + RIGHT)
-    marked: set[int] = set()
-    for place, label in [*labels[-1:], *labels[:-1]]:
-        begin = min(LEFT + place - len(label) // 2, len(line) - len(label))
-        around = line[max(0, begin - 2) : begin + len(label) + 2]
-        if not 0 <= place < width or begin < 0 or any(letter != " " for letter in around):
-            continue
-        line[begin : begin + len(label)] = label
-        marked.add(place)
-    return marked, "".join(line).rstrip()
+    """Columns of the ticks, and the line below them: every label, or every second, third …, so that
+    all of them have room. They may reach into the margins."""
+    line: list[str] = []
+    chosen: list[tuple[int, str]] = []
+    for every in range(1, len(labels) + 1):
+        line = [" "] * (LEFT + width + RIGHT)
+        chosen = [(place, label) for place, label in labels[::every] if 0 <= place < width]
+        if all(_write(line, LEFT + place, label) for place, label in chosen):
+            break
+    return {place for place, _ in chosen}, "".join(line).rstrip()
+
+
+def _write(line: list[str], middle: int, label: str) -> bool:
+    """Whether ``label`` has room around column ``middle``; it is there then."""
+    begin = max(0, min(middle - len(label) // 2, len(line) - len(label)))
+    if any(letter != " " for letter in line[max(0, begin - 2) : begin + len(label) + 2]):
+        return False
+    line[begin : begin + len(label)] = label
+    return True
+
+
+def even_ticks(low: float, high: float, most: int = 6) -> list[float]:
+    """Round numbers of bytes from ``low`` to ``high``, equally far apart: at most ``most``."""
+    unit = max(1024 ** int(math.log(max(high, 1), 1024)), 1)
+    step = next(
+        factor * unit / 1024
+        for power in range(-3, 12)
+        for factor in (4.0**power, 2 * 4.0**power)
+        if high - low <= (most - 1) * factor * unit / 1024
+    )
+    first = math.ceil(low / step)
+    return [number * step for number in range(first, math.floor(high / step) + 1)]

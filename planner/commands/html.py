@@ -13,6 +13,7 @@ from .checks import read_plan_for
 from .options import (
     Machine,
     TraceCommand,
+    json_option,
     optional_hardware_options,
     output_option,
     plan_argument,
@@ -20,7 +21,7 @@ from .options import (
     quick_option,
     trace_argument,
 )
-from .output import emit_text, progress_bar, whole_file
+from .output import emit_json, emit_text, progress_bar, whole_file
 
 
 @click.command("html", cls=TraceCommand)
@@ -34,6 +35,7 @@ from .output import emit_text, progress_bar, whole_file
 )
 @quick_option
 @output_option("The report, an HTML file.")
+@json_option
 def html(
     trace_path: Path,
     plan_path: Path | None,
@@ -41,6 +43,7 @@ def html(
     policies: str | None,
     quick: bool,
     output: Path,
+    as_json: bool,
 ) -> None:
     """Draw an iteration as a page for the browser.
 
@@ -81,6 +84,9 @@ def html(
         content = page(encode(header, columns)).encode()
     with whole_file(output) as part:
         part.write_bytes(content)
+    if as_json:
+        emit_json({"path": str(output), "ops": trace.ops, "bytes": len(content)})
+        return
     emit_text(f"{output}: {trace.ops} ops, {format_bytes(len(content))}; open it in a browser")
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import click
 
 from ..sizes import format_bytes
-from .options import output_option, page_size_option
-from .output import emit_text, follow_own_links
+from .options import json_option, output_option, page_size_option
+from .output import emit_json, emit_text, follow_own_links
 from .tables import format_us
 
 FORMATS = ("g10", "torch-profiler", "torch-snapshot")
@@ -20,7 +20,8 @@ FORMATS = ("g10", "torch-profiler", "torch-snapshot")
 @click.argument("file", metavar="FILE", type=click.Path(path_type=Path))
 @output_option("The trace, a Parquet file.")
 @page_size_option("2MiB", "Bytes of a page in the trace (default: 2MiB).")
-def import_trace(form: str, file: Path, output: Path, page_size: int) -> None:
+@json_option
+def import_trace(form: str, file: Path, output: Path, page_size: int, as_json: bool) -> None:
     """Make a trace of a recording in a public format.
 
     \b
@@ -37,6 +38,19 @@ def import_trace(form: str, file: Path, output: Path, page_size: int) -> None:
     from ..trace_file import write_trace
 
     trace = write_trace(follow_own_links(output), trace)
+    if as_json:
+        emit_json(
+            {
+                "path": str(output),
+                "sha256": trace.sha256,
+                "ops": trace.ops,
+                "tensors": trace.tensors,
+                "ideal_us": trace.ideal_us,
+                "tensor_bytes": int(trace.tensor_bytes.sum()),
+                "page_size": trace.page_size,
+            }
+        )
+        return
     emit_text(
         f"{output}: {trace.ops} ops in {format_us(trace.ideal_us)}, {trace.tensors} tensors of "
         f"{format_bytes(int(trace.tensor_bytes.sum()))}"

@@ -96,11 +96,16 @@ def _add_to_picture(parts: Sequence[RenderableType]) -> None:
         part.write_text(picture, encoding="utf-8")
 
 
+def draws_over() -> bool:
+    """Whether the terminal can draw over what it has printed."""
+    return os.environ.get("TERM", "dumb").lower() not in ("dumb", "unknown")
+
+
 @contextmanager
 def progress_bar(terminal: bool | None = None) -> Iterator[Progress | None]:
     """A callback (what is being done, share done) that draws a bar on stderr; ``None`` if stderr
-    is no terminal. The bar is gone when the work is done."""
-    if not (sys.stderr.isatty() if terminal is None else terminal):
+    is no terminal, or one that cannot draw over it. The bar is gone when the work is done."""
+    if not (sys.stderr.isatty() and draws_over() if terminal is None else terminal):
         yield None
         return
     from rich.console import Console

@@ -13,12 +13,13 @@ from .checks import read_plan_for
 from .options import (
     Machine,
     TraceCommand,
+    json_option,
     optional_hardware_options,
     output_option,
     plan_argument,
     trace_argument,
 )
-from .output import emit_text, whole_file
+from .output import emit_json, emit_text, whole_file
 
 if TYPE_CHECKING:
     from ..perfetto.chrome_trace import Event
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
     help="How many iterations of the steady state to draw.",
 )
 @output_option("The file to write; packed if its name ends in .gz.")
+@json_option
 def perfetto(
     trace_path: Path,
     plan_path: Path | None,
@@ -52,6 +54,7 @@ def perfetto(
     profile_path: Path | None,
     iterations: int,
     output: Path,
+    as_json: bool,
 ) -> None:
     """Write an iteration for the Perfetto trace viewer.
 
@@ -85,8 +88,12 @@ def perfetto(
         document |= {"displayTimeUnit": "ms", "otherData": _other_data(line)}
     with whole_file(output) as part:
         write_events(part, events, document, output.suffix == ".gz")
-    size = f", {format_bytes(output.stat().st_size)}" if output.is_file() else ""
     transfers = sum(event["ph"] == "X" and "move" in event["args"] for event in events)
+    if as_json:
+        counts = {"ops": trace.ops, "transfers": transfers, "stalls": len(line.stalls)}
+        emit_json({"path": str(output), **counts})
+        return
+    size = f", {format_bytes(output.stat().st_size)}" if output.is_file() else ""
     emit_text(
         f"{output}: {trace.ops} ops, {transfers} transfers, {len(line.stalls)} stalls{size}; "
         "open it at https://ui.perfetto.dev"

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 
 TEXT_WIDTH = 22
+LEAST_US = 1e-3
 PREDICTED = (
     "iteration_us",
     "percent_of_ideal",
@@ -30,7 +31,10 @@ PREDICTED = (
 
 
 def format_us(us: float) -> str:
-    """A time in the unit that suits it: ``"17.3 µs"``, ``"4.20 ms"``, ``"7.31 s"``."""
+    """A time in the unit that suits it: ``"17.3 µs"``, ``"4.20 ms"``, ``"7.31 s"``. What is below
+    the instants of the machine model is none."""
+    if abs(us) < LEAST_US:
+        us = 0.0
     for limit, scale, unit in ((1e3, 1.0, "µs"), (1e6, 1e3, "ms"), (math.inf, 1e6, "s")):
         if abs(us) < limit * 0.9995 or unit == "s":
             return f"{us / scale:.3g} {unit}" if abs(us) < scale * 1e3 else f"{us / scale:.0f} s"
@@ -38,7 +42,7 @@ def format_us(us: float) -> str:
 
 
 def format_percent(value: float | None) -> str:
-    return "" if value is None else f"{value:.2f} %"
+    return "" if value is None else f"{round(value, 2) + 0.0:.2f} %"
 
 
 def format_share(part: float, whole: float) -> str:

@@ -10,7 +10,7 @@ import click
 
 from ..hardware import describe
 from ..sizes import format_bytes
-from .curve import MARKERS, Curves, Series
+from .curve import MARKERS, Curves, Series, even_ticks
 from .failures import CheckFailed
 from .output import Progress, emit, emit_json, progress_bar
 from .plan import checked
@@ -148,14 +148,11 @@ def _print(asked: Asked, target: float, answers: list[Answer], csv_path: Path | 
         Series(answer.policy, [(float(o.hardware.device_bytes), _percent(o)) for o in answer.tried])
         for answer in answers
     ]
-    ticks = {
-        float(outcome.hardware.device_bytes): format_bytes(outcome.hardware.device_bytes)
-        for answer in answers
-        for outcome in answer.tried
-    }
+    sizes = [x for one in series for x, _ in one.points]
     if len(series) <= len(MARKERS):
         title = "% of the ideal by device memory"
-        curves = Curves(title, series, sorted(ticks.items()), level=target)
+        ticks = [(x, format_bytes(x)) for x in even_ticks(min(sizes), max(sizes))]
+        curves = Curves(title, series, ticks, level=target)
         parts += ["", curves] if curves.drawable else []
     if csv_path is not None:
         parts += ["", f"written to {csv_path}"]

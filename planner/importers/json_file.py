@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from ..errors import TraceError
+from ..shown import what_it_is
 from ..trace_check import MAX_US
 
 MAX_BYTES = 4 << 30  # unpacked; a small gzip file may unpack to any size
@@ -31,6 +32,8 @@ def read_json_object(path: Path) -> dict[str, Any]:
                 content = read_at_most(file, MAX_BYTES + 1)
     except FileNotFoundError as error:
         raise TraceError(f"{path}: no such file") from error
+    except IsADirectoryError as error:
+        raise TraceError(f"{path}: a folder; name the recording in it") from error
     except (OSError, EOFError, zlib.error) as error:
         raise TraceError(f"{path}: cannot be read: {error}") from error
     if len(content) > MAX_BYTES:
@@ -38,7 +41,9 @@ def read_json_object(path: Path) -> dict[str, Any]:
     try:
         document = json.loads(content)
     except (ValueError, RecursionError) as error:
-        raise TraceError(f"{path}: not JSON ({error})") from error
+        if content.lstrip()[:1] in (b"{", b"["):
+            raise TraceError(f"{path}: not whole JSON ({error}); record it again") from error
+        raise TraceError(f"{path}: {what_it_is(content)}, not JSON") from error
     if not isinstance(document, dict):
         raise TraceError(f"{path}: a JSON {type(document).__name__}, not an object")
     return document

@@ -80,8 +80,9 @@ def test_bad_traces(trace_path: Path, tmp_path: Path) -> None:
         return refused("show", trace_path)
 
     assert "not a whole Parquet file" in line(good[: len(good) // 2])
-    assert "not a whole Parquet file" in line(b"op,name\n0,conv\n")
-    assert "not a whole Parquet file" in line(b"")
+    assert "a text file, not a trace" in line(b"op,name\n0,conv\n")
+    assert "an empty file, not a trace" in line(b"")
+    assert "a plan, not a trace" in line(b'{"moves": []}')
     assert "row 1" in line(column="nbytes", value=-5)
     assert "row 1" in line(column="duration_us", value=float("nan"))
     assert "row " in line(column="op", value=5)

@@ -83,7 +83,7 @@ def test_simulate_refuses_plans_that_are_not_for_this(
     assert "names tensor 5" in line(save_plan([Move(5, 0, 1, "host", "out", 1)]))
     assert "--page-size 1000" in line(save_plan(MOVES), "--page-size", 500)
     assert "version" in line(_text(tmp_path, '{"version": 9}'))
-    assert "cannot be read as a plan" in line(_text(tmp_path, '{"version": '))
+    assert "not whole JSON" in line(_text(tmp_path, '{"version": '))
     assert "no-such" in line(tmp_path / "no-such.json")
 
 

@@ -135,8 +135,8 @@ def plan(**changes: Any) -> bytes:
 @pytest.mark.parametrize(
     ("content", "reason"),
     [
-        (b'{"version": ' + b"1" * 5000 + b"}", "cannot be read as a plan"),
-        (b"[" * 100_000, "cannot be read as a plan"),
+        (b'{"version": ' + b"1" * 5000 + b"}", "not whole JSON"),
+        (b"[" * 100_000, "JSON, not a plan"),
         (plan(device_bytes=10**400), "not a size in bytes"),
         (plan(device_bytes=float("nan")), "not a size in bytes"),
         (plan(page_size=10**30), "not a whole number"),

@@ -151,10 +151,10 @@ def test_no_json(tmp_path: Path) -> None:
         g10.load(path)
     whole = gzip.compress(json.dumps(neutral()).encode())
     for content, reason in (
-        (b"{", "not JSON"),
+        (b"{", "not whole JSON"),
         (b"[]", "a JSON list, not an object"),
         (b"\xff\xfe", "not JSON"),
-        (b"[" * 200_000, "not JSON"),
+        (b"[" * 200_000, "not whole JSON"),
         (whole[:-20], "cannot be read"),
         (whole[:20] + b"\0\0\0\0" + whole[24:], "cannot be read"),
     ):

@@ -19,11 +19,12 @@ from pathlib import Path
 from typing import Any
 
 import click
+import numpy as np
 import pytest
 from rich.console import Console
 
 from tensorpager.planner.commands.axes import parse_axis
-from tensorpager.planner.commands.curve import Curves, Series
+from tensorpager.planner.commands.curve import Curves, Series, even_ticks
 from tensorpager.planner.commands.target import percent
 from tensorpager.planner.errors import PagerError
 from tensorpager.planner.hardware import Hardware
@@ -272,6 +273,16 @@ def test_a_curve_by_hand() -> None:
     assert max(map(len, lines)) <= 60
     coloured = drawn(Curves("speed", series, []), force_terminal=True, color_system="standard")
     assert any("\x1b[" in line for line in coloured)
+
+
+def test_ticks_are_evenly_spaced() -> None:
+    series = [Series("up", [(float(n), 10.0 * n) for n in range(10)])]
+    lines = drawn(Curves("speed", series, [(float(n), f"label {n}") for n in range(10)]))
+    assert lines[-1].split() == [word for n in (0, 2, 4, 6, 8) for word in ("label", str(n))]
+    places = [place for place, letter in enumerate(lines[-2]) if letter == "┬"]
+    assert max(np.diff(places)) - min(np.diff(places)) <= 1
+    assert even_ticks(20 << 20, 288 << 20) == [64 << 20, 128 << 20, 192 << 20, 256 << 20]
+    assert len(even_ticks(1.0, 1e14)) == 2
 
 
 def test_curves_that_are_hardly_one() -> None:

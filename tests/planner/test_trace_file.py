@@ -290,11 +290,18 @@ def test_no_file_no_parquet(tmp_path: Path) -> None:
     path = tmp_path / "a.parquet"
     with pytest.raises(TraceError, match="no such file"):
         read_trace(path)
-    with pytest.raises(TraceError, match="cannot be read"):
+    with pytest.raises(TraceError, match="a folder; name the trace in it"):
         read_trace(tmp_path)
-    for content in (b"", b"PAR1", b"op,tensor\n0,1\n" * 100):
+    for content, what in (
+        (b"", "an empty file, not a trace"),
+        (b"PAR1", "not a whole Parquet file"),
+        (b"op,tensor\n0,1\n" * 100, "a text file, not a trace"),
+        (b'{"moves": []}', "a plan, not a trace"),
+        (b"\x1f\x8b\x00", "a gzip file, not a trace"),
+        (b"\x00\x01", "a binary file, not a trace"),
+    ):
         path.write_bytes(content)
-        with pytest.raises(TraceError, match="not a whole Parquet file"):
+        with pytest.raises(TraceError, match=what):
             read_trace(path)
 
 
@@ -302,7 +309,7 @@ def test_unfinished_or_damaged_files_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "a.parquet"
     write_trace(path, sample())
     whole = path.read_bytes()
-    for length in range(0, len(whole), 37):
+    for length in range(4, len(whole), 37):
         path.write_bytes(whole[:length])
         with pytest.raises(TraceError, match="not a whole Parquet file"):
             read_trace(path)

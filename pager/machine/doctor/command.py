@@ -71,7 +71,13 @@ def examine(
     disk_path: Path, device_budget: int = 0, host_budget: int = 0, disk_budget: int = 0
 ) -> list[Finding]:
     """All findings. Budgets in bytes, 0 if they are not to be checked."""
-    import torch
+    from .finding import Finding
+
+    try:
+        import torch
+    except ImportError as error:
+        remedy = "pip install torch; pytorch.org says which build is for your GPU"
+        return [Finding("PyTorch", "problem", f"cannot be imported: {error}", remedy)]
 
     from .disk import disk_findings, endurance
     from .gds import gds_findings

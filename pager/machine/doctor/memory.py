@@ -29,7 +29,7 @@ class Budgets:
 
 
 def memory_findings(budgets: Budgets) -> list[Finding]:
-    info = _meminfo()
+    info = meminfo()
     return [
         *_ram(info, budgets),
         _container(budgets),
@@ -53,7 +53,7 @@ def allocator_finding() -> Finding:
     return Finding(what, "ok", "counted, capped and reused by our own allocator")
 
 
-def _meminfo() -> dict[str, int]:
+def meminfo() -> dict[str, int]:
     """/proc/meminfo in bytes."""
     found = {}
     for line in text_of("/proc/meminfo").splitlines():
