@@ -261,6 +261,11 @@ class Pager:
         it ends. Raises ``PagerError`` if an iteration is running."""
         self._begun = self.iteration().begin()
 
+    @property
+    def is_begun(self) -> bool:
+        """Whether a step that :meth:`begin` began is running."""
+        return self._begun is not None
+
     def end(self, error: BaseException | None = None) -> None:
         """The step that :meth:`begin` began is done; or ``error`` cut it short, and what was
         measured and recorded of it is dropped.

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .pager.api import Pager
     from .pager.errors import CorruptPage, InfeasibleBudget, PagerError, TierFull, TraceError
-    from .pager.integrations import hf
+    from .pager.integrations import hf, lightning
     from .pager.streaming.cross_entropy import linear_cross_entropy
     from .pager.tensor.paged_tensor import PagedTensor
 
@@ -26,6 +26,7 @@ __all__ = [
     "TraceError",
     "__version__",
     "hf",
+    "lightning",
     "linear_cross_entropy",
 ]
 __version__ = "0.1.0"
@@ -36,7 +37,10 @@ _HOMES = {
 }
 
 
-_MODULES = {"hf": ".pager.integrations.hf"}  # for other libraries, which they import
+_MODULES = {  # for other libraries, which they import
+    "hf": ".pager.integrations.hf",
+    "lightning": ".pager.integrations.lightning",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -38,7 +38,7 @@ class TensorPagerCallback(TrainerCallback):  # type: ignore[misc]
         self.pager.end()
 
     def on_epoch_end(self, *_: Any, **__: Any) -> None:
-        if self.pager.core.running is not None:  # a callback has stopped it between two batches
+        if self.pager.is_begun:  # a callback has stopped it between two batches
             self.pager.end(PagerError("the Trainer stopped in the middle of a step"))
 
 
@@ -98,7 +98,7 @@ def _attach(trainer: Trainer, pager: Pager) -> None:
         try:
             return original(*args, **kwargs)
         except BaseException as error:
-            if pager.core.running is not None:
+            if pager.is_begun:
                 pager.end(error)
             raise
 
