@@ -56,8 +56,32 @@ def open_memory(options: Options, stack: ExitStack) -> tuple[Memory, tp.Pager | 
     return PagedMemory(stack.enter_context(pager)), pager
 
 
-def train(options: Options) -> None:
-    """One run: train, show, and write what was asked for."""
+class Stop:
+    """Within it Ctrl-C and SIGTERM end a run after the step they meet, a second one at once."""
+
+    def __init__(self) -> None:
+        self.signal = 0
+
+    def __enter__(self) -> "Stop":
+        self._before = {
+            number: signal.signal(number, self._note) for number in (signal.SIGINT, signal.SIGTERM)
+        }
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if self.signal:
+            _stop(number, frame)
+        self.signal = number
+        print("train_lm: ends after this step; once more: at once", file=sys.stderr, flush=True)
+
+
+def train(options: Options) -> int:
+    """One run: train, show, and write what was asked for. Returns the exit code: that of a signal
+    which ended it, where the checkpoint says how far it came."""
     try:
         corpus = load_corpus(options.data, options.seq)
     except (ValueError, OSError) as error:
@@ -72,7 +96,8 @@ def train(options: Options) -> None:
             trainer.restore(load_checkpoint(options.resume))
         first_step = trainer.next_step
         name = "paged" if options.pager else "plain"
-        with StepPrinter(name, options, first_step) as printer:
+        with StepPrinter(name, options, first_step) as printer, ExitStack() as stopping:
+            stop = stopping.enter_context(Stop()) if options.save is not None else None
             for step in range(first_step, options.steps):
                 started = time.perf_counter()
                 losses.append(trainer.step())
@@ -85,17 +110,27 @@ def train(options: Options) -> None:
                 scalars.step(step, losses[-1], rate, step_seconds[-1], stats)
                 peaks = None if stats is None else stats["peak_bytes"]
                 printer.step(step, losses[-1], step_seconds[-1], peaks)
+                if stop is not None and stop.signal:
+                    break
         if options.save is not None:
             try:
                 save_checkpoint(options.save, trainer.checkpoint())
             except OSError as error:
                 raise UsageError(f"--save={options.save}: {error}") from error
+        if stop is not None and stop.signal:
+            print(
+                f"train_lm: stopped after step {trainer.next_step} of {options.steps} and saved; "
+                f"the same command with --resume={options.save} goes on",
+                file=sys.stderr,
+            )
+            return 128 + stop.signal
         record = make_record(
             options, first_step, losses, step_seconds, memory.report(), trainer.parameters_sha256()
         )
     print_summary(record)
     if options.json is not None:
         write_json(options.json, record)
+    return 0
 
 
 def _stop(signal_number: int, frame: FrameType | None) -> NoReturn:
@@ -109,7 +144,7 @@ def main(arguments: list[str]) -> int:
         options = parse_options(arguments)
         if options.compare:
             return compare(Path(__file__).resolve(), options)
-        train(options)
+        return train(options)
     except (UsageError, tp.InfeasibleBudget, tp.TierFull) as error:
         return _fail(str(error))
     except ChildError as error:
@@ -118,8 +153,8 @@ def main(arguments: list[str]) -> int:
         _fail(str(error))
         return 1
     except KeyboardInterrupt:
+        print("train_lm: interrupted; --save=PATH keeps what was learned", file=sys.stderr)
         return 130
-    return 0
 
 
 def _fail(message: str) -> int:

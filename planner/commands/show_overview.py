@@ -25,6 +25,8 @@ def overview(path: Path, view: View, found: dict[str, Any]) -> list[Any]:
     """What to print of ``found``, the summary of ``view``."""
     by = found.get("groups", {}).get("by", BY[0])
     return [
+        *_verdict(found["verdict"]),
+        "",
         pairs([("trace", str(path)), *_facts(view, found)]),
         "",
         _chart(view, found["peak"]),
@@ -37,6 +39,21 @@ def overview(path: Path, view: View, found: dict[str, Any]) -> list[Any]:
         *_reuse(found, view),
         *(_hottest(found) if by == BY[0] else _hot_groups(found)),
     ]
+
+
+def _verdict(found: dict[str, Any]) -> list[str]:
+    """Two lines: what it needs, and how it would run."""
+    most, least = format_bytes(found["needs_bytes"]), format_bytes(found["smallest_device_bytes"])
+    lines = [f"It needs {most}; the smallest device budget is {least}."]
+    machine = found["machine"]
+    if machine is None:
+        return [*lines, "How fast in half of that? --hardware cpu --device-bytes 50% says it."]
+    size = machine["device_bytes"]
+    where = "This device" if size is None else f"A device of {format_bytes(size)}"
+    if machine["percent_of_ideal"] is None:
+        return [*lines, f"{where} cannot run it: {short(machine['reason'], 400)}"]
+    how = "planned" if machine["policy"] == "lp" else "on demand"
+    return [*lines, f"{where} runs it at {machine['percent_of_ideal']:.1f} % of the speed, {how}."]
 
 
 def _facts(view: View, found: dict[str, Any]) -> list[tuple[str, str]]:

@@ -7,6 +7,7 @@ lists are of; ops, working sets and reuses are always of the whole trace.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ import numpy as np
 from ..hardware import Hardware
 from ..lifetimes import gap_bytes, gaps, idle_us, live_pages, working_set_pages
 from ..reuse import reuses
+from ..sweep import Task, evaluate
 from ..trace import KINDS, WRITE, Bools, Floats, Ints, Trace
 from .chart import fullest
 from .show_groups import hot_groups, live_groups
@@ -21,6 +23,7 @@ from .show_link import hideable_bytes
 
 # Idle periods are sorted by how long they are, in µs, half-open: [0, 100 µs), [100 µs, 1 ms), …
 EDGES_US = (0.0, 1e2, 1e3, 1e4, 1e5, 1e6)
+MOST_PLANNED_OPS = 5000  # in some seconds
 MOMENTS = 200  # of the memory over time in the JSON
 DEVICE_SHARES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)  # of the peak
 
@@ -77,6 +80,7 @@ def summary(view: View, top: int, by: str = "tensor") -> dict[str, Any]:
     touched = touched_bytes(trace)
     whole_pages = sum(view.page_bytes_by_kind.values(), np.zeros(trace.ops, np.int64))
     found: dict[str, Any] = {
+        "verdict": verdict(view, int(need[needy]), int(whole_pages.max())),
         "source": trace.source,
         "device": trace.device,
         "sha256": trace.sha256,
@@ -122,6 +126,26 @@ def summary(view: View, top: int, by: str = "tensor") -> dict[str, Any]:
             "hottest": hot[:top],
             "hottest_count": len(hot),
         }
+    return found
+
+
+def verdict(view: View, least: int, most: int) -> dict[str, Any]:
+    """What the iteration takes: ``most`` bytes of whole pages, ``least`` for its largest op. On a
+    machine also how fast it would run there, by plans that are made quickly, or on demand where
+    there are too many ops for that."""
+    found: dict[str, Any] = {"needs_bytes": most, "smallest_device_bytes": least, "machine": None}
+    machine = view.hardware
+    if machine is None:
+        return found
+    policy = "lp" if view.trace.ops <= MOST_PLANNED_OPS else "lru"
+    outcome = evaluate(view.trace, Task(policy, machine, quick=True))
+    predicted = outcome.predicted
+    found["machine"] = {
+        "device_bytes": None if math.isinf(machine.device_bytes) else int(machine.device_bytes),
+        "policy": policy,
+        "percent_of_ideal": None if predicted is None else predicted.percent_of_ideal,
+        "reason": outcome.reason,
+    }
     return found
 
 

@@ -1,4 +1,4 @@
-"""The same training twice, plain and paged, each in a process of its own."""
+"""The same training plain and paged, each in a process of its own."""
 
 import json
 import os
@@ -6,7 +6,9 @@ import signal
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,21 +34,26 @@ class ChildError(Exception):
 
 
 def compare(script: Path, options: Options) -> int:
-    """Run both, print the table, and return the exit code: 0 if they agree bit for bit."""
+    """Run all of them, print the table, and return the exit code: 0 if they agree bit for bit."""
+    runs: dict[str, dict[str, Any]] = {}
     with tempfile.TemporaryDirectory(prefix="train_lm-") as folder:
         result = Path(folder) / "result.json"
-        plain = _run("plain", script, plain_arguments(options, result), result)
+        runs["plain"] = plain = _run("plain", script, plain_arguments(options, result), result)
         needed = plain["needed_bytes"]
-        paged = _run("paged", script, paged_arguments(options, result, needed), result)
-    same_losses = plain["losses"] == paged["losses"]
-    same_parameters = plain["final_parameters_sha256"] == paged["final_parameters_sha256"]
-    _print_table(plain, paged)
+        for name in ("demand", "paged") if options.demand else ("paged",):
+            arguments = paged_arguments(options, result, needed, demand=name == "demand")
+            runs[name] = _run(name, script, arguments, result)
+    same_losses, same_parameters = (
+        all(run[what] == plain[what] for run in runs.values())
+        for what in ("losses", "final_parameters_sha256")
+    )
+    _print_table(runs)
     print(f"losses identical: {_yes(same_losses)}")
     print(f"final parameters identical: {_yes(same_parameters)}")
     if options.json is not None:
+        paged = runs["paged"]
         record = {
-            "plain": plain,
-            "paged": paged,
+            **runs,
             "losses_identical": same_losses,
             "final_parameters_identical": same_parameters,
             "speed_ratio": paged["tokens_per_second"] / plain["tokens_per_second"],
@@ -76,31 +83,30 @@ def _run(name: str, script: Path, arguments: list[str], result: Path) -> dict[st
     return record
 
 
-def _print_table(plain: dict[str, Any], paged: dict[str, Any]) -> None:
-    table = Table(title="train_lm: the same training, plain and paged", title_justify="left")
+def _print_table(runs: dict[str, dict[str, Any]]) -> None:
+    """A column for each run, in 80 columns."""
+    table = Table(title="train_lm: the same training", title_justify="left")
     table.add_column("")
-    table.add_column("plain", justify="right")
-    table.add_column("paged", justify="right")
-    ratio = paged["tokens_per_second"] / plain["tokens_per_second"]
-    rows = [
-        ("loss, first step", *(f"{run['losses'][0]:.4f}" for run in (plain, paged))),
-        ("loss, last step", *(f"{run['losses'][-1]:.4f}" for run in (plain, paged))),
-        (
-            "tokens/s, median",
-            f"{plain['tokens_per_second']:,.0f}",
-            f"{paged['tokens_per_second']:,.0f} ({ratio:.1%})",
-        ),
-        *((f"{tier} peak", tier_text(plain, tier), tier_text(paged, tier)) for tier in TIERS),
-        (
-            "device, share of the need",
-            "100 %",
-            f"{paged['budget_bytes']['device'] / plain['needed_bytes']:.1%}",
-        ),
-        ("process, largest RSS", *(format_bytes(run["max_rss_bytes"]) for run in (plain, paged))),
-    ]
-    for row in rows:
-        table.add_row(*row)
+    for name in runs:
+        table.add_column({"demand": "on demand"}.get(name, name), justify="right")
+    plain = runs["plain"]
+
+    def row(what: str, cell: Callable[[dict[str, Any]], str]) -> None:
+        table.add_row(what, *(cell(run) for run in runs.values()))
+
+    row("loss, first step", lambda run: f"{run['losses'][0]:.4f}")
+    row("loss, last step", lambda run: f"{run['losses'][-1]:.4f}")
+    row("tokens/s, median", lambda run: f"{run['tokens_per_second']:,.0f}")
+    row("speed", lambda run: f"{run['tokens_per_second'] / plain['tokens_per_second']:.1%}")
+    for tier in TIERS:
+        row(f"{tier} peak", partial(_peak, tier=tier))
+    row("largest RSS", lambda run: format_bytes(run["max_rss_bytes"]))
     Console().print(table)
+
+
+def _peak(run: dict[str, Any], tier: str) -> str:
+    """What was used of which budget, one below the other."""
+    return tier_text(run, tier).replace(" of ", "\nof ")
 
 
 def _yes(truth: bool) -> str:

@@ -37,6 +37,7 @@ class Options:
     data: Path | None
     pager: bool
     compare: bool
+    demand: bool
     device_budget: str | None
     host_budget: str | None
     disk_budget: str | None
@@ -109,6 +110,7 @@ def _build_parser() -> argparse.ArgumentParser:
     add("--needed", metavar="SIZE", help="what 100%% of a budget means")
     add("--no-pager", dest="pager", action="store_false", help="plain PyTorch; measures the need")
     add("--compare", action="store_true", help="plain, then paged, each in a process of its own")
+    add("--demand", action="store_true", help="with --compare: on demand between them, too")
     add("--resume", type=Path, metavar="FILE", help="go on from a checkpoint")
     add("--save", type=Path, metavar="FILE", help="write a checkpoint at the end")
     add("--json", type=Path, metavar="FILE", help="write losses, times and peaks")
@@ -165,6 +167,8 @@ def _check_combination(options: Options) -> None:
         raise UsageError("--no-pager and --metrics exclude each other: it is the pager's metrics")
     if options.disk_budget is not None and options.disk_path is None:
         raise UsageError("--disk-budget needs --disk-path, the folder that the file goes to")
+    if options.demand and not options.compare:
+        raise UsageError("--demand is a run of --compare; add that, or take --policy lru")
     if options.compare and options.save is not None:
         raise UsageError("--compare writes no checkpoint; drop --save")
     for tier in budgets:
@@ -192,16 +196,19 @@ def plain_arguments(options: Options, json: Path) -> list[str]:
     return _arguments(options, "plain", json, pager=False, metrics=False, **no_budgets)
 
 
-def paged_arguments(options: Options, json: Path, needed: int) -> list[str]:
+def paged_arguments(
+    options: Options, json: Path, needed: int, *, demand: bool = False
+) -> list[str]:
     """The command line of the paged run, whose budgets may be shares of ``needed`` bytes."""
-    return _arguments(options, "paged", json, needed=needed)
+    policy = "lru" if demand else options.policy
+    return _arguments(options, "demand" if demand else "paged", json, needed=needed, policy=policy)
 
 
 def _arguments(options: Options, run: str, json: Path, **changes: Any) -> list[str]:
     """A command line for ``options`` with ``changes``."""
     if options.tensorboard is not None:  # it shows the folders of one folder as runs to compare
         changes["tensorboard"] = options.tensorboard / run
-    values = asdict(replace(options, compare=False, json=json, **changes))
+    values = asdict(replace(options, compare=False, demand=False, json=json, **changes))
     flags = [] if values.pop("pager") else ["--no-pager"]
     for name, value in values.items():
         flag = f"--{name.replace('_', '-')}"

@@ -11,6 +11,7 @@ import pytest
 
 from tensorpager.planner import trace as trace_module
 from tensorpager.planner.commands import show, show_groups
+from tensorpager.planner.commands.options import EXAMPLE_TRACE
 from tensorpager.planner.commands.show_groups import module_of
 from tensorpager.planner.trace import Trace, make_trace
 from tensorpager.planner.trace_file import write_trace
@@ -323,3 +324,36 @@ def test_import_takes_the_page_size(tmp_path: Path) -> None:
     out = tmp_path / "tiny.parquet"
     assert run("import", "g10", source, "-o", out, "--page-size", "64KiB").exit_code == 0
     assert run_json("show", out)["page_size"] == 65536
+
+
+# --- the verdict, and the sample in the package ---------------------------------------------------
+
+
+def test_the_verdict_comes_first(trace_path: Path, machine_path: Path) -> None:
+    assert run_json("show", trace_path)["verdict"] == {
+        "needs_bytes": 6 * PAGE,
+        "smallest_device_bytes": 4 * PAGE,
+        "machine": None,
+    }
+    lines = run("show", trace_path).stdout.splitlines()
+    assert lines[0] == "It needs 5.86 KiB; the smallest device budget is 3.91 KiB."
+    assert "--device-bytes 50%" in lines[1]
+    # In 4 frames the weight leaves clean and comes back: 20 µs on top of 30.
+    found = run_json("show", trace_path, "--hardware", machine_path)["verdict"]["machine"]
+    assert found["device_bytes"] == 4 * PAGE
+    assert found["percent_of_ideal"] == pytest.approx(60.0)
+    lines = run("show", trace_path, "--hardware", machine_path).stdout.splitlines()
+    assert lines[1] == "A device of 3.91 KiB runs it at 60.0 % of the speed, planned."
+    small = run("show", trace_path, "--hardware", machine_path, "--device-budget", 2 * PAGE)
+    assert small.exit_code == 0
+    assert "cannot run it: op 1 'fill' alone needs" in small.stdout.splitlines()[1]
+
+
+def test_the_sample_stands_for_a_trace_anywhere_on_the_line() -> None:
+    found = run_json("show", "--example")
+    assert found == run_json("show", EXAMPLE_TRACE)
+    assert found["tensors"] > 100
+    assert EXAMPLE_TRACE.stat().st_size < 100_000
+    assert run_json("show", "--top", 1, "--example")["ops"] == found["ops"]
+    assert "--example" in run("show", "--help").stdout
+    assert "no such file" in refused("show", "--exampl.parquet".strip("-"))

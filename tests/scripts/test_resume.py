@@ -4,6 +4,8 @@ had never stopped. Whatever its memory was, and is."""
 import json
 import os
 import random
+import re
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -22,6 +24,8 @@ from lm.random_states import random_states, set_random_states
 from lm.trainer import Trainer
 
 import tensorpager as tp
+
+from .. import programs
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "train_lm.py"
 SMALL = ("--preset=tiny", "--batch=2", "--seq=16", "--no-pager", "--warmup=2")
@@ -175,3 +179,30 @@ def test_in_a_new_process_with_another_budget_and_plan(tmp_path: Path) -> None:
     assert losses == whole["losses"]
     assert record["final_parameters_sha256"] == whole["final_parameters_sha256"]
     assert sorted(os.listdir(tmp_path)) == ["run.json", "saved.pt"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_a_run_with_a_checkpoint(tmp_path: Path, number: signal.Signals) -> None:
+    """It ends after the step that it meets, and the run that goes on has the losses of one that was
+    never stopped."""
+    saved, went_on, whole = (tmp_path / name for name in ("run.pt", "on.json", "whole.json"))
+    child = subprocess.Popen(
+        [sys.executable, str(SCRIPT), *SMALL, "--steps=2000", f"--save={saved}"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    with child:
+        assert child.stdout is not None
+        assert child.stderr is not None
+        assert "step 100/2000" in child.stdout.readline()
+        child.send_signal(number)
+        said = child.stderr.read()
+    assert child.returncode == 128 + number
+    assert f"--resume={saved} goes on" in said
+    steps = int(re.findall(r"after step (\d+) of", said)[0])
+    for path, *how in ((went_on, f"--resume={saved}"), (whole,)):
+        ended = programs.run(str(SCRIPT), *SMALL, f"--steps={steps + 2}", f"--json={path}", *how)
+        assert ended.returncode == 0, ended.stderr
+    losses = [json.loads(path.read_text())["losses"] for path in (went_on, whole)]
+    assert losses[0] == losses[1][-2:]

@@ -213,7 +213,8 @@ def test_full_tiers_are_one_line_and_code_2() -> None:
 def test_comparison(tmp_path: Path) -> None:
     path = tmp_path / "compare.json"
     budgets = ("--device-budget=40%", "--host-budget=50%", "--disk-budget=200%")
-    result = run(*TINY, "--compare", *budgets, f"--disk-path={tmp_path}", f"--json={path}")
+    where = (f"--disk-path={tmp_path}", f"--json={path}")
+    result = run(*TINY, "--compare", "--demand", *budgets, *where)
     assert result.returncode == 0, result.stderr
     assert "losses identical: yes" in result.stdout
     assert "final parameters identical: yes" in result.stdout
@@ -221,7 +222,9 @@ def test_comparison(tmp_path: Path) -> None:
     assert record["losses_identical"]
     assert record["final_parameters_identical"]
     assert record["device_budget_share_of_need"] <= 0.4
-    assert_same_training(record["paged"], record["plain"])
+    assert max(map(len, result.stdout.partition("the same training")[2].splitlines())) <= 80
+    for name in ("demand", "paged"):
+        assert_same_training(record[name], record["plain"])
     assert record["plain"]["max_rss_bytes"] > 100e6
     assert list(tmp_path.iterdir()) == [path]  # the disk tier's file is gone
 
