@@ -27,30 +27,28 @@ from .metrics.publisher import Metrics
 from .metrics.stats import snapshot, summary
 from .moves.interrupts import guard_interrupts
 from .optim import optimizer as _optimizer
-from .optim.advice import watch_steps
 from .optim.fused_states import Format
 from .optim.in_backward import InBackward
+from .optim.optimizer import watch_steps
 from .plan.cycle import Cycle
 from .plan.explain import explain
 from .plan.follower import Follower
 from .plan.record import record_iterations, recording_from_environment
 from .plan.recorder import Recorder
 from .profile_run import ProfileRun
-from .streaming import embedding as _embedding  # noqa: F401 - serves it
 from .streaming import linear as _linear  # noqa: F401 - serves it
-from .streaming import table_ops as _table_ops  # noqa: F401 - serves them
+from .streaming import tables as _tables  # noqa: F401 - serves them
 from .tensor import dispatcher as _dispatcher
 from .tensor import module as _module
 from .tensor import new_pages as _new_pages
-from .tensor.activations import SavedTensors
+from .tensor.activations import SavedTensors, guard_transforms
 from .tensor.images import Images
 from .tensor.interop import guard_data, guard_doors
-from .tensor.meta_buffers import fill_buffers
+from .tensor.module import fill_buffers
 from .tensor.names import name_pages
 from .tensor.open_weights import OpenWeights
 from .tensor.paged_tensor import PagedTensor
 from .tensor.slabs import part
-from .tensor.transforms import guard_transforms
 
 ModuleT = TypeVar("ModuleT", bound=torch.nn.Module)
 OptimizerT = TypeVar("OptimizerT", bound=torch.optim.Optimizer)

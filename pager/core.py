@@ -373,7 +373,7 @@ class Core:
         self, parts: Sequence[Part], write: Sequence[Part] = ()
     ) -> Iterator[list[Int32]]:
         """:meth:`hold` for some pages of extents; their frames, in any order. To a plan and a
-        recorder they are nobody's access: a stream is one (``workspace.py``)."""
+        recorder they are nobody's access: a stream is one (``slabs.py``)."""
         frames = self.take_parts(parts, write)
         try:
             yield frames

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from ..errors import PagerError
-from ..optim.optimizer_states import load_optimizer
-from ..tensor.meta_buffers import warn_of_empty
+from ..optim.optimizer import load_optimizer
+from ..tensor.module import warn_of_empty
 from ..tensor.paged_tensor import PagedTensor
 from ..tensor.sharded import as_sharded, is_sharded, local_of
 from ..tensor.tensor_bytes import Read, chunks

@@ -10,7 +10,7 @@ import torch
 
 from ..tensor.paged_tensor import PagedTensor
 from ..tensor.sharded import is_sharded, local_of
-from ..tensor.tensor_bytes import has_no_gaps
+from ..tensor.tensor_bytes import is_dense
 
 
 def tensors_of(tree: Any) -> Iterator[torch.Tensor]:
@@ -90,7 +90,7 @@ def refuse_odd(tensor: torch.Tensor, path: str) -> None:
 
 def layout_of(tensor: torch.Tensor) -> torch.Tensor:
     """A meta tensor with the size, dtype and strides that ``tensor`` has once it is saved."""
-    if not is_sharded(tensor) and has_no_gaps(tensor):
+    if not is_sharded(tensor) and is_dense(tensor):
         stride = tensor.stride()
         return torch.empty_strided(tensor.size(), stride, dtype=tensor.dtype, device="meta")
     return torch.empty(tensor.size(), dtype=tensor.dtype, device="meta")

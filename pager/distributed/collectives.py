@@ -15,8 +15,7 @@ from ..errors import PagerError
 from ..tensor.dense_run import LISTS
 from ..tensor.dispatcher import serve_kind
 from ..tensor.op_info import OpInfo
-from ..tensor.paged_tensor import PagedTensor
-from ..tensor.plain_copies import dense_twin
+from ..tensor.paged_tensor import PagedTensor, dense_twin
 
 _KIND = "collective"
 _FUNCTIONAL = "_c10d_functional"  # whose ops, but for some, return new tensors

@@ -23,8 +23,8 @@ from torch.nn.parallel import DistributedDataParallel
 from ..errors import PagerError
 from ..optim.paged_optimizer import paged_of
 from ..tensor.interop import refuse_sharding
-from ..tensor.module import is_dtensor
 from ..tensor.paged_tensor import PagedTensor
+from ..tensor.sharded import is_sharded
 
 if TYPE_CHECKING:
     from ..core import Core
@@ -134,4 +134,4 @@ def _is_sharded(module: torch.nn.Module) -> bool:
     fsdp = sys.modules.get("torch.distributed.fsdp")  # loaded where it was used
     if fsdp is not None and any(isinstance(child, fsdp.FSDPModule) for child in module.modules()):
         return True
-    return any(is_dtensor(parameter) for parameter in module.parameters())
+    return any(is_sharded(parameter) for parameter in module.parameters())

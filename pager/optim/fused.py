@@ -33,12 +33,12 @@ from ..tensor.operands import (
     NotAtOnce,
     Value,
     as_operand,
+    count_pages,
     has_no_gaps,
-    in_slabs,
-    pages_of,
     pages_per_slab,
     runs_of,
     same_order,
+    slabs,
     tensors_of,
     whole,
 )
@@ -78,22 +78,24 @@ def always(paged: PagedOptimizer) -> bool:
 def why_not(paged: PagedOptimizer, group: dict[str, Any], parameter: torch.Tensor) -> str | None:
     """Why PyTorch's own code has to update ``parameter``; its results are the kernels', but for
     rounding."""
-    if _is_torchs(paged, group):
-        return torch_fused.why_not(group, parameter) or _other_states(paged, group, parameter)
-    if paged.kind not in SUPPORTED:
+    torchs = _is_torchs(paged, group)
+    if not torchs and paged.kind not in SUPPORTED:
         return "its class is not supported"
     pager, grad = paged.pager, parameter.grad
+    if grad is None or grad.layout is not torch.strided:
+        return "its gradient is sparse"
+    if parameter.device.type != pager.device.type or not has_no_gaps(parameter):
+        return "it is on another device, or has gaps in memory"
+    dtypes = {parameter.dtype, grad.dtype}
+    wide = torchs or torch.float64 in dtypes
+    if not dtypes.issubset(FLOATS) or (wide and len(dtypes) > 1):
+        return f"it is {parameter.dtype} with a gradient in {grad.dtype}"
+    if torchs:
+        return _other_states(paged, group, parameter)
     if group.get("differentiable"):
         return "the group is differentiable"
     if any(isinstance(x, torch.Tensor) for x in (*group.get("betas", ()), group["weight_decay"])):
         return "its betas or weight decay are tensors"
-    if grad is None or grad.layout is not torch.strided:
-        return "its gradient is sparse"
-    dtypes = {parameter.dtype, grad.dtype}
-    if not dtypes.issubset(FLOATS) or (torch.float64 in dtypes and len(dtypes) > 1):
-        return f"it is {parameter.dtype} with a gradient in {grad.dtype}"
-    if parameter.device.type != pager.device.type or not has_no_gaps(parameter):
-        return "it is on another device, or has gaps in memory"
     if paged.format.chosen:
         return None
     if runs_triton(pager.device):
@@ -171,7 +173,7 @@ def is_due(paged: PagedOptimizer, group: dict[str, Any], parameter: torch.Tensor
         return True
     budget, space = paged.pager.budget, paged.pager.space
     known = list(_known_states(paged, group, parameter))
-    count = pages_of([parameter, parameter.grad, *known])  # type: ignore[list-item]
+    count = count_pages([parameter, parameter.grad, *known])  # type: ignore[list-item]
     for shape in _shapes(paged, group, parameter) if not known else ():
         nbytes = shape.numel() * shape.element_size()
         count += 0 if space.is_small(nbytes) else space.pages_for(nbytes)
@@ -361,10 +363,8 @@ def _call(
         return
     columns: list[Any] = [list(column) for column in zip(*operands)]
     grads, params, *rest = columns
-    common: dict[str, Any] = {
-        "lr": group["lr"],
-        "weight_decay": float(group["weight_decay"]),
-        "maximize": group["maximize"],
+    common = {
+        **torch_fused.settings(paged.kind, group),
         "masters": rest.pop() if updates[0].master is not None else None,
         "inv_scale": _reciprocal(scale),
         "found_inf": found_inf,
@@ -372,26 +372,15 @@ def _call(
         "firsts": [first] * len(updates),
     }
     if paged.kind is torch.optim.SGD:
-        sgd_step(
-            *(params, grads, rest[0] if rest else None),
-            momentum=group["momentum"],
-            dampening=group["dampening"],
-            nesterov=group["nesterov"],
-            first=[update.fresh for update in updates],
-            step=updates[0].kind[2],
-            **common,
-        )
+        fresh, step = [update.fresh for update in updates], updates[0].kind[2]
+        buffers = rest[0] if rest else None
+        sgd_step(params, grads, buffers, first=fresh, step=step, **common)
         return
-    beta1, beta2 = (float(beta) for beta in group["betas"])
     adam_step(
         *(params, grads, rest[0], rest[1]),
         max_exp_avg_sqs=rest[2] if group["amsgrad"] else None,
         steps=[update.step for update in updates],  # type: ignore[misc]
-        beta1=beta1,
-        beta2=beta2,
-        eps=group["eps"],
         decoupled=group["decoupled_weight_decay"],
-        amsgrad=group["amsgrad"],
         **common,
     )
 
@@ -437,7 +426,7 @@ def _slab_by_slab(paged: PagedOptimizer, update: Update) -> None:
     # Then the slabs of this step divide those of the one that broke off.
     pages = min(pages, progress.pages) if progress.done else pages
     with _counted(paged, [update]):
-        spans = in_slabs(pager, update.values, update.write, pages)
+        spans = slabs(pager, update.values, pages, write=update.write)
         try:
             with closing(spans):  # type: ignore[type-var]
                 for span in spans:
@@ -463,7 +452,7 @@ def _alone(paged: PagedOptimizer, update: Update) -> None:
         _finish(paged, update)
         return
     most = frames_anyway(paged.pager.budget) // _WHOLE_SHARE
-    in_slabs = id(update.parameter) in paged.progress or pages_of(update.values) > most
+    in_slabs = id(update.parameter) in paged.progress or count_pages(update.values) > most
     if in_slabs or not _at_once(paged, [update]):
         _slab_by_slab(paged, update)
 

@@ -21,9 +21,9 @@ from ...kernels.blockwise import BLOCK
 from ...kernels.pieces import stretches
 from ...kernels.quantize import dequantize, quantize
 from ...kernels.update import CHUNK
-from ..tensor.new_pages import copy_in, empty_like_geometry
+from ..tensor.new_pages import copy_in
 from ..tensor.operands import Coded, Value, has_no_gaps, same_order, spans
-from ..tensor.paged_tensor import PagedTensor
+from ..tensor.paged_tensor import PagedTensor, blank
 
 if TYPE_CHECKING:
     from ..core import Core
@@ -114,11 +114,8 @@ def geometry(like: torch.Tensor, dtype: torch.dtype) -> list[torch.Tensor]:
 
 def is_big_dense(value: Any) -> bool:
     """What goes into pages as a state."""
-    return (
-        type(value) is torch.Tensor
-        and value.layout is torch.strided
-        and value.numel() * value.element_size() >= STATE_THRESHOLD_BYTES
-    )
+    plain = type(value) is torch.Tensor and value.layout is torch.strided
+    return plain and not stays_dense(value)
 
 
 def stays_dense(shape: torch.Tensor) -> bool:
@@ -131,7 +128,7 @@ def new_value(pager: Core | None, like: torch.Tensor, dtype: torch.dtype) -> Val
     made = [
         torch.empty_strided(shape.size(), shape.stride(), dtype=shape.dtype, device=like.device)
         if pager is None or stays_dense(shape)
-        else empty_like_geometry(pager, shape, "optimizer", overwritten=True)
+        else blank(pager, shape, "optimizer")
         for shape in geometry(like, dtype)
     ]
     return Coded(made[0], made[1]) if dtype is torch.uint8 else made[0]

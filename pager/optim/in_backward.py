@@ -26,6 +26,7 @@ done with the parameter that was gathered from it, which is other memory anyway.
 
 from __future__ import annotations
 
+import itertools
 import math
 import warnings
 from collections.abc import Iterator
@@ -34,17 +35,17 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.optim.optimizer import _global_optimizer_pre_hooks
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ..errors import PagerError, TierFull
 from ..memory.space import Extent
-from ..streaming.table_rows import is_large
+from ..streaming.tables import is_large
 from ..tensor.dispatcher import hide_from_dynamo
 from ..tensor.new_pages import copy_in
 from ..tensor.paged_tensor import PagedTensor
 from ..tensor.sharded import is_sharded, local_of
 from . import fused
-from .advice import is_ours
-from .dense_step import update_one
+from .optimizer import is_ours, update_one
 from .paged_optimizer import PagedOptimizer, paged_of
 from .step_need import peak_of_results, probe_step, steppable
 
@@ -480,18 +481,11 @@ def _is_finite(grad: torch.Tensor) -> bool:
 
 # -- settings of groups --------------------------------------------------------------------------
 def _settings(paged: PagedOptimizer) -> list[dict[str, Any]]:
-    return [
-        {k: _kept(v) for k, v in group.items() if k not in ("params", "param_names")}
+    settings = [
+        {k: v for k, v in group.items() if k not in ("params", "param_names")}
         for group in paged.optimizer.param_groups
     ]
-
-
-def _kept(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value.detach().clone()
-    if isinstance(value, list | tuple):
-        return tuple(_kept(item) for item in value)
-    return value
+    return tree_map_only(torch.Tensor, lambda t: t.detach().clone(), settings)  # type: ignore[no-any-return]
 
 
 def _change(old: list[dict[str, Any]], paged: PagedOptimizer) -> str | None:
@@ -499,12 +493,7 @@ def _change(old: list[dict[str, Any]], paged: PagedOptimizer) -> str | None:
     for number, (was, now) in enumerate(zip(old, _settings(paged))):
         for key in (*was, *(key for key in now if key not in was)):
             before, after = was.get(key), now.get(key)
-            if not _equal(before, after):
+            pairs = itertools.zip_longest(tree_leaves(before), tree_leaves(after))
+            if not all(one is other or bool(one == other) for one, other in pairs):
                 return f"param_groups[{number}][{key!r}] changed from {before!r} to {after!r}"
     return None
-
-
-def _equal(one: Any, other: Any) -> bool:
-    if isinstance(one, tuple) and isinstance(other, tuple):
-        return len(one) == len(other) and all(map(_equal, one, other))
-    return one is other or bool(one == other)

@@ -1,10 +1,17 @@
 """Any ``torch.optim.Optimizer`` on paged parameters, one parameter at a time.
 
 Each parameter is updated by itself, so that at most one with its gradient and states must be on the
-device (``dense_step.py`` says in which ways); states go into pages as they are made. Optimizers
-update each parameter by itself, so the result is bit for bit that of one ``step`` over all of them
-with ``foreach=False``. Those that kernels on pages know (``fused.py``) are updated by these where
-that is better: then not even one parameter has to be on the device as a whole.
+device; states go into pages as they are made. Optimizers update each parameter by itself, so the
+result is bit for bit that of one ``step`` over all of them with ``foreach=False``. ::
+
+    all parameters at once on views        everything is on the device anyway
+    else one parameter at a time:
+        kernels on pages (``fused.py``)    slab by slab, or in scattered frames, which have no view
+        on views                           where it takes a share of the arena, and has its states
+        op by op on pages                  anything
+
+An update is many small ops (Adam: 14 for a parameter), and each one on a PagedTensor goes through
+Python. So pages are held for a whole update and the optimizer is given plain views of them.
 
 The optimizer stays the object that it is, of its own class. ``step`` and ``load_state_dict`` are
 attributes of it, as a learning-rate scheduler's are, and so is what copies and pickles it.
@@ -13,30 +20,39 @@ attributes of it, as a learning-rate scheduler's are, and so is what copies and 
 from __future__ import annotations
 
 import copy
+import itertools
 import sys
+import warnings
 import weakref
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from ..errors import PagerError
+from ..errors import InfeasibleBudget, PagerError, TierFull
 from ..tensor.dispatcher import hide_from_dynamo
-from ..tensor.module import is_dtensor, known_parameter
-from ..tensor.paged_tensor import PagedTensor
-from ..tensor.sharded import local_state
+from ..tensor.module import known_parameter
+from ..tensor.paged_tensor import PagedTensor, blank, direct_view, withdraw
+from ..tensor.sharded import is_sharded, local_state
 from . import fused, torch_fused
-from .advice import stepping
-from .dense_step import step_as_dense, update_one
-from .fused_states import Format, check_format, convert_state, page_state
-from .optimizer_states import one_at_a_time
-from .paged_optimizer import PagedOptimizer, paged_of
+from .fused_states import (
+    OURS,
+    Format,
+    check_format,
+    convert_state,
+    is_big_dense,
+    is_special,
+    page_state,
+)
+from .paged_optimizer import PagedOptimizer, alone, in_place, paged_of
 from .step_need import check_states, step_room
 
 if TYPE_CHECKING:
     from ..core import Core
 
+_LEAST_FRAMES_PER_PAGE = 3  # so many in the arena for each page that an update holds
 OptimizerT = TypeVar("OptimizerT", bound=torch.optim.Optimizer)
 
 
@@ -67,7 +83,7 @@ def _step(optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None = 
         fused.refuse(paged)
         fused.number_parameters(paged)
         pager.check_open()
-        stepping(pager, 4)
+        _advise(pager, 4)
         if not pager.budget.check(optimizer, step_room):
             if ahead is not None:
                 ahead.stepped()
@@ -90,7 +106,7 @@ def _step_all(paged: PagedOptimizer) -> None:
             by_kernels = fused.always(paged)
             if by_kernels and fused.is_left_out(paged):
                 return
-            if by_kernels or paged.done or paged.progress or not step_as_dense(paged):
+            if by_kernels or paged.done or paged.progress or not _step_as_dense(paged):
                 for group in paged.optimizer.param_groups:
                     _step_group(paged, group, by_kernels)
                 paged.stepped = True
@@ -114,6 +130,117 @@ def _step_group(paged: PagedOptimizer, group: dict[str, Any], by_kernels: bool) 
     batch.flush()
 
 
+# -- on plain views ------------------------------------------------------------------------------
+def _step_as_dense(paged: PagedOptimizer) -> bool:
+    """The optimizer's own step with all paged parameters, gradients and states seen as plain views.
+    Values, states and groups are as after a step on the paged ones.
+
+    ``False``, and nothing done, where not everything is kept on the device or has a plain view,
+    where states would be made (one parameter at a time is less at once), or where the class is a
+    user's own, which may look at what it is given.
+    """
+    with torch._C.DisableTorchFunctionSubclass():
+        if not paged.pager.fits or not _step_on_views(paged):
+            return False
+        for state in paged.optimizer.state.values():  # some make one later, when a setting changes
+            page_state(paged.pager, state)
+    return True
+
+
+def update_one(
+    paged: PagedOptimizer, group: dict[str, Any], parameter: torch.Tensor, most: int | None = None
+) -> None:
+    """One parameter's part of the step. On views if it takes no more than ``most`` pages, a share
+    of the arena unless said otherwise; ops one by one take less."""
+    with torch._C.DisableTorchFunctionSubclass():
+        if fused.is_due(paged, group, parameter):
+            fused.update_one(paged, group, parameter)
+            return
+    if most is None:
+        most = paged.pager.residency.pool.count // _LEAST_FRAMES_PER_PAGE
+    with alone(paged.optimizer, group, parameter):
+        with torch._C.DisableTorchFunctionSubclass():
+            done = _step_on_views(paged, most)
+        if not done:
+            paged.run()
+    state = paged.optimizer.state
+    if parameter in state:
+        page_state(paged.pager, state[parameter])
+
+
+def _may_see_views(paged: PagedOptimizer, stepped: list[torch.Tensor]) -> bool:
+    """Not where states would be made; and only a gradient of the parameter's own dtype can be a
+    plain view's."""
+    pager, state = paged.pager, paged.optimizer.state
+    if pager.budget.metering or pager.after_op is not None or not paged.is_torchs:
+        return False
+    has_states = all(state.get(p) for p in stepped) if state else paged.stepped
+    return has_states and all(p.grad.dtype == p.dtype for p in stepped)  # type: ignore[union-attr]
+
+
+def _step_on_views(paged: PagedOptimizer, most: int | None = None) -> bool:
+    """``False``, and nothing done, if what the optimizer has to update may not be seen so, takes
+    more than ``most`` pages or cannot be held on the device at once (the user pins too much, tiers
+    are full), or something has no plain view, and kernels on pages have not PyTorch's bits."""
+    pager, states = paged.pager, paged.optimizer.state
+    parameters = [parameter for _, parameter in paged.stepped_now()]
+    if not _may_see_views(paged, parameters):
+        return False
+    tensors: list[PagedTensor] = []
+    for parameter in parameters:
+        values = (parameter, parameter.grad, *states.get(parameter, {}).values())
+        tensors += [value for value in values if type(value) is PagedTensor]
+    runs = list({tensor._storage.run.id: tensor._storage.run for tensor in tensors}.values())
+    if most is not None and sum(run.count for run in runs) > most:
+        return False
+    try:
+        pager.take(runs)
+    except (InfeasibleBudget, TierFull):
+        return False
+    try:
+        if any(run.base < 0 for run in runs):  # in scattered frames
+            return fused.update_held(paged)
+        pager.will_write(runs)
+        views: dict[torch.Tensor, torch.Tensor] = {t: direct_view(t) for t in tensors}
+        try:
+            with _shown(paged, parameters, views):
+                paged.run()
+        except BaseException:
+            withdraw(tensors, views.values())
+            raise
+    finally:
+        pager.release(runs)
+    # Autograd must notice if a graph still wants the old values.
+    torch.autograd.graph.increment_version(parameters)
+    return True
+
+
+@contextmanager
+def _shown(
+    paged: PagedOptimizer, parameters: list[torch.Tensor], views: dict[torch.Tensor, torch.Tensor]
+) -> Iterator[None]:
+    """The optimizer sees ``views``; what it does to them is done to the paged tensors."""
+    optimizer = paged.optimizer
+    tensors = {view: tensor for tensor, view in views.items()}
+    loops = [g for g in optimizer.param_groups if g.get("foreach", False) is None]
+    twins = {parameter: views[parameter] for parameter in parameters if parameter in views}
+
+    def there(key: str, value: Any, _: Any) -> Any:
+        return views.get(value, value) if type(value) is PagedTensor else value
+
+    def back(key: str, value: Any, _: Any) -> Any:
+        return tensors.get(value, value) if type(value) is torch.Tensor else value
+
+    with in_place(optimizer, twins, there, back):
+        for group in loops:
+            group["foreach"] = False  # what it decides for a PagedTensor
+        try:
+            yield
+        finally:
+            for group in loops:
+                group["foreach"] = None
+
+
 # -- shards --------------------------------------------------------------------------------------
 def _on_shards(paged: PagedOptimizer) -> Any:
     """Within it the optimizer has the local shards of FSDP2's parameters."""
@@ -127,7 +254,7 @@ def _on_shards(paged: PagedOptimizer) -> Any:
 def _is_sharded(paged: PagedOptimizer) -> bool:
     if "torch.distributed.tensor" not in sys.modules:
         return False
-    return any(is_dtensor(p) for group in paged.optimizer.param_groups for p in group["params"])
+    return any(is_sharded(p) for group in paged.optimizer.param_groups for p in group["params"])
 
 
 # -- what an optimizer gets ----------------------------------------------------------------------
@@ -150,7 +277,7 @@ class _Doors:
         paged, optimizer = self._paged, self._paged.optimizer
         if _is_sharded(paged):
             state_dict = local_state(optimizer, state_dict)
-        with _on_shards(paged), one_at_a_time(optimizer), torch.no_grad():
+        with _on_shards(paged), _one_at_a_time(optimizer), torch.no_grad():
             paged.kind.load_state_dict(optimizer, state_dict)
             paged.done.clear()
             paged.progress.clear()
@@ -179,6 +306,99 @@ class _Doors:
 
 _DOORS = ("step", "load_state_dict", "__getstate__", "__deepcopy__")
 hide_from_dynamo(_Doors.step)  # with PyTorch's step: what is compiled keeps its operands
+
+
+# -- loading -------------------------------------------------------------------------------------
+# ``Optimizer.load_state_dict`` casts and moves all states before anything else is done with them:
+# of a model in pages, more memory than there is; and in the parameter's dtype, which states in 8
+# bits have not. Here it never sees the large ones. They wait where they are saved (mapped from a
+# file, say), and each goes straight into pages, kept as this optimizer keeps its states.
+def load_optimizer(
+    optimizer: torch.optim.Optimizer,
+    state: dict[str, Any],
+    loaded: Callable[[], None] = lambda: None,
+) -> None:
+    """``optimizer.load_state_dict(state)`` with one dense state at a time; the optimizer may be
+    paged or not. None of the tensors of ``state`` is taken over. ``loaded``: called when those of
+    a parameter were copied.
+
+    States of sharded parameters may be sharded or whole (see ``sharded.py``)."""
+    if not any(is_sharded(p) for group in optimizer.param_groups for p in group["params"]):
+        state = local_state(optimizer, state)  # else its own load_state_dict does so
+    with _one_at_a_time(optimizer, loaded), torch.no_grad():
+        optimizer.load_state_dict(state)
+
+
+@contextmanager
+def _one_at_a_time(
+    optimizer: torch.optim.Optimizer, loaded: Callable[[], None] = lambda: None
+) -> Iterator[None]:
+    """Inside, ``load_state_dict`` of ``optimizer`` works so; its user's hooks see what they do."""
+    paged = paged_of(optimizer)
+    kept: list[tuple[int, dict[str, Any]]] = []  # of each parameter: its number in the dict, states
+    groups: list[dict[str, Any]] = []
+    converted = paged is not None and paged.format.chosen
+
+    def before(_: Any, given: dict[str, Any]) -> dict[str, Any] | None:
+        nonlocal converted
+        states = given["state"]
+        if any(map(is_special, states.values())):
+            if paged is None:
+                return None
+            converted = True
+        groups.extend(given["param_groups"])
+        rest = dict(states)
+        for key in itertools.chain.from_iterable(group["params"] for group in groups):
+            state = states.get(key)
+            state = state if isinstance(state, dict) else {}
+            apart = {
+                k: v for k, v in state.items() if (k in OURS if converted else is_big_dense(v))
+            }
+            kept.append((key, apart))
+            if apart:
+                rest[key] = {k: v for k, v in state.items() if k not in apart}
+        return {**given, "state": rest}
+
+    def after(_: Any) -> None:
+        parameters = itertools.chain.from_iterable(g["params"] for g in optimizer.param_groups)
+        for parameter, (key, apart) in zip(parameters, kept):
+            if converted and paged is not None:
+                made = convert_state(paged.pager, apart, parameter, paged.format)
+            else:
+                made = {k: _own(paged, parameter, v, key, groups, k) for k, v in apart.items()}
+            if made:
+                optimizer.state[parameter].update(made)
+            loaded()
+        kept.clear()
+
+    hooks = [
+        optimizer.register_load_state_dict_pre_hook(before),
+        optimizer.register_load_state_dict_post_hook(after, prepend=True),
+    ]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _own(
+    paged: PagedOptimizer | None,
+    parameter: torch.Tensor,
+    value: torch.Tensor,
+    key: int,
+    groups: list[dict[str, Any]],
+    name: str,
+) -> torch.Tensor:
+    """A state with this value: in pages, or a dense copy. PyTorch says of which dtype."""
+    cast = torch.optim.Optimizer._process_value_according_to_param_policy
+    if paged is None:
+        made = cast(parameter, value, key, groups, name)
+        return made.clone() if made is value else made
+    like = torch.empty(0, dtype=parameter.dtype)
+    wanted = cast(like, torch.empty(0, dtype=value.dtype), key, groups, name).dtype
+    shape = torch.empty_like(value, dtype=wanted, device="meta")
+    return blank(paged.pager, shape, "optimizer").copy_(value)
 
 
 # -- paging one ----------------------------------------------------------------------------------
@@ -246,7 +466,7 @@ def refuse_earlier(pager: Core, model: torch.nn.Module) -> None:
     """``PagerError`` if an optimizer was paged with parameters that are about to be replaced: it
     would go on with the old ones, which get no gradients any more."""
     dense = (p for p in model.parameters() if not isinstance(p, PagedTensor))
-    replaced = {id(p) for p in dense if not is_dtensor(p)}  # shards stay the objects that they are
+    replaced = {id(p) for p in dense if not is_sharded(p)}  # shards stay the objects that they are
     for known in pager.optimizers:
         optimizer = known()
         groups = optimizer.param_groups if optimizer is not None else []
@@ -283,3 +503,49 @@ def refresh_wrapper(wrapper: Any) -> None:
         if hasattr(wrapper, "_optimizer_original_step_method"):
             wrapper.__setstate__(wrapper.__getstate__())
         wrapper = wrapper.optimizer
+
+
+# -- advice ----------------------------------------------------------------------------------------
+# PyTorch tells of every optimizer's step. A step on paged parameters outside of ``iteration()``, or
+# of an optimizer that never was given to ``Pager.optimizer``, works, with all that it saves or
+# makes dense; nobody would see why. So the line that is left out is named, once.
+OUTSIDE = (
+    "a training step outside of pager.iteration(): what autograd saves stays dense, dense memory "
+    "is not held to the budget, and nothing is planned. Put 'with pager.iteration():' around "
+    "forward, backward and optimizer.step()"
+)
+
+
+def _advise(pager: Core, frames: int) -> None:
+    """A step on parameters that are paged here, which the user began so many frames above."""
+    if not pager.inside and pager.budget.note_step_outside():
+        warnings.warn(OUTSIDE, UserWarning, stacklevel=frames + 1)
+
+
+_watching = False
+
+
+def watch_steps() -> None:
+    """Be told of the steps of all optimizers, from the first call on."""
+    global _watching
+    if not _watching:
+        _watching = True
+        register_optimizer_step_pre_hook(_on_step)
+
+
+def is_ours(hook: Any) -> bool:
+    """Whether this is the hook before steps that :func:`watch_steps` has registered; it looks at no
+    gradient."""
+    return hook is _on_step
+
+
+def _on_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    if hasattr(optimizer, "_tp_paged"):  # a paged one says so by itself
+        return
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if type(parameter) is PagedTensor:
+                pager = parameter._storage.pager
+                _advise(pager, 3)
+                pager.budget.unpaged = weakref.ref(optimizer)
+                return

@@ -29,6 +29,11 @@ KINDS: tuple[type, ...] = (
     torch.optim.Adagrad,
 )
 _HALVES = (torch.bfloat16, torch.float16)
+_OF_ADAM = ("eps", "amsgrad")
+_SETTINGS: dict[type, tuple[str, ...]] = {
+    torch.optim.SGD: ("momentum", "dampening", "nesterov"),
+    torch.optim.Adagrad: ("lr_decay", "eps"),
+}
 _LEAST_TENSORS = 2  # of an update: a parameter and its gradient; most optimizers have states too
 
 
@@ -37,16 +42,13 @@ def is_asked(pager: Core, kind: type, group: dict[str, Any]) -> bool:
     return bool(group.get("fused")) and pager.device.type == "cpu" and kind in KINDS
 
 
-def why_not(group: dict[str, Any], parameter: torch.Tensor) -> str | None:
-    """Why the kernel cannot update ``parameter`` in parts; its states are looked at elsewhere."""
-    grad = parameter.grad
-    if grad is None or grad.layout is not torch.strided:
-        return "its gradient is sparse"
-    if not parameter.is_floating_point() or grad.dtype is not parameter.dtype:
-        return f"it is {parameter.dtype} with a gradient in {grad.dtype}"
-    if parameter.device.type != "cpu" or not has_no_gaps(parameter):
-        return "it is on another device, or has gaps in memory"
-    return None
+def settings(kind: type, group: dict[str, Any]) -> dict[str, Any]:
+    """Of an update, by the names that kernels have for them, ours too."""
+    found = {key: group[key] for key in ("lr", "maximize", *_SETTINGS.get(kind, _OF_ADAM))}
+    found["weight_decay"] = float(group["weight_decay"])
+    if kind not in _SETTINGS:
+        found["beta1"], found["beta2"] = (float(beta) for beta in group["betas"])
+    return found
 
 
 @torch.no_grad()
@@ -71,39 +73,19 @@ def update(
     if not parts:
         return
     grads, params, *states = ([part[i] for part in parts] for i in range(len(operands)))
-    common: dict[str, Any] = {
-        "lr": group["lr"],
-        "weight_decay": float(group["weight_decay"]),
-        "maximize": group["maximize"],
-        "grad_scale": grad_scale,
-        "found_inf": found_inf,
-    }
+    common = {**settings(kind, group), "grad_scale": grad_scale, "found_inf": found_inf}
     if kind is torch.optim.SGD:
-        torch._fused_sgd_(
-            *(params, grads, states[0] if states else []),
-            momentum=group["momentum"],
-            dampening=group["dampening"],
-            nesterov=group["nesterov"],
-            is_first_step=fresh,
-            **common,
-        )
+        buffers = states[0] if states else []
+        torch._fused_sgd_(params, grads, buffers, is_first_step=fresh, **common)
         return
     assert step is not None
     steps = [step] * len(parts)
     if kind is torch.optim.Adagrad:
-        common |= {"lr_decay": group["lr_decay"], "eps": group["eps"]}
         torch._fused_adagrad_(params, grads, states[0], steps, **common)
         return
-    beta1, beta2 = (float(beta) for beta in group["betas"])
+    largest = states[2] if group["amsgrad"] else []
     call = torch._fused_adamw_ if group["decoupled_weight_decay"] else torch._fused_adam_
-    call(
-        *(params, grads, states[0], states[1], states[2] if group["amsgrad"] else [], steps),
-        beta1=beta1,
-        beta2=beta2,
-        eps=group["eps"],
-        amsgrad=group["amsgrad"],
-        **common,
-    )
+    call(params, grads, states[0], states[1], largest, steps, **common)
 
 
 def refuse(pager: Core, kind: type, groups: Iterable[dict[str, Any]]) -> None:

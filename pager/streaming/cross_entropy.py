@@ -3,23 +3,33 @@
 ``F.cross_entropy(F.linear(hidden, weight, bias), targets)`` a slab of the vocabulary at a time
 (``kernels/cross_entropy.py``). The weight may be larger than the arena: its rows go through it slab
 by slab, in forward and once more in backward, and so does its gradient, which is in pages then.
+
+A plain weight is sliced. A paged one that fits is held for the whole walk, and sliced too. Of a
+large one a slab is a view where its frames are consecutive, and else a copy of the slab. The bytes,
+and how they are aligned, are the same each way, so the products are the same bits.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import NamedTuple, TypeVar
+import itertools
+from collections.abc import Callable, Generator, Sequence
+from contextlib import closing
+from typing import TypeVar
 
 import torch
 
 from ...kernels.cross_entropy import chunked_cross_entropy, equal_slabs
+from ..tensor.activations import keep, raise_modified, unpack
 from ..tensor.dispatcher import hide_from_dynamo
-from ..tensor.paged_tensor import PagedTensor
-from .head_rows import HeadRows, Slab, slab_rows
-from .table_gradient import new_gradient, write_rows
-from .table_rows import is_large, is_table
+from ..tensor.operands import begin_of
+from ..tensor.paged_tensor import PagedTensor, direct_view
+from ..tensor.slabs import cut, fair_share, put_bytes, walk
+from .tables import is_large, is_table, new_gradient, row_bytes
 
 T = TypeVar("T")
+Slab = tuple[int, int]
+_LEAST_ROWS, _STEP_ROWS = 256, 64  # 64 rows of any dtype begin at a multiple of 64 bytes
+_MOST_BYTES = 32 << 20  # of a slab of the weight
 
 
 def linear_cross_entropy(
@@ -56,7 +66,8 @@ def linear_cross_entropy(
         bias = _plain(bias)
     head = _PagedHead(weight, bias)
     anchors = [t for t in (weight, bias) if t is not None and t.requires_grad]
-    with torch.autograd.graph.saved_tensors_hooks(_keep, _give):
+    # What backward needs stays dense: backward begins with it.
+    with torch.autograd.graph.saved_tensors_hooks(keep, unpack):
         return chunked_cross_entropy(
             hidden, targets, head, *anchors,
             ignore_index=ignore_index, label_smoothing=label_smoothing, reduction=reduction,
@@ -82,69 +93,52 @@ def _plain(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_dense() if type(tensor) is PagedTensor else tensor
 
 
-# -- what backward needs stays dense: backward begins with it --------------------------------------
-class _Kept(NamedTuple):
-    tensor: torch.Tensor
-    version: int
-
-
-def _keep(tensor: torch.Tensor) -> _Kept:
-    return _Kept(tensor if tensor.is_leaf else tensor.detach(), tensor._version)
-
-
-def _give(kept: _Kept) -> torch.Tensor:
-    _check_version(kept.tensor, kept.version)
-    return kept.tensor
-
-
-def _check_version(tensor: torch.Tensor, version: int) -> None:
-    if tensor._version != version:
-        raise RuntimeError(
-            "one of the variables needed for gradient computation has been modified by an inplace "
-            f"operation: a tensor of shape {tuple(tensor.shape)} is at version {tensor._version}; "
-            f"expected version {version} instead. Change it after backward."
-        )
-
-
 # -- the head --------------------------------------------------------------------------------------
+def _slab_rows(weight: torch.Tensor) -> int:
+    """Rows of a slab: about as many as a row has elements, so that a slab of logits is as large as
+    the hidden states. The arena has no say in it: results do not depend on the budget."""
+    rows = -(-max(_LEAST_ROWS, weight.size(1)) // _STEP_ROWS) * _STEP_ROWS
+    most = _MOST_BYTES // max(1, row_bytes(weight)) // _STEP_ROWS * _STEP_ROWS
+    return max(_STEP_ROWS, min(rows, most))
+
+
 class _PagedHead:
     """A ``Head`` (``kernels/cross_entropy.py``). Anchors: those of weight and bias that require a
     gradient, in this order. The walk over the weight ends with the last slab, or with an error."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
-        self._weight, self._bias = weight, None if bias is None else bias.detach()
+        self._weight, self._rows_of = weight, weight.detach()
+        self._bias = None if bias is None else bias.detach()
         self._version = weight._version
-        self._slabs = equal_slabs(weight.size(0), slab_rows(weight))
-        self._rows = HeadRows(weight, self._slabs)
+        self._slabs = equal_slabs(weight.size(0), _slab_rows(weight))
         self._large = type(weight) is PagedTensor and is_large(weight)
         self._wants = weight.requires_grad, bias is not None and bias.requires_grad
         self._of_weight: torch.Tensor | None = None
         self._of_bias: torch.Tensor | None = None
+        self._walk: Generator[torch.Tensor, None, None] | None = None
+        self._order: list[Slab] = []  # still to come
+        self._slab: Slab | None = None
+        self._rows: torch.Tensor | None = None
 
     def slabs(self) -> Sequence[Slab]:
         return self._slabs
 
     def logits(self, hidden: torch.Tensor, begin: int, end: int) -> torch.Tensor:
-        _check_version(self._weight, self._version)
+        if self._weight._version != self._version:
+            raise_modified(self._weight, self._version)
         bias = None if self._bias is None else self._bias[begin:end]
-
-        def product() -> torch.Tensor:
-            return torch.nn.functional.linear(hidden, self._rows.get(begin, end), bias)
-
-        logits = self._guarded(product)
-        if self._rows.is_over and self._rows.goes_up:  # forward asks for nothing more
-            self._rows.close()
+        linear = torch.nn.functional.linear
+        logits = self._guarded(lambda: linear(hidden, self._get(begin, end), bias))
+        if not self._order and self._slab == self._slabs[-1]:  # forward asks for nothing more
+            self._close()
         return logits
 
     def input_grad(
         self, d_logits: torch.Tensor, begin: int, end: int, dhidden: torch.Tensor
     ) -> None:
-        def product() -> None:
-            dhidden.add_(d_logits @ self._rows.get(begin, end))
-
-        self._guarded(product)
-        if self._rows.is_over:
-            self._rows.close()
+        self._guarded(lambda: dhidden.add_(d_logits @ self._get(begin, end)))
+        if not self._order:
+            self._close()
 
     def weight_grad(
         self, d_logits: torch.Tensor, begin: int, end: int, hidden: torch.Tensor
@@ -165,7 +159,8 @@ class _PagedHead:
                 )
             of_slab = (d_logits.t() @ hidden).to(weight.dtype)
             if type(self._of_weight) is PagedTensor:
-                write_rows(self._of_weight, begin, of_slab)
+                source = of_slab.reshape(-1).view(torch.uint8)
+                put_bytes(self._of_weight._storage, source, begin * row_bytes(weight))
             else:
                 self._of_weight[begin:end] = of_slab
         if wants_bias:
@@ -175,15 +170,80 @@ class _PagedHead:
             self._of_bias[begin:end] = d_logits.sum(dim=0)
 
     def gradients(self) -> Sequence[torch.Tensor | None]:
-        self._rows.close()
         both = self._of_weight, self._of_bias
-        self._of_weight = self._of_bias = None
+        self._close(drop=True)
         return [grad for grad, wanted in zip(both, self._wants) if wanted]
 
     def _guarded(self, action: Callable[[], T]) -> T:
         try:
             return action()
         except BaseException:
-            self._rows.close()
-            self._of_weight = self._of_bias = None
+            self._close(drop=True)
             raise
+
+    def _get(self, begin: int, end: int) -> torch.Tensor:
+        """Rows ``begin … end``, plain. They hold until the next slab is asked for. They are asked
+        for in order, upwards or downwards."""
+        if type(self._rows_of) is not PagedTensor:
+            return self._rows_of[begin:end]
+        if self._rows is not None and self._slab == (begin, end):
+            return self._rows
+        if not self._order or self._order[0] != (begin, end):
+            self._close()
+            at = self._slabs.index((begin, end))
+            self._order = [*(self._slabs if at == 0 else reversed(self._slabs[: at + 1]))]
+            self._walk = _walk(self._rows_of, tuple(self._order))
+        assert self._walk is not None
+        self._rows = None  # its memory may be used for the next one
+        self._rows = next(self._walk)
+        self._slab = self._order.pop(0)
+        return self._rows
+
+    def _close(self, *, drop: bool = False) -> None:
+        """Nothing is pinned afterwards. ``drop``: nor are there gradients."""
+        if self._walk is not None:
+            self._walk.close()
+            if self._rows is not None and self._rows_of._storage.pager.holds(self._rows):  # type: ignore[attr-defined]
+                self._rows.set_()  # type: ignore[call-overload]  # tracebacks may hold it
+        self._walk = self._rows = self._slab = None
+        self._order = []
+        if drop:
+            self._of_weight = self._of_bias = None
+
+
+def _walk(weight: PagedTensor, order: Sequence[Slab]) -> Generator[torch.Tensor, None, None]:
+    if is_large(weight) and is_table(weight):
+        yield from _through_the_arena(weight, order)
+        return
+    pager, run = weight._storage.pager, weight._storage.run
+    with pager.hold([run]):
+        if run.base >= 0:
+            for begin, end in order:
+                yield direct_view(weight)[begin:end]
+            return
+    yield from _through_the_arena(weight, order)  # its frames are scattered
+
+
+def _through_the_arena(
+    weight: PagedTensor, order: Sequence[Slab]
+) -> Generator[torch.Tensor, None, None]:
+    pager, nbytes = weight._storage.pager, row_bytes(weight)
+    limit, start = max(1, fair_share(pager)), begin_of(weight)
+    parts = [cut(start + a * nbytes, start + b * nbytes, limit, pager.page_size) for a, b in order]
+    with closing(walk(weight._storage, list(itertools.chain.from_iterable(parts)))) as held:
+        for (begin, end), mine in zip(order, parts):
+            dense, at = None, 0
+            for low, high in mine:
+                pieces = next(held).pieces(low, high)
+                if len(mine) == len(pieces) == 1:
+                    dense = pieces[0]
+                    break
+                if dense is None:
+                    pager.gathers += 1
+                    total = (end - begin) * nbytes
+                    dense = torch.empty(total, dtype=torch.uint8, device=pager.device)
+                for piece in pieces:
+                    dense[at : at + piece.numel()] = piece
+                    at += piece.numel()
+            assert dense is not None
+            yield dense.view(weight.dtype).view(end - begin, weight.size(1))

@@ -35,10 +35,9 @@ from ...kernels.linear_grad import linear_input_grad
 from ...kernels.paged_matrix import DTYPES, PagedMatrix
 from ..errors import InfeasibleBudget
 from ..tensor.activations import raise_modified
-from ..tensor.dense_run import NOT_QUICK, PLAIN, run_dense
-from ..tensor.dense_views import dense_view, direct_view, withdraw
+from ..tensor.dense_run import NOT_QUICK, PLAIN, Operands, run_dense
 from ..tensor.dispatcher import serve_call
-from ..tensor.paged_tensor import PagedTensor
+from ..tensor.paged_tensor import PagedTensor, direct_view, withdraw
 from .linear_stream import (
     WeightGrad,
     finds_room,
@@ -369,21 +368,11 @@ def _on_pages(
     """A product with m rows by ``by_kernel`` on the pages, or by ``by_view`` on a view of them, or
     on a gathered copy. ``others``: further operands, paged or plain."""
     pager, run = weight._storage.pager, weight._storage.run
-    paged = [weight, *(t for t in others if type(t) is PagedTensor)]
+    operands, paged = Operands(pager), [weight, *(t for t in others if type(t) is PagedTensor)]
     runs = list({t._storage.run.id: t._storage.run for t in paged}.values())
-    buffers: list[torch.Tensor] = []
-    views: list[torch.Tensor] = []
 
     def dense(tensor: torch.Tensor) -> torch.Tensor:
-        if type(tensor) is not PagedTensor:
-            return tensor
-        if tensor._storage.run.base >= 0:
-            view = direct_view(tensor)
-        else:
-            buffers.append(pager.gather(tensor._storage.run))
-            view = dense_view(tensor, buffers[-1].data_ptr() + tensor._storage.offset)
-        views.append(view)
-        return view
+        return operands.dense(tensor) if type(tensor) is PagedTensor else tensor
 
     pager.take(runs)
     try:
@@ -402,7 +391,7 @@ def _on_pages(
         matrix = PagedMatrix(pager.residency.arena, frames, pager.page_size, weight.dtype, n, k)
         return by_kernel(matrix, [dense(t) for t in others])
     except BaseException:
-        withdraw(paged, views)
+        withdraw(paged, operands.views)
         raise
     finally:
         pager.release(runs)

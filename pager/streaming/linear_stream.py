@@ -1,12 +1,7 @@
 """``F.linear`` with a weight that is never on the device whole: it streams through, slab by slab.
 
-A slab is some whole rows of the weight, on the device together; the next one is read ahead
-(``slabs.py``). Inside it the product goes *block* by block: the rows of one page, or one row if it
-is longer than a page. ::
-
-    pages    |    p0    |    p1    |    p2    |    p3    | ...
-    blocks   | rows 0 to 4 | rows 5 to 9 | rows 10 to 14 | ...     a row may straddle two pages
-    slabs    |------------ in use -------|---- coming ---|
+A slab is some whole rows of the weight, on the device together; the next one is read ahead. Inside
+it the product goes *block* by block (``rows.py``). ::
 
     forward          out[:, block]  = x @ W[block].T + bias[block]
     input gradient   total         += grad[:, block] @ W[block]          in order
@@ -32,9 +27,8 @@ goes slab by slab as well.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, closing, contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -44,14 +38,12 @@ from ...kernels.launch import runs_triton
 from ...kernels.linear import linear_forward
 from ...kernels.linear_choice import choose
 from ...kernels.linear_grad import linear_input_grad, linear_weight_grad
-from ...kernels.paged_matrix import DTYPES, PagedMatrix
+from ...kernels.paged_matrix import DTYPES
 from ..budget.fits import fits
 from ..budget.placement import Taken, Weight
-from ..core import PagedStorage
-from ..memory.page_table import Int32
 from ..tensor.paged_tensor import PagedTensor
-from ..tensor.slabs import fair_share, pages_of, stream
-from .table_gradient import new_gradient
+from .rows import Matrix
+from .tables import new_gradient
 
 _HALVES = (torch.float16, torch.bfloat16)
 _PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter, PagedTensor)
@@ -128,14 +120,14 @@ def _is_cast(weight: PagedTensor) -> bool:
 
 def noted_as(weight: PagedTensor, *pages: int) -> Weight:
     """What is known of it in this metered iteration. ``pages``: that its operands take."""
-    least = max([*_Matrix.of(weight).pages_of_blocks(), *pages], default=1)
+    least = max([*Matrix.of(weight).pages_of_blocks(), *pages], default=1)
     return weight._storage.pager.budget.placement.weight(weight._storage.run, least)
 
 
 def streaming_takes(weight: PagedTensor, dtype: torch.dtype, rows: int, way: str) -> Taken:
     """What a product with ``rows`` in ``dtype`` takes slab by slab: with the weight ("forward"),
     with its transposed ("inputs"), or its gradient ("weight")."""
-    matrix, size = _Matrix.of(weight), dtype.itemsize
+    matrix, size = Matrix.of(weight), dtype.itemsize
     elements = min(matrix.block_rows, matrix.rows) * matrix.columns
     wide = elements * weight.dtype.itemsize
     cast = elements * size if dtype is not weight.dtype else 0
@@ -310,12 +302,12 @@ class WeightGrad(torch.autograd.Function):
 
 # -- the products ----------------------------------------------------------------------------------
 def _product(x: torch.Tensor, weight: PagedTensor, bias: torch.Tensor | None) -> torch.Tensor:
-    matrix = _Matrix.of(weight)
+    matrix = Matrix.of(weight)
     out = x.new_empty(x.size(0), matrix.rows)
-    direct = matrix.is_read_directly(x)
+    direct = _is_read_directly(matrix, x)
     if direct:
         x, bias = _contiguous_rows(x), None if bias is None else bias.contiguous()
-    with torch.no_grad(), _as_it_is(x), closing(_walk(matrix)) as slabs:
+    with torch.no_grad(), _as_it_is(x), closing(matrix.walk()) as slabs:
         for slab in slabs:
             if direct:
                 linear_forward(x, slab.paged(), out, bias, (slab.first, slab.stop))
@@ -331,12 +323,12 @@ def _product(x: torch.Tensor, weight: PagedTensor, bias: torch.Tensor | None) ->
 
 
 def _input_grad(grad: torch.Tensor, weight: PagedTensor) -> torch.Tensor:
-    matrix = _Matrix.of(weight)
+    matrix = Matrix.of(weight)
     wide = torch.float32 if grad.dtype in _HALVES else grad.dtype
     total = grad.new_zeros(grad.size(0), matrix.columns, dtype=wide)
-    direct = matrix.is_read_directly(grad)
+    direct = _is_read_directly(matrix, grad)
     grad = _contiguous_rows(grad) if direct else grad
-    with torch.no_grad(), _as_it_is(grad), closing(_walk(matrix)) as slabs:
+    with torch.no_grad(), _as_it_is(grad), closing(matrix.walk()) as slabs:
         for slab in slabs:
             if direct:
                 span = slab.first, slab.stop
@@ -356,17 +348,17 @@ def _weight_grad(grad: torch.Tensor, x: torch.Tensor, weight: PagedTensor) -> Pa
     """In new pages. If they find no room in the tiers (``TierFull``), none of them stays."""
     with torch.no_grad():
         result = new_gradient(weight)
-    matrix = _Matrix.of(result)
-    direct = matrix.is_read_directly(x)
+    matrix = Matrix.of(result)
+    direct = _is_read_directly(matrix, x)
     if direct:
         grad, x = _contiguous_rows(grad), _contiguous_rows(x)
-    with torch.no_grad(), _as_it_is(x), closing(_walk(matrix, write=True)) as slabs:
+    with torch.no_grad(), _as_it_is(x), closing(matrix.walk(write=True)) as slabs:
         for slab in slabs:
             if direct:
                 linear_weight_grad(grad, x, slab.paged(), (slab.first, slab.stop))
                 continue
             for first, stop in slab.blocks():
-                slab.store(first, stop, grad[:, first:stop].t().mm(x))
+                slab.store(first, grad[:, first:stop].t().mm(x))
     return result
 
 
@@ -380,138 +372,10 @@ def _contiguous_rows(matrix: torch.Tensor) -> torch.Tensor:
     return matrix if apart and matrix.stride(1) == 1 else matrix.contiguous()
 
 
-# -- rows in pages ---------------------------------------------------------------------------------
-@dataclass(frozen=True, eq=False)
-class _Matrix:
-    """A contiguous matrix in pages: row 0 begins at byte ``begin`` of its run."""
-
-    storage: PagedStorage
-    begin: int
-    dtype: torch.dtype
-    rows: int
-    columns: int
-
-    @classmethod
-    def of(cls, tensor: PagedTensor) -> _Matrix:
-        begin = tensor._storage.offset + int(tensor.storage_offset()) * tensor.dtype.itemsize
-        return cls(tensor._storage, begin, tensor.dtype, tensor.size(0), tensor.size(1))
-
-    @property
-    def page_bytes(self) -> int:
-        return self.storage.pager.page_size
-
-    @property
-    def row_bytes(self) -> int:
-        return self.columns * self.dtype.itemsize
-
-    @property
-    def block_rows(self) -> int:
-        return max(1, self.page_bytes // self.row_bytes)
-
-    def byte(self, row: int) -> int:
-        return self.begin + row * self.row_bytes
-
-    def pages(self, first: int, stop: int) -> range:
-        """Those that hold rows ``first … stop``."""
-        size = self.page_bytes
-        return range(self.byte(first) // size, -(-self.byte(stop) // size))
-
-    def pages_of_blocks(self) -> Iterator[int]:
-        """How many pages each block is in."""
-        for start in range(0, self.rows, self.block_rows):
-            yield len(self.pages(start, min(start + self.block_rows, self.rows)))
-
-    def slabs(self, frames: int) -> Iterator[tuple[int, int]]:
-        """Rows ``first … stop`` of each: as many whole blocks as ``frames`` hold, but one at
-        least."""
-        first, block, size = 0, self.block_rows, self.page_bytes
-        while first < self.rows:
-            end = (self.byte(first) // size + frames) * size
-            whole = (end - self.begin) // self.row_bytes // block * block
-            stop = min(self.rows, max(first + block, whole))
-            if end >= self.byte(self.rows):
-                stop = self.rows
-            yield first, stop
-            first = stop
-
-    def is_read_directly(self, x: torch.Tensor) -> bool:
-        """Whether the kernel on pages multiplies it with ``x``. Decided as if its frames were
-        scattered, for its bits should not depend on where they are."""
-        if x.dtype is not self.dtype or self.dtype not in DTYPES or self.begin:
-            return False
-        shape = (x.size(0), self.rows, self.columns)
-        return choose(*shape, self.dtype, False, device_type=x.device.type) == "direct"
-
-
-@dataclass(frozen=True, eq=False)
-class _Held:
-    """Rows ``first … stop`` of a matrix, in ``frames``, for as long as they are held."""
-
-    matrix: _Matrix
-    first: int
-    stop: int
-    frames: Int32
-
-    def blocks(self) -> Iterator[tuple[int, int]]:
-        step = self.matrix.block_rows
-        for first in range(self.first, self.stop, step):
-            yield first, min(first + step, self.stop)
-
-    def pieces(self, first: int, stop: int) -> list[torch.Tensor]:
-        """The bytes of rows ``first … stop``, where they are: one view, or one for each page."""
-        matrix, size = self.matrix, self.matrix.page_bytes
-        arena = matrix.storage.pager.backend.arena
-        low, high = matrix.byte(first), matrix.byte(stop)
-        here, pages = matrix.pages(self.first, self.stop), matrix.pages(first, stop)
-        frames = self.frames[pages.start - here.start : pages.stop - here.start].tolist()
-        if frames == list(range(frames[0], frames[0] + len(frames))):
-            start = frames[0] * size + low % size
-            return [arena[start : start + high - low]]
-        found = []
-        for page, frame in zip(pages, frames):
-            begin, end = max(low, page * size), min(high, (page + 1) * size)
-            start = frame * size + begin % size
-            found.append(arena[start : start + end - begin])
-        return found
-
-    def block(self, first: int, stop: int) -> torch.Tensor:
-        """Rows ``first … stop``: a view of the arena, or a copy as well aligned as a view. Where
-        its frames will lie is not known in advance, so a metered iteration takes the copy."""
-        matrix, pager = self.matrix, self.matrix.storage.pager
-        pieces = self.pieces(first, stop)
-        flat = pieces[0]
-        if len(pieces) > 1 or (len(matrix.pages(first, stop)) > 1 and pager.metering_this()):
-            pager.gathers += 1
-            ahead = matrix.byte(first) % pager.backend.alignment
-            nbytes = (stop - first) * matrix.row_bytes
-            flat = torch.empty(ahead + nbytes, dtype=torch.uint8, device=flat.device)[ahead:]
-            torch.cat(pieces, out=flat)
-        return flat.view(matrix.dtype).view(stop - first, matrix.columns)
-
-    def store(self, first: int, stop: int, values: torch.Tensor) -> None:
-        """Write rows ``first … stop``."""
-        flat = values.to(self.matrix.dtype).reshape(-1).view(torch.uint8)
-        pieces = self.pieces(first, stop)
-        sizes = [piece.numel() for piece in pieces]
-        for piece, part in zip(pieces, flat.split(sizes)):
-            piece.copy_(part)
-
-    def paged(self) -> PagedMatrix:
-        """For kernels, which read and write nothing but the pages that are held."""
-        matrix, pager = self.matrix, self.matrix.storage.pager
-        pages = len(matrix.pages(0, matrix.rows))
-        with pager.lock:
-            frames = pager.table.device_frames(matrix.storage.run.first, pages)
-        arena = pager.residency.arena
-        shape = (matrix.dtype, matrix.rows, matrix.columns)
-        return PagedMatrix(arena, frames, pager.page_size, *shape)
-
-
-def _walk(matrix: _Matrix, *, write: bool = False) -> Generator[_Held, None, None]:
-    """One slab after another; each is held until the next is asked for."""
-    storage = matrix.storage
-    spans = list(matrix.slabs(fair_share(storage.pager)))
-    wanted = ([pages_of(storage, matrix.pages(*span), write=write)] for span in spans)
-    with closing(stream(storage.pager, wanted, noted=True)) as pinned:
-        for (first, stop), (frames,) in zip(spans, pinned):
-            yield _Held(matrix, first, stop, frames)
+def _is_read_directly(matrix: Matrix, x: torch.Tensor) -> bool:
+    """Whether the kernel on pages multiplies it with ``x``. Decided as if its frames were
+    scattered, for its bits should not depend on where they are."""
+    if x.dtype is not matrix.dtype or x.dtype not in DTYPES or matrix.begin:
+        return False
+    shape = (x.size(0), matrix.rows, matrix.columns)
+    return choose(*shape, x.dtype, False, device_type=x.device.type) == "direct"

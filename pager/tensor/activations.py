@@ -8,24 +8,39 @@ would be reused under a backward op that still reads it.
 The memory of a storage is known by a weak reference to it (``StorageWeakRef``). While such a
 reference is held the storage's identity cannot be reused, so an address that was recycled for
 another tensor is never mistaken for the one that was saved.
+
+``torch.func`` inside ``iteration()``: ``grad``, ``vjp``, ``jacrev`` and ``hessian`` work without
+hooks on saved tensors, and refuse to begin while any are on, before they do anything else; PyTorch
+has no way to tell them that some may be left out. ``jvp`` and ``jacfwd`` give the hooks tensors
+without memory. So the first Pager puts a guard on the functions that these begin with: the hooks of
+pagers are taken off until the transform is done, and what is saved meanwhile stays dense. Hooks of
+others are refused as before. (A guard on ``disable_saved_tensors_hooks``, which refuses, would be
+in the way of ``torch.compile``: that knows this function by its identity.)
 """
 
 from __future__ import annotations
 
+import functools
 import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import torch
+from torch._functorch import eager_transforms
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.weak import TensorWeakRef
 
 from ..core import PagedStorage
 from .new_pages import store_bytes
 from .paged_tensor import PagedTensor
-from .transforms import PagerHooks
 
 if TYPE_CHECKING:
     from ..core import Core
+
+_autograd: Any = torch._C._autograd
+_BEGIN = "grad_and_value_impl", "_vjp_with_argnums", "_jvp_with_argnums"
+_Pair = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
 
 THRESHOLD_BYTES = 32 << 10  # smaller tensors cost more in bookkeeping than they free
 _SPARSE_VIEW = 4  # a view that uses less than 1/4 of its storage is stored by itself
@@ -35,16 +50,16 @@ class _Origin(NamedTuple):
     weak: StorageWeakRef
     version: int
     storage: Any  # weakref to the PagedStorage
-    first_byte: int
     root: TensorWeakRef  # whose version counter it is
     geometry: tuple[Any, ...]
 
 
-class SavedTensors(PagerHooks):
-    """The pack and unpack hooks of one pager, and what they share."""
+class SavedTensors:
+    """The pack and unpack hooks of one pager, and what they share. They are on one thread at a
+    time; as all such hooks they lie on a stack of that thread, and only the topmost are asked."""
 
     def __init__(self, pager: Core) -> None:
-        super().__init__()
+        self._on: _Pair | None = None
         self._pager = pager
         self._device_type = pager.device.type
         self._origins: dict[int, _Origin] = {}
@@ -97,13 +112,37 @@ class SavedTensors(PagerHooks):
         """``memory`` may change without its version being counted."""
         self._origins.pop(memory._cdata, None)
 
+    # -- on and off ------------------------------------------------------------------------------
+    def put_on(self) -> None:
+        """On this thread; inside a transform they stay off."""
+        self.take_off()  # what was left here when they were taken off on another thread
+        self._on = self.pack, unpack
+        if _autograd._saved_tensors_hooks_is_enabled():
+            _push(self._on)
+
+    def take_off(self) -> None:
+        """From below those of others too; nothing happens where they are not on this thread."""
+        self._on = None
+        above = []
+        while (top := _top()) is not None:
+            _autograd._pop_saved_tensors_default_hooks()
+            if _owner(top) is self:
+                break
+            above.append(top)
+        for pair in reversed(above):
+            _push(pair)
+
+    def _put_back(self, pair: _Pair) -> None:
+        if self._on is not None:  # the iteration has not ended meanwhile
+            _push(pair)
+
     # -- hooks -----------------------------------------------------------------------------------
     def pack(self, tensor: torch.Tensor) -> Any:
         if type(tensor) is not torch.Tensor:
             if type(tensor) is not PagedTensor:
-                return _keep(tensor)
+                return keep(tensor)
             with torch._C.DisableTorchFunctionSubclass():
-                return _keep(tensor)
+                return keep(tensor)
         base = tensor._base
         weight = (
             base
@@ -117,14 +156,14 @@ class SavedTensors(PagerHooks):
             nbytes < THRESHOLD_BYTES
             or tensor.device.type != self._device_type
             or (tensor.is_leaf and tensor.requires_grad)
-        ):  # most by far, so without a call: `_keep`
+        ):  # most by far, so without a call: `keep`
             return tensor if tensor.is_leaf else tensor.detach(), tensor._version
         memory = tensor.untyped_storage()
         key = memory._cdata
         if key in self._dense:
             return tensor.detach(), tensor._version
         if key in self.skip:
-            return _keep(tensor)
+            return keep(tensor)
         whole = memory.nbytes()
         if whole <= _SPARSE_VIEW * nbytes and self._has_room(whole):
             self._dense_bytes += whole
@@ -135,22 +174,6 @@ class SavedTensors(PagerHooks):
         if known is not None:
             return known
         return self._store(tensor, memory, nbytes)
-
-    def unpack(self, packed: Any) -> torch.Tensor:
-        if type(packed) is PagedTensor:
-            return packed
-        if len(packed) == 3:
-            return _give_weight(*packed)
-        tensor: torch.Tensor
-        tensor, version = packed
-        if type(tensor) is not torch.Tensor:
-            with torch._C.DisableTorchFunctionSubclass():
-                now = tensor._version
-        else:
-            now = tensor._version
-        if now != version:
-            raise_modified(tensor, version)
-        return tensor
 
     # -- storing ---------------------------------------------------------------------------------
     def _known(self, tensor: torch.Tensor, memory: torch.UntypedStorage) -> PagedTensor | None:
@@ -164,7 +187,7 @@ class SavedTensors(PagerHooks):
         storage: PagedStorage | None = origin.storage()
         if storage is None:
             return None
-        return _view_of(storage, tensor, origin.first_byte)
+        return PagedTensor.over(storage, tensor)
 
     def _store(self, tensor: torch.Tensor, memory: torch.UntypedStorage, nbytes: int) -> Any:
         whole = memory.nbytes()
@@ -176,29 +199,46 @@ class SavedTensors(PagerHooks):
             StorageWeakRef(memory),
             tensor._version,
             weakref.ref(storage),
-            0,
             TensorWeakRef(_root(tensor)),
             _geometry(tensor),
         )
-        return _view_of(storage, tensor, 0)
+        return PagedTensor.over(storage, tensor)
 
     def _store_range(self, tensor: torch.Tensor, nbytes: int) -> Any:
         """A small view of a big storage: keep the bytes between its first and last element."""
         size = tensor.element_size()
         reach = sum((n - 1) * s for n, s in zip(tensor.size(), tensor.stride())) + 1
         if reach * size > _SPARSE_VIEW * nbytes:
-            return _keep(tensor)
+            return keep(tensor)
         start = int(tensor.storage_offset()) * size
         span = torch.empty(0, dtype=torch.uint8, device=tensor.device)
         span.set_(tensor.untyped_storage(), start, (reach * size,), (1,))
         storage = store_bytes(self._pager, span, "activation")
-        return _view_of(storage, tensor, int(tensor.storage_offset()) * size)
+        return PagedTensor.over(storage, tensor, 0)
 
 
-def _keep(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
+def keep(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
     """A saved tensor that is not copied, and its version at pack. Never the tensor itself: an
     output that holds its own graph is a cycle nobody collects."""
     return tensor if tensor.is_leaf else tensor.detach(), tensor._version
+
+
+def unpack(packed: Any) -> torch.Tensor:
+    """What was packed, unless it was changed since."""
+    if type(packed) is PagedTensor:
+        return packed
+    if len(packed) == 3:
+        return _give_weight(*packed)
+    tensor: torch.Tensor
+    tensor, version = packed
+    if type(tensor) is not torch.Tensor:
+        with torch._C.DisableTorchFunctionSubclass():
+            now = tensor._version
+    else:
+        now = tensor._version
+    if now != version:
+        raise_modified(tensor, version)
+    return tensor
 
 
 def _keep_weight(weight: PagedTensor, tensor: torch.Tensor) -> tuple[Any, ...]:
@@ -214,14 +254,14 @@ def _keep_weight(weight: PagedTensor, tensor: torch.Tensor) -> tuple[Any, ...]:
         with torch._C.DisableTorchFunctionSubclass():
             dtype = weight.dtype
     if tensor.dtype is not dtype or tensor.is_neg():  # no view that a geometry describes
-        return _keep(tensor)
+        return keep(tensor)
     return weight, tensor._version, (tensor.size(), tensor.stride(), tensor.storage_offset())
 
 
 def _give_weight(weight: PagedTensor, version: int, geometry: Any) -> torch.Tensor:
     """Plain where the weight is open: it is pinned as long as anybody has the memory."""
     opened = weight._open
-    tensor = opened.tensor if opened is not None else None
+    tensor: torch.Tensor | None = opened.tensor if opened is not None else None
     if tensor is not None and not weight._storage.pager.sees_ops:
         if tensor._version != version:
             raise_modified(tensor, version)
@@ -252,11 +292,47 @@ def _geometry(tensor: torch.Tensor) -> tuple[Any, ...]:
     return tensor.storage_offset(), tensor.size(), tensor.stride(), tensor.dtype
 
 
-def _view_of(storage: PagedStorage, tensor: torch.Tensor, first_byte: int) -> PagedTensor:
-    offset = int(tensor.storage_offset()) - first_byte // tensor.element_size()
-    view = PagedTensor(storage, tensor.size(), tensor.stride(), offset, tensor.dtype)
-    if tensor.is_conj():
-        torch._C._set_conj(view, True)
-    if tensor.is_neg():
-        torch._C._set_neg(view, True)
-    return view
+# -- torch.func ------------------------------------------------------------------------------------
+def guard_transforms() -> None:
+    """See the module. Called by every Pager; the first one puts the guards on."""
+    for name in _BEGIN:
+        transform = getattr(eager_transforms, name, None)
+        if transform is not None and not hasattr(transform, "without_pagers"):
+            setattr(eager_transforms, name, _guarded(transform))
+
+
+def _guarded(transform: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(transform)
+    def guarded(*args: Any, **kwargs: Any) -> Any:
+        with _without_pagers():
+            return transform(*args, **kwargs)
+
+    guarded.without_pagers = True  # type: ignore[attr-defined]
+    guarded._torchdynamo_inline = transform  # type: ignore[attr-defined]  # what is traced instead
+    return guarded
+
+
+@contextmanager
+def _without_pagers() -> Iterator[None]:
+    taken = []
+    while (top := _top()) is not None and (owner := _owner(top)) is not None:
+        _autograd._pop_saved_tensors_default_hooks()
+        taken.append((owner, top))
+    try:
+        yield
+    finally:
+        for owner, pair in reversed(taken):
+            owner._put_back(pair)
+
+
+def _top() -> _Pair | None:
+    return _autograd._top_saved_tensors_default_hooks(True)  # type: ignore[no-any-return]
+
+
+def _push(pair: _Pair) -> None:
+    _autograd._push_saved_tensors_default_hooks(*pair)
+
+
+def _owner(pair: _Pair) -> SavedTensors | None:
+    owner = getattr(pair[0], "__self__", None)
+    return owner if isinstance(owner, SavedTensors) else None

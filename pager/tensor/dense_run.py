@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ..errors import CorruptPage, InfeasibleBudget, PagerError
 from ..memory.space import Extent
-from .dense_views import dense_view, direct_view, withdraw
-from .geometry import set_geometry, take_over
 from .op_info import OpInfo
-from .page_bytes import copy_unmoved
 from .page_run import is_too_large, run_in_slabs, run_on_pages
-from .paged_tensor import PagedTensor
+from .paged_tensor import (
+    PagedTensor,
+    dense_view,
+    direct_view,
+    plain_copy,
+    set_geometry,
+    take_over,
+    withdraw,
+)
+from .tensor_bytes import copy_unmoved
 
 if TYPE_CHECKING:
     from ..core import Core
@@ -71,7 +78,7 @@ def run_quickly(func: Any, args: Any) -> Any:
         strided = type(out) is torch.Tensor and out.layout is torch.strided
         if strided and not 0 <= out.data_ptr() - pager.backend.address < pager.reach_bytes:
             return out
-        operands = _Operands(pager)
+        operands = Operands(pager)
         operands.twins = {id(t._view): t for t in paged}
         return _restore(out, operands)
     except BaseException:
@@ -88,7 +95,7 @@ def run_dense(func: Any, info: OpInfo, args: Any, kwargs: dict[str, Any]) -> Any
 
     What page kernels can do is done by them (``page_run.py``) where frames are scattered, or too
     few for all operands; other ops get dense copies then, or raise ``InfeasibleBudget``. Copies
-    into plain memory are made without a frame where none can be had (``page_bytes.py``).
+    into plain memory are made without a frame where none can be had (``tensor_bytes.py``).
     """
     try:
         return _run_dense(func, info, args, kwargs)
@@ -107,7 +114,7 @@ def _run_dense(func: Any, info: OpInfo, args: Any, kwargs: dict[str, Any]) -> An
     if len(pagers) > 1:  # operands of another pager become plain copies; written ones must not
         return _run_across(func, info, args, kwargs, list(pagers.values()))
     pager = paged[0]._storage.pager
-    operands = _Operands(pager)
+    operands = Operands(pager)
     runs = operands.runs
     apart = False  # whether some are in scattered frames, or not there
     for tensor in paged:
@@ -139,22 +146,7 @@ def _run_dense(func: Any, info: OpInfo, args: Any, kwargs: dict[str, Any]) -> An
             out = run_on_pages(func, args, kwargs)
             if out is not NotImplemented:
                 return out
-        dense = operands.dense
-        new_args = [
-            dense(a)
-            if type(a) is PagedTensor
-            else [dense(x) if type(x) is PagedTensor else x for x in a]
-            if type(a) in LISTS
-            else a
-            for a in args
-        ]
-        new_kwargs = {}
-        for name, a in kwargs.items():
-            if type(a) is PagedTensor:
-                a = dense(a)
-            elif type(a) in LISTS:
-                a = [dense(x) if type(x) is PagedTensor else x for x in a]
-            new_kwargs[name] = a
+        new_args, new_kwargs = mapped(operands.dense, args, kwargs)
         try:
             out = _call(func, paged, new_args, new_kwargs)
         except RuntimeError as error:
@@ -176,7 +168,20 @@ def _run_dense(func: Any, info: OpInfo, args: Any, kwargs: dict[str, Any]) -> An
 
 
 # -- operands and results --------------------------------------------------------------------------
-class _Operands:
+def mapped(
+    change: Callable[[PagedTensor], torch.Tensor], args: Any, kwargs: dict[str, Any]
+) -> tuple[list[Any], dict[str, Any]]:
+    """The arguments with what ``change`` makes of each PagedTensor, in lists too."""
+
+    def new(value: Any) -> Any:  # that knows itself would be a cycle, and keep the operands alive
+        if type(value) in LISTS:
+            return [change(item) if type(item) is PagedTensor else item for item in value]
+        return change(value) if type(value) is PagedTensor else value
+
+    return [new(a) for a in args], {name: new(a) for name, a in kwargs.items()}
+
+
+class Operands:
     """The paged operands of one op, pinned while it runs, seen as dense tensors."""
 
     __slots__ = ("buffers", "pager", "runs", "twins", "views")
@@ -236,7 +241,7 @@ def _call(func: Any, paged: list[PagedTensor], args: Any, kwargs: dict[str, Any]
         return func(*args, **kwargs)
 
 
-def _follow(tensor: PagedTensor, operands: _Operands) -> None:
+def _follow(tensor: PagedTensor, operands: Operands) -> None:
     """A written operand whose dense view the op has given another shape, or conjugated."""
     view = next((v for v in operands.views if operands.twins.get(id(v)) is tensor), None)
     if view is None:
@@ -247,7 +252,7 @@ def _follow(tensor: PagedTensor, operands: _Operands) -> None:
         torch._C._set_conj(tensor, view.is_conj())
 
 
-def _restore(out: Any, operands: _Operands) -> Any:
+def _restore(out: Any, operands: Operands) -> Any:
     """Dense views among the results become their PagedTensors again; aliases are copied."""
     if isinstance(out, torch.Tensor):
         twin = operands.twins.get(id(out))
@@ -273,33 +278,20 @@ def _run_across(
             f"{func} writes to PagedTensors of two pagers at once; page both with the same Pager"
         )
 
-    def foreign(value: Any) -> Any:
-        if type(value) is PagedTensor and value._storage.pager is not keep:
-            return value.detach().to_dense()
-        if type(value) in LISTS:
-            return [foreign(item) for item in value]
-        return value
+    def near(tensor: PagedTensor) -> torch.Tensor:
+        return tensor if tensor._storage.pager is keep else plain_copy(tensor)
 
-    return run_dense(
-        func, info, [foreign(a) for a in args], {k: foreign(v) for k, v in kwargs.items()}
-    )
+    return run_dense(func, info, *mapped(near, args, kwargs))
 
 
 def _run_resizing(func: Any, args: Any, kwargs: dict[str, Any], writes: list[PagedTensor]) -> Any:
     """The op enlarges what it writes: run it on plain copies that can grow, and take them over."""
-    plain = {id(t): t.detach().to_dense() for t in writes}
-
-    def swap(value: Any) -> Any:
-        if type(value) in LISTS:
-            return [swap(item) for item in value]
-        return plain.get(id(value), value)
-
-    new_args, new_kwargs = [swap(a) for a in args], {k: swap(v) for k, v in kwargs.items()}
+    plain = {id(t): plain_copy(t) for t in writes}
+    new_args, new_kwargs = mapped(lambda t: plain.get(id(t), t), args, kwargs)
     if paged_in(new_args, new_kwargs):
         out = run_dense(func, PLAIN, new_args, new_kwargs)
     else:
         out = func(*new_args, **new_kwargs)
     for tensor in writes:
         take_over(tensor, plain[id(tensor)])
-    back = {id(dense): tensor for tensor in writes if (dense := plain[id(tensor)]) is not None}
-    return back.get(id(out), out)
+    return next((t for t in writes if plain[id(t)] is out), out)

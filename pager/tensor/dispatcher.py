@@ -17,7 +17,7 @@ import torch
 from torch.autograd import forward_ad
 from torch.utils._pytree import tree_map_only
 
-from .activations import SavedTensors
+from .activations import SavedTensors, unpack
 from .dense_run import NOT_QUICK, PLAIN, paged_in, run_dense, run_quickly
 from .interop import refuse_script, serve_function
 from .op_info import BRANCHES_ON_SUBCLASS, OpInfo, describe
@@ -27,10 +27,12 @@ from .special_ops import (
     run_cast,
     run_composite,
     run_elementwise_list,
+    run_inplace_view,
     run_into_out,
     run_like,
+    run_resize,
+    run_view,
 )
-from .view_ops import run_inplace_view, run_resize, run_view
 
 _INFO: dict[Any, OpInfo] = {}
 _FUNCTIONS: dict[Any, tuple[Callable[..., Any], Callable[[], Any]]] = {}
@@ -197,5 +199,5 @@ def hide_all_from_dynamo() -> None:
 
 PagedTensor.__torch_function__ = classmethod(_torch_function)  # type: ignore[method-assign, assignment]
 PagedTensor.__torch_dispatch__ = classmethod(_torch_dispatch)  # type: ignore[assignment]
-for _entry in (_torch_function, _torch_dispatch, SavedTensors.pack, SavedTensors.unpack):
+for _entry in (_torch_function, _torch_dispatch, SavedTensors.pack, unpack):
     hide_from_dynamo(_entry)

@@ -36,7 +36,7 @@ from ..devices.memory import make_read_only, map_bytes, map_memory
 from ..disk.file import open_scratch_files
 from ..memory.untyped import PagedUntypedStorage, Range, bytes_at
 from .interop import VIEW, refuse
-from .paged_tensor import PagedTensor
+from .paged_tensor import PagedTensor, as_lazy
 from .tensor_bytes import BUFFER_BYTES, chunks
 
 IN_MEMORY_BYTES = BUFFER_BYTES
@@ -194,7 +194,7 @@ class Images:
         if saved is None and not self._blocks:
             remedy = "read it inside 'with pager.saving():', as libraries that save do"
             refuse(tensor, "data_ptr()", f"{remedy}, {VIEW}")
-        untyped = untyped_of(tensor)
+        untyped: PagedUntypedStorage = tensor.untyped_storage()  # type: ignore[assignment]
         if tensor.device.type == "cpu":
             with self._alone():
                 image = self._image(tensor._storage, untyped)
@@ -209,29 +209,17 @@ class Images:
         """A plain tensor over the image, to be read; two tensors that share pages share it."""
         tensor._storage.pager.check_open()
         with self._alone():
-            untyped = untyped_of(tensor)
+            untyped: PagedUntypedStorage = tensor.untyped_storage()  # type: ignore[assignment]
             memory = self._image(tensor._storage, untyped).plain(tensor._storage)
         twin = torch.empty(0, dtype=tensor.dtype)
         twin.set_(memory, int(tensor.storage_offset()), tensor.size(), tensor.stride())
-        if tensor.is_conj():
-            torch._C._set_conj(twin, True)
-        if tensor.is_neg():
-            torch._C._set_neg(twin, True)
-        return twin
+        return as_lazy(twin, tensor)
 
     def _image(self, storage: PagedStorage, untyped: PagedUntypedStorage) -> Image:
         known = untyped.range.image() if untyped.range.image is not None else None
         image = Image(self, untyped.range) if known is None else known
         image.refresh(storage)
         return image
-
-
-def untyped_of(tensor: PagedTensor) -> PagedUntypedStorage:
-    """What stands for the storage of ``tensor``; the same one for all that share it."""
-    storage = tensor._storage
-    if storage.untyped is None:
-        storage.untyped = PagedUntypedStorage.of(storage.nbytes, tensor.device)
-    return storage.untyped
 
 
 def mark_saved(module: torch.nn.Module, state: dict[str, object], prefix: str, _: object) -> None:

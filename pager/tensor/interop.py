@@ -17,7 +17,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from ..errors import PagerError
-from ..memory.untyped import PagedTypedStorage, refuse_storage
+from ..memory.untyped import PagedTypedStorage, PagedUntypedStorage, refuse_storage
 
 VIEW = "or use 'with tensor.pin() as dense:' for a view of the pages"
 
@@ -98,11 +98,12 @@ class Interop:
     def untyped_storage(self) -> torch.UntypedStorage:
         """To be compared with others': the same for all that share pages, with an address of its
         own and the real size. There is no memory at the address (``untyped.py``)."""
-        from .images import untyped_of
-
         if not self.numel() and self._storage.nbytes == 1:  # type: ignore[attr-defined]
             return torch.UntypedStorage(0, device=self.device)  # type: ignore[attr-defined]
-        return untyped_of(self)  # type: ignore[arg-type]
+        storage = self._storage  # type: ignore[attr-defined]
+        if storage.untyped is None:
+            storage.untyped = PagedUntypedStorage.of(storage.nbytes, self.device)  # type: ignore[attr-defined]
+        return storage.untyped  # type: ignore[no-any-return]
 
     def storage(self) -> torch.TypedStorage:
         return PagedTypedStorage.of(self.untyped_storage(), self.dtype)  # type: ignore[attr-defined]

@@ -147,7 +147,7 @@ class ModulePaths:
         for prefix, model in named_models(pager):
             for path, module in model.named_modules():
                 self._paths[id(module)] = prefix + path if path else _root(prefix, model)
-        self._running = _Running()
+        self._running = threading.local()
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -163,22 +163,22 @@ class ModulePaths:
     @property
     def current(self) -> str:
         """Path of the innermost module that runs in this thread."""
-        return self._running.paths[-1] if self._running.paths else OUTSIDE
+        paths = self._stack()
+        return paths[-1] if paths else OUTSIDE
+
+    def _stack(self) -> list[str]:
+        found: list[str] = self._running.__dict__.setdefault("paths", [])
+        return found
 
     def _enter(self, module: torch.nn.Module, args: Any) -> None:
         path = self._paths.get(id(module))
         if path is not None:
-            self._running.paths.append(path)
+            self._stack().append(path)
 
     def _leave(self, module: torch.nn.Module, args: Any, output: Any) -> None:
         # A module that was running already when the watching began was never entered.
-        if id(module) in self._paths and self._running.paths:
-            self._running.paths.pop()
-
-
-class _Running(threading.local):
-    def __init__(self) -> None:
-        self.paths: list[str] = []
+        if id(module) in self._paths and (paths := self._stack()):
+            paths.pop()
 
 
 def _root(prefix: str, model: torch.nn.Module) -> str:

@@ -76,19 +76,13 @@ def _is_composite(func: Any) -> bool:
 def describe(func: Any) -> OpInfo:
     """The facts of OpOverload ``func``."""
     writes, named = [], []
-    for position, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            if argument.kwarg_only:
-                named.append(argument.name)
-            else:
-                writes.append(position)
-                named.append(argument.name)
     name = func._schema.name
-    if "batch_norm" in name:  # writes its running statistics without saying so
-        for position, argument in enumerate(func._schema.arguments):
-            if argument.name in ("running_mean", "running_var") and argument.name not in named:
+    for position, argument in enumerate(func._schema.arguments):
+        silently = "batch_norm" in name and argument.name in ("running_mean", "running_var")
+        if silently or (argument.alias_info is not None and argument.alias_info.is_write):
+            named.append(argument.name)
+            if not argument.kwarg_only:
                 writes.append(position)
-                named.append(argument.name)
     if name in ("aten::set_", "aten::resize_", "aten::resize_as_"):
         kind = "resize"
     elif torch.Tag.inplace_view in func.tags:

@@ -35,8 +35,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
 
 from ..memory.space import Extent
-from .dense_views import dense_view
-from .paged_tensor import PagedTensor
+from .paged_tensor import PagedTensor, dense_view
 
 if TYPE_CHECKING:
     from ..core import Core
@@ -202,7 +201,8 @@ class OpenWeights:
                 self._close(before)
             with torch.inference_mode(False), torch.enable_grad():
                 self._open_now([paged])
-                return paged._open
+            opened: OpenWeight = paged._open
+            return opened
 
     def _can_open(self, paged: PagedTensor) -> bool:
         pager = self._pager

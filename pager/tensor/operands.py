@@ -7,7 +7,7 @@ Elements count in memory order.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import closing, contextmanager
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -16,9 +16,10 @@ from ...kernels.blockwise import BLOCK, Blockwise
 from ...kernels.pieces import Operand, Paged
 from ...kernels.update import State
 from ..errors import InfeasibleBudget, TierFull
+from ..memory.page_table import Int32
 from ..memory.space import Extent
 from .paged_tensor import PagedTensor
-from .slabs import fair_share, operand, part, slabs
+from .slabs import Pages, fair_share, pages_of, stream
 
 if TYPE_CHECKING:
     from ..core import Core
@@ -38,8 +39,9 @@ class NotAtOnce(Exception):  # noqa: N818 (not an error: there are other ways)
     """What was to be held does not fit on the device together. Nothing is pinned."""
 
 
-class Span(NamedTuple):
-    """Elements ``start … stop`` of each of some values, on the device."""
+class Slab(NamedTuple):
+    """Elements ``start … stop`` of each of the values that are walked, as operands for kernels over
+    pieces; those in pages are on the device. Valid until the next slab is asked for."""
 
     start: int
     stop: int
@@ -62,7 +64,7 @@ def runs_of(values: Iterable[Value]) -> list[Extent]:
     return list({t._storage.run.id: t._storage.run for t in paged}.values())
 
 
-def pages_of(values: Iterable[Value]) -> int:
+def count_pages(values: Iterable[Value]) -> int:
     """Pages of these runs."""
     return sum(run.count for run in runs_of(values))
 
@@ -75,21 +77,18 @@ def same_order(one: torch.Tensor, other: torch.Tensor) -> bool:
 def has_no_gaps(tensor: torch.Tensor) -> bool:
     """Whether it can be an operand: its elements fill a stretch of memory or pages, which begins at
     a page border or lies in one page."""
-    if not tensor.is_contiguous():
-        twin = torch.empty_strided(tensor.size(), tensor.stride(), device="meta")
-        if not torch.ops.aten.is_non_overlapping_and_dense(twin):
-            return False
+    if not torch.ops.aten.is_non_overlapping_and_dense(tensor):
+        return False
     if type(tensor) is not PagedTensor:
         return True
     size = tensor._storage.pager.page_size
-    begin, end = _bytes_of(tensor)
-    return begin % size == 0 or begin // size == (end - 1) // size
+    begin = begin_of(tensor)
+    return begin % size == 0 or begin % size + tensor.numel() * tensor.dtype.itemsize <= size
 
 
-def _bytes_of(tensor: PagedTensor) -> tuple[int, int]:
-    """Of the run: where the elements begin and end."""
-    begin = tensor._storage.offset + int(tensor.storage_offset()) * tensor.dtype.itemsize
-    return begin, begin + max(1, tensor.numel()) * tensor.dtype.itemsize
+def begin_of(tensor: PagedTensor) -> int:
+    """At which byte of its run."""
+    return tensor._storage.offset + int(tensor.storage_offset()) * tensor.dtype.itemsize
 
 
 def flat(tensor: torch.Tensor) -> torch.Tensor:
@@ -129,23 +128,36 @@ def held(pager: Core, values: Sequence[Value], write: Sequence[bool]) -> list[St
 def as_operand(value: Value) -> State:
     """Of what is dense, or on the device and pinned."""
     if isinstance(value, Coded):
-        return Blockwise(_operand(value.codes), _operand(value.scales))
-    return _operand(value)
+        return Blockwise(operand(value.codes), operand(value.scales))
+    return operand(value)
 
 
-def _operand(tensor: torch.Tensor) -> Operand:
+def operand(tensor: torch.Tensor) -> Operand:
+    """One that is dense, or on the device and pinned."""
     if type(tensor) is not PagedTensor:
         return flat(tensor)
+    run, begin = tensor._storage.run, begin_of(tensor)
+    end = begin + max(1, tensor.numel()) * tensor.dtype.itemsize
     size = tensor._storage.pager.page_size
-    begin, end = _bytes_of(tensor)
-    first = begin // size
-    found: Operand = operand(flat(tensor), first, -(-end // size) - first)  # type: ignore[arg-type]
-    return found
+    rows = slice(run.first + begin // size, run.first - (-end // size))
+    frames = tensor._storage.pager.table.frame[rows].copy()
+    return _in_frames(tensor, frames, begin, tensor.numel())
+
+
+def _in_frames(tensor: PagedTensor, frames: Int32, begin: int, numel: int) -> Operand:
+    """``numel`` elements from byte ``begin`` of the run on: pages, or a view where they are inside
+    one page and do not begin with it."""
+    pager, dtype = tensor._storage.pager, tensor.dtype
+    size, arena = pager.page_size, pager.residency.arena
+    if begin % size == 0:
+        return Paged(arena, frames, size, dtype, numel)
+    start = int(frames[0]) * size + begin % size
+    return arena[start : start + numel * dtype.itemsize].view(dtype)
 
 
 # -- slab by slab --------------------------------------------------------------------------------
 def pages_per_slab(pager: Core, values: Sequence[Value]) -> int:
-    """For :func:`in_slabs`: what fits beside others, such that slabs are a power of two of pages.
+    """For :func:`slabs`: what fits beside others, such that slabs are a power of two of pages.
 
     So the scales of a slab lie in one page, or are whole pages, and of two sizes of slabs the
     smaller divides the larger.
@@ -157,59 +169,125 @@ def pages_per_slab(pager: Core, values: Sequence[Value]) -> int:
     return cost << (share // cost).bit_length() - 1 if 0 < cost <= share else share
 
 
-def in_slabs(
-    pager: Core, values: Sequence[Value], write: Sequence[bool], pages: int
-) -> Iterator[Span]:
-    """Spans of all elements, in order, a few ``pages`` at a time; the next ones are read ahead.
+def slabs(
+    pager: Core,
+    values: Sequence[Value],
+    pages_per_slab: int | None = None,
+    *,
+    write: Sequence[bool] | None = None,
+) -> Iterator[Slab]:
+    """Walk ``values`` in step from the first element to the last, as many at once as
+    ``pages_per_slab`` frames hold of all of them together (but never less than a page of the widest
+    dtype); the next ones are read ahead.
 
-    What is yielded holds until the next is asked for. Raises what a fault raises, with nothing
-    pinned: spans before are complete then.
+    values : all with the same number of elements, paged here or dense, in one memory order.
+    pages_per_slab : default a third of the frames that nobody else has pinned.
+    write : which values will be written; default none.
+
+    Raises as ``slabs.stream`` does, with nothing pinned and the slabs before complete, and
+    ``ValueError`` for tensors that cannot be walked.
     """
-    main = [flat(value.codes if isinstance(value, Coded) else value) for value in values]
-    with closing(slabs(pager, main, pages, write=write)) as walk:  # type: ignore[type-var]
-        for slab in walk:
-            with ExitStack() as stack:
-                operands: list[State] = []
-                for value, one, written in zip(values, slab.operands, write):
-                    if isinstance(value, Coded):
-                        blocks = slab.start // BLOCK, -(-slab.stop // BLOCK)
-                        scales = stack.enter_context(
-                            _stretch(pager, value.scales, *blocks, written)
-                        )
-                        operands.append(Blockwise(one, scales))
-                    else:
-                        operands.append(one)
-                yield Span(slab.start, slab.stop, operands)
+    main = [value.codes if isinstance(value, Coded) else value for value in values]
+    counts = {tensor.numel() for tensor in main}
+    if len(counts) > 1:
+        raise ValueError(f"tensors have {sorted(counts)} elements; those walked in step must agree")
+    columns: list[_Column] = []
+    for value, written in zip(values, write or [False] * len(values), strict=True):
+        columns.append(_Column.of(value.codes if isinstance(value, Coded) else value, written))
+        if isinstance(value, Coded):
+            columns.append(_Column.of(value.scales, written, BLOCK))
+    numel = counts.pop() if counts else 0
+    step = _step(
+        pager, main, numel, fair_share(pager) if pages_per_slab is None else pages_per_slab
+    )
+    return _walk(pager, values, columns, numel, step)
 
 
-@contextmanager
-def _stretch(
-    pager: Core, tensor: torch.Tensor, start: int, stop: int, write: bool
-) -> Iterator[Operand]:
-    """Elements ``start … stop`` of a contiguous tensor, in one page or from a page border on."""
-    if type(tensor) is not PagedTensor:
-        yield tensor[start:stop]
-        return
-    size, itemsize = pager.page_size, tensor.dtype.itemsize
-    begin = _bytes_of(tensor)[0]
-    low, high = begin + start * itemsize, begin + stop * itemsize
-    first, last = low // size, -(-high // size)
-    with part(pager, tensor, first, last - first, write=write) as frames:
-        arena = pager.residency.arena
-        if low % size == 0:
-            yield Paged(arena, frames, size, tensor.dtype, stop - start)
-        else:
-            at = int(frames[0]) * size + low % size
-            yield arena[at : at + high - low].view(tensor.dtype)
+def _walk(
+    pager: Core, values: Sequence[Value], columns: Sequence[_Column], numel: int, step: int
+) -> Iterator[Slab]:
+    borders = [(start, min(start + step, numel)) for start in range(0, numel, step)]
+    wanted = ([c.pages(*border) for c in columns if c.is_paged] for border in borders)
+    with closing(stream(pager, wanted, noted=True)) as pinned:
+        for (start, stop), frames in zip(borders, pinned):
+            there = iter(frames)
+            found = iter([c.operand(start, stop, there) for c in columns])
+            operands: list[State] = [
+                Blockwise(next(found), next(found)) if isinstance(value, Coded) else next(found)
+                for value in values
+            ]
+            yield Slab(start, stop, operands)
 
 
-def spans(pager: Core, values: Sequence[Value], write: Sequence[bool]) -> Iterator[Span]:
+def _step(pager: Core, tensors: Sequence[torch.Tensor], numel: int, frames: int) -> int:
+    """Elements of a slab: a power of two below a page of the narrowest dtype, else a multiple of
+    such a page, so that each slab begins at a page border of each tensor, or lies in one page."""
+    sizes = [tensor.dtype.itemsize for tensor in tensors if type(tensor) is PagedTensor]
+    if not sizes:
+        return max(1, numel)
+    page = pager.page_size
+    step, whole = page // max(sizes), page // min(sizes)
+
+    def cost(step: int) -> int:
+        return sum(max(1, step * size // page) for size in sizes)
+
+    while step < whole and cost(2 * step) <= frames:
+        step *= 2
+    if step == whole:
+        step *= max(1, frames // cost(whole))
+    return step
+
+
+class _Column(NamedTuple):
+    """A tensor that is walked: from byte ``begin`` of its run, or of dense memory, in memory order.
+    ``each``: elements of the values for one of its own, which is a scale."""
+
+    tensor: torch.Tensor
+    begin: int
+    write: bool
+    each: int
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor, write: bool, each: int = 1) -> _Column:
+        if not has_no_gaps(tensor):
+            raise ValueError(
+                f"a tensor of shape {tuple(tensor.shape)}, stride {tensor.stride()} and offset "
+                f"{tensor.storage_offset()} cannot be walked: it has to lie in memory without gaps "
+                "and begin at a page border; walk the tensor that it is a view of"
+            )
+        begin = begin_of(tensor) if type(tensor) is PagedTensor else 0
+        return cls(flat(tensor), begin, write, each)
+
+    @property
+    def is_paged(self) -> bool:
+        return type(self.tensor) is PagedTensor
+
+    def _span(self, start: int, stop: int) -> tuple[int, int]:
+        return start // self.each, -(-stop // self.each)
+
+    def pages(self, start: int, stop: int) -> Pages:
+        """Those that hold these elements."""
+        storage = self.tensor._storage  # type: ignore[attr-defined]
+        size = storage.pager.page_size
+        low, high = (self.begin + n * self.tensor.dtype.itemsize for n in self._span(start, stop))
+        return pages_of(storage, range(low // size, -(-high // size)), write=self.write)
+
+    def operand(self, start: int, stop: int, frames: Iterator[Int32]) -> Operand:
+        """These elements; ``frames``: of paged columns, those of this one come next."""
+        start, stop = self._span(start, stop)
+        if type(self.tensor) is not PagedTensor:
+            return self.tensor[start:stop]
+        begin = self.begin + start * self.tensor.dtype.itemsize
+        return _in_frames(self.tensor, next(frames), begin, stop - start)
+
+
+def spans(pager: Core, values: Sequence[Value], write: Sequence[bool]) -> Iterator[Slab]:
     """All elements at once where that takes a share of the arena at most, else slab by slab."""
     first = next(tensors_of(values))
     if not first.numel():
         return
-    if pages_of(values) <= fair_share(pager):
+    if count_pages(values) <= fair_share(pager):
         with whole(pager, values, write) as operands:
-            yield Span(0, first.numel(), operands)
+            yield Slab(0, first.numel(), operands)
     else:
-        yield from in_slabs(pager, values, write, pages_per_slab(pager, values))
+        yield from slabs(pager, values, pages_per_slab(pager, values), write=write)

@@ -7,71 +7,182 @@
     more operands than the arena holds    ``run_in_slabs``   a launch per slab, reading ahead
 
 ``NotImplemented`` from these means that nothing was done, and that the op needs dense operands.
+
+Elementwise ops (``page_ops.py``) have PyTorch's bits. Sums, means and norms of pages in scattered
+frames differ from torch's on one dense tensor in rounding: ``kernels/reduce.py`` states the bound.
+``amax`` and ``amin`` are exact.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ...kernels.as_torch import elementwise_as_torch
 from ...kernels.cpu_split import Place
-from ...kernels.elementwise import elementwise
 from ...kernels.pieces import Operand, Paged, stretches
 from ...kernels.reduce import reduce
 from ...kernels.unscale import non_finite_check_and_unscale
 from ..budget.fits import fits, frames_anyway
 from ..memory.space import Extent
-from .dense_views import direct_view
-from .page_ops import Elementwise, bind, element, elementwise_call, form_of
-from .page_reduce import (
-    LISTS,
-    Reduction,
-    Unscale,
-    joined,
-    part_of,
-    reduction_of,
-    unscale_of,
-)
-from .page_rules import is_operand
+from .operands import operand, slabs
+from .page_ops import FLOATS, Elementwise, bind, elementwise_call, is_whole
 from .paged_tensor import PagedTensor
-from .slabs import slabs
 
 if TYPE_CHECKING:
     from ..core import Core
 
 aten = torch.ops.aten
 
-Call = Elementwise | Reduction | Unscale
+_HOW = {
+    aten.sum.default: "sum",
+    aten.sum.dim_IntList: "sum",
+    aten.mean.default: "mean",
+    aten.mean.dim: "mean",
+    aten.amax.default: "amax",
+    aten.max.default: "amax",
+    aten._foreach_max.default: "amax",
+    aten.amin.default: "amin",
+    aten.min.default: "amin",
+    aten.linalg_vector_norm.default: "norm",
+    aten.norm.Scalar: "norm",
+    aten.norm.ScalarOpt_dim: "norm",
+    aten.norm.ScalarOpt_dtype: "norm",
+    aten._foreach_norm.Scalar: "norm",
+}
+# Functions that the dispatcher runs as one op where nobody wants gradients.
+_FUNCTIONS: dict[Any, tuple[tuple[str, ...], tuple[Any, ...]]] = {
+    torch.norm: (("self", "p", "dim", "keepdim", "out", "dtype"), ("fro", None, False, None, None)),
+    torch.Tensor.norm: (("self", "p", "dim", "keepdim", "dtype"), ("fro", None, False, None)),
+    torch.linalg.norm: (
+        ("self", "ord", "dim", "keepdim", "out", "dtype"),
+        (None, None, False, None, None),
+    ),
+}
+_LISTS = (aten._foreach_norm.Scalar, aten._foreach_max.default)
+_UNSCALE = aten._amp_foreach_non_finite_check_and_unscale_.default
 # In place, element by element in memory order, each by itself; see `_fill_in_slabs`.
 _BY_STRETCH = (aten.normal_.default, aten.uniform_.default, aten.erfinv_.default)
+
+
+@dataclass(eq=False)
+class Reduction:
+    """``tensor`` to one number; see ``kernels.reduce``. ``dtype``: of the result. ``in_list``: that
+    is a list of one."""
+
+    how: str
+    tensor: PagedTensor
+    p: float
+    dtype: torch.dtype
+    in_list: bool
+    value: torch.Tensor | None = None
+    parts: list[torch.Tensor] = field(default_factory=list)  # of single pages
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        return (self.tensor,)
+
+    def run(self, operands: Sequence[Operand], place: Place | None = None) -> None:
+        if place is None:
+            self.value = reduce(operands, self.how, self.p, self.dtype)[0]
+            return
+        how = "sum" if self.how == "mean" else self.how
+        self.parts += reduce(_page_by_page(operands[0]), how, self.p, torch.float64).unbind()
+
+    @property
+    def result(self) -> Any:
+        value = self._joined() if self.value is None else self.value
+        return [value] if self.in_list else value
+
+    def _joined(self) -> torch.Tensor:
+        """From the parts, in the order of the pages."""
+        values = torch.stack(self.parts)
+        if self.how in ("amax", "amin"):
+            value = values.amax() if self.how == "amax" else values.amin()
+        elif self.how == "norm" and self.p != 0:
+            value = torch.linalg.vector_norm(values, self.p)
+        else:
+            value = values.sum()
+            if self.how == "mean":
+                value = value / self.tensor.numel()
+        return value.to(self.dtype)
+
+
+@dataclass(frozen=True, eq=False)
+class Unscale:
+    """``tensor *= inv_scale``; ``found_inf`` becomes 1 if an element is not finite."""
+
+    tensor: PagedTensor
+    found_inf: torch.Tensor
+    inv_scale: torch.Tensor
+    result = None
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        return (self.tensor,)
+
+    def run(self, operands: Sequence[Operand], place: Place | None = None) -> None:
+        non_finite_check_and_unscale(operands, self.found_inf, self.inv_scale)
+
+
+Call = Elementwise | Reduction | Unscale
 
 
 def call_of(
     func: Any, args: Sequence[Any], kwargs: dict[str, Any], *, exact: bool = True
 ) -> Call | None:
     """What the kernels would do for an op (of a list op: with lists of one element)."""
-    form = form_of(func)
-    if form is None:
-        return reduction_of(func, args, kwargs) or unscale_of(func, args, kwargs)
-    values = bind(form.names, form.defaults, args, kwargs)
-    if form.lists:
-        if any(isinstance(v, list | tuple) and len(v) != 1 for v in values):
+    if func is _UNSCALE:
+        return _unscale_of(args, kwargs)
+    if func in _HOW or func in _FUNCTIONS:
+        return _reduction_of(func, args, kwargs)
+    return elementwise_call(func, args, kwargs, exact=exact)
+
+
+def _is_float(tensor: Any) -> bool:
+    return type(tensor) is PagedTensor and tensor.dtype in FLOATS and is_whole(tensor)
+
+
+def _reduction_of(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Reduction | None:
+    """``None`` for everything but a reduction of one whole paged tensor (or of a list of one)."""
+    if func in _HOW:
+        given = bind(func, args, kwargs)
+    else:
+        names, defaults = _FUNCTIONS[func]
+        kwargs = {"self" if k in ("input", "A") else k: v for k, v in kwargs.items()}
+        given = {**dict(zip(names[1:], defaults)), **dict(zip(names, args)), **kwargs}
+    tensor = given["self"]
+    if type(tensor) in (list, tuple) and len(tensor) == 1:
+        tensor = tensor[0]
+    if not _is_float(tensor) or tensor.dim() == 0:
+        return None
+    if given.get("dim") not in (None, [], ()) or given.get("keepdim") or given.get("out"):
+        return None
+    if func is torch.linalg.norm and given["ord"] is not None:
+        return None  # of a matrix
+    p = given.get("ord", given.get("p"))
+    p = 2.0 if p is None or p == "fro" else p
+    dtype = given.get("dtype") or tensor.dtype
+    from_half = tensor.dtype in (torch.float16, torch.bfloat16) and dtype is torch.float32
+    # Otherwise torch would convert every element to a dtype of another precision first.
+    if not isinstance(p, int | float) or not (dtype is tensor.dtype or from_half):
+        return None
+    return Reduction(_HOW.get(func, "norm"), tensor, float(p), dtype, func in _LISTS)
+
+
+def _unscale_of(args: Sequence[Any], kwargs: dict[str, Any]) -> Unscale | None:
+    """GradScaler's check of one paged gradient (a list of one)."""
+    tensors, *scalars = args
+    if kwargs or len(tensors) != 1 or not _is_float(tensors[0]):
+        return None
+    for scalar in scalars:
+        if type(scalar) is not torch.Tensor or scalar.dtype is not torch.float32:
             return None
-        values = [element(v, 0) for v in values]
-    return elementwise_call(form, values, exact=exact)
-
-
-def _as_torch_returns(func: Any, call: Call, result: torch.Tensor | None) -> Any:
-    if func in LISTS:
-        return [result]
-    form = form_of(func)
-    if form is not None and form.lists:
-        return None if form.writes else [result]
-    return result
+        if scalar.numel() != 1 or scalar.device.type != tensors[0].device.type:
+            return None
+    return Unscale(tensors[0], *scalars)
 
 
 # -- on pages that are pinned ----------------------------------------------------------------------
@@ -81,55 +192,8 @@ def run_on_pages(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         call = call_of(func, args, kwargs)
         if call is None:
             return NotImplemented
-        return _as_torch_returns(func, call, _launch(call))
-
-
-def _launch(call: Call) -> torch.Tensor | None:
-    """On pinned operands; its result."""
-    if isinstance(call, Elementwise):
-        columns = [[_input(value)] for value in call.inputs]
-        elementwise_op(call.op, [_operand(call.target)], columns)
-        return call.target
-    operands = [_operand(call.tensor)]
-    if isinstance(call, Unscale):
-        non_finite_check_and_unscale(operands, call.found_inf, call.inv_scale)
-        return None
-    return reduce(operands, call.how, call.p, call.dtype)[0]
-
-
-def elementwise_op(
-    op: str, outs: Sequence[Operand], columns: Sequence[Any], places: Sequence[Place] | None = None
-) -> None:
-    """outs[i] = op(columns[0][i], ...) on what is on the device: torch's own op on a CPU, else the
-    kernel's. ``places``: of outs that are parts of tensors."""
-    if all((out.arena if isinstance(out, Paged) else out).device.type == "cpu" for out in outs):
-        elementwise_as_torch(op, outs, columns, places)
-    else:
-        elementwise(op, outs, *columns)
-
-
-def _operand(tensor: torch.Tensor) -> Operand:
-    """The elements of a tensor without gaps, in memory order."""
-    if type(tensor) is not PagedTensor:
-        return _flat(tensor)
-    storage = tensor._storage
-    run, pager = storage.run, storage.pager
-    if run.base >= 0:
-        return _flat(direct_view(tensor))
-    size, numel = pager.page_size, tensor.numel()
-    pages = -(-numel * tensor.dtype.itemsize // size)
-    frames = pager.table.frame[run.first : run.first + pages].copy()
-    return Paged(pager.residency.arena, frames, size, tensor.dtype, numel)
-
-
-def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
-
-
-def _input(value: Any) -> Any:
-    if is_operand(value):
-        return _operand(value)
-    return direct_view(value) if type(value) is PagedTensor else value
+        call.run([operand(tensor) for tensor in call.tensors])
+        return call.result
 
 
 # -- larger than the arena -------------------------------------------------------------------------
@@ -176,24 +240,14 @@ def run_in_slabs(pager: Core, func: Any, args: Sequence[Any], kwargs: dict[str, 
             for tensor in call.tensors:  # stats()["streamed"] names them
                 if type(tensor) is PagedTensor:
                     pager.space.note_in_slabs(tensor._storage.run)
-        if isinstance(call, Reduction):
-            each = part_of(call)
-            parts: list[torch.Tensor] = []
-            for (operand,) in _walk(pager, call.tensors, writes=False):
-                parts += reduce(_page_by_page(operand), each.how, each.p, each.dtype).unbind()
-            return _as_torch_returns(func, call, joined(call, parts))
-        if isinstance(call, Unscale):
-            for operands in _walk(pager, call.tensors, writes=True):
-                non_finite_check_and_unscale(operands, call.found_inf, call.inv_scale)
-            return None
-        inputs = [v.clone() if type(v) is PagedTensor and not v.dim() else v for v in call.inputs]
-        first, numel = 0, call.target.numel()
-        for out, *others in _walk(pager, call.tensors, writes=True):
-            rest = iter(others)
-            columns = [[next(rest) if is_operand(v) else v] for v in inputs]
-            elementwise_op(call.op, [out], columns, [Place(first, numel)])
-            first += out.numel if isinstance(out, Paged) else out.numel()
-        return _as_torch_returns(func, call, call.target)
+        names = [_identity(tensor) for tensor in call.tensors]
+        distinct = dict(zip(names, call.tensors))  # pages count once, however often they are named
+        numel = call.tensors[0].numel()
+        write = [not isinstance(call, Reduction) and name == names[0] for name in distinct]
+        for slab in slabs(pager, list(distinct.values()), write=write):
+            there = dict(zip(distinct, slab.operands))
+            call.run([there[name] for name in names], Place(slab.start, numel))
+        return call.result
 
 
 def _page_by_page(operand: Operand) -> list[Operand]:
@@ -223,8 +277,8 @@ def _fill_in_slabs(pager: Core, func: Any, args: Sequence[Any], kwargs: dict[str
         return NotImplemented
     if _has_to_be_whole(pager, [tensor]):
         return NotImplemented
-    for operands in _walk(pager, [tensor], writes=True):
-        for (view,) in stretches(operands):
+    for slab in slabs(pager, [tensor], write=[True]):
+        for (view,) in stretches(slab.operands):  # type: ignore[arg-type]
             func(view, *args[1:], **kwargs)
     return tensor
 
@@ -233,25 +287,8 @@ def _begins_amid(tensor: torch.Tensor) -> bool:
     return type(tensor) is PagedTensor and tensor._storage.offset != 0
 
 
-def _walk(pager: Core, tensors: Sequence[torch.Tensor], *, writes: bool) -> Iterable[list[Operand]]:
-    """Operands of all tensors, slab by slab; ``writes``: the first one is written. Each tensor's
-    pages count once, however often it is named."""
-    names = [_identity(tensor) for tensor in tensors]
-    distinct = dict(zip(names, map(_flat_paged, tensors)))
-    order = list(distinct)
-    written = [writes and name == names[0] for name in order]
-    for slab in slabs(pager, list(distinct.values()), write=written):
-        yield [slab.operands[order.index(name)] for name in names]
-
-
 def _identity(tensor: torch.Tensor) -> Any:
     """The same for tensors of the same elements."""
     if type(tensor) is PagedTensor:
         return id(tensor._storage), tensor.dtype
     return id(tensor)
-
-
-def _flat_paged(tensor: torch.Tensor) -> torch.Tensor:
-    if type(tensor) is not PagedTensor:
-        return _flat(tensor)
-    return PagedTensor(tensor._storage, (tensor.numel(),), (1,), 0, tensor.dtype)

@@ -1,4 +1,4 @@
-"""``PagedTensor``: an ordinary-looking tensor whose bytes live in pages.
+"""``PagedTensor``: an ordinary-looking tensor whose bytes live in pages; plain views and copies.
 
 Four rules keep it correct (``pager/README.md`` says what happens without each):
 
@@ -11,7 +11,9 @@ Four rules keep it correct (``pager/README.md`` says what happens without each):
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -19,9 +21,10 @@ from ..core import PagedStorage
 from .interop import Interop
 
 if TYPE_CHECKING:
-    from .images import Saved
-    from .open_weights import OpenWeight
+    from ..core import Core
 
+T = TypeVar("T", bound=torch.Tensor)
+_PRINT_LIMIT_BYTES = 1 << 20
 _STORAGE_BYTES = 1 << 50  # of the wrapper; it has no memory, but geometry is checked against it
 
 
@@ -40,9 +43,9 @@ class PagedTensor(Interop, torch.Tensor):
     _view: torch.Tensor | None
     _view_generation: int
     _shaped: int = 0  # how often its geometry was changed in place
-    _open: OpenWeight | None = None  # see open_weights.py
+    _open: Any = None  # see open_weights.py
     _opening: tuple[int, torch.Tensor] | None = None  # by which thread, over what
-    _saved: Saved | None = None  # of a state dict, see images.py
+    _saved: Any = None  # of a state dict, see images.py
 
     @staticmethod
     def __new__(
@@ -74,6 +77,14 @@ class PagedTensor(Interop, torch.Tensor):
         self._view_generation = -1
         return self
 
+    @classmethod
+    def over(
+        cls, storage: PagedStorage, shape: torch.Tensor, offset: int | None = None
+    ) -> PagedTensor:
+        """All that ``shape`` has but its memory, over pages; at its own offset unless given."""
+        offset = int(shape.storage_offset()) if offset is None else offset
+        return as_lazy(cls(storage, shape.size(), shape.stride(), offset, shape.dtype), shape)
+
     __hash__ = object.__hash__  # by identity, as torch.Tensor's, which is a function in Python
 
     # -- public ----------------------------------------------------------------------------------
@@ -85,9 +96,7 @@ class PagedTensor(Interop, torch.Tensor):
     def to_dense(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """A plain tensor with the same values, size and strides, outside the arena. Differentiable
         (its gradient flows back here)."""
-        from .plain_copies import to_dense
-
-        return to_dense(self)
+        return _ToDense.apply(self)  # type: ignore[no-any-return,no-untyped-call]
 
     def residency(self) -> dict[str, int]:
         """Bytes of the underlying pages per tier: ``{"device": …, "host": …, "disk": …}``.
@@ -97,26 +106,45 @@ class PagedTensor(Interop, torch.Tensor):
         """
         return self._storage.pager.residency_of(self._storage)
 
-    def pin(self) -> Any:
+    @contextmanager
+    def pin(self) -> Iterator[torch.Tensor]:
         """Context manager: keep the pages on the device; yields a dense view of them.
 
         The view is valid inside the block only; it is zero-copy where the frames are consecutive
         (always, unless pins of others leave no room), else a copy that is written back at the end.
         Work that uses it must be queued on the current stream.
         """
-        from .dense_views import pinned_view
-
-        return pinned_view(self)
+        pager, run = self._storage.pager, self._storage.run
+        with pager.hold([run], write=[run]):
+            try:
+                if run.base >= 0:
+                    yield dense_view(self, pager.address_of(self._storage))
+                else:
+                    buffer = pager.gather(run)
+                    yield dense_view(self, buffer.data_ptr() + self._storage.offset)
+                    pager.scatter(run, buffer)
+            finally:
+                run.writes += 1  # until now
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        from .plain_copies import describe_tensor
-
-        return describe_tensor(self)
+        """The values while that is cheap, the geometry always."""
+        shape = f"shape={tuple(self.size())}, dtype={self.dtype}"
+        closed = self._storage.pager.closed_reason
+        if closed is not None:
+            return f"PagedTensor({shape}, {closed})"
+        grad = ", requires_grad=True" if self.requires_grad else ""
+        if self.numel() * self.element_size() > _PRINT_LIMIT_BYTES:
+            return f"PagedTensor({shape}, residency={self.residency()}{grad})"
+        return f"PagedTensor({plain_copy(self)!r}{grad})"
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        from .plain_copies import pickled_twin
-
-        return pickled_twin(self).__reduce_ex__(protocol)
+        """As a plain tensor. What is tied stays tied, and a whole model need not be in memory
+        (``images.py``)."""
+        if self.device.type != "cpu" or not self.numel():
+            return dense_twin(self).__reduce_ex__(protocol)
+        twin = _as_leaf(self, self._storage.pager.images.plain_twin(self))
+        twin.requires_grad_(self.requires_grad)  # plain ones with a history have it too
+        return twin.__reduce_ex__(protocol)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PagedTensor:
         if id(self) in memo:
@@ -126,9 +154,7 @@ class PagedTensor(Interop, torch.Tensor):
                 "Only Tensors created explicitly by the user (graph leaves) support the deepcopy "
                 "protocol at the moment; detach() this PagedTensor first"
             )
-        from .new_pages import duplicate
-
-        copy = memo[id(self)] = duplicate(self)
+        copy = memo[id(self)] = _duplicate(self)
         return copy
 
     def __copy__(self) -> PagedTensor:
@@ -139,3 +165,145 @@ class PagedTensor(Interop, torch.Tensor):
         if getattr(self, "_is_param", False):
             alias._is_param = True
         return alias
+
+
+def as_lazy(view: T, like: torch.Tensor) -> T:
+    """``view``, conjugated or negated lazily where ``like`` is."""
+    if like.is_conj():
+        torch._C._set_conj(view, True)
+    if like.is_neg():
+        torch._C._set_neg(view, True)
+    return view
+
+
+def blank(pager: Core, like: torch.Tensor, kind: str, apart: str = "") -> PagedTensor:
+    """In new pages, with ``like``'s shape, dtype and (dense) strides; the caller writes all of it
+    before anyone reads it. ``apart``: see ``Extent``."""
+    pager.check_open()
+    dense = torch.ops.aten.is_non_overlapping_and_dense(like)
+    shape = like if dense else torch.empty(like.size(), dtype=like.dtype, device="meta")
+    with pager.lock:
+        pager.residency.collect()
+        storage = PagedStorage(pager, like.numel() * like.element_size(), kind, apart)
+    storage.run.overwritten = storage.run.small is None
+    return PagedTensor(storage, shape.size(), shape.stride(), 0, like.dtype)
+
+
+# -- plain copies ----------------------------------------------------------------------------------
+class _ToDense(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: PagedTensor) -> torch.Tensor:
+        return plain_copy(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return grad
+
+
+@torch.no_grad()
+def plain_copy(tensor: PagedTensor) -> torch.Tensor:
+    """With the same strides where they leave no gaps, contiguous else. Without history."""
+    dense = torch.ops.aten.is_non_overlapping_and_dense(tensor)
+    stride = tensor.stride() if dense else torch.empty(tensor.size(), device="meta").stride()
+    copy = torch.empty_strided(tensor.size(), stride, dtype=tensor.dtype, device=tensor.device)
+    return copy.copy_(tensor.detach())
+
+
+def dense_twin(tensor: PagedTensor) -> torch.Tensor:
+    """An ordinary leaf tensor (an ``nn.Parameter`` for a parameter) with the same values."""
+    return _as_leaf(tensor, plain_copy(tensor))
+
+
+def _as_leaf(tensor: PagedTensor, dense: torch.Tensor) -> torch.Tensor:
+    if getattr(tensor, "_is_param", False):
+        return torch.nn.Parameter(dense, requires_grad=tensor.requires_grad)
+    return dense.requires_grad_(tensor.requires_grad and tensor.is_leaf)
+
+
+def _duplicate(tensor: PagedTensor) -> PagedTensor:
+    """Its own pages, the same attributes."""
+    pager, kind = tensor._storage.pager, tensor._storage.run.kind
+    twin = blank(pager, tensor, kind)
+    with torch.no_grad():
+        twin.copy_(tensor.detach())
+    if getattr(tensor, "_is_param", False):
+        twin._is_param = True
+    if tensor.requires_grad:
+        twin.requires_grad_(True)
+        if kind == "parameter":
+            twin.register_post_accumulate_grad_hook(pager.page_grad)  # type: ignore[no-untyped-call]
+    if tensor.grad is not None:
+        grad = tensor.grad
+        twin.grad = _duplicate(grad) if type(grad) is PagedTensor else grad.clone()
+    return twin
+
+
+# -- plain views, for the time that the pages are held ---------------------------------------------
+def direct_view(tensor: PagedTensor) -> torch.Tensor:
+    """The zero-copy view of a tensor that is pinned in consecutive frames."""
+    run = tensor._storage.run
+    if tensor._view is None or tensor._view_generation != run.generation:
+        address = tensor._storage.pager.address_of(tensor._storage)
+        if torch.is_inference_mode_enabled():  # it is kept, and training will write to it
+            with torch.inference_mode(False):
+                tensor._view = dense_view(tensor, address)
+        else:
+            tensor._view = dense_view(tensor, address)
+        tensor._view_generation = run.generation
+    return tensor._view
+
+
+def dense_view(tensor: PagedTensor, address: int) -> torch.Tensor:
+    """``tensor``'s geometry over memory at ``address``, in a storage of its own (rule 3)."""
+    storage = torch._C._construct_storage_from_data_pointer(
+        address, tensor._storage.pager.device, tensor._storage.nbytes
+    )
+    view = torch.empty(0, dtype=tensor.dtype, device=tensor._storage.pager.device)
+    view.set_(storage, tensor.storage_offset(), tensor.size(), tensor.stride())
+    return as_lazy(view, tensor)
+
+
+def withdraw(tensors: Sequence[PagedTensor], views: Iterable[torch.Tensor]) -> None:
+    """Take the memory from ``views`` of ``tensors``: after an error the frames of its traceback
+    hold them, and a debugger may print them when the arena is gone."""
+    if not tensors:
+        return
+    with tensors[0]._storage.pager.lock:
+        for tensor in tensors:
+            tensor._view = None
+        if any(tensor._storage.run.pins > 1 for tensor in tensors):
+            return  # other threads may be using the same views
+        for view in views:
+            view.set_()  # type: ignore[call-overload]
+
+
+# -- geometry that changes in place ---------------------------------------------------------------
+def set_geometry(tensor: PagedTensor, shape: torch.Tensor) -> PagedTensor:
+    """``tensor`` itself, with the geometry of ``shape`` over the same pages."""
+    with torch._C._DisableTorchDispatch():
+        torch.ops.aten.as_strided_.default(
+            tensor, shape.size(), shape.stride(), shape.storage_offset()
+        )
+    _forget_views(tensor)
+    return tensor
+
+
+def take_over(tensor: PagedTensor, dense: torch.Tensor) -> None:
+    """``tensor`` gets the shape and the values of plain ``dense``."""
+    if tensor.size() != dense.size():
+        tensor.resize_(dense.size())
+    if tensor.stride() != dense.stride() and torch.ops.aten.is_non_overlapping_and_dense(dense):
+        shape = torch.empty(0, dtype=dense.dtype, device="meta")
+        set_geometry(
+            tensor, shape.as_strided(dense.size(), dense.stride(), tensor.storage_offset())
+        )
+    if tensor.is_conj() != dense.is_conj():
+        torch._C._set_conj(tensor, dense.is_conj())
+        _forget_views(tensor)
+    tensor.copy_(dense)
+
+
+def _forget_views(tensor: PagedTensor) -> None:
+    tensor._view = None
+    tensor._shaped += 1
+    tensor._storage.pager.opened.forget(tensor)

@@ -94,12 +94,17 @@ def as_sharded(model: torch.nn.Module, tensors: Mapping[str, Any]) -> Mapping[st
 def _sharded_as(like: Any, value: Any) -> Any:
     if not is_sharded(like) or not _is_whole(value, like):
         return value
+    return _dtensor(part_of(value, like), like, like.placements, value.size(), value.stride())
+
+
+def _dtensor(local: torch.Tensor, like: Any, placements: Any, size: Any, stride: Any) -> Any:
+    """On the mesh of ``like``, with ``local`` for this rank's part."""
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
-    meta = TensorMeta(value.size(), value.stride(), value.dtype)
-    spec = DTensorSpec(like.device_mesh, tuple(like.placements), tensor_meta=meta)
-    return DTensor(part_of(value, like), spec, requires_grad=False)
+    meta = TensorMeta(torch.Size(size), tuple(stride), local.dtype)
+    spec = DTensorSpec(like.device_mesh, tuple(placements), tensor_meta=meta)
+    return DTensor(local, spec, requires_grad=False)
 
 
 def _is_whole(value: Any, like: Any) -> bool:
@@ -140,14 +145,14 @@ def is_scales(key: str, value: Any) -> bool:
 def scales_as_sharded(scales: torch.Tensor, parameter: Any) -> torch.Tensor:
     """The scales of this rank's shard as its row of all ranks' scales. Shards are all of one
     size."""
-    from torch.distributed.tensor import DTensor, Shard
-    from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+    from torch.distributed.tensor import Shard
 
-    placements = tuple(Shard(0) if p.is_shard() else p for p in parameter.placements)
-    shape = torch.Size([shard_count(parameter), scales.numel()])
-    meta = TensorMeta(shape, (scales.numel(), 1), scales.dtype)
-    spec = DTensorSpec(parameter.device_mesh, placements, tensor_meta=meta)
-    return DTensor(scales.view(1, -1), spec, requires_grad=False)
+    placements = [Shard(0) if p.is_shard() else p for p in parameter.placements]
+    size = shard_count(parameter), scales.numel()
+    found: torch.Tensor = _dtensor(
+        scales.view(1, -1), parameter, placements, size, (scales.numel(), 1)
+    )
+    return found
 
 
 def shard_count(parameter: Any) -> int:

@@ -7,74 +7,83 @@ one before leaves when its frames are wanted, before anything else does. ::
     tensor   | leave if wanted | in use | coming | on host or disk ...
                                  ^ slab k  ^ slab k + 1
 
-Plans know whole runs only. To them a stream is one access, to a workspace of as many frames as two
-slabs take (``workspace.py``); what it brought leaves as soon as a slab is done with. Copies below
-of what is written become void as they do for other writes.
+A plan moves whole runs, and counts frames. A stream's run is never on the device whole, so a plan
+cannot move it; what it can do is keep frames free. To it a stream is one access, to a *workspace*
+of some frames, for as long as it runs. ::
+
+    accesses    ... | linear | stream of the head ................ | next linear ...
+    frames          | planned runs ...............................................
+                             | n kept free: slab in use, slab coming |
+
+``n`` is what the first two slabs take. While the stream runs, planned moves do not take the frames
+that it has not filled yet. Pages that were on the device before the stream came stay: they are the
+plan's. Those that it brought leave after their slab. Copies below of what is written become void as
+they do for other writes.
 """
 
 from __future__ import annotations
 
+import itertools
 import time
+from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
 
-from ...kernels.pieces import Operand, Paged
+from ...kernels.launch import upload
+from ...kernels.scatter import scatter_pages
 from ..budget.fits import frames_anyway
 from ..core import PagedStorage
 from ..errors import PagerError
-from ..memory.page_table import Int32
+from ..memory.frame_pool import merge
+from ..memory.page_table import BLANK, DIRTY, Int32, PageTable
 from ..memory.space import Extent, Part
+from ..moves.mover import AHEAD
+from ..moves.tickets import MoveFailed
 from .paged_tensor import PagedTensor
-from .read_ahead import ReadAhead, reading_ahead
-from .workspace import workspace
 
 if TYPE_CHECKING:
     from ..core import Core
 
+TABLE_SHARE = 3  # a table that takes less than this fraction of the arena is whole
 _SHARE = 3  # a slab takes this fraction of the arena: two are there at once, and others too
-_TABLE_SHARE = 3  # a table that takes less than this fraction is whole (`table_rows.py`)
+_SLABS = 3  # in use, coming, leaving
 
 
-@dataclass(frozen=True, eq=False)
-class Pages:
-    """Some pages of a storage: numbers within it, in order, none twice. ``write``: they will be
-    written."""
+class Pages(NamedTuple):
+    """Some pages of a storage. ``write``: they will be written."""
 
-    storage: PagedStorage
-    numbers: Int32
+    part: Part
     write: bool = False
-
-    @property
-    def part(self) -> Part:
-        return Part(self.storage.run, (self.numbers + self.storage.run.first).astype(np.int32))
 
 
 def pages_of(
     of: PagedTensor | PagedStorage, numbers: Iterable[int] | Int32, *, write: bool = False
 ) -> Pages:
-    """Pages of a tensor's storage. Raises ``ValueError`` unless they are its own and in order."""
-    storage = of if isinstance(of, PagedStorage) else of._storage
-    if not isinstance(numbers, np.ndarray):
+    """By their numbers within a tensor's storage. Raises ``ValueError`` unless they are its own, in
+    order and none twice."""
+    run = (of if isinstance(of, PagedStorage) else of._storage).run
+    if isinstance(numbers, range):
+        numbers = np.arange(numbers.start, numbers.stop, dtype=np.int32)
+    elif not isinstance(numbers, np.ndarray):
         numbers = np.fromiter(numbers, np.int32)
     if len(numbers):
         low, high = int(numbers.min()), int(numbers.max())
-        if low < 0 or high >= storage.run.count:
-            wrong, last = low if low < 0 else high, storage.run.count - 1
+        if low < 0 or high >= run.count:
+            wrong, last = low if low < 0 else high, run.count - 1
             raise ValueError(f"page {wrong} of a tensor that has pages 0 to {last}")
     if (np.diff(numbers) <= 0).any():
         raise ValueError("page numbers must be in order and none twice; pass np.unique of them")
-    return Pages(storage, numbers.astype(np.int32), write)
+    return Pages(Part(run, (numbers + run.first).astype(np.int32)), write)
 
 
 # -- one part ------------------------------------------------------------------------------------
 @contextmanager
 def part(
-    pager: Core, of: PagedTensor | PagedStorage, first: int, count: int, *, write: bool = False
+    pager: Core, of: PagedTensor, first: int, count: int, *, write: bool = False
 ) -> Iterator[Int32]:
     """Keep pages ``first … first+count`` of a tensor's storage on the device; their frames, int32
     [count], on the host, in any order. They hold while the block runs.
@@ -84,25 +93,11 @@ def part(
     """
     if count < 1:
         raise ValueError(f"{count} pages: a part has one at least")
-    wanted = pages_of(of, np.arange(first, first + count, dtype=np.int32), write=write)
-    with page_set(pager, wanted) as frames:
+    if of._storage.pager is not pager:
+        raise PagerError("the pages are of another Pager; use the tensor's own, tensor.pager")
+    mine = pages_of(of, range(first, first + count)).part
+    with pager.hold_parts([mine], [mine] if write else []) as (frames,):
         yield frames
-
-
-@contextmanager
-def page_set(pager: Core, wanted: Pages) -> Iterator[Int32]:
-    """:func:`part` for any set of pages, or none: those that hold some rows of a table."""
-    with pager.hold_parts(*_parts_of(pager, [wanted])) as (frames,):
-        yield frames
-
-
-def _parts_of(pager: Core, wanted: Sequence[Pages]) -> tuple[list[Part], list[Part]]:
-    """To be held, and those of them to be written."""
-    for pages in wanted:
-        if pages.storage.pager is not pager:
-            raise PagerError("the pages are of another Pager; use the tensor's own, tensor.pager")
-    parts = [pages.part for pages in wanted]
-    return parts, [part for pages, part in zip(wanted, parts) if pages.write]
 
 
 # -- streams -------------------------------------------------------------------------------------
@@ -123,14 +118,15 @@ def stream(
     if wanted is None:
         return
     first = wanted
-    ahead: ReadAhead
     two = [[pages.part for pages in slab] for slab in (first, upcoming or ())]
-    with reading_ahead(pager) as ahead, workspace(pager, two, _writes(first)) as frames_kept:
+    writes = [pages.write for pages in first]
+    with reading_ahead(pager) as ahead, _workspace(pager, two, writes) as frames_kept:
         with pager.lock:
             frames_kept.coming(two[0])
         try:
             while wanted is not None:
-                parts, written = _parts_of(pager, wanted)
+                parts = [pages.part for pages in wanted]
+                written = [pages.part for pages in wanted if pages.write]
                 with pager.lock, pager.waiting(own=True):
                     ahead.take()
                 frames = pager.take_parts(parts, written, streamed=True)
@@ -151,80 +147,85 @@ def stream(
                 _note_whole_need(pager, first, began)
 
 
-def _writes(slab: Sequence[Pages]) -> list[bool]:
-    return [pages.write for pages in slab]
-
-
 def _note_whole_need(pager: Core, slab: Sequence[Pages], began: float) -> None:
     """Whole, a table is held, and its gradient is dense."""
-    for pages in slab:
-        run = pages.storage.run
-        of_gradient = pages.storage.nbytes if run.kind == "gradient" else 0
+    for (run, _), _ in slab:
         pager.budget.whole_needs.note(
             run.count,
-            share=_TABLE_SHARE,
-            more_dense=of_gradient,
+            share=TABLE_SHARE,
+            more_dense=run.nbytes if run.kind == "gradient" else 0,
             began=began,
             ended=time.perf_counter(),
         )
 
 
-# -- tensors in step -----------------------------------------------------------------------------
-@dataclass(frozen=True, eq=False)
-class Slab:
-    """Elements ``start … stop`` of each of the tensors that are walked, as operands for kernels
-    over pieces; those in pages are on the device. Valid until the next slab is asked for."""
+# -- stretches of one storage ----------------------------------------------------------------------
+class Held(NamedTuple):
+    """Bytes ``low … high`` of a storage's run, whose pages are held in ``frames``."""
 
-    start: int
-    stop: int
-    operands: tuple[Operand, ...]
+    storage: PagedStorage
+    low: int
+    high: int
+    frames: Int32
+
+    def pieces(self, low: int, high: int) -> list[torch.Tensor]:
+        """Bytes ``low … high``, some of these, uint8, where they are: in as few views as may be."""
+        pager = self.storage.pager
+        size, arena = pager.page_size, pager.residency.arena
+        numbers = np.arange(low // size, -(-high // size), dtype=np.int32)
+        start = int(numbers[0]) - self.low // size
+        found = []
+        for frame, page, count in merge(self.frames[start : start + len(numbers)], numbers):
+            begin, end = max(low, page * size), min(high, (page + count) * size)
+            at = (frame - page) * size + begin
+            found.append(arena[at : at + end - begin])
+        return found
+
+    def put(self, source: torch.Tensor, low: int) -> None:
+        """Write ``source`` from byte ``low`` on, without a copy beside the arena: what comes from
+        the host goes straight into its frames, a stretch of neighbours at a time."""
+        pager, size = self.storage.pager, self.storage.pager.page_size
+        pieces = self.pieces(low, low + source.numel())
+        alone = low == self.low and source.numel() == self.high - low and low % size == 0
+        if len(pieces) > 1 and source.device.type != "cpu" and alone:
+            frames = upload(torch.from_numpy(self.frames.copy()), pager.device)
+            scatter_pages(source, frames, pager.residency.arena, size)
+            return
+        for piece, values in zip(pieces, source.split([piece.numel() for piece in pieces])):
+            piece.copy_(values)
 
 
-def slabs(
-    pager: Core,
-    tensors: Sequence[torch.Tensor],
-    pages_per_slab: int | None = None,
+def walk(
+    storage: PagedStorage,
+    ranges: Sequence[tuple[int, int]],
     *,
-    write: Sequence[bool] | None = None,
-) -> Iterator[Slab]:
-    """Walk ``tensors`` in step from the first element to the last, as many at once as
-    ``pages_per_slab`` frames hold of all of them together (but never less than a page of the widest
-    dtype).
-
-    tensors : all with the same number of elements, contiguous, paged here or dense.
-    pages_per_slab : default a third of the frames that nobody else has pinned.
-    write : which tensors will be written; default none.
-
-    Raises as :func:`stream` does, and ``ValueError`` for tensors that cannot be walked.
-    """
-    flat = [_Flat.of(pager, tensor) for tensor in tensors]
-    counts = {tensor.numel() for tensor in tensors}
-    if len(counts) > 1:
-        raise ValueError(f"tensors have {sorted(counts)} elements; those walked in step must agree")
-    if write is None:
-        write = [False] * len(flat)
-    if len(write) != len(flat):
-        raise ValueError(f"write names {len(write)} tensors, but {len(flat)} are walked")
-    numel = counts.pop() if counts else 0
-    if pages_per_slab is None:
-        pages_per_slab = fair_share(pager)
-    return _walk(pager, flat, write, numel, _step(flat, numel, pages_per_slab))
+    write: bool = False,
+    noted: bool = False,
+) -> Generator[Held, None, None]:
+    """A stream through bytes ``low … high`` of a storage's run, one range after another."""
+    size = storage.pager.page_size
+    pages = ([pages_of(storage, range(a // size, -(-b // size)), write=write)] for a, b in ranges)
+    with closing(stream(storage.pager, pages, noted=noted)) as pinned:
+        for (low, high), (frames,) in zip(ranges, pinned):
+            yield Held(storage, low, high, frames)
 
 
-def _walk(
-    pager: Core, flat: Sequence[_Flat], write: Sequence[bool], numel: int, step: int
-) -> Iterator[Slab]:
-    borders = range(0, numel, step)
+def cut(low: int, high: int, pages: int, size: int) -> list[tuple[int, int]]:
+    """Bytes ``low … high`` in ranges that end with a page, after as many ``pages`` of ``size``."""
+    inner = range((low // size + pages) * size, high, pages * size)
+    return list(itertools.pairwise([low, *inner, high]))
 
-    def wanted() -> Iterator[list[Pages]]:
-        for start in borders:
-            stop = min(start + step, numel)
-            yield [f.pages(start, stop, write=w) for f, w in zip(flat, write) if f.storage]
 
-    with closing(stream(pager, wanted(), noted=True)) as pinned:
-        for start, _ in zip(borders, pinned):
-            stop = min(start + step, numel)
-            yield Slab(start, stop, tuple(f.operand(start, stop) for f in flat))
+def put_bytes(
+    storage: PagedStorage, source: torch.Tensor, low: int = 0, *, noted: bool = False
+) -> None:
+    """``source``, uint8, becomes the bytes from ``low`` on, as many pages at a time as may be held.
+    Raises ``InfeasibleBudget`` if not one page has room."""
+    pager = storage.pager
+    ranges = cut(low, low + source.numel(), max(1, fair_share(pager)), pager.page_size)
+    with closing(walk(storage, ranges, write=True, noted=noted)) as held:
+        for some in held:
+            some.put(source[some.low - low : some.high - low], some.low)
 
 
 def fair_share(pager: Core) -> int:
@@ -233,99 +234,177 @@ def fair_share(pager: Core) -> int:
         return max(0, frames_anyway(pager.budget) - pager.residency.pinned_pages()) // _SHARE
 
 
-def _step(flat: Sequence[_Flat], numel: int, frames: int) -> int:
-    """Elements of a slab: a power of two below a page of the narrowest dtype, else a multiple of
-    such a page, so that each slab begins at a page border of each tensor, or lies in one page."""
-    sizes = [f.dtype.itemsize for f in flat if f.storage]
-    if not sizes:
-        return max(1, numel)
-    page = next(f.page_bytes for f in flat if f.storage)
-    step, whole = page // max(sizes), page // min(sizes)
+# -- what a stream is to a plan --------------------------------------------------------------------
+class Workspace:
+    """Frames of one stream. ``newest``: pages of the latest slab that it brings itself."""
 
-    def cost(step: int) -> int:
-        return sum(max(1, step * size // page) for size in sizes)
+    def __init__(self, table: PageTable, frames: int) -> None:
+        self._table = table
+        self._frames = frames
+        self._brought: deque[Int32] = deque(maxlen=_SLABS)
+        self.newest: list[Part] = []
 
-    while step < whole and cost(2 * step) <= frames:
-        step *= 2
-    if step == whole:
-        step *= max(1, frames // cost(whole))
-    return step
+    def coming(self, parts: Sequence[Part]) -> None:
+        """A slab is about to be brought in, what is there already excepted."""
+        before = self._brought[-1] if self._brought else np.empty(0, np.int32)
+        self.newest = [
+            Part(run, pages[(self._table.frame[pages] < 0) | np.isin(pages, before)])
+            for run, pages in parts
+        ]
+        every = [pages for _, pages in self.newest]
+        self._brought.append(np.concatenate(every) if every else before[:0])
 
-
-@dataclass(frozen=True, eq=False)
-class _Flat:
-    """A contiguous tensor as bytes: ``begin`` … of its storage, or dense memory."""
-
-    storage: PagedStorage | None
-    dense: torch.Tensor | None
-    dtype: torch.dtype
-    begin: int  # within the run
-    nbytes: int
-    page_bytes: int
-
-    @classmethod
-    def of(cls, pager: Core, tensor: torch.Tensor) -> _Flat:
-        if not tensor.is_contiguous():
-            raise ValueError(
-                f"a tensor of shape {tuple(tensor.shape)} and stride {tensor.stride()} cannot be "
-                "walked; pass it contiguous"
-            )
-        if type(tensor) is not PagedTensor:
-            return cls(None, tensor.view(-1), tensor.dtype, 0, 0, pager.page_size)
-        storage, size = tensor._storage, tensor.dtype.itemsize
-        begin = storage.offset + int(tensor.storage_offset()) * size
-        nbytes = tensor.numel() * size
-        in_one = begin % pager.page_size + nbytes <= pager.page_size
-        if begin % pager.page_size and not in_one:
-            raise ValueError(
-                f"a view that begins at byte {begin} of its pages does not begin at a page border "
-                f"(pages have {pager.page_size} bytes); walk the tensor that it is a view of"
-            )
-        return cls(storage, None, tensor.dtype, begin, nbytes, pager.page_size)
-
-    def pages(self, start: int, stop: int, *, write: bool) -> Pages:
-        """Those that hold these elements."""
-        assert self.storage is not None
-        first = (self.begin + start * self.dtype.itemsize) // self.page_bytes
-        last = (self.begin + stop * self.dtype.itemsize - 1) // self.page_bytes
-        return Pages(self.storage, np.arange(first, last + 1, dtype=np.int32), write)
-
-    def operand(self, start: int, stop: int) -> Operand:
-        """These elements; the pages that hold them are on the device."""
-        if self.dense is not None:
-            return self.dense[start:stop]
-        assert self.storage is not None
-        size = self.dtype.itemsize
-        low, high = self.begin + start * size, self.begin + stop * size
-        return _operand(self.storage.pager, self.storage.run, low, high, self.dtype)
+    def kept_frames(self) -> int:
+        """Frames that are to stay free for it."""
+        pages = np.unique(np.concatenate(self._brought)) if self._brought else np.empty(0, np.int32)
+        return max(0, self._frames - int((self._table.frame[pages] >= 0).sum()))
 
 
-def operand(tensor: PagedTensor, first: int, count: int) -> Operand:
-    """What ``tensor`` has in pages ``first … first+count`` of its storage, which are pinned: pages,
-    or a view where it is all inside one page and does not begin with it.
+@contextmanager
+def _workspace(
+    pager: Core, slabs: Sequence[Sequence[Part]], write: Sequence[bool]
+) -> Iterator[Workspace]:
+    """The stream is in the access log, and has its frames if a plan is followed. ``slabs``: the
+    first two; ``write``: for each part of the first one."""
+    frames = sum(len(np.unique(pages)) for slab in slabs for _, pages in slab)
+    space = Workspace(pager.table, min(frames, pager.residency.pool.count))
+    watch, follower, kept = pager.watcher(), pager.follower, pager.residency.workspaces
+    if watch is None:
+        yield space
+        return
+    with pager.lock:
+        access = watch.stream_begins([run for run, _ in slabs[0]], write, frames)
+        if access is not None and follower is not None and follower.compiled is not None:
+            kept.append(space)
+    try:
+        yield space
+    finally:
+        with pager.lock:
+            if space in kept:
+                kept.remove(space)
+            if access is not None:
+                watch.stream_ended(access)
+                if follower is not None:
+                    follower.unpinned()
 
-    tensor : contiguous. Raises ``ValueError`` if it begins amid the pages, ``PagerError`` if these
-    are not on the device.
+
+# -- reading ahead ---------------------------------------------------------------------------------
+@contextmanager
+def reading_ahead(pager: Core) -> Iterator[ReadAhead]:
+    """A :class:`ReadAhead` for one stream."""
+    ahead = ReadAhead(pager)
+    try:
+        yield ahead
+    finally:
+        ahead.forget()
+
+
+class ReadAhead:
+    """Of one stream: ``ask`` for the pages of the next slab, then ``take`` them. ::
+
+        op            | slab 0 |      | slab 1        | slab 2 ...
+        in-lanes               | slab 1 | slab 2 |      | slab 3 ...
+        out-lanes                       | 0, if written    | 1 ...
+
+    It has lanes of its own, because its pages are needed before those that a plan has queued.
+    Read-ahead is advice, as a plan is: what it did not bring, for whatever reason, is brought in by
+    a fault when the slab is pinned. It takes frames that are free or hold the least recently used
+    pages, and does not keep its pages from leaving again, so it can make nothing fail.
     """
-    pager = tensor._storage.pager
-    flat = _Flat.of(pager, tensor)
-    low = max(first * pager.page_size, flat.begin)
-    high = min((first + count) * pager.page_size, flat.begin + flat.nbytes)
-    if low >= high:
-        raise ValueError(f"the tensor has no element in pages {first} to {first + count - 1}")
-    return _operand(pager, tensor._storage.run, low, high, tensor.dtype)
+
+    def __init__(self, pager: Core) -> None:
+        self._pager = pager
+        self._awaited: Int32 | None = None
+        self._asked = np.empty(0, np.int32)  # pages that were queued
+
+    def ask(self, parts: Sequence[Part]) -> None:
+        """Queue what brings ``parts`` in. Not in a metered iteration: what an op needs at least is
+        found there."""
+        pager, residency = self._pager, self._pager.residency
+        with pager.lock:
+            if pager.budget.metering or pager.closed_reason is not None:
+                return
+            table, pages = pager.table, _distinct(parts)
+            self._awaited = pages
+            residency.awaited.append(pages)
+            absent = pages[table.frame[pages] < 0]
+            self._make_room(len(absent))
+            asked = absent[(table.flags[absent] & BLANK) == 0]
+            frames = residency.claim_free(len(asked))
+            self._asked = asked[: len(frames)]
+            on_host = table.host[self._asked] >= 0
+            for tier, here in (("host", on_host), ("disk", ~on_host)):
+                pager.mover.bring(tier, self._asked[here], frames[here], AHEAD)
+
+    def take(self) -> None:
+        """Wait for what was asked for, and forget about it."""
+        pager = self._pager
+        with pager.lock:
+            try:
+                pager.residency.wait_for(self._asked)
+            except MoveFailed:
+                pager.mover.drain()  # a fault meets the same error, if it lasts
+            there = pager.table.frame[self._asked] >= 0
+            pager.residency.pages_ahead += int(there.sum())
+            self.forget()
+
+    def leave(self, parts: Sequence[Part]) -> None:
+        """A slab was used and is not pinned any more. While a plan is followed it leaves at once:
+        the plan counts on all frames. Otherwise it does when frames are wanted."""
+        pager = self._pager
+        with pager.lock:
+            follower = pager.follower
+            if follower is None or follower.compiled is None or pager.closed_reason is not None:
+                return
+            pages = _distinct([Part(run, _only_here(run, pages)) for run, pages in parts])
+            pages = pages[pager.table.frame[pages] >= 0]
+            if self._awaited is not None:
+                pages = np.setdiff1d(pages, self._awaited)
+            self._send_away(pages)
+
+    def forget(self) -> None:
+        """What was asked for may leave again."""
+        with self._pager.lock:
+            self._asked = self._asked[:0]
+            if self._awaited is not None:
+                awaited = self._pager.residency.awaited
+                del awaited[next(i for i, a in enumerate(awaited) if a is self._awaited)]
+                self._awaited = None
+
+    # -- room ------------------------------------------------------------------------------------
+    def _make_room(self, frames: int) -> None:
+        """So that ``frames`` are free: the least recently used pages leave. Those of a plan that is
+        followed stay: it keeps frames free for the stream."""
+        follower, residency = self._pager.follower, self._pager.residency
+        if follower is not None and follower.compiled is not None:
+            return
+        short = frames - residency.pool.free_count
+        if short > 0:
+            self._send_away(residency.oldest(short))
+
+    def _send_away(self, pages: Int32) -> None:
+        """As far as there are slots."""
+        pager = self._pager
+        dirty = (pager.table.flags[pages] & DIRTY) != 0
+        pager.residency.evict_pages(pages[~dirty])
+        to_leave = np.sort(pages[dirty])
+        room = pager.host.slots.free_count
+        self._write_back("host", to_leave[:room])
+        if not pager.mover.disk_refuses:
+            self._write_back("disk", to_leave[room:])
+
+    def _write_back(self, tier: str, pages: Int32) -> None:
+        if len(pages):
+            slots = self._pager.mover.slots.take(tier, len(pages), leaving=pages)
+            self._pager.mover.out(tier, pages[: len(slots)], slots, AHEAD)
 
 
-def _operand(pager: Core, run: Extent, low: int, high: int, dtype: torch.dtype) -> Operand:
-    """Bytes ``low … high`` of ``run``."""
-    size = pager.page_size
-    rows = slice(run.first + low // size, run.first - (-high // size))
-    frames = pager.table.frame[rows].copy()
-    if (frames < 0).any():
-        page = low // size + int(np.argmax(frames < 0))
-        raise PagerError(f"page {page} is not on the device; pin it first, with pager.part")
-    arena = pager.residency.arena
-    if low % size == 0:
-        return Paged(arena, frames, size, dtype, (high - low) // dtype.itemsize)
-    begin = int(frames[0]) * size + low % size
-    return arena[begin : begin + high - low].view(dtype)
+def _distinct(parts: Sequence[Part]) -> Int32:
+    if not parts:
+        return np.empty(0, np.int32)
+    return np.unique(np.concatenate([pages for _, pages in parts]))
+
+
+def _only_here(run: Extent, pages: Int32) -> Int32:
+    """Those that nobody has pinned."""
+    return np.empty(0, np.int32) if run.pins else np.setdiff1d(pages, run.held_pages)

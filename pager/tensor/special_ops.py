@@ -1,22 +1,164 @@
-"""Ops whose results are pages, and ops that are many: they need more than dense operands."""
+"""Ops that need more than dense operands: views, changes of geometry, results in pages, ops that
+are many."""
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from ..core import PagedStorage
+from ..errors import PagerError
 from .dense_run import LISTS, paged_in, run_dense
-from .geometry import meta_twin, take_over
-from .new_pages import empty_like_geometry
+from .new_pages import empty_like_geometry, enlarge
 from .op_info import OpInfo
-from .paged_tensor import PagedTensor
+from .paged_tensor import PagedTensor, as_lazy, blank, direct_view, set_geometry, take_over
 
+aten = torch.ops.aten
+_DETACH, _ALIAS = aten.detach.default, aten.alias.default
+_AS_STRIDED, _T = aten.as_strided.default, aten.t.default
+_shares_memory = torch._C._is_alias_of  # type: ignore[attr-defined]
 _COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
 _OF_MODES = torch._C.DispatchKey.Python, torch._C.DispatchKey.PythonTLSSnapshot
 _NOTING = torch._C.DispatchKey.ADInplaceOrView
 
 
+# -- views -----------------------------------------------------------------------------------------
+def meta_twin(tensor: PagedTensor) -> torch.Tensor:
+    """A meta tensor with ``tensor``'s geometry over a storage of the same number of bytes."""
+    elements = tensor._storage.nbytes // tensor.element_size()
+    storage = torch.empty(elements, dtype=tensor.dtype, device="meta")
+    twin = storage.as_strided(tensor.size(), tensor.stride(), tensor.storage_offset())
+    return as_lazy(twin, tensor)
+
+
+def _like(base: PagedTensor, shape: torch.Tensor) -> PagedTensor:
+    """Another PagedTensor over the pages of ``base``, with the geometry of ``shape``."""
+    view = PagedTensor.over(base._storage, shape)
+    if base._saved is not None:
+        view._saved = base._saved
+    return view
+
+
+def run_view(func: Any, info: OpInfo, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Rule 1: same storage, other geometry, worked out on the meta device."""
+    base = args[0]
+    if type(base) is not PagedTensor:
+        return run_dense(func, info, args, kwargs)
+    base._storage.pager.check_open()
+    if func is _DETACH or func is _ALIAS:
+        opening = base._opening
+        if opening is not None and opening[0] == threading.get_ident():
+            return opening[1].detach()
+        return _alias(base)
+    if func is _T and base.dim() == 2:  # of every linear's weight
+        return _transposed(base)
+    twin = meta_twin(base)
+    out = func(twin, *args[1:], **kwargs)
+    if func is _AS_STRIDED:
+        check_bounds(out, base._storage)
+    parts = out if type(out) in LISTS else [out]
+    shared = [_shares_memory(part, twin) for part in parts]
+    if not any(shared) and shared:  # a schema says "may alias"; this call copies
+        return run_dense(func, info, args, kwargs)
+    if not all(shared):
+        raise PagerError(
+            f"{func} of a PagedTensor gives views and copies at once; call .to_dense() for a plain "
+            "copy first"
+        )
+    return [_like(base, item) for item in out] if type(out) in LISTS else _like(base, out)
+
+
+def _alias(base: PagedTensor) -> PagedTensor:
+    """What autograd makes of each saved parameter: the same, with the dense view at hand."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return _share_view(base, _like(base, base), torch.Tensor.detach)
+
+
+def _transposed(base: PagedTensor) -> PagedTensor:
+    """``base.t()``, with the dense view at hand where ``base`` has it."""
+    size, stride = base.size(), base.stride()
+    offset = int(base.storage_offset())
+    twin = PagedTensor(base._storage, size[::-1], stride[::-1], offset, base.dtype)
+    if base._saved is not None:
+        twin._saved = base._saved
+    make = base._storage.run.base >= 0
+    return _share_view(base, as_lazy(twin, base), torch.Tensor.t, make=make)
+
+
+def _share_view(
+    base: PagedTensor,
+    twin: PagedTensor,
+    derive: Callable[[torch.Tensor], torch.Tensor],
+    *,
+    make: bool = False,
+) -> PagedTensor:
+    """``twin`` gets the dense view that ``base`` has, or that is made. Under the lock: nothing is
+    pinned here, and another thread may have the pages moved."""
+    with base._storage.pager.lock:
+        run = base._storage.run
+        if make and run.base >= 0:
+            view: torch.Tensor | None = direct_view(base)
+        else:
+            view = base._view if base._view_generation == run.generation else None
+        if view is None:
+            return twin
+        if torch.is_inference_mode_enabled():  # it is kept, and training will write to it
+            with torch.inference_mode(False):
+                twin._view = derive(view)
+        else:
+            twin._view = derive(view)
+        twin._view_generation = run.generation
+        return twin
+
+
+# -- geometry --------------------------------------------------------------------------------------
+def check_bounds(shape: torch.Tensor, storage: PagedStorage) -> None:
+    """``as_strided`` may not reach past the storage."""
+    if shape.numel() == 0:
+        return
+    last = sum((n - 1) * s for n, s in zip(shape.size(), shape.stride()))
+    nbytes = (int(shape.storage_offset()) + last + 1) * shape.element_size()
+    if nbytes > storage.nbytes:
+        raise RuntimeError(
+            f"setStorage: sizes {list(shape.size())}, strides {list(shape.stride())}, storage "
+            f"offset {shape.storage_offset()}, and itemsize {shape.element_size()} requiring a "
+            f"storage size of {nbytes} are out of bounds for storage of size {storage.nbytes}"
+        )
+
+
+def run_inplace_view(func: Any, info: OpInfo, args: Any, kwargs: dict[str, Any]) -> Any:
+    """``t_``, ``unsqueeze_``, …: change the wrapper's own geometry."""
+    tensor = args[0]
+    if type(tensor) is not PagedTensor:
+        return run_dense(func, info, args, kwargs)
+    shape = func(meta_twin(tensor), *args[1:], **kwargs)
+    if func._schema.name == "aten::as_strided_":
+        check_bounds(shape, tensor._storage)
+    return set_geometry(tensor, shape)
+
+
+def run_resize(func: Any, info: OpInfo, args: Any, kwargs: dict[str, Any]) -> Any:
+    """``resize_``: as PyTorch's, the storage grows where it must and never shrinks."""
+    tensor = args[0]
+    if type(tensor) is not PagedTensor:  # a plain tensor takes a paged one's shape
+        return run_dense(func, info, args, kwargs)
+    name = func._schema.name.removeprefix("aten::")
+    if name == "set_":
+        raise PagerError(
+            "set_() on a PagedTensor: it cannot take over other memory; use copy_() for the values"
+        )
+    size = args[1].size() if name == "resize_as_" else args[1]
+    shape = aten.resize_.default(meta_twin(tensor), size, **kwargs)
+    nbytes = shape.untyped_storage().nbytes()
+    if nbytes > tensor._storage.nbytes:
+        enlarge(tensor._storage, nbytes)
+    return set_geometry(tensor, shape)
+
+
+# -- ops that are many --------------------------------------------------------------------------
 def run_elementwise_list(func: Any, info: OpInfo, args: Any, kwargs: dict[str, Any]) -> Any:
     """``_foreach_*``, ``_fused_*``, AMP's check: element by element, so that only one element's
     pages need to be on the device at a time. The results are the same bits."""
@@ -65,30 +207,25 @@ def run_composite(func: Any, info: OpInfo, args: Any, kwargs: dict[str, Any]) ->
         return func._op_dk(_COMPOSITE, *args, **kwargs)
 
 
+# -- results in pages ------------------------------------------------------------------------------
 def run_like(func: Any, info: OpInfo, args: Any, kwargs: dict[str, Any]) -> Any:
     """``zeros_like`` and its kin inside an optimizer's step give pages: states are as big as the
     parameters. Elsewhere they give dense tensors, like other ops."""
     tensor = args[0]
     if type(tensor) is not PagedTensor or not tensor._storage.pager.stepping:
         return run_dense(func, info, args, kwargs)
-    shape = (
-        func(meta_twin(tensor), *args[1:], **{**kwargs, "device": "meta"})
-        if (func is not torch.ops.aten.clone.default)
-        else func(meta_twin(tensor), *args[1:], **kwargs)
-    )
-    result = empty_like_geometry(
-        tensor._storage.pager,
-        shape,
-        "optimizer",
-        overwritten=func is not torch.ops.aten.empty_like.default,
-    )
-    if func is torch.ops.aten.clone.default:
-        result.copy_(tensor)
-    elif func is torch.ops.aten.full_like.default:
-        result.fill_(args[1])
-    elif func is not torch.ops.aten.empty_like.default:
-        result.fill_(1 if func is torch.ops.aten.ones_like.default else 0)
-    return result
+    if func is aten.empty_like.default:
+        shape = func(meta_twin(tensor), *args[1:], **{**kwargs, "device": "meta"})
+        return empty_like_geometry(tensor._storage.pager, shape, "optimizer")
+    if func is not aten.clone.default:
+        kwargs = {**kwargs, "device": "meta"}
+    shape = func(meta_twin(tensor), *args[1:], **kwargs)
+    result = blank(tensor._storage.pager, shape, "optimizer")
+    if func is aten.clone.default:
+        return result.copy_(tensor)
+    if func is aten.full_like.default:
+        return result.fill_(args[1])
+    return result.fill_(1 if func is aten.ones_like.default else 0)
 
 
 def run_cast(func: Any, info: OpInfo, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -102,9 +239,7 @@ def run_cast(func: Any, info: OpInfo, args: Any, kwargs: dict[str, Any]) -> Any:
     if tensor._storage.run.kind != "parameter" or tensor._storage.run.small or elsewhere or no_room:
         return run_dense(func, info, args, kwargs)
     shape = func(meta_twin(tensor), **{**kwargs, "device": "meta", "non_blocking": False})
-    result = empty_like_geometry(pager, shape, "activation", overwritten=True)
-    result.copy_(tensor)
-    return result
+    return blank(pager, shape, "activation").copy_(tensor)
 
 
 def run_into_out(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:

@@ -1,24 +1,37 @@
-"""The bytes of one tensor, wherever they are, a few at a time."""
+"""The bytes of one tensor, wherever they are, a few at a time.
+
+Pages come to the device a slab at a time. Where no page can leave it any more, because the disk
+fails, there are no frames for that: then bytes are read from wherever the pages are, without moving
+one. A model must still be savable then, by its own ``state_dict()`` too: so ops that copy one paged
+tensor into plain memory (``clone``, ``to``, ``plain.copy_(paged)``, and with them ``to_dense`` and
+pickling) are done here too.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import closing
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
+import numpy as np
 import torch
 
 from ...kernels.pieces import stretches
-from ..errors import CorruptPage, PagerError
-from .page_bytes import unmoved_chunks
-from .paged_tensor import PagedTensor
-from .slabs import fair_share, slabs
+from ..errors import CorruptPage, HungDisk, PagerError
+from .names import run_name
+from .operands import begin_of, flat, has_no_gaps, slabs
+from .paged_tensor import PagedTensor, as_lazy
+from .slabs import fair_share
 
 if TYPE_CHECKING:
     from ..core import Core
 
+aten = torch.ops.aten
+
 BUFFER_BYTES = 16 << 20
 """Of memory beside the tensors', at most."""
+
+_KEEPS_FORMAT = (None, torch.preserve_format)
 
 
 class Read(Protocol):
@@ -40,45 +53,35 @@ def chunks(tensor: torch.Tensor, *, row_major: bool = False) -> Iterator[memoryv
     tensor = tensor.detach()
     if not tensor.numel():
         return
-    flat = _flat(tensor, row_major=row_major)
-    if type(flat) is not PagedTensor:
-        yield from _dense_chunks(flat)
-    else:
-        yield from _chunks_in_pages(flat)
+    elements = _elements(tensor, row_major=row_major)
+    if type(elements) is PagedTensor:
+        yield from _chunks_in_pages(elements)
+        return
+    step = BUFFER_BYTES // elements.element_size()
+    for start in range(0, elements.numel(), step):
+        yield _bytes_of(elements[start : start + step])
 
 
-def has_no_gaps(tensor: torch.Tensor) -> bool:
+def is_dense(tensor: torch.Tensor) -> bool:
     """Whether its elements, in some order, lie one after another, as they are."""
-    dense = torch.ops.aten.is_non_overlapping_and_dense(tensor)
+    dense = aten.is_non_overlapping_and_dense(tensor)
     return bool(dense) and not tensor.is_conj() and not tensor.is_neg()
 
 
-def _flat(tensor: torch.Tensor, *, row_major: bool) -> torch.Tensor:
-    if not has_no_gaps(tensor) or (row_major and not tensor.is_contiguous()):
-        dense = tensor.to_dense() if type(tensor) is PagedTensor else tensor
-        return dense.resolve_conj().resolve_neg().contiguous().view(-1)
-    flat = tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
-    if type(flat) is PagedTensor and flat._storage.run.small is None:
-        page = flat._storage.pager.page_size
-        begin = int(flat.storage_offset()) * flat.element_size()
-        inside = begin % page + flat.numel() * flat.element_size() <= page
-        if begin % page and not inside:
-            return flat.to_dense()
-    return flat
+def _elements(tensor: torch.Tensor, *, row_major: bool) -> torch.Tensor:
+    """[n], sharing its memory or pages where these can be walked in the order that is asked for."""
+    if not is_dense(tensor) or (row_major and not tensor.is_contiguous()):
+        plain = tensor.to_dense() if type(tensor) is PagedTensor else tensor
+        return plain.resolve_conj().resolve_neg().contiguous().view(-1)
+    return flat(tensor) if has_no_gaps(tensor) else flat(tensor).to_dense()
 
 
-def _dense_chunks(flat: torch.Tensor) -> Iterator[memoryview]:
-    step = BUFFER_BYTES // flat.element_size()
-    for start in range(0, flat.numel(), step):
-        yield _bytes_of(flat[start : start + step])
-
-
-def _chunks_in_pages(flat: PagedTensor) -> Iterator[memoryview]:
+def _chunks_in_pages(elements: PagedTensor) -> Iterator[memoryview]:
     """By way of the device; without moving a page where none can make way for another."""
     done = 0
     try:
-        if not flat._storage.pager.mover.disk_refuses:
-            for chunk in _moved_chunks(flat):
+        if not elements._storage.pager.mover.disk_refuses:
+            for chunk in _moved_chunks(elements):
                 done += len(chunk)
                 yield chunk
             return
@@ -86,26 +89,15 @@ def _chunks_in_pages(flat: PagedTensor) -> Iterator[memoryview]:
         raise
     except PagerError:  # the disk fails, or has just begun to
         pass
-    start = done // flat.element_size()
-    rest = PagedTensor(
-        flat._storage, (flat.numel() - start,), (1,), int(flat.storage_offset()) + start, flat.dtype
-    )
-    yield from unmoved_chunks(rest, BUFFER_BYTES)
+    yield from _unmoved_chunks(elements, done)
 
 
-def _moved_chunks(flat: PagedTensor) -> Iterator[memoryview]:
-    if flat._storage.run.small is None:
-        yield from _paged_chunks(flat)
-        return
-    with flat.pin() as dense:  # less than a page
-        yield _bytes_of(dense)
-
-
-def _paged_chunks(flat: PagedTensor) -> Iterator[memoryview]:
-    pager = flat._storage.pager
-    with closing(slabs(pager, [flat], pages_at_once(pager))) as walk:  # type: ignore[type-var]
+def _moved_chunks(elements: PagedTensor) -> Iterator[memoryview]:
+    pager = elements._storage.pager
+    walk = slabs(pager, [elements], pages_at_once(pager))
+    with closing(walk):  # type: ignore[type-var]
         for slab in walk:
-            for (piece,) in stretches(slab.operands):
+            for (piece,) in stretches(slab.operands):  # type: ignore[arg-type]
                 yield _bytes_of(piece)
 
 
@@ -116,3 +108,67 @@ def pages_at_once(pager: Core) -> int:
 
 def _bytes_of(flat: torch.Tensor) -> memoryview:
     return memoryview(flat.cpu().view(torch.uint8).numpy())
+
+
+# -- without moving a page -------------------------------------------------------------------------
+def _unmoved_chunks(elements: PagedTensor, done: int = 0) -> Iterator[memoryview]:
+    """The bytes of ``elements``, one-dimensional, from ``done`` on, in pieces that are valid until
+    the next one is asked for.
+
+    Raises ``PagerError``, which names the tensor, if its only copy is on a disk that cannot be
+    read, ``CorruptPage`` and ``HungDisk``.
+    """
+    storage = elements._storage
+    pager, run, size = storage.pager, storage.run, storage.pager.page_size
+    pager.check_open()
+    begin = begin_of(elements) + done
+    end = begin_of(elements) + elements.numel() * elements.element_size()
+    step = max(1, BUFFER_BYTES // size)
+    buffer = np.empty(min(step, -(-end // size)) * size, np.uint8)
+    for first in range(begin // size, -(-end // size), step):
+        pages = run.pages[first : min(first + step, -(-end // size))]
+        try:
+            with pager.lock:
+                pager.residency.let_go()
+                pager.mover.copy_of(pages, buffer[: len(pages) * size])
+        except (CorruptPage, HungDisk):  # which name it themselves
+            raise
+        except PagerError as error:
+            raise PagerError(f"{run_name(pager, run)!r} cannot be read: {error}") from error
+        start, stop = max(begin, first * size), min(end, (first + len(pages)) * size)
+        yield memoryview(buffer[start - first * size : stop - first * size])
+
+
+def copy_unmoved(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """What ``func`` gives, an op that copies a PagedTensor into plain memory and takes no frame for
+    it; ``NotImplemented`` for other ops. Raises as :func:`_unmoved_chunks`."""
+    if func is aten.copy_.default:
+        target, source, *rest = args
+        if type(source) is not PagedTensor or type(target) is PagedTensor:
+            return NotImplemented
+        return func(target, _unmoved_copy(source), *rest, **kwargs)
+    if func not in (aten.clone.default, aten._to_copy.default):
+        return NotImplemented
+    dense = _unmoved_copy(args[0])
+    if func is aten.clone.default and kwargs.get("memory_format") in _KEEPS_FORMAT:
+        return dense
+    return func(dense, *args[1:], **kwargs)
+
+
+def _unmoved_copy(tensor: PagedTensor) -> torch.Tensor:
+    """A copy on the tensor's device, with its strides if these leave no gaps."""
+    tensor._storage.pager.check_open()
+    if not tensor.numel():
+        return torch.empty(tensor.size(), dtype=tensor.dtype, device=tensor.device)
+    # From its first element to its last one.
+    count = 1 + sum((n - 1) * step for n, step in zip(tensor.size(), tensor.stride()))
+    span = PagedTensor(tensor._storage, (count,), (1,), int(tensor.storage_offset()), tensor.dtype)
+    elements = torch.empty(count, dtype=tensor.dtype)
+    target, at = elements.view(torch.uint8), 0
+    for chunk in _unmoved_chunks(span):
+        target[at : at + len(chunk)] = torch.frombuffer(chunk, dtype=torch.uint8)
+        at += len(chunk)
+    dense = as_lazy(elements.as_strided(tensor.size(), tensor.stride()), tensor)
+    if not aten.is_non_overlapping_and_dense(dense):
+        dense = dense.clone()
+    return dense.resolve_conj().resolve_neg().to(tensor.device)

@@ -10,7 +10,7 @@ from torch.nn.utils import clip_grad_norm_
 from torch.optim.lr_scheduler import LambdaLR
 
 from tensorpager.pager.devices.cpu import warm_up
-from tensorpager.pager.optim.optimizer_states import load_optimizer
+from tensorpager.pager.optim.optimizer import load_optimizer
 from tensorpager.pager.tensor.tensor_bytes import chunks
 
 from .data import Corpus

@@ -32,7 +32,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import tensorpager as tp
 from tensorpager.pager.debug.check import check_invariants
-from tensorpager.pager.tensor.plain_copies import dense_twin
+from tensorpager.pager.tensor.paged_tensor import dense_twin
 
 STEPS = 5
 PAGE_BYTES = 64 << 10

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 import tensorpager as tp
 from tensorpager.pager.debug.check import check_invariants
-from tensorpager.pager.tensor.plain_copies import dense_twin
+from tensorpager.pager.tensor.paged_tensor import dense_twin
 
 SEED = 7
 PAGE_BYTES = 64 << 10

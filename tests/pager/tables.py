@@ -13,7 +13,7 @@ from tensorpager.kernels.elementwise import elementwise
 from tensorpager.kernels.pieces import stretches
 from tensorpager.pager.debug.chaos import chaos, scattered
 from tensorpager.pager.debug.check import check_invariants
-from tensorpager.pager.tensor.slabs import slabs
+from tensorpager.pager.tensor.operands import slabs
 
 from .models import PAGE_BYTES, make_pager
 

@@ -20,7 +20,7 @@ import tensorpager as tp
 from tensorpager.pager.checkpoint import snapshot as checkpoint_snapshot
 from tensorpager.pager.checkpoint.save_load import load, save
 from tensorpager.pager.debug.check import check_invariants
-from tensorpager.pager.optim.optimizer_states import load_optimizer
+from tensorpager.pager.optim.optimizer import load_optimizer
 from tensorpager.pager.tensor import tensor_bytes as checkpoint_bytes
 from tensorpager.pager.tensor.tensor_bytes import chunks
 

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import tensorpager as tp
-from tensorpager.pager.streaming import table_ops
+from tensorpager.pager.streaming import tables as table_ops
 
 from .. import programs
 from .models import PAGE_BYTES, World, assert_same, make_pager, mlp
@@ -412,7 +412,7 @@ def test_an_iteration_is_recorded(tmp_path: Path) -> None:
 TRAIN = """
 import json, resource, sys, torch
 import tensorpager as tp
-from tensorpager.pager.streaming.table_gradient import write_rows
+from tensorpager.pager.tensor.slabs import put_bytes
 paged, folder = sys.argv[1] == "paged", sys.argv[2]
 torch.set_num_threads(1)
 budget, page, width = 16 << 20, 256 << 10, 1024
@@ -429,7 +429,8 @@ if paged:
                      dense_reserve="6MiB", policy="lru")
     model = pager.page_module(torch.nn.Embedding(rows, width, device="meta"))
     for first in range(0, rows, 256):
-        write_rows(model.weight, first, part(first))
+        values = part(first).view(-1).view(torch.uint8)
+        put_bytes(model.weight._storage, values, first * 4 * width)
 else:
     model = torch.nn.Embedding(rows, width)
     with torch.no_grad():

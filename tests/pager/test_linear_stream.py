@@ -23,7 +23,7 @@ from tensorpager.pager.devices.dense_meter import DenseMeter
 from tensorpager.pager.streaming import linear as linear_module
 from tensorpager.pager.streaming import linear_stream
 from tensorpager.pager.tensor.new_pages import empty_like_geometry
-from tensorpager.pager.tensor.slabs import slabs
+from tensorpager.pager.tensor.operands import slabs
 
 from .models import PAGE_BYTES, live_pages, make_pager
 
@@ -244,7 +244,7 @@ def test_some_rows_of_a_larger_weight(pager) -> None:
 
 def test_by_the_kernels_on_pages(pager, monkeypatch) -> None:
     """What CUDA does where that is faster; here their references run."""
-    monkeypatch.setattr(linear_stream._Matrix, "is_read_directly", lambda *_: True)
+    monkeypatch.setattr(linear_stream, "_is_read_directly", lambda *_: True)
     x, weight, bias, seed = operands()
     for given in (seed, torch.ones(1, 1).expand_as(seed)):
         found = results(pager, x, weight, bias, given)
@@ -395,7 +395,7 @@ def test_wrong_operands_are_pytorchs_errors(pager) -> None:
 # -- weights that fit ------------------------------------------------------------------------------
 def test_a_weight_that_fits_is_whole(tmp_path, one_thread, monkeypatch) -> None:
     """And has PyTorch's bits, however much of the arena it takes."""
-    monkeypatch.setattr(linear_stream, "_walk", None)
+    monkeypatch.setattr(linear_stream.Matrix, "walk", None)
     x, weight, bias, seed = operands()
     with small_pager(tmp_path, frames=26) as pager:
         leaf = put(pager, weight)

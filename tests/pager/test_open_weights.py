@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 import tensorpager as tp
 from tensorpager.pager.debug.chaos import scramble
 from tensorpager.pager.debug.check import check_invariants
-from tensorpager.pager.tensor.activations import SavedTensors
+from tensorpager.pager.tensor.activations import SavedTensors, unpack
 from tensorpager.pager.tensor.open_weights import run_opened
 
 from .models import World, assert_same, know_that_all_fits, live_pages, make_pager, plain
@@ -253,7 +253,7 @@ def test_weights_evicted_by_every_saved_tensor(pager: tp.Pager) -> None:
             check_invariants(pager.core)
             return packed
 
-        with torch.autograd.graph.saved_tensors_hooks(pack, pager.core.saved.unpack):
+        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
             return model(_inputs()).square().sum()
 
     _trains(body, pager)

@@ -275,13 +275,13 @@ def test_what_torch_refuses_is_refused() -> None:
 
 
 def test_consecutive_frames_take_the_way_over_views(monkeypatch: pytest.MonkeyPatch) -> None:
-    from tensorpager.pager.tensor import page_run
+    from tensorpager.pager.tensor import dense_run
 
     def never(*args: Any) -> None:
         raise AssertionError("a page kernel ran on consecutive frames")
 
-    for name in ("elementwise", "reduce", "non_finite_check_and_unscale"):
-        monkeypatch.setattr(page_run, name, never)
+    for name in ("run_on_pages", "run_in_slabs"):
+        monkeypatch.setattr(dense_run, name, never)
     with make_pager(frames=80) as pager:
         tensors = [pager.page(values(i)) for i in range(3)]
         tensors[0].add_(tensors[1]).mul_(0.5).addcdiv_(tensors[1], tensors[2])

@@ -179,7 +179,7 @@ def test_an_image_that_dies_in_another_thread_is_not_cleared_under_anybody(pager
     plain = torch.randn(300, 200)
     paged = pager.page(plain)
     every = pager.core.images
-    untyped = images.untyped_of(paged)
+    untyped = paged.untyped_storage()
     with every._alone():
         last = [every._image(paged._storage, untyped)]
         other = threading.Thread(target=last.clear)

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 import tensorpager as tp
 from tensorpager.pager.debug.check import check_invariants
 from tensorpager.pager.devices.dense_allocator import DenseAllocator
-from tensorpager.pager.tensor.dense_views import direct_view
+from tensorpager.pager.tensor.paged_tensor import direct_view
 
 SIZE = 64 << 10
 PAGE_FLOATS = SIZE // 4

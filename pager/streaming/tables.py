@@ -1,0 +1,455 @@
+"""A large table: only the pages of the rows looked up are brought in; its gradient is in pages.
+
+A table that takes more than a share of the arena is not pinned as a whole. The pages of the rows
+that are looked up come in groups, as many at once as may be held, and the next group is read ahead
+(``slabs.stream``). ::
+
+    rows wanted   | 3   4 | 91    92 93 |      sorted; a row may straddle two pages
+    pages         | 0   1 | 17       18 |      two groups, of two pages each
+
+A dense gradient would be as large as the table. Here no more than a slab of it is on the device at
+a time, and autograd's own sums of such gradients (a table that is used twice in a graph) give pages
+again, while ``param.grad += gradient`` is an ordinary op, which ``page_run.py`` does in slabs.
+
+PyTorch's own way of ``F.embedding`` pins the whole table. Smaller tables, and calls that somebody
+wants to see or to change the ops of, go that way. A gradient is sparse, exactly as PyTorch's own,
+if asked for.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Generator
+from contextlib import closing
+from typing import Any, NamedTuple, TypeGuard
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch.autograd import forward_ad
+
+from ...kernels.cpu_split import Place
+from ...kernels.fill import fill_pages
+from ...kernels.launch import upload
+from ...kernels.pieces import Paged
+from ...kernels.row_sums import RowGroups, add_rows, group_rows
+from ...kernels.rows import gather_rows, pages_of_rows, row_blocks
+from ..budget.fits import fits
+from ..core import PagedStorage
+from ..tensor.dispatcher import serve_call, serve_op
+from ..tensor.operands import begin_of, operand, slabs
+from ..tensor.page_ops import elementwise_op
+from ..tensor.paged_tensor import PagedTensor, blank
+from ..tensor.slabs import TABLE_SHARE, fair_share, pages_of, stream
+from .rows import Matrix
+
+aten = torch.ops.aten
+_modes = torch._C._len_torch_dispatch_stack
+_functorch_level = torch._C._functorch.peek_interpreter_stack
+_CHUNK_ELEMENTS = 1 << 20  # of a temporary
+
+Int64 = npt.NDArray[np.int64]
+
+_large: weakref.WeakSet[PagedStorage] = weakref.WeakSet()
+_gradients: weakref.WeakSet[PagedStorage] = weakref.WeakSet()
+
+
+def is_large(table: PagedTensor) -> bool:
+    """Whether rows of ``table`` are brought in by themselves, and its gradient goes into pages.
+
+    What was large stays so, whatever becomes of the arena: dense memory that an iteration did not
+    need when it was measured must not be needed later. Nothing is while all fits.
+    """
+    storage = table._storage
+    pager = storage.pager
+    if pager.fits or storage.run.small is not None:
+        return False
+    if storage in _large:
+        return True
+    if fits(pager.budget, storage.run.count, share=TABLE_SHARE):
+        return False
+    _large.add(storage)
+    return True
+
+
+def can_be_whole(table: PagedTensor) -> bool:
+    """Whether all of it can be on the device at once."""
+    return fits(table._storage.pager.budget, table._storage.run.count)
+
+
+def is_table(tensor: PagedTensor) -> bool:
+    """Whether it is rows one after the other, from the first byte of pages of its own."""
+    storage = tensor._storage
+    return (
+        tensor.dim() == 2
+        and storage.run.small is None
+        and not tensor.storage_offset()
+        and tensor.is_contiguous()
+        and tensor.numel() > 0
+        and tensor.numel() * tensor.element_size() == storage.nbytes
+        and not (tensor.dtype.is_complex or tensor.is_neg())
+    )
+
+
+def row_bytes(table: torch.Tensor) -> int:
+    return table.size(1) * table.element_size()
+
+
+def pages_at_once(table: PagedTensor) -> int:
+    """Pages to hold at a time: a fair share, and enough for any one row."""
+    size = table._storage.pager.page_size
+    return max(fair_share(table._storage.pager), (row_bytes(table) - 2) // size + 2)
+
+
+# -- groups of rows --------------------------------------------------------------------------------
+class RowGroup(NamedTuple):
+    """``rows[start:stop]``, whose pages are held on the device until the next group is asked for.
+
+    table : with the frames of all pages that are there.
+    """
+
+    table: Paged
+    start: int
+    stop: int
+
+
+def row_groups(
+    table: PagedTensor, rows: Int64, *, write: bool = False
+) -> Generator[RowGroup, None, None]:
+    """Hold the pages of ``rows`` (ascending, none twice), group by group.
+
+    ``write``: they will be written. To be closed, if left before its end. Raises as
+    ``slabs.stream`` does, and ``IndexError`` as torch does for a row that the table has not.
+    """
+    if not len(rows):
+        return
+    if rows[0] < 0 or rows[-1] >= table.size(0):
+        raise IndexError("index out of range in self")
+    pager, nbytes = table._storage.pager, row_bytes(table)
+    cuts = _cuts(rows, nbytes, pager.page_size, pages_at_once(table))
+    pages = (
+        [pages_of(table, pages_of_rows(rows[start:stop], nbytes, pager.page_size), write=write)]
+        for start, stop in cuts
+    )
+    with closing(stream(pager, pages)) as pinned:
+        for (start, stop), _ in zip(cuts, pinned):
+            yield RowGroup(operand(table), start, stop)  # type: ignore[arg-type]
+
+
+def _cuts(rows: Int64, nbytes: int, page_bytes: int, limit: int) -> list[tuple[int, int]]:
+    """Groups of ``rows``, half-open, each on at most ``limit`` pages (more for one row alone)."""
+    first, last = rows * nbytes // page_bytes, ((rows + 1) * nbytes - 1) // page_bytes
+    before = np.concatenate([[-1], last[:-1]])
+    fresh = last - np.maximum(first, before + 1) + 1  # pages that the rows before are not on
+    total = np.cumsum(fresh)
+    cuts, start = [], 0
+    while start < len(rows):
+        own = int(last[start] - first[start]) + 1
+        stop = int(np.searchsorted(total, total[start] + limit - own, side="right"))
+        cuts.append((start, max(stop, start + 1)))
+        start = cuts[-1][1]
+    return cuts
+
+
+# -- reading and writing rows ----------------------------------------------------------------------
+def look_up(table: PagedTensor, indices: torch.Tensor) -> torch.Tensor:
+    """Rows of a paged table, dense: [..., D].
+
+    indices : int64 [...], on the table's device. On CUDA the call waits for them: which pages hold
+        the rows must be known on the host.
+    """
+    shape = *indices.shape, table.size(1)
+    result = torch.empty(shape, dtype=table.dtype, device=table.device)
+    out, indices = result.view(-1, table.size(1)), indices.reshape(-1)
+    places = indices.cpu().numpy()
+    rows = np.unique(places)
+    table._storage.pager.check_open()
+    with closing(row_groups(table, rows)) as groups:
+        for group in groups:
+            if group.stop - group.start == len(rows):
+                gather_rows(group.table, indices, out)
+                break
+            mine = rows[group.start], rows[group.stop - 1]
+            here = torch.from_numpy(np.flatnonzero((places >= mine[0]) & (places <= mine[1])))
+            for some in upload(here, out.device).split(max(1, _CHUNK_ELEMENTS // out.shape[1])):
+                part = out.new_empty(len(some), out.shape[1])
+                gather_rows(group.table, indices[some], part)
+                out.index_copy_(0, some, part)
+    return result
+
+
+# -- gradients -------------------------------------------------------------------------------------
+def new_gradient(table: torch.Tensor) -> PagedTensor:
+    """In pages, with the table's geometry; the caller writes all of its values."""
+    assert type(table) is PagedTensor
+    like = torch.empty(table.size(), dtype=table.dtype, device="meta")
+    gradient = blank(table._storage.pager, like, "gradient")
+    _gradients.add(gradient._storage)
+    return gradient
+
+
+def is_gradient(value: Any) -> TypeGuard[PagedTensor]:
+    """Whether this module made it, or it is one that can never be on the device whole; all of
+    it."""
+    if type(value) is not PagedTensor or value._storage.run.kind != "gradient":
+        return False
+    if value._storage not in _gradients and can_be_whole(value):
+        return False
+    nbytes = value.numel() * value.element_size()
+    return value.is_contiguous() and nbytes == value._storage.nbytes
+
+
+def embedding_gradient(
+    table: PagedTensor,
+    grad: torch.Tensor,
+    indices: torch.Tensor,
+    padding_idx: int,
+    scale_grad_by_freq: bool,
+) -> PagedTensor:
+    """Zeros, and the sums of ``grad`` in the rows that were looked up.
+
+    grad : [n, D], contiguous, of the table's dtype.
+    indices : int64 [n]; ``padding_idx``: a row that gets no gradient, or -1.
+
+    For float32 and float64 the bits are those of ``embedding_dense_backward`` on a CPU; halves are
+    summed in float32 and rounded once.
+    """
+    gradient = new_gradient(table)
+    grouped = group_rows(indices.cpu(), padding_idx)
+    ids, starts = grouped.ids.numpy(), grouped.starts.tolist()
+    grouped = grouped.to(table.device)
+    pager, size = table._storage.pager, table._storage.pager.page_size
+    zeroed = 0  # pages
+    matrix, most = Matrix.of(gradient), pages_at_once(table)
+    with closing(matrix.walk(write=True, frames=most, block=1, noted=False)) as row_slabs:
+        for slab in row_slabs:
+            first_page = slab.held.low // size
+            fresh = slab.held.frames[zeroed - first_page :]
+            zeroed = first_page + len(slab.held.frames)
+            frames = upload(torch.from_numpy(fresh.copy()), table.device)
+            fill_pages(pager.residency.arena, frames, size, 0)
+            a, b = np.searchsorted(ids, [slab.first, slab.stop]).tolist()
+            if a < b:
+                some = RowGroups(
+                    grouped.ids[a:b],
+                    grouped.order[starts[a] : starts[b]],
+                    grouped.starts[a : b + 1] - starts[a],
+                    grouped.lookups,
+                )
+                add_rows(grad, some, operand(gradient), None, scale_grad_by_freq)  # type: ignore[arg-type]
+    return gradient
+
+
+def add_gradients(one: torch.Tensor, other: torch.Tensor, alpha: Any) -> Any:
+    """``one + alpha * other`` in new pages; one of them is such a gradient. ``NotImplemented`` if
+    the other one is something else."""
+    gradient = one if is_gradient(one) else other
+    assert type(gradient) is PagedTensor
+    for tensor in (one, other):
+        if (
+            tensor.size() != gradient.size()
+            or tensor.dtype != gradient.dtype
+            or tensor.layout is not torch.strided
+            or not tensor.is_contiguous()
+        ):
+            return NotImplemented
+        if type(tensor) is PagedTensor and (
+            tensor._storage.pager is not gradient._storage.pager or begin_of(tensor)
+        ):
+            return NotImplemented
+    return _in_new_pages("add", gradient, [one, other], alpha)
+
+
+def copy_gradient(gradient: PagedTensor) -> PagedTensor:
+    """In new pages."""
+    return _in_new_pages("copy", gradient, [gradient])
+
+
+def _in_new_pages(
+    op: str, like: PagedTensor, tensors: list[torch.Tensor], *numbers: Any
+) -> PagedTensor:
+    """op(*tensors, *numbers), slab by slab."""
+    result = new_gradient(like)
+    write = [True, *[False] * len(tensors)]
+    for slab in slabs(result._storage.pager, [result, *tensors], write=write):
+        out, *given = slab.operands
+        columns = [[value] for value in (*given, *numbers)]
+        elementwise_op(op, out, columns, Place(slab.start, result.numel()))  # type: ignore[arg-type]
+    return result
+
+
+# -- F.embedding -----------------------------------------------------------------------------------
+def embedding(
+    indices: Any,
+    weight: Any,
+    padding_idx: int | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> Any:
+    """``F.embedding``; ``NotImplemented`` where PyTorch's own way has to be taken.
+
+    indices : int64 or int32, any shape, on the weight's device. On CUDA the call waits for them.
+    weight : PagedTensor [rows, D], large, contiguous and all of its storage.
+    """
+    if type(weight) is not PagedTensor or max_norm is not None:
+        return NotImplemented
+    if not is_table(weight) or not is_large(weight) or not _are_indices(indices, weight):
+        return NotImplemented
+    padding = _padding(padding_idx, weight.size(0))
+    if padding is None or _is_watched(weight):
+        return NotImplemented
+    if type(indices) is PagedTensor:
+        indices = indices.detach().to_dense()
+    indices = indices.long()
+    if torch.is_grad_enabled() and weight.requires_grad:
+        return _Lookup.apply(weight, indices, padding, scale_grad_by_freq, sparse)  # type: ignore[no-untyped-call]
+    return look_up(weight, indices)
+
+
+def _are_indices(indices: Any, weight: PagedTensor) -> bool:
+    return (
+        type(indices) in (torch.Tensor, PagedTensor)
+        and indices.dtype in (torch.int64, torch.int32)
+        and indices.layout is torch.strided
+        and indices.device.type == weight.device.type
+    )
+
+
+def _padding(given: int | None, rows: int) -> int | None:
+    """As a row number, -1 for none; ``None`` for what torch refuses."""
+    if given is None:
+        return -1
+    if not -rows <= given < rows:
+        return None
+    return given % rows
+
+
+def _is_watched(weight: PagedTensor) -> bool:
+    """Somebody wants to see, or to change, the ops that it is made of. (Autocast leaves embeddings
+    alone; a mode cannot see a table that is never on the device.)"""
+    return bool(
+        (_modes() and can_be_whole(weight))
+        or _functorch_level() is not None
+        or forward_ad._current_level >= 0
+    )
+
+
+class _Lookup(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        weight: PagedTensor,
+        indices: torch.Tensor,
+        padding_idx: int,
+        scale_grad_by_freq: bool,
+        sparse: bool,
+    ) -> torch.Tensor:
+        ctx.save_for_backward(indices)
+        ctx.table = weight.detach()  # its geometry; the values are not wanted any more
+        ctx.options = padding_idx, scale_grad_by_freq
+        ctx.sparse = sparse
+        return look_up(ctx.table, indices)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        (indices,) = ctx.saved_tensors
+        if type(indices) is PagedTensor:
+            indices = indices.to_dense()
+        rows, options = ctx.table.size(0), ctx.options
+        aten = torch.ops.aten
+        if ctx.sparse:
+            of_weight = aten.embedding_sparse_backward(grad, indices, rows, *options)
+        elif torch.is_grad_enabled():  # its own history is wanted: only a dense one can have it
+            of_weight = aten.embedding_dense_backward(grad, indices, rows, *options)
+        else:
+            flat = grad.reshape(-1, grad.size(-1)).contiguous()
+            of_weight = embedding_gradient(ctx.table, flat, indices, *options)
+        return of_weight, None, None, None, None
+
+
+# -- ops below autograd ----------------------------------------------------------------------------
+# Autograd sums and copies gradients; sparse optimizers read and add to some rows of the table and
+# of their states. All other ops are for ``dense_run.py``.
+def _add(one: Any, other: Any, *, alpha: Any = 1) -> Any:
+    if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor):
+        return NotImplemented
+    if not (is_gradient(one) or is_gradient(other)):
+        return NotImplemented
+    for gradient, rows in ((one, other), (other, one)):
+        if alpha == 1 and is_gradient(gradient) and _are_rows_of(rows, gradient):
+            return _add_sparse(copy_gradient(gradient), rows)
+    return add_gradients(one, other, alpha)
+
+
+def _clone(tensor: Any, *, memory_format: Any = None) -> Any:
+    if not is_gradient(tensor) or tensor._storage.pager.stepping:
+        return NotImplemented
+    return copy_gradient(tensor)
+
+
+def _add_sparse(table: Any, values: Any, *, alpha: Any = 1) -> Any:
+    """``table.add_(sparse)``, as torch adds it, on the pages of the rows that it has."""
+    if not _are_rows_of(values, table):
+        return NotImplemented
+    indices = values._indices()[0]
+    host = indices.cpu().numpy()
+    rows = np.unique(host)
+    with closing(row_groups(table, rows, write=True)) as groups:
+        for group in groups:
+            mine = rows[group.start : group.stop]
+            some = upload(torch.from_numpy(mine), table.device)
+            dense = torch.empty(len(mine), table.size(1), dtype=table.dtype, device=table.device)
+            gather_rows(group.table, some, dense)
+            places = np.flatnonzero((host >= mine[0]) & (host <= mine[-1]))
+            found = torch.from_numpy(np.searchsorted(mine, host[places])[None])
+            part = torch.sparse_coo_tensor(
+                upload(found, table.device),
+                values._values()[upload(torch.from_numpy(places), table.device)],
+                dense.size(),
+                is_coalesced=values.is_coalesced(),
+                check_invariants=False,
+            )
+            dense.add_(part, alpha=alpha)
+            for blocks, numbers, values_of in row_blocks(group.table, some, dense):
+                blocks.index_copy_(0, numbers, values_of)
+    return table
+
+
+def _sparse_mask(table: Any, mask: Any) -> Any:
+    """The table's values in the rows that ``mask`` has."""
+    if not _are_rows_of(mask, table):
+        return NotImplemented
+    indices = mask._indices()
+    return torch.sparse_coo_tensor(
+        indices,
+        look_up(table, indices[0]),
+        mask.size(),
+        is_coalesced=mask.is_coalesced(),
+        check_invariants=False,
+    )
+
+
+def _are_rows_of(values: Any, table: Any) -> bool:
+    """Whether ``values`` is sparse, whole rows each, like the large ``table``."""
+    return (
+        type(values) is torch.Tensor
+        and values.layout is torch.sparse_coo
+        and type(table) is PagedTensor
+        and values.size() == table.size()
+        and values.sparse_dim() == 1
+        and values.device == table.device
+        and is_table(table)
+        and is_large(table)
+    )
+
+
+for _op, _run in (
+    (aten.add.Tensor, _add),
+    (aten.add_.Tensor, _add_sparse),
+    (aten.clone.default, _clone),
+    (aten.sparse_mask.default, _sparse_mask),
+):
+    serve_op(_op, _run)
+serve_call(torch.nn.functional.embedding, embedding)
