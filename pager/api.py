@@ -61,9 +61,14 @@ class Pager:
 
     Args:
         device_budget: bytes on the device: the arena of page frames and the dense temporaries
-            beside it. Byte counts are ints or strings as ``"20GiB"`` (2³⁰) or ``"20GB"`` (10⁹).
+            beside it. Byte counts are ints or strings as ``"20GiB"`` (2³⁰) or ``"20GB"`` (10⁹);
+            ``"80%"`` is of what is free.
         host_budget: bytes of host memory for evicted pages (page-locked on a GPU); reserved once.
+            ``"50%"`` is of what is free, of the container's limit where there is one.
         disk_budget, disk_path: bytes of one preallocated, unlinked file in folder ``disk_path``.
+            Without any budget: 90 % of what the accelerator has free, half of what the host has
+            (what may be page-locked, at most), and no disk; on the CPU three quarters of what is
+            free. :meth:`explain` says what was taken. Beside others a budget that is left out is 0.
         page_size: a power of two, 64 KiB to 16 MiB.
         dense_reserve: bytes of ``device_budget`` kept for dense temporaries; ``"auto"`` measures
             them in the first iteration.
@@ -89,9 +94,9 @@ class Pager:
 
     def __init__(
         self,
-        device_budget: int | str,
-        host_budget: int | str = 0,
-        disk_budget: int | str = 0,
+        device_budget: int | str | None = None,
+        host_budget: int | str | None = None,
+        disk_budget: int | str | None = None,
         disk_path: str | os.PathLike[str] | None = None,
         page_size: int | str = "2MiB",
         dense_reserve: int | str = "auto",

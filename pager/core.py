@@ -204,6 +204,7 @@ class Core:
         self.face = face
         self.device, self.page_size = given.device, given.page_size
         self.budget_bytes = dict(given.budget_bytes)
+        self.about_budgets = given.words
         self.io_watch = io_watch
         self.closed_reason: str | None = None
         self.models: list[weakref.ref[torch.nn.Module]] = []

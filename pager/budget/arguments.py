@@ -8,10 +8,11 @@ from typing import NamedTuple
 
 import torch
 
-from ...planner.sizes import parse_bytes
+from ...planner.sizes import format_bytes, parse_bytes
 from ..devices.choice import resolve
 from ..disk.engine import check_name
 from ..errors import InfeasibleBudget
+from ..machine.free_memory import default_budgets, free_of_device, free_of_host
 from ..machine.ranks import about_share, ranks_sharing, share_of
 
 _MIN_PAGE, _MAX_PAGE = 64 << 10, 16 << 20
@@ -21,7 +22,7 @@ _POLICIES = ("lp", "lru")
 class Arguments(NamedTuple):
     """What a user asked for; bytes are this rank's part (``ranks.py``). ``reserve``: bytes for
     dense temporaries, ``None`` if they are to be measured; ``frames``: what the arena begins
-    with."""
+    with; ``words``: what budgets were taken of, where they were not numbers."""
 
     budget_bytes: dict[str, int]
     page_size: int
@@ -31,12 +32,13 @@ class Arguments(NamedTuple):
     device: torch.device
     metrics: bool
     io_engine: str
+    words: str
 
 
 def check_arguments(
-    device_budget: int | str,
-    host_budget: int | str,
-    disk_budget: int | str,
+    device_budget: int | str | None,
+    host_budget: int | str | None,
+    disk_budget: int | str | None,
     disk_path: str | os.PathLike[str] | None,
     page_size: int | str,
     dense_reserve: int | str,
@@ -48,10 +50,8 @@ def check_arguments(
     """Raises ``InfeasibleBudget`` or ``ValueError`` for what cannot work; see ``Pager``."""
     device = resolve(device)
     given = {"device": device_budget, "host": host_budget, "disk": disk_budget}
-    budget_bytes = {
-        tier: share_of(parse_bytes(text, f"{tier}_budget"), tier, device.type)
-        for tier, text in given.items()
-    }
+    taken, words = _fill_in(given, device)
+    budget_bytes = {tier: share_of(nbytes, tier, device.type) for tier, nbytes in taken.items()}
     page_bytes = _check_page_size(parse_bytes(page_size, "page_size"))
     if policy not in _POLICIES:
         raise ValueError(f"policy={policy!r} is unknown; choose one of {', '.join(_POLICIES)}")
@@ -70,8 +70,46 @@ def check_arguments(
         raise ValueError(f"metrics={metrics!r} must be True, False or None")
     return Arguments(
         budget_bytes, page_bytes, reserve, frames, folder, device, bool(metrics),
-        check_name(io_engine),
+        check_name(io_engine), words,
     )  # fmt: skip
+
+
+def _fill_in(
+    given: dict[str, int | str | None], device: torch.device
+) -> tuple[dict[str, int], str]:
+    """Bytes of each tier, and in words what they were taken of where the user gave no numbers."""
+    if all(text is None for text in given.values()):
+        found = default_budgets(device)
+        said = f"No budgets were given, so these were taken: {found.words}."
+        return {"device": found.device, "host": found.host, "disk": 0}, said
+    if given["device"] is None:
+        raise ValueError(
+            "device_budget is missing beside the other budgets; give one (as '20GiB', or '80%' of "
+            "what is free), or no budget at all"
+        )
+    taken: dict[str, int] = {}
+    words: list[str] = []
+    for tier, text in given.items():
+        if isinstance(text, str) and text.strip().endswith("%") and tier != "disk":
+            free = free_of_device(device) if tier == "device" else free_of_host()
+            taken[tier] = int(free * _share(text, f"{tier}_budget"))
+            words.append(
+                f"{tier}_budget={text!r} is {format_bytes(taken[tier])}, of {format_bytes(free)} "
+                "that were free."
+            )
+        else:
+            taken[tier] = 0 if text is None else parse_bytes(text, f"{tier}_budget")
+    return taken, " ".join(words)
+
+
+def _share(text: str, name: str) -> float:
+    try:
+        percent = float(text.strip()[:-1])
+    except ValueError:
+        percent = -1.0
+    if not 0 < percent <= 100:
+        raise ValueError(f"{name}={text!r} is no share of what is free; write '1%' to '100%'")
+    return percent / 100
 
 
 def _check_page_size(size: int) -> int:

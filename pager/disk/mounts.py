@@ -20,6 +20,12 @@ def text_of(path: str | os.PathLike[str]) -> str:
         return ""
 
 
+def number_in(path: str | os.PathLike[str]) -> int | None:
+    """The whole number that a file of the system holds."""
+    text = text_of(path).strip()
+    return int(text) if text.isascii() and text.isdigit() else None
+
+
 @dataclass(frozen=True)
 class Mount:
     """The file system that a folder is in. ``drive``: its disk's name in /sys/block, if it has

@@ -54,7 +54,7 @@ def attach(trainer: Trainer, pager: Pager | None = None, **arguments: Any) -> Pa
     model is not needed any more. Losses and weights are those of the same training without it.
     Gradient accumulation, clipping, mixed precision, schedulers, evaluation, checkpoints,
     ``resume_from_checkpoint`` and ``load_best_model_at_end`` work as ever, and checkpoints are the
-    files that the trainer writes anyway.
+    files that the trainer writes anyway. The reference model of a trainer of TRL's is paged too.
 
     ``Trainer(model)`` itself moves the model to the device. One that does not fit there is paged
     before (``pager.page_module``, or ``tensorpager.hf.from_pretrained``) and goes through as it is;
@@ -76,6 +76,9 @@ def attach(trainer: Trainer, pager: Pager | None = None, **arguments: Any) -> Pa
         pager = Pager(**{"device": trainer.args.device, **arguments})
     try:
         pager.page_module(trainer.model)
+        reference = getattr(trainer, "ref_model", None)  # of TRL's: it is only read
+        if isinstance(reference, torch.nn.Module):
+            pager.page_module(reference.requires_grad_(False))
         if trainer.optimizer is not None:
             pager.optimizer(trainer.optimizer)
     except BaseException:

@@ -119,7 +119,7 @@ def _refuse(path: Path, size_bytes: int, *, least: int) -> None:
     """Raises PagerError for what could not be measured, before anything is written."""
     from ..disk.mounts import IN_RAM, mount_of
     from .bench import buffer_bytes
-    from .doctor.memory import meminfo
+    from .free_memory import meminfo
 
     if not path.is_dir():
         what = "is not a folder" if path.exists() else "does not exist"

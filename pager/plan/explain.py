@@ -29,7 +29,8 @@ GiB = 1 << 30
 def explain(pager: Core, follower: Follower | None) -> str:
     """See ``Pager.explain``."""
     part = ranks.describe(dict(pager.budget_bytes), pager.device.type)
-    lines = [line for line in (part, pager.cut_short, _plan_in_words(pager, follower)) if line]
+    said = (pager.about_budgets, part, pager.cut_short, _plan_in_words(pager, follower))
+    lines = [line for line in said if line]
     streamed = streamed_names(pager)
     if streamed:
         lines.append(

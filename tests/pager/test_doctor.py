@@ -25,11 +25,11 @@ from tensorpager.pager.disk.engine import Engine
 from tensorpager.pager.disk.mounts import Mount
 from tensorpager.pager.disk.tier import DiskTier
 from tensorpager.pager.disk.watch import IoWatch, WatchedEngine
+from tensorpager.pager.machine import free_memory
 from tensorpager.pager.machine.calibration.measure import Calibration
 from tensorpager.pager.machine.doctor import disk as doctor_disk
 from tensorpager.pager.machine.doctor import gds as doctor_gds
 from tensorpager.pager.machine.doctor import gpu as doctor_gpu
-from tensorpager.pager.machine.doctor import memory as doctor_memory
 from tensorpager.pager.machine.doctor import rates as doctor_rates
 from tensorpager.pager.machine.doctor.finding import Finding, lines_of
 from tensorpager.pager.machine.doctor.memory import Budgets, memory_findings
@@ -55,9 +55,9 @@ def files(monkeypatch: pytest.MonkeyPatch) -> Files:
             text = text_of(path).strip()
             return int(text) if text.isdigit() else None
 
-        for module in (doctor_memory, doctor_disk, doctor_gds, doctor_gpu, mounts):
+        for module in (free_memory, doctor_disk, doctor_gds, doctor_gpu, mounts):
             monkeypatch.setattr(module, "text_of", text_of)
-        for module in (doctor_memory, doctor_disk):
+        for module in (free_memory, doctor_disk):
             monkeypatch.setattr(module, "number_in", number_in)
 
     return put

@@ -7,9 +7,9 @@ import shutil
 from pathlib import Path
 
 from ....planner.sizes import format_bytes
-from ...disk.mounts import IN_RAM, Mount, mount_of, text_of
+from ...disk.mounts import IN_RAM, Mount, mount_of, number_in, text_of
 from ...errors import PagerError
-from .finding import Finding, State, format_rate, number_in
+from .finding import Finding, State, format_rate
 
 PROBE_PAGE_BYTES = 64 << 10
 _REMOTE = ("nfs", "nfs4", "cifs", "smb3", "9p", "ceph", "fuse.sshfs", "virtiofs")

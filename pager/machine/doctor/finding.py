@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import textwrap
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import Literal
-
-from ...disk.mounts import text_of
 
 State = Literal["ok", "warning", "problem"]
 _INDENT = " " * 9
@@ -42,12 +39,6 @@ def _wrapped(text: str, width: int, indent: str) -> list[str]:
         break_on_hyphens=False,
         replace_whitespace=False,
     )
-
-
-def number_in(path: str | os.PathLike[str]) -> int | None:
-    """The whole number that a file of the system holds."""
-    text = text_of(path).strip()
-    return int(text) if text.isascii() and text.isdigit() else None
 
 
 def installed(name: str) -> str | None:

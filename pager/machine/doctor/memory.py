@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import resource
 from dataclasses import dataclass
 
 from ....planner.sizes import format_bytes
-from ...disk.mounts import text_of
-from .finding import Finding, number_in
-
-_NO_LIMIT = 1 << 60
-_CGROUPS = "/sys/fs/cgroup"
+from ..free_memory import container_room, meminfo
+from .finding import Finding
 
 
 @dataclass(frozen=True)
@@ -53,17 +49,6 @@ def allocator_finding() -> Finding:
     return Finding(what, "ok", "counted, capped and reused by our own allocator")
 
 
-def meminfo() -> dict[str, int]:
-    """/proc/meminfo in bytes."""
-    found = {}
-    for line in text_of("/proc/meminfo").splitlines():
-        name, _, rest = line.partition(":")
-        value = rest.split()
-        if value and value[0].isdigit():
-            found[name] = int(value[0]) << 10
-    return found
-
-
 def _ram(info: dict[str, int], budgets: Budgets) -> list[Finding]:
     if "MemAvailable" not in info:
         return []
@@ -85,54 +70,16 @@ def _against(what: str, detail: str, free: int, budgets: Budgets) -> Finding:
 
 
 def _container(budgets: Budgets) -> Finding:
-    """The least of the memory limits of this control group and those around it."""
-    what = "memory limit (cgroup)"
-    found = [room for folder, kind in _groups() if (room := _room(folder, kind)) is not None]
-    if not found:
+    what, room = "memory limit (cgroup)", container_room()
+    if room is None:
         return Finding(what, "ok", "none")
-    limit, free = min(found, key=lambda pair: pair[1])
+    limit, free = room
     detail = f"{format_bytes(limit)}, of which {format_bytes(free)} are free"
     finding = _against(what, detail, free, budgets)
     if finding.state == "problem":
         remedy = f"{finding.remedy}, or raise the container's limit (docker --memory)"
         return Finding(what, "problem", finding.detail, remedy)
     return finding
-
-
-def _groups() -> list[tuple[str, str]]:
-    """Folders of this process's control groups of memory and their parents, with "v1" or "v2"."""
-    folders = []
-    for line in text_of("/proc/self/cgroup").splitlines():
-        _, _, rest = line.partition(":")
-        controllers, _, path = rest.partition(":")
-        if controllers == "":
-            bases, kind = [_CGROUPS, f"{_CGROUPS}/unified"], "v2"
-        elif "memory" in controllers.split(","):
-            bases, kind = [f"{_CGROUPS}/memory"], "v1"
-        else:
-            continue
-        parts = [part for part in path.split("/") if part not in ("", "..")]
-        for base in bases:
-            folders += [(os.path.join(base, *parts[:n]), kind) for n in range(len(parts) + 1)]
-    return folders
-
-
-def _room(folder: str, kind: str) -> tuple[int, int] | None:
-    """Limit and what is free of it, cached files counted as free; ``None`` without a limit."""
-    names = (
-        ("memory.max", "memory.current", "inactive_file")
-        if kind == "v2"
-        else ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-    )
-    limit, used = (number_in(f"{folder}/{name}") for name in names[:2])
-    if limit is None or limit >= _NO_LIMIT:
-        return None
-    cached = 0
-    for line in text_of(f"{folder}/memory.stat").splitlines():
-        name, _, value = line.partition(" ")
-        if name == names[2] and value.isdigit():
-            cached = int(value)
-    return limit, max(0, limit - max(0, (used or 0) - cached))
 
 
 def _page_locking(budgets: Budgets) -> Finding:
