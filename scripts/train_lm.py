@@ -4,6 +4,7 @@
     train_lm.py --preset 125m --device-budget 600MiB --host-budget 2GiB
     train_lm.py --preset 10m --no-pager
     train_lm.py --preset 10m --compare --device-budget 40% --host-budget 100%
+    torchrun --nproc-per-node 2 train_lm.py --preset 10m --device-budget 200MiB --host-budget 1GiB
 
 Runs are deterministic: the same options give the same losses and final parameters, bit for bit,
 with the pager and without it.
@@ -14,6 +15,7 @@ import signal
 import sys
 import time
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 from typing import NoReturn
@@ -28,9 +30,10 @@ from lm.compare import ChildError, compare
 from lm.data import load_corpus
 from lm.memory import Memory, PagedMemory, PlainMemory
 from lm.options import Options, UsageError, parse_options
+from lm.ranks import LostRankError, Ranks, ranks_of
 from lm.report import StepPrinter, make_record, print_summary, write_json
 from lm.scalars import Scalars
-from lm.trainer import Trainer
+from lm.trainer import Trainer, refuse_other_training
 
 import tensorpager as tp
 
@@ -56,11 +59,16 @@ def open_memory(options: Options, stack: ExitStack) -> tuple[Memory, tp.Pager | 
     return PagedMemory(stack.enter_context(pager)), pager
 
 
-class Stop:
-    """Within it Ctrl-C and SIGTERM end a run after the step they meet, a second one at once."""
+LAUNCHER_SECONDS = 5.0  # within which torchrun passes a signal on
 
-    def __init__(self) -> None:
+
+class Stop:
+    """Within it Ctrl-C and SIGTERM end a run after the step they meet, a second one at once; of
+    several ranks only one that comes ``seconds`` later, since torchrun passes on what all have."""
+
+    def __init__(self, seconds: float, *, quiet: bool) -> None:
         self.signal = 0
+        self._seconds, self._quiet = seconds, quiet
 
     def __enter__(self) -> "Stop":
         self._before = {
@@ -73,35 +81,53 @@ class Stop:
             signal.signal(number, handler)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
+        now = time.monotonic()
         if self.signal:
-            _stop(number, frame)
-        self.signal = number
-        print("train_lm: ends after this step; once more: at once", file=sys.stderr, flush=True)
+            if now - self._began >= self._seconds:
+                _stop(number, frame)
+            return
+        self.signal, self._began = number, now
+        if not self._quiet:
+            print("train_lm: ends after this step; once more: at once", file=sys.stderr, flush=True)
 
 
-def train(options: Options) -> int:
+def train(options: Options, ranks: Ranks) -> int:
     """One run: train, show, and write what was asked for. Returns the exit code: that of a signal
     which ended it, where the checkpoint says how far it came."""
     try:
         corpus = load_corpus(options.data, options.seq)
     except (ValueError, OSError) as error:
         raise UsageError(f"--data: {error}") from None
+    if ranks.place.restarts and options.save is not None and options.save.exists():
+        options = replace(options, resume=options.save)
+    content = None
+    if options.resume is not None:  # read before anything is built, and by one rank as a whole
+        content = load_checkpoint(options.resume, whole=ranks.is_first)
+        refuse_other_training(content, options, corpus)
+        ranks.all(None)
     losses: list[float] = []
+    norms: list[float | None] = []
     step_seconds: list[float] = []
     with ExitStack() as stack:
-        scalars = stack.enter_context(Scalars(options.tensorboard))
+        scalars = stack.enter_context(Scalars(options.tensorboard if ranks.is_first else None))
         memory, pager = open_memory(options, stack)
-        trainer = Trainer(options, memory, corpus)
-        if options.resume is not None:
-            trainer.restore(load_checkpoint(options.resume))
+        trainer = Trainer(options, memory, corpus, ranks)
+        if content is not None and (told := trainer.restore(content)) and ranks.is_first:
+            print(told)
+        content = None
         first_step = trainer.next_step
         name = "paged" if options.pager else "plain"
-        with StepPrinter(name, options, first_step) as printer, ExitStack() as stopping:
-            stop = stopping.enter_context(Stop()) if options.save is not None else None
+        printer = StepPrinter(name, options, first_step, quiet=not ranks.is_first)
+        with printer, ExitStack() as stopping:
+            stop: Stop | None = None
+            if options.save is not None:
+                seconds = 0.0 if ranks.parallel is None else LAUNCHER_SECONDS
+                stop = stopping.enter_context(Stop(seconds, quiet=not ranks.is_first))
             for step in range(first_step, options.steps):
                 started = time.perf_counter()
                 losses.append(trainer.step())
                 step_seconds.append(time.perf_counter() - started)
+                norms.append(trainer.gradient_norm)
                 stats = None if pager is None else pager.stats()
                 rate = options.batch * options.seq / step_seconds[-1]
                 if pager is not None:
@@ -110,27 +136,34 @@ def train(options: Options) -> int:
                 scalars.step(step, losses[-1], rate, step_seconds[-1], stats)
                 peaks = None if stats is None else stats["peak_bytes"]
                 printer.step(step, losses[-1], step_seconds[-1], peaks)
-                if stop is not None and stop.signal:
-                    break
-        if options.save is not None:
-            try:
-                save_checkpoint(options.save, trainer.checkpoint())
-            except OSError as error:
-                raise UsageError(f"--save={options.save}: {error}") from error
-        if stop is not None and stop.signal:
-            print(
-                f"train_lm: stopped after step {trainer.next_step} of {options.steps} and saved; "
-                f"the same command with --resume={options.save} goes on",
-                file=sys.stderr,
-            )
-            return 128 + stop.signal
-        record = make_record(
-            options, first_step, losses, step_seconds, memory.report(), trainer.parameters_sha256()
-        )
-    print_summary(record)
-    if options.json is not None:
-        write_json(options.json, record)
+                stopped = 0 if stop is None else ranks.most(stop.signal)
+                last = stopped or step + 1 == options.steps
+                due = options.save_every and (step + 1) % options.save_every == 0
+                if options.save is not None and (last or due):
+                    _save(options.save, trainer, ranks)
+                if stopped:
+                    if ranks.is_first:
+                        print(
+                            f"train_lm: stopped after step {trainer.next_step} of {options.steps} "
+                            f"and saved; the same command with --resume={options.save} goes on",
+                            file=sys.stderr,
+                        )
+                    return 128 + stopped
+        reports = ranks.all(memory.report())
+        sha256 = trainer.parameters_sha256()
+    record = make_record(options, first_step, losses, norms, step_seconds, reports, sha256)
+    if ranks.is_first:
+        print_summary(record)
+        if options.json is not None:
+            write_json(options.json, record)
     return 0
+
+
+def _save(path: Path, trainer: Trainer, ranks: Ranks) -> None:
+    try:
+        save_checkpoint(path, trainer.checkpoint(), ranks)
+    except OSError as error:
+        raise UsageError(f"--save={path}: {error}") from error
 
 
 def _stop(signal_number: int, frame: FrameType | None) -> NoReturn:
@@ -144,9 +177,13 @@ def main(arguments: list[str]) -> int:
         options = parse_options(arguments)
         if options.compare:
             return compare(Path(__file__).resolve(), options)
-        return train(options)
+        with ranks_of(options) as ranks:
+            return train(options, ranks)
     except (UsageError, tp.InfeasibleBudget, tp.TierFull) as error:
         return _fail(str(error))
+    except LostRankError as error:
+        _fail(f"stopped, because {error}")
+        return 1
     except ChildError as error:
         if error.exit_code == 2:  # and the child has said why
             return 2
@@ -159,7 +196,8 @@ def main(arguments: list[str]) -> int:
 
 def _fail(message: str) -> int:
     """One line on stderr, whatever the message holds."""
-    print("train_lm: " + " ".join(message.split()), file=sys.stderr)
+    rank = f"rank {os.environ['RANK']}: " if "RANK" in os.environ else ""
+    print(f"train_lm: {rank}" + " ".join(message.split()), file=sys.stderr)
     return 2
 
 

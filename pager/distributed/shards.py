@@ -102,7 +102,12 @@ def _page(pager: Core, param: FSDPParam, label: str) -> None:
     length = sharded._local_tensor.size(dim) if sharded._local_tensor.numel() else 0
     shaped = paged.view(param.padded_sharded_param_size)
     param._sharded_param_data = paged
-    sharded._local_tensor = shaped.narrow(dim, 0, length)
+    shard = shaped.narrow(dim, 0, length)
+    if flat.is_meta:  # a DTensor says itself on which device it is, and FSDP2 asks it
+        made = torch.nn.Parameter(param.to_sharded_dtensor(shard), sharded.requires_grad)
+        torch.utils.swap_tensors(sharded, made)
+    else:
+        sharded._local_tensor = shard
     param.reset_sharded_param = _Reset(pager, param)  # type: ignore[method-assign]
     if sharded.requires_grad:
         sharded.register_post_accumulate_grad_hook(_page_gradient(pager))

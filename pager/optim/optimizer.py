@@ -35,7 +35,7 @@ from ..errors import InfeasibleBudget, PagerError, TierFull
 from ..tensor.dispatcher import hide_from_dynamo
 from ..tensor.module import known_parameter
 from ..tensor.paged_tensor import PagedTensor, blank, direct_view, withdraw
-from ..tensor.sharded import is_sharded, local_state
+from ..tensor.sharded import is_sharded, local_state, sharded_state
 from . import fused, torch_fused
 from .fused_states import (
     OURS,
@@ -324,7 +324,9 @@ def load_optimizer(
 
     States of sharded parameters may be sharded or whole (see ``sharded.py``)."""
     if not any(is_sharded(p) for group in optimizer.param_groups for p in group["params"]):
-        state = local_state(optimizer, state)  # else its own load_state_dict does so
+        state = local_state(optimizer, state)
+    elif paged_of(optimizer) is None:  # else its own load_state_dict does so
+        state = sharded_state(optimizer, state)
     with _one_at_a_time(optimizer, loaded), torch.no_grad():
         optimizer.load_state_dict(state)
 

@@ -125,6 +125,19 @@ def local_state(optimizer: Any, given: dict[str, Any]) -> dict[str, Any]:
     return {**given, "state": states}
 
 
+def sharded_state(optimizer: Any, given: dict[str, Any]) -> dict[str, Any]:
+    """A state dict for ``optimizer``, which is not paged, with whole states of its sharded
+    parameters divided as these are; copies."""
+    ids = itertools.chain.from_iterable(group["params"] for group in given["param_groups"])
+    mine = itertools.chain.from_iterable(group["params"] for group in optimizer.param_groups)
+    states = dict(given["state"])
+    for key, parameter in zip(ids, mine):
+        if isinstance(states.get(key), dict):
+            found = {name: _sharded_as(parameter, value) for name, value in states[key].items()}
+            states[key] = {n: v.clone() if is_sharded(v) else v for n, v in found.items()}
+    return {**given, "state": states}
+
+
 def _local(key: str, value: Any, parameter: Any) -> Any:
     if is_scales(key, value):
         return _part_of_scales(key, value, parameter)

@@ -13,6 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 import tensorpager as tp
+from tensorpager.pager.tensor.sharded import local_of
 
 MEASURED_ITERATIONS = 2  # the second one has the optimizer states from its start
 
@@ -83,11 +84,9 @@ class PlainMemory:
 
     def _standing_bytes(self) -> int:
         assert self._model is not None
-        total = sum(parameter.nbytes for parameter in self._model.parameters())
         states = self._optimizer.state.values() if self._optimizer is not None else []
-        return total + sum(
-            value.nbytes for state in states for value in state.values() if torch.is_tensor(value)
-        )
+        values = [value for state in states for value in state.values() if torch.is_tensor(value)]
+        return sum(local_of(tensor).nbytes for tensor in [*self._model.parameters(), *values])
 
     def _stop_profiler(self) -> None:
         if self._profiler is not None:

@@ -6,6 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tensorpager.pager.tensor.sharded import local_of, part_of
+
 VOCABULARY = 256  # one token per byte value
 INIT_STD = 0.02
 
@@ -106,14 +108,20 @@ class GPT(nn.Module):
         """
         residual_std = INIT_STD / (2 * self.shape.layers) ** 0.5
         for name, parameter in self.named_parameters():
+            mine = local_of(parameter)
             if name.endswith("bias"):
-                parameter.zero_()
+                mine.zero_()
             elif parameter.dim() == 1:  # the norms' scales
-                parameter.fill_(1.0)
+                mine.fill_(1.0)
             else:
                 into_residual = name.endswith(("attention.out.weight", "mlp_down.weight"))
                 std = residual_std if into_residual else INIT_STD
-                parameter.normal_(0.0, std, generator=generator)
+                if mine is parameter:
+                    parameter.normal_(0.0, std, generator=generator)
+                    continue
+                # All ranks draw the whole, so that the model does not depend on their number.
+                whole = torch.empty(parameter.size(), dtype=parameter.dtype, device=mine.device)
+                mine.copy_(part_of(whole.normal_(0.0, std, generator=generator), parameter))
 
 
 def meta_model(preset: str, dtype: torch.dtype) -> GPT:

@@ -18,6 +18,14 @@ def random_states(device: str) -> dict[str, Any]:
     }
 
 
+def seed_all(*numbers: int) -> None:
+    """Begin all generators anew, from ``numbers`` alone."""
+    first, second, third = np.random.SeedSequence(numbers).generate_state(3)
+    torch.manual_seed(int(first))
+    random.seed(int(second))
+    np.random.seed(int(third))  # noqa: NPY002
+
+
 def set_random_states(states: dict[str, Any], device: str) -> None:
     """Go on where ``random_states`` was called. Those that an older checkpoint lacks stay."""
     torch.set_rng_state(states["cpu"].clone())

@@ -17,6 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 import tensorpager as tp
+from tensorpager.pager.machine.ranks import ranks_sharing
 from tensorpager.planner.sizes import format_bytes
 
 from .memory import MemoryReport
@@ -28,13 +29,15 @@ UNTIMED_STEPS = 2  # measured, recorded or warming up: not typical
 class StepPrinter:
     """A progress bar on a terminal, about twenty plain lines elsewhere."""
 
-    def __init__(self, name: str, options: Options, first_step: int) -> None:
+    def __init__(self, name: str, options: Options, first_step: int, *, quiet: bool) -> None:
+        """``quiet``: print nothing, as all ranks but one do."""
         self._name = name
+        self._quiet = quiet
         self._options = options
         self._every = max(1, (options.steps - first_step) // 20)
         self._bar: Progress | None = None
         console = Console()
-        if console.is_terminal:
+        if console.is_terminal and not quiet:
             self._bar = Progress(
                 TextColumn("{task.description}"),
                 BarColumn(),
@@ -63,6 +66,8 @@ class StepPrinter:
 
     def step(self, step: int, loss: float, seconds: float, peaks: dict[str, int] | None) -> None:
         """Show step number ``step`` (from 0). ``peaks``: bytes by tier so far, if known."""
+        if self._quiet:
+            return
         rate = self._options.batch * self._options.seq / seconds
         facts = f"loss {loss:.4f}  {rate:,.0f} tokens/s"
         for tier in TIERS if peaks is not None else ():
@@ -83,22 +88,36 @@ def make_record(
     options: Options,
     first_step: int,
     losses: list[float],
+    gradient_norms: list[float | None],
     step_seconds: list[float],
-    memory: MemoryReport,
+    reports: list[MemoryReport],
     parameters_sha256: str,
 ) -> dict[str, Any]:
-    """What ``--json`` writes. Times in seconds, memory in bytes."""
+    """What ``--json`` writes. Times in seconds, memory in bytes. ``reports``: by rank; the record
+    has the largest peaks of any, and the part of the budgets that each has."""
+    needs = [report.needed_bytes for report in reports if report.needed_bytes is not None]
+    memory = reports[0]
     return {
         "mode": "paged" if options.pager else "plain",
+        "parallel": options.parallel,
         "first_step": first_step,
         "losses": losses,
+        "gradient_norms": gradient_norms,
         "final_parameters_sha256": parameters_sha256,
         "step_seconds": step_seconds,
         "tokens_per_second": tokens_per_second(options, step_seconds),
-        "peak_bytes": memory.peak_bytes,
+        "peak_bytes": {tier: max(r.peak_bytes[tier] for r in reports) for tier in TIERS},
         "budget_bytes": memory.budget_bytes,
-        "needed_bytes": memory.needed_bytes,
+        "needed_bytes": max(needs) * ranks_sharing("device", options.device) if needs else None,
         "pager": memory.pager,
+        "ranks": [
+            {
+                "peak_bytes": report.peak_bytes,
+                "budget_bytes": report.budget_bytes,
+                "stall_us": None if report.pager is None else report.pager["stall_us"],
+            }
+            for report in reports
+        ],
         "facts": run_facts(options.device),
     }
 
@@ -146,6 +165,8 @@ def _summary_rows(record: dict[str, Any]) -> list[tuple[str, str]]:
         ("tokens/s, median", f"{record['tokens_per_second']:,.0f}"),
         ("step, median", f"{statistics.median(record['step_seconds']):.3f} s"),
     ]
+    if len(record["ranks"]) > 1:
+        rows.append(("ranks", f"{len(record['ranks'])}, {record['parallel']}; of the largest:"))
     rows += [(f"{tier} peak", tier_text(record, tier)) for tier in TIERS]
     if record["needed_bytes"] is not None:
         needed = record["needed_bytes"]
