@@ -8,6 +8,7 @@ collective broken looks there for the rank that is to blame.
 """
 
 import os
+import signal
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -187,7 +188,11 @@ def ranks_of(options: Options) -> Iterator[Ranks]:
         if _is_own(error):
             ranks.ended(" ".join(str(error).split()) or type(error).__name__)
             raise
-        why = ranks.lost()
+        before = signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun's: it ends all ranks then
+        try:
+            why = ranks.lost()
+        finally:
+            signal.signal(signal.SIGTERM, before)
         ranks.ended("" if why or isinstance(error, SystemExit | KeyboardInterrupt) else str(error))
         if why is None:
             raise

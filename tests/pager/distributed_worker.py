@@ -215,13 +215,15 @@ def run(out: Path, kinds: list[str], policies: list[str], cases: Cases) -> None:
         dist.destroy_process_group()
 
 
-def fork_ranks(out: Path, kinds: list[str], policies: list[str], ranks: int, cases: Cases) -> int:
-    """What ``torchrun`` does, with PyTorch loaded once. The exit code of the first that fails."""
+def fork_ranks(ranks: int, body: Callable[[], object], local: int | None = None) -> int:
+    """What ``torchrun`` does, with PyTorch loaded once: ``body`` on each rank, ``local`` of them on
+    a node. The exit code of the first that fails."""
     for module in ("torch._dynamo", "torch.distributed.fsdp"):  # which each rank would load else
         importlib.import_module(module)
+    local = local or ranks
     shared = {
         "WORLD_SIZE": str(ranks),
-        "LOCAL_WORLD_SIZE": str(ranks),
+        "LOCAL_WORLD_SIZE": str(local),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": "0",
     }
@@ -232,14 +234,17 @@ def fork_ranks(out: Path, kinds: list[str], policies: list[str], ranks: int, cas
     for rank in range(ranks):
         pid = os.fork()
         if pid == 0:
-            os.environ.update(shared, RANK=str(rank), LOCAL_RANK=str(rank))
+            os.environ.update(shared, RANK=str(rank), LOCAL_RANK=str(rank % local))
             code = 1
             try:
-                run(out, kinds, policies, cases)
+                body()
                 code = 0
+            except SystemExit as error:
+                code = error.code if isinstance(error.code, int) else 1
             except BaseException:
                 traceback.print_exc()
             finally:
+                sys.stdout.flush()
                 os._exit(code)
         children[pid] = rank
     worst = 0
@@ -268,7 +273,7 @@ def main(cases: Cases) -> int:
     options = parser.parse_args()
     policies = options.policies.split(",")
     if options.ranks is not None:
-        return fork_ranks(options.out, options.kinds, policies, options.ranks, cases)
+        return fork_ranks(options.ranks, lambda: run(options.out, options.kinds, policies, cases))
     run(options.out, options.kinds, policies, cases)
     return 0
 

@@ -196,6 +196,17 @@ def test_what_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
             load_checkpoint(path)
 
 
+def test_a_damaged_checkpoint_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "checkpoint.pt"
+    content = _content()
+    save_checkpoint(path, content)
+    whole = path.read_bytes()
+    at = whole.index(content["floats"].numpy().tobytes()[:64])
+    path.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
+    with pytest.raises(UsageError, match=r"is damaged.*data/0"):
+        load_checkpoint(path)
+
+
 def _run_record(name: str) -> dict[str, Any]:
     return {
         "losses": [5.5, 4.5],
