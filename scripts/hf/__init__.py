@@ -1,0 +1,1 @@
+"""What finetune_hf.py and generate.py share."""
