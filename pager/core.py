@@ -355,19 +355,21 @@ class Core:
     def will_write(self, extents: Sequence[Extent]) -> None:
         """Bytes of ``extents``, which are held, are about to change: copies below are void. For
         those who learn of it after they took them."""
-        watch = self.watcher()
+        watch, fresh = self.watcher(), []
         for extent in extents:
             extent.writes += 1
             if watch is not None:
                 watch.writing(extent)
             if not extent.settled:
-                self._void_below(extent)
+                self._check_write(extent)
+                fresh.append(extent)
+        if fresh:
+            with self.lock:
+                self.residency.written_whole(fresh)
 
-    def _void_below(self, extent: Extent, pages: Int32 | None = None) -> None:
+    def _check_write(self, extent: Extent) -> None:
         if extent.kind == "parameter" and not self.stepping and self.in_iteration():
             self.budget.check(before="this write to a parameter")
-        with self.lock:
-            self.residency.written(extent, pages)
 
     @contextmanager
     def hold_parts(
@@ -400,7 +402,8 @@ class Core:
             self.backend.note_compute()
             try:
                 for extent, pages in write:
-                    self._void_below(extent, pages)
+                    self._check_write(extent)
+                    self.residency.written(extent, pages)
                     extent.writes += 1
             except BaseException:
                 self.release_parts(parts)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -192,7 +192,8 @@ class Accelerator:
 
     @contextmanager
     def on_compute(self) -> Iterator[None]:
-        with on_stream(self._compute):
+        there = self._here() == self._compute
+        with nullcontext() if there else on_stream(self._compute):
             self._after_ops(self._compute)
             yield
 

@@ -113,6 +113,16 @@ class PageTable:
         self.flags[blank] = LIVE | DIRTY
         self.version[blank] += 1
 
+    def bear(self, first: int, count: int, base: int) -> None:
+        """BLANK → DIRTY: all pages of a run that has none anywhere are in frames from ``base``
+        on."""
+        rows, frames = slice(first, first + count), slice(base, base + count)
+        assert (self.frame_page[frames] < 0).all()
+        self.frame[rows] = np.arange(base, base + count, dtype=np.int32)
+        self.frame_page[frames] = np.arange(first, first + count, dtype=np.int32)
+        self.flags[rows] = LIVE | DIRTY
+        self.version[rows] += 1
+
     def move(self, pages: Int32, frames: Int32) -> None:
         """Resident ``pages`` are now in ``frames`` (which were empty, or emptied by this move)."""
         self.frame_page[self.frame[pages]] = NONE

@@ -30,10 +30,10 @@ _BATCH_BYTES = 4 << 20  # moved at once where rates are not known
 class Mover:
     """Of one pager; under its lock.
 
-    ``pool``: of frames. ``settle``: is told of pages that have moved. ``watch``: of the disk's
-    calls. ``lanes``: by the planner's names, for moves of a plan. ``batch_pages``: by the same
-    names, what one queued transfer moves at most. ``moved``: bytes, by the same. ``error``: of the
-    first queued transfer that failed.
+    ``pool``: of frames. ``settle``: is told of pages that have moved; ``unsettle``: of those that
+    are on their way. ``watch``: of the disk's calls. ``lanes``: by the planner's names, for moves
+    of a plan. ``batch_pages``: by the same names, what one queued transfer moves at most.
+    ``moved``: bytes, by the same. ``error``: of the first queued transfer that failed.
     """
 
     def __init__(
@@ -54,6 +54,7 @@ class Mover:
         self.slots = Slots(table, self.tickets, pool, host, disk, page_size)
         self.carrier = Carrier(backend, host, disk, page_size, self.watch, verify=verify)
         self.settle: Callable[[Int32], None] = lambda pages: None
+        self.unsettle: Callable[[Int32], None] = lambda pages: None
         self.error: BaseException | None = None
         on_cpu = backend.host_addressable  # a staging buffer is one thread's
         names = {f"{tier}-{way}": tier for tier in TIERS for way in ("out", "in")}
@@ -97,7 +98,7 @@ class Mover:
             self.slots.note_peaks()
             self.give_frames(self.table.unplace(part))
         if urgency != NOW:  # then whoever asked does it
-            self.settle(pages)
+            self.unsettle(pages)
 
     # -- onto the device -------------------------------------------------------------------------
     def bring(self, tier: str, pages: Int32, frames: Int32, urgency: str = PLANNED) -> None:
@@ -111,7 +112,7 @@ class Mover:
             self.table.place(part, ends)
             self._count(tier, "in", len(part))
         if urgency != NOW:
-            self.settle(pages)
+            self.unsettle(pages)
 
     # -- both ------------------------------------------------------------------------------------
     def _batches(

@@ -119,7 +119,7 @@ class Residency:
         self.make_way: Callable[[int], bool] = lambda frames: False
         self.before_pinning: Callable[[], None] = lambda: None
         self.let_go: Callable[[], None] = lambda: None
-        mover.settle = self.settle_all
+        mover.settle, mover.unsettle = self.settle_all, self.unsettle
         # Of the weight whose product an op on these is a part of, in a metered iteration.
         self.weight_of: Callable[[Collection[Extent]], Needs | None] = lambda runs: None
         self.minimum_bytes: Callable[[int], int] = lambda frames: frames * page_size
@@ -272,10 +272,13 @@ class Residency:
 
     def is_whole(self, run: Extent) -> bool:
         """All of it is in consecutive frames, or on its way there."""
-        frames = self._frames_of(run)
-        if frames[0] < 0 or (self.scattered and run.count > 1):
+        frames, count = self._frames_of(run), run.count
+        first = int(frames[0])
+        if count == 1 or first < 0:
+            return first >= 0
+        if self.scattered or int(frames[-1]) != first + count - 1:
             return False
-        return bool((frames == frames[0] + np.arange(run.count)).all())
+        return count == 2 or bool((frames - run.pages == first - run.first).all())
 
     def _frames_of(self, run: Extent) -> Int32:
         return self.table.frame[run.first : run.first + run.count]
@@ -430,8 +433,15 @@ class Residency:
 
     def settle_all(self, pages: Int32) -> None:
         """The runs of these pages; what came may be more than there ever was."""
-        for owner in np.unique(self.table.owner[pages]).tolist():
+        for owner in set(self.table.owner[pages].tolist()):
             self.settle(self.space.runs[owner])
+        self.peak_frames = max(self.peak_frames, self.frames_used)
+
+    def unsettle(self, pages: Int32) -> None:
+        """The runs of these pages, which are on their way: whoever uses them waits."""
+        for owner in set(self.table.owner[pages].tolist()):
+            run = self.space.runs[owner]
+            run.base, run.generation, run.settled = -1, next(generations), False
         self.peak_frames = max(self.peak_frames, self.frames_used)
 
     def _claim(self, run: Extent) -> Int32:
@@ -739,17 +749,25 @@ class Residency:
             return False
         if not self.pool.is_free(base, run.count):
             return False
-        frames = run.pages - np.int32(run.first - base)
-        self.reach(frames)
+        size = self.page_size
         self.pool.take(base, run.count)
-        self._open_blank(run, run.pages, frames)
-        self.settle_all(run.pages)
+        if self.mover.tickets.any:
+            self.reach(run.pages - np.int32(run.first - base))
+        with self.backend.on_compute():  # also where its maker writes it: on that stream
+            if not run.overwritten:
+                self.arena[base * size : (base + run.count) * size].zero_()
+        self.table.bear(run.first, run.count, base)
+        run.base = -1 if self.scattered and run.count > 1 else base
+        run.generation = next(generations)
+        run.settled = run.kind != "parameter"  # one may not be written at any time
+        self.peak_frames = max(self.peak_frames, self.frames_used)
         return True
 
     def is_blank(self, run: Extent) -> bool:
         """Nothing was ever written to ``run``: it has no page anywhere."""
         rows = slice(run.first, run.first + run.count)
-        return bool((self.table.flags[rows] & BLANK).all())
+        flags = self.table.flags[rows]
+        return bool(flags[0] & BLANK) and bool((flags & BLANK).all())
 
     # -- writes and ends -------------------------------------------------------------------------
     def written(self, run: Extent, pages: Int32 | None = None) -> None:
@@ -757,6 +775,13 @@ class Residency:
         if not run.settled:
             self.mover.slots.void_copies(run.pages if pages is None else pages)
             run.settled = pages is None
+
+    def written_whole(self, runs: Sequence[Extent]) -> None:
+        """The same of all of ``runs``, none of which is settled."""
+        pages = [run.pages for run in runs]
+        self.mover.slots.void_copies(pages[0] if len(pages) == 1 else np.concatenate(pages))
+        for run in runs:
+            run.settled = True
 
     def collect(self) -> None:
         """Give back everything of runs that nobody refers to any more; of those whose pages are

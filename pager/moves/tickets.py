@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from .transfers import Transfer
 
 _WATCHDOG_SECONDS = 60.0
+_FEW = 64  # places: that many are looked at as fast as their maximum is found
 Places = tuple[str, Int32]  # a tier, and frames or slots of it
 
 
@@ -114,7 +115,8 @@ class Tickets:
         self._last += 1
         ticket = Ticket(self._last, self.of(*places), self._over, label)
         for tier, numbers in places:
-            self._column(tier, numbers)[numbers] = self._last
+            self._of_places(tier, numbers)  # there are as many
+            self._columns[tier][numbers] = self._last
         self._live[self._last] = ticket
         return ticket
 
@@ -126,20 +128,22 @@ class Tickets:
         found: set[int] = set()
         oldest = next(iter(self._live))
         for tier, numbers in places:
-            theirs = self._column(tier, numbers)[numbers]
-            if theirs.max(initial=0) >= oldest:
+            theirs = self._of_places(tier, numbers)
+            if len(theirs) < _FEW or theirs.max() >= oldest:
                 found.update(theirs.tolist())
-        return [self._live[number] for number in sorted(found) if number in self._live]
+        live = self._live
+        return [live[number] for number in sorted(found) if number in live]
 
     def pending(self, tier: str, numbers: Int32) -> npt.NDArray[np.bool_]:
         """Which of these places have one that is not over, or has failed."""
         self._sweep()
         if not self._live:
             return np.zeros(len(numbers), np.bool_)
-        theirs = self._column(tier, numbers)[numbers]
+        theirs = self._of_places(tier, numbers)
         found: npt.NDArray[np.bool_] = theirs >= next(iter(self._live))
         if found.any():  # then it is worth to look at each
-            found[found] = [self._may_fail(number) for number in theirs[found].tolist()]
+            several = set(theirs[found].tolist())
+            found &= np.isin(theirs, [number for number in several if self._may_fail(number)])
         return found
 
     def _may_fail(self, number: int) -> bool:
@@ -237,14 +241,16 @@ class Tickets:
                 del self._live[number]
                 self._forget_before(ticket)
 
-    def _column(self, tier: str, numbers: Int32) -> npt.NDArray[np.int64]:
+    def _of_places(self, tier: str, numbers: Int32) -> npt.NDArray[np.int64]:
+        """Numbers of the latest ticket of each."""
         column = self._columns[tier]
-        most = int(numbers.max(initial=-1))
-        if most >= len(column):
-            column = np.zeros(max(2 * len(column), most + 1), np.int64)
-            column[: len(self._columns[tier])] = self._columns[tier]
-            self._columns[tier] = column
-        return column
+        try:
+            return column[numbers]
+        except IndexError:  # there are more places than before
+            grown = np.zeros(max(2 * len(column), int(numbers.max()) + 1), np.int64)
+            grown[: len(column)] = column
+            self._columns[tier] = grown
+            return grown[numbers]
 
 
 class Lane:

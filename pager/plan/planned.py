@@ -24,6 +24,8 @@ from ..moves.tickets import MoveFailed
 from .access_log import Names
 from .compiled_plan import ANYWHERE, Action
 
+_NOTHING = np.empty(0, np.int32)
+
 
 class Job(NamedTuple):
     """An :class:`Action` on a live run. What is done of it the page table says."""
@@ -34,6 +36,38 @@ class Job(NamedTuple):
     @property
     def pages(self) -> Int32:
         return self.run.pages[self.action.first : self.action.first + self.action.pages]
+
+
+class _Coming:
+    """Pages that come from ``tier`` together, and the frames that were taken for them. ``runs``:
+    whose they are."""
+
+    def __init__(self, mover: Mover, tier: str) -> None:
+        self.tier = tier
+        self.runs: set[Extent] = set()
+        self._mover = mover
+        self._pages: list[Int32] = []
+        self._frames: list[Int32] = []
+
+    def add(self, run: Extent, pages: Int32, frames: Int32) -> None:
+        if len(pages):
+            self.runs.add(run)
+            self._pages.append(pages)
+            self._frames.append(frames)
+
+    def begin_with(self, run: Extent) -> None:
+        """What was added is queued, if pages of ``run`` are among it."""
+        if run in self.runs:
+            self.begin()
+
+    def begin(self) -> None:
+        """What was added is queued."""
+        if self._pages:
+            pages, frames = np.concatenate(self._pages), np.concatenate(self._frames)
+            self.runs.clear()
+            self._pages.clear()
+            self._frames.clear()
+            self._mover.bring(self.tier, pages, frames)
 
 
 class PlannedMoves:
@@ -80,13 +114,11 @@ class PlannedMoves:
         """Begin what can begin. Where that fails, or what was queued before has, its pages are
         where they were, and the plan is over (``Mover.error``)."""
         try:
-            for queues, start in ((self._outs, self._start_out), (self._ins, self._start_in)):
-                for queue in queues.values():
-                    while queue:
-                        job = queue[0]
-                        if self._names.is_live(job.run) and not start(job):
-                            break
-                        queue.popleft()
+            for tier, queue in self._outs.items():
+                self._begin_outs(tier, queue)
+            leaving = {job.run for queue in self._outs.values() for job in queue}
+            for tier, queue in self._ins.items():
+                self._begin_ins(tier, queue, leaving)
         except MoveFailed:
             self._mover.drain()
         except Exception as error:
@@ -104,37 +136,82 @@ class PlannedMoves:
         """Something has not begun."""
         return any(self.queues)
 
-    def _start_out(self, job: Job) -> bool:
-        """Clean pages leave at once; for the others slots are taken. Whether the job is done."""
-        run, table, tier = job.run, self._table, job.action.tier
-        if run.pins:  # used at this moment, which the plan did not foresee
-            return True
-        resident = job.pages[table.frame[job.pages] >= 0]
-        if run.parts is not None:
-            resident = np.setdiff1d(resident, run.held_pages)
-        dirty = (table.flags[resident] & DIRTY) != 0
-        self._residency.evict_pages(resident[~dirty])
-        to_leave = resident[dirty]
-        if len(to_leave):
-            slots = self._mover.slots.take(tier, len(to_leave), leaving=to_leave)
-            self._mover.out(tier, to_leave[: len(slots)], slots)
-            return len(slots) == len(to_leave)
-        return True
+    def _begin_outs(self, tier: str, queue: deque[Job]) -> None:
+        """Clean pages leave at once; for the others slots are taken, as far as there are any. What
+        leaves at one point of the program leaves together."""
+        while queue:
+            jobs, leaving = 0, [_NOTHING]
+            seen: set[Extent] = set()
+            for job in queue:
+                run = job.run
+                if run in seen:
+                    break
+                seen.add(run)
+                jobs += 1
+                # What is used at this moment, which the plan did not foresee, stays.
+                if self._names.is_live(run) and not run.pins:
+                    pages = job.pages
+                    leaving.append(
+                        pages if run.parts is None else np.setdiff1d(pages, run.held_pages)
+                    )
+            if not self._leave(tier, np.concatenate(leaving)):
+                while self._has_left(queue[0]):
+                    queue.popleft()
+                return
+            for _ in range(jobs):
+                queue.popleft()
 
-    def _start_in(self, job: Job) -> bool:
-        """Frames are taken, the planned ones where that is possible. Whether the job is done."""
-        run, table, tier = job.run, self._table, job.action.tier
-        if any(other.run is run for queue in self._outs.values() for other in queue):
-            return False  # its pages have yet to leave
-        below = (table.frame[job.pages] < 0) & ((table.flags[job.pages] & BLANK) == 0)
-        wanted = job.pages[below & (self._mover.slots.of(tier, job.pages) >= 0)]
+    def _leave(self, tier: str, pages: Int32) -> bool:
+        """Whether all of ``pages`` have left."""
+        table = self._table
+        resident = pages[table.frame[pages] >= 0]
+        dirty = (table.flags[resident] & DIRTY) != 0
+        to_leave = resident[dirty]
+        if len(to_leave) < len(resident):
+            self._residency.evict_pages(resident[~dirty])
+        if not len(to_leave):
+            return True
+        slots = self._mover.slots.take(tier, len(to_leave), leaving=to_leave)
+        self._mover.out(tier, to_leave[: len(slots)], slots)
+        return len(slots) == len(to_leave)
+
+    def _has_left(self, job: Job) -> bool:
+        if not self._names.is_live(job.run) or job.run.pins:
+            return True
+        pages = job.pages[self._table.frame[job.pages] >= 0]
+        return not len(pages) or set(pages.tolist()) <= set(job.run.held_pages.tolist())
+
+    def _begin_ins(self, tier: str, queue: deque[Job], leaving: set[Extent]) -> None:
+        """Frames are taken, the planned ones where that is possible, for what has a copy in
+        ``tier``; what comes at one point of the program comes together. ``leaving``: runs with
+        pages that have yet to leave."""
+        coming = _Coming(self._mover, tier)
+        while queue:
+            job = queue[0]
+            if self._names.is_live(job.run):
+                if job.run in leaving:
+                    break
+                done = self._find_frames(job, coming)
+                if not done:
+                    break
+            queue.popleft()
+        coming.begin()
+
+    def _find_frames(self, job: Job, coming: _Coming) -> bool:
+        """For what ``job`` brings; whether there were enough."""
+        run, table = job.run, self._table
+        coming.begin_with(run)
+        pages = job.pages
+        below = (table.frame[pages] < 0) & ((table.flags[pages] & BLANK) == 0)
+        wanted = pages[below & (self._mover.slots.of(coming.tier, pages) >= 0)]
         if run.parts is not None or not len(wanted):  # what is in use cannot make way for the rest
             return True
         for first, _, count in merge(wanted, wanted):
-            pages = np.arange(first, first + count, dtype=np.int32)
-            pages = self._beside_streams(pages)
-            self._mover.bring(tier, *self._with_frames(run, pages, job.action.base))
-            if table.frame[first + count - 1] < 0:
+            coming.begin_with(run)  # the rest of it goes beside that
+            pages = self._beside_streams(run.pages[first - run.first :][:count])
+            found = self._with_frames(run, pages, job.action.base, coming)
+            coming.add(run, *found)
+            if len(found[0]) < count:
                 return False
         self.prefetched += 1
         return True
@@ -146,7 +223,9 @@ class PlannedMoves:
             return pages
         return pages[: max(0, residency.pool.free_count - residency.kept_frames())]
 
-    def _with_frames(self, run: Extent, pages: Int32, base: int) -> tuple[Int32, Int32]:
+    def _with_frames(
+        self, run: Extent, pages: Int32, base: int, coming: _Coming
+    ) -> tuple[Int32, Int32]:
         """``pages``, and free frames taken for them; none of both if too few are free.
 
         The plan counts on any free frames: those that were foreseen are only the ones for which
@@ -154,16 +233,18 @@ class PlannedMoves:
         """
         if not len(pages):
             return pages, pages
-        own = self._table.frame[run.pages]
+        own, pool = self._table.frame[run.pages], self._residency.pool
         resident = np.flatnonzero(own >= 0)
+        first, count = run.first, run.count
         if len(resident):
             base = int(own[resident[0]] - resident[0])
-            pool = self._residency.pool
-            first = base + int(pages[0]) - run.first
-            free = self._is_inside(run, base) and pool.is_free(first, len(pages))
-            window = base if free else find_window(self._residency, run)
-        else:
-            window = self._window(run, base)
+            first, count = int(pages[0]), len(pages)
+        window: int | None = base
+        if not (self._is_inside(run, base) and pool.is_free(base + first - run.first, count)):
+            window = None if len(resident) else pool.find_run(run.count)
+            if window is None:
+                coming.begin()  # before anything is moved aside
+                window = find_window(self._residency, run)
         if window is None:
             return pages[:0], pages[:0]
         frames = pages - np.int32(run.first - window)

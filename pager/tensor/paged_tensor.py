@@ -244,6 +244,9 @@ def direct_view(tensor: PagedTensor) -> torch.Tensor:
     run = tensor._storage.run
     if tensor._view is None or tensor._view_generation != run.generation:
         address = tensor._storage.pager.address_of(tensor._storage)
+        if tensor._view is not None and tensor._view.untyped_storage().data_ptr() == address:
+            tensor._view_generation = run.generation  # back where it was
+            return tensor._view
         if torch.is_inference_mode_enabled():  # it is kept, and training will write to it
             with torch.inference_mode(False):
                 tensor._view = dense_view(tensor, address)

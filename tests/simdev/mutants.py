@@ -225,7 +225,7 @@ MUTANTS = {
     ),
     "ops of the runtime are queued wherever": Mutant(
         ACCELERATOR,
-        "        with on_stream(self._compute):\n",
+        "        with nullcontext() if there else on_stream(self._compute):\n",
         "        with on_stream(torch.Stream(self.device)):\n",
         "a_late_op_and_a_new_page",
     ),
@@ -234,6 +234,12 @@ MUTANTS = {
         ON_COMPUTE + "\n            if not run.overwritten:\n",
         HERE + "\n            if not run.overwritten:\n",
         "a_late_op_and_a_new_page",
+    ),
+    "a page that a plan bears takes its frame at once": Mutant(
+        RESIDENCY,
+        ON_COMPUTE + "  # also where its maker writes it: on that stream\n",
+        HERE + "\n",
+        "a_late_op_and_a_page_that_a_plan_bears",
     ),
     "a page slides at once": Mutant(
         RESIDENCY,

@@ -78,8 +78,10 @@ def queue(tensor: tp.PagedTensor, what: str, tier: str = "host", base: int = ANY
     assert core.follower is not None
     moves = core.follower.planned
     with core.lock:
-        start = moves._start_out if what == "out" else moves._start_in
-        assert start(Job(Action(what, tier, run.key, 0, run.count, base), run))
+        queues = moves._outs if what == "out" else moves._ins
+        queues[tier].append(Job(Action(what, tier, run.key, 0, run.count, base), run))
+        moves.go_on()
+        assert not moves.waiting
 
 
 def planned(tensor: tp.PagedTensor, what: str, tier: str = "host", base: int = ANYWHERE) -> None:
@@ -285,6 +287,19 @@ def a_late_op_and_a_new_page(machine: Machine, folder: Path) -> None:
         late.op()
         evict(pager, x)
         assert holds(new_page(pager), 0)
+
+
+@script
+def a_late_op_and_a_page_that_a_plan_bears(machine: Machine, folder: Path) -> None:
+    with small(2) as pager:
+        x, y = page_of(pager, 1), page_of(pager, 2)
+        _clean(pager, x)
+        late = Late(pager, x, y)
+        late.op()
+        frame, blank = evict(pager, x), new_page(pager)
+        with pager.core.lock:
+            assert pager.core.residency.place_at(blank._storage.run, frame)
+        assert holds(blank, 0)
 
 
 @script
