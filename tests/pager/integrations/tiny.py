@@ -11,13 +11,20 @@ import tensorpager as tp
 VOCABULARY, PAGE_BYTES = 256, 64 << 10
 
 
-def llama(*, layers: int = 3, width: int = 96, tied: bool = False, seed: int = 0) -> Any:
+def llama(
+    *,
+    layers: int = 3,
+    width: int = 96,
+    tied: bool = False,
+    seed: int = 0,
+    vocabulary: int = VOCABULARY,
+) -> Any:
     """A ``LlamaForCausalLM``, 0.4 M parameters."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(seed)
     config = LlamaConfig(
-        vocab_size=VOCABULARY,
+        vocab_size=vocabulary,
         hidden_size=width,
         intermediate_size=3 * width,
         num_hidden_layers=layers,
