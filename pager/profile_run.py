@@ -60,7 +60,8 @@ class ProfileRun:
             return
         if budget.gave:  # to an iteration that was cut short
             self._place()
-        budget.begin()
+        if not budget.begin():
+            self._meter(go_on=False)
 
     def note_shapes(self, module: Any, args: Any, kwargs: Any) -> None:
         """A paged module is called: shapes that it never ran on may need more, and are metered."""
@@ -137,8 +138,7 @@ class ProfileRun:
         place the border, and keep things dense if all fits."""
         budget = self._pager.budget
         if budget.metering:
-            budget.check(self._to_step(), step_room)
-            budget.end()
+            budget.end(self._to_step(), step_room)
             self._place()
             for kind, dims in self._fresh_shapes:
                 self._shapes.add(kind, dims)

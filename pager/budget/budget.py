@@ -34,7 +34,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ...planner.sizes import format_bytes
-from ..devices.dense_meter import in_backward
+from ..devices.dense_meter import NO_TIMELINE, in_backward
 from ..devices.dense_refusal import Peak
 from ..devices.device import Device
 from ..errors import InfeasibleBudget, TierFull
@@ -115,6 +115,8 @@ class DeviceBudget:
         self.dense_baseline = 0  # dense tensors that live on: buffers of paged modules
         self.made_anew = 0  # bytes of these that are freed, and counted when they are made again
         self.dense_peak = 0
+        self._carried = 0  # dense bytes that a metered iteration began with
+        self._step_time = 0.0  # when it was
         self._at_step = 0  # dense bytes beside an optimizer's step, of what was made before it
         self._at_peak: Peak | str = ""  # what made it, in words, where that is known
         self._stuck = False  # the metered arena could not be made smaller
@@ -284,6 +286,7 @@ class DeviceBudget:
         if not go_on:
             self.backend.cap_dense(None, self.make_dense_room)
         self.backend.meter_start(go_on=go_on)
+        self._carried = self.backend.meter_alive()
         self._is_capped = self.fixed_reserve is None
         self._cap_metered()
         self._give_way()
@@ -335,6 +338,7 @@ class DeviceBudget:
         self.checked = True
         self._note_peak()
         self._at_step = self.dense_baseline + self.backend.meter_alive()
+        self._step_time = time.perf_counter()
         # A step taken inside backward cannot be measured there; its dense bytes are not foreseen.
         measurable = optimizer is not None and not in_backward()
         own = self._own = self.step_of(optimizer) if measurable else None
@@ -481,17 +485,22 @@ class DeviceBudget:
         )
 
     # -- the other iterations --------------------------------------------------------------------
-    def begin(self) -> None:
+    def begin(self) -> bool:
         """An iteration begins that is not metered: dense memory has the reserve. What goes beyond
-        it asks ``make_dense_room``, in the middle of an op."""
+        it asks ``make_dense_room``, in the middle of an op. ``False`` where earlier iterations have
+        left more than when one was metered, so much that this one has to be."""
         self._cap = self._foreseen
         self.backend.cap_dense(self._cap, self.make_dense_room)
+        more = self.backend.meter_alive() - self._carried
+        return more <= 0 or self._is_enough(self.dense_peak + more, self._least_frames)
 
     def count_from_here(self) -> None:
         """What this iteration has allocated so far is part of ``dense_baseline``."""
         if not self.metering:
+            self.backend.count_anew()
             self.begin()
         elif not self.checked:
+            self.backend.count_anew()
             self.backend.meter_start()
 
     # -- inference -------------------------------------------------------------------------------
@@ -619,15 +628,20 @@ class DeviceBudget:
             minimum=to_name(self.bytes + max(self._lacking, self.page_size)),
         )
 
-    def end(self) -> None:
-        """End of a metered iteration: all that it took is known now.
+    def end(self, optimizer: Any, step_room: StepRoomOf) -> None:
+        """End of a metered iteration: all that it took is known now. ``optimizer``: one that makes
+        its step in a later one, or ``None``.
 
         What came after the step was not known when it was checked: a copy of the parameters, an
         average of them. Where the largest op finds no room beside that, the next iteration could
         not go as this one did, and ``InfeasibleBudget`` is raised here, before it begins.
         """
+        if self.refusal is None:
+            self.check(optimizer, step_room)
         self._note_peak()
         self._tell_of_excess()
+        self._count_what_lives_on()
+        self.backend.cap_dense(None)
         before = self.refusal
         if before is None:
             self._least_frames = max(1, self.residency.largest_need)
@@ -647,6 +661,14 @@ class DeviceBudget:
         if self.refusal is not None:
             raise self.refusal
         self.changed = True  # the next step goes slab by slab, if no weight streams from now on
+
+    def _count_what_lives_on(self) -> None:
+        grown = self.backend.meter_alive() - self._carried
+        # Where it began with some, that is in what was measured already.
+        living = NO_TIMELINE if self._carried else self.backend.living()
+        peak = self.placement.lives_on(living, grown, self._step_time)
+        self._at_step += self.placement.left_at(self._step_time)
+        self.dense_peak = max(self.dense_peak, peak)
 
     def _tell_of_excess(self) -> None:
         held = self.dense_baseline + self.backend.most_held()

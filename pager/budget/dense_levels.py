@@ -37,6 +37,7 @@ class AllocatorLevels:
 
     @contextmanager
     def measuring(self) -> Iterator[None]:
+        self._meter.account.reset()
         self._meter.start()
         try:
             yield

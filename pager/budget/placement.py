@@ -38,10 +38,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from ..devices.dense_meter import Timeline
+from ..devices.dense_meter import NO_TIMELINE, Timeline
 from ..memory.space import TRANSIENT_KINDS, Extent
-
-_NO_TIMELINE: Timeline = (np.empty(0), np.empty(0, np.int64))
 
 
 @dataclass(eq=False)
@@ -103,7 +101,8 @@ class Placement:
         self._products: list[_Product] = []
         self._under_way: Weight | None = None
         self._casts: dict[Extent, Weight] = {}  # that autocast has made
-        self._timeline = _NO_TIMELINE
+        self._timeline = self._left = NO_TIMELINE
+        self._beside, self._rest = NO_TIMELINE[1], 0
         self._dense = self._before = 0
 
     def start(self, dense_before: int) -> None:
@@ -111,7 +110,9 @@ class Placement:
         for noted in (self._verdicts_before, self._gradients, self._products, self._casts):
             noted.clear()
         self._copies_before = dict(self._copies)
-        self._before, self._dense, self._timeline = dense_before, 0, _NO_TIMELINE
+        self._before, self._dense = dense_before, 0
+        self._timeline = self._left = NO_TIMELINE
+        self._beside, self._rest = NO_TIMELINE[1], 0
         self.turned, self._under_way = False, None
         self.weights = {run: weight for run, weight in self.weights.items() if run.storages}
 
@@ -204,6 +205,26 @@ class Placement:
         )
         self._dense = max(self._dense, dense)
 
+    def lives_on(self, living: Timeline, rest: int, step: float) -> int:
+        """``living``: when large tensors were made that live at the end of the iteration, and their
+        bytes; ``rest``: of the small ones. The next iteration begins with those that this one has
+        made. It has each until it has made one in its place; or, of those made after the step at
+        ``step``, which may stay for good (an average of weights), until then at least. The peak
+        that this gives."""
+        when, level = self._timeline
+        if not len(when):
+            return 0
+        mine = living[0] >= when[0]
+        self._left = np.minimum(living[0][mine], step), living[1][mine]
+        self._rest = max(0, rest - int(self._left[1].sum()))
+        self._beside = np.array([self.left_at(moment) for moment in when], np.int64)
+        return self._dense + int((level + self._beside).max()) - int(level.max())
+
+    def left_at(self, moment: float) -> int:
+        """Bytes of these that the next iteration has beside its own at the same place."""
+        made, sizes = self._left
+        return self._rest + int(sizes[made >= moment].sum())
+
     def took(self, dense: int) -> None:
         """It takes so many bytes, whatever streams."""
         self._before = max(self._before, dense)
@@ -228,7 +249,7 @@ class Placement:
         gradients = [g for g in self._gradients if g.weight not in whole]
         if not len(when):  # at the peak there was one of them, as far as is known
             return max(0, self._dense - max((g.nbytes for g in gradients), default=0))
-        level = current.copy()
+        level = current + self._beside if len(self._beside) else current.copy()
         grown = np.diff(current, prepend=current[0])
         for born, died in {_life(when, grown, gradient) for gradient in gradients}:
             level[born:died] -= grown[born]

@@ -17,12 +17,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, Protocol
 
-import numpy as np
 import torch
 
 from ...kernels.move import slide_pages
 from ..errors import PagerError
-from .dense_meter import Timeline
+from .dense_meter import NO_TIMELINE, Timeline
 from .dense_refusal import Peak
 from .device import LANES, Bytes, Copy, HostMemory, Mark
 
@@ -108,6 +107,7 @@ class Accelerator:
         self._noting = threading.Lock()
         self._has_clock = self._try_clock()
         self._alive = 0  # dense bytes that are not counted: they were there before
+        self._left = 0  # bytes that earlier iterations have made and left, at most
         self._alive_before = 0  # the same, when dense memory was measured last
         self._rests = 0  # of the allocator's segments then: a cap counts them, nobody needs them
         self._counts = kit.knows_dense and not kit.caps_dense  # nothing refuses what is too much
@@ -282,9 +282,14 @@ class Accelerator:
         pass
 
     def cap_dense(self, nbytes: int | None, make_room: Callable[[int], bool] | None = None) -> None:
-        if make_room is not None:
+        left = max(0, self.dense_now() - self._alive)
+        if make_room is None:
+            self._left = left
+        else:
             self._make_room = make_room
+            left = min(left, self._left)  # by earlier iterations, as far as it can still be there
             self.count_anew()
+            self._alive -= left
         self.raise_cap(nbytes)
 
     def raise_cap(self, nbytes: int | None) -> None:
@@ -344,10 +349,8 @@ class Accelerator:
         self._note_peak()
         self._most = 0
         torch.accelerator.reset_peak_memory_stats(self.device)
-        if not go_on:
-            self.count_anew()
-            if self.caps_dense:  # a segment stays whole while any tensor is in it
-                self._rests = self._memory("reserved", "current") - self._alive
+        if not go_on and self.caps_dense:  # a segment stays whole while any tensor is in it
+            self._rests = self._memory("reserved", "current") - self.dense_now()
         self._alive_before = self._alive
 
     def meter_sample(self) -> None:
@@ -383,7 +386,10 @@ class Accelerator:
         return self.dense_peak()
 
     def meter_timeline(self) -> Timeline:
-        return np.empty(0), np.empty(0, np.int64)
+        return NO_TIMELINE
+
+    def living(self) -> Timeline:
+        return NO_TIMELINE
 
     def close(self) -> None:
         try:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .dense_allocator import Account, AllocatorMeter, load, loaded
-from .dense_meter import DenseMeter, Timeline, allocated_bytes
+from .dense_meter import NO_TIMELINE, DenseMeter, Timeline, allocated_bytes
 from .dense_refusal import Peak
 from .device import URGENT, Bytes, Copy, HostMemory, Mark
 from .heap import ROOMY_BYTES, TIGHT_BYTES, map_blocks_from
@@ -55,6 +55,8 @@ class Cpu:
         self._account = Account(allocator) if allocator is not None else None
         self._keep = 0  # bytes that stay mapped for dense tensors
         self._meter = AllocatorMeter(self._account, places=True) if self._account else DenseMeter()
+        if self._account is not None:
+            self._account.pause()  # until an iteration begins
         warm_up()
 
     def commit(self, nbytes: int) -> None:
@@ -136,10 +138,14 @@ class Cpu:
             self._account.add_guest()
 
     def cap_dense(self, nbytes: int | None, make_room: Callable[[int], bool] | None = None) -> None:
-        if make_room is not None:
-            self.count_anew()
-            if self._account is not None:
+        if self._account is not None:
+            if make_room is None:
+                self._account.pause()
+            else:
+                self._account.resume()
                 self._account.ask(make_room)
+        elif make_room is not None:
+            self.count_anew()
         self.raise_cap(nbytes)
 
     def raise_cap(self, nbytes: int | None) -> None:
@@ -202,6 +208,9 @@ class Cpu:
 
     def meter_timeline(self) -> Timeline:
         return self._meter.timeline
+
+    def living(self) -> Timeline:
+        return NO_TIMELINE if self._account is None else self._account.living()
 
     def close(self) -> None:
         if self._account is not None:

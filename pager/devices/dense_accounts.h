@@ -1,8 +1,8 @@
 // Accounts of the allocator of dense tensors (dense_allocator.cpp): what is counted, capped, logged.
 //
 // Note: accounts
-// An account counts the blocks that were made since it was last reset, in all threads. Blocks that
-// are older are not its business when they are freed either. `limit` is a cap: an allocation that
+// An account counts the blocks that were made since it was last reset, in all threads, but for those
+// made while it is paused. Others are not its business when they are freed either. `limit` is a cap: an allocation that
 // would pass it asks `ask`, which may make room elsewhere, and else raises torch.OutOfMemoryError.
 // Blocks made by threads that are `guests` of an account are in `current`, and nowhere in its peak and
 // log; what they make has a limit of its own, which others do not meet.
@@ -38,10 +38,19 @@ struct Event {
   uint64_t birth; // of the block that was made or freed; 0 for small ones from before the log
 };
 
+constexpr uint64_t kOpen = ~uint64_t{0}; // the end of a span that goes on
+
+// Births `first` … `end`, half-open, and the bytes of those blocks that live.
+struct Span {
+  uint64_t first;
+  uint64_t end;
+  int64_t bytes;
+};
+
 struct Account {
   bool open = false;
   bool logging = false;
-  uint64_t since = 0; // counts blocks of this birth and later ones
+  std::vector<Span> spans; // of what it counts, ascending
   int64_t current = 0;
   int64_t peak = 0;
   int64_t limit = kNoLimit;
@@ -68,11 +77,28 @@ inline bool is_guest_of(const Account& account) {
   });
 }
 
-inline bool counts(const Account& account, uint64_t birth) {
-  return account.open && (birth & ~kGuest) >= account.since;
+// The span that counts a block, or nullptr.
+inline Span* span_of(Account& account, uint64_t birth) {
+  birth &= ~kGuest;
+  auto& spans = account.spans;
+  auto after = std::upper_bound(spans.begin(), spans.end(), birth,
+      [](uint64_t number, const Span& span) { return number < span.first; });
+  return after != spans.begin() && birth < (after - 1)->end ? &*(after - 1) : nullptr;
+}
+
+inline bool counts(Account& account, uint64_t birth) {
+  return account.open && span_of(account, birth) != nullptr;
 }
 
 inline void change(Account& account, int64_t nbytes, uint64_t birth) {
+  Span* span = span_of(account, birth);
+  if (span == nullptr) {
+    return;
+  }
+  span->bytes += nbytes;
+  if (span->bytes == 0 && span->end != kOpen) {
+    account.spans.erase(account.spans.begin() + (span - account.spans.data()));
+  }
   account.current += nbytes;
   if ((birth & kGuest) != 0) {
     account.of_guests += nbytes;
@@ -136,7 +162,7 @@ struct Accounts {
       if (!items[i].open) {
         items[i] = Account();
         items[i].open = true;
-        items[i].since = births + 1;
+        items[i].spans = {{births + 1, kOpen, 0}};
         used = std::max(used, i + 1);
         return i;
       }
@@ -158,7 +184,7 @@ struct Accounts {
   void uncount(size_t nbytes, uint64_t birth) {
     live_bytes -= static_cast<int64_t>(nbytes);
     for (int i = 0; i < used; ++i) {
-      if (counts(items[i], birth)) {
+      if (items[i].open) {
         change(items[i], -static_cast<int64_t>(nbytes), birth);
       }
     }

@@ -56,6 +56,7 @@ struct Live {
   size_t length; // whole pages
   size_t nbytes; // as asked for
   uint64_t birth;
+  double made; // dense::now
 };
 
 using Ask = int (*)(int account, int64_t missing, int64_t nbytes);
@@ -235,7 +236,7 @@ void* take_run(State& s, size_t nbytes, uint64_t birth) {
     trim(s, s.accounts.spare());
   }
   if (address != 0) {
-    s.live.emplace(address, Live{length, nbytes, birth});
+    s.live.emplace(address, Live{length, nbytes, birth, dense::now()});
   }
   return reinterpret_cast<void*>(address);
 }
@@ -459,7 +460,7 @@ void tp_dense_reset(int account, int logging) {
   auto& s = state();
   std::lock_guard<std::mutex> guard(s.mutex);
   auto& a = s.accounts.items[account];
-  a.since = s.accounts.births + 1;
+  a.spans = {{s.accounts.births + 1, dense::kOpen, 0}};
   a.current = a.peak = a.of_guests = 0;
   a.logging = logging != 0;
   std::vector<dense::Event>().swap(a.log);
@@ -473,7 +474,7 @@ void tp_dense_restart(int account, int logging) {
   a.peak = a.current - a.of_guests;
   a.logging = logging != 0;
   std::vector<dense::Event>().swap(a.log);
-  if (!a.logging) {
+  if (!a.logging || a.peak == 0) {
     return;
   }
   std::vector<std::pair<uint64_t, int64_t>> large;
@@ -491,6 +492,31 @@ void tp_dense_restart(int account, int logging) {
     bytes += nbytes;
     a.log.push_back({moment, bytes, birth});
   }
+}
+
+// What is made from now on does not count, until it is resumed.
+void tp_dense_pause(int account) {
+  auto& s = state();
+  std::lock_guard<std::mutex> guard(s.mutex);
+  auto& spans = s.accounts.items[account].spans;
+  if (spans.empty() || spans.back().end != dense::kOpen) {
+    return;
+  }
+  spans.back().end = s.accounts.births + 1;
+  if (spans.back().bytes == 0) {
+    spans.pop_back();
+  }
+}
+
+// Count what is made from now on too, and with a new peak.
+void tp_dense_resume(int account) {
+  auto& s = state();
+  std::lock_guard<std::mutex> guard(s.mutex);
+  auto& a = s.accounts.items[account];
+  if (a.spans.empty() || a.spans.back().end != dense::kOpen) {
+    a.spans.push_back({s.accounts.births + 1, dense::kOpen, 0});
+  }
+  a.peak = a.current - a.of_guests;
 }
 
 int64_t tp_dense_current(int account) {
@@ -569,6 +595,26 @@ int tp_dense_largest(int account, uint64_t* addresses, int64_t* sizes, int most)
   for (int i = 0; i < found; ++i) {
     sizes[i] = -blocks[i].first;
     addresses[i] = blocks[i].second;
+  }
+  return found;
+}
+
+// Counted blocks of at least kLarge that live, `most` of them: when each was made, and its bytes. How
+// many there are.
+int64_t tp_dense_living(int account, double* seconds, int64_t* bytes, int64_t most) {
+  auto& s = state();
+  std::lock_guard<std::mutex> guard(s.mutex);
+  auto& a = s.accounts.items[account];
+  int64_t found = 0;
+  for (const auto& [address, block] : s.live) {
+    if (!dense::counts(a, block.birth) || (block.birth & dense::kGuest) != 0) {
+      continue;
+    }
+    if (found < most) {
+      seconds[found] = block.made;
+      bytes[found] = static_cast<int64_t>(block.nbytes);
+    }
+    ++found;
   }
   return found;
 }

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .allocator_build import NotBuiltError, library
-from .dense_meter import Timeline
+from .dense_meter import NO_TIMELINE, Timeline
 from .dense_refusal import Block, Peak, Place, describe, place
 
 NO_LIMIT = -1
@@ -31,12 +31,15 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "close": (None, [_int]),
     "reset": (None, [_int, _int]),
     "restart": (None, [_int, _int]),
+    "pause": (None, [_int]),
+    "resume": (None, [_int]),
     "current": (_long, [_int]),
     "peak": (_long, [_int]),
     "limit": (None, [_int, _long, _long]),
     "guests": (None, [_int, _long]),
     "guest": (None, [_int]),
     "events": (_long, [_int, _pointer, _pointer, _long]),
+    "living": (_long, [_int, _pointer, _pointer, _long]),
     "totals": (None, [_pointer] * 4),
     "largest": (_int, [_int, _pointer, _pointer, _int]),
     "at_peak": (_int, [_int, _pointer, _pointer, _pointer, _int, _pointer]),
@@ -83,7 +86,8 @@ class DenseAllocator:
 
 
 class Account:
-    """Counts the blocks that are made after it was last reset, in all threads. Bytes are those that
+    """Counts the blocks that are made after it was last reset, in all threads, and not while it is
+    paused. Bytes are those that
     PyTorch asked for. Raises ``NotBuiltError`` if too many accounts are open."""
 
     def __init__(self, allocator: DenseAllocator) -> None:
@@ -107,6 +111,16 @@ class Account:
         """Go on counting, with a new peak and, if ``log``, a new log, both of what is there now."""
         if self.close.alive:
             self._calls["restart"](self._number, int(log))
+
+    def pause(self) -> None:
+        """What is made from now on does not count, for as long as it lives."""
+        if self.close.alive:
+            self._calls["pause"](self._number)
+
+    def resume(self) -> None:
+        """The end of :meth:`pause`: go on counting, with a new peak."""
+        if self.close.alive:
+            self._calls["resume"](self._number)
 
     @property
     def current(self) -> int:
@@ -153,12 +167,19 @@ class Account:
 
     def timeline(self) -> Timeline:
         """When (``time.perf_counter``), and how many bytes there were from then on."""
+        return self._columns("events")
+
+    def living(self) -> Timeline:
+        """When each counted block of 64 KiB or more that lives was made, and its bytes."""
+        return self._columns("living")
+
+    def _columns(self, call: str) -> Timeline:
         if not self.close.alive:
-            return np.empty(0), np.empty(0, np.int64)
-        events = self._calls["events"](self._number, None, None, 0)
-        seconds, levels = np.empty(events), np.empty(events, np.int64)
-        self._calls["events"](self._number, seconds.ctypes.data, levels.ctypes.data, events)
-        return seconds, levels
+            return NO_TIMELINE
+        rows = self._calls[call](self._number, None, None, 0)
+        seconds, nbytes = np.empty(rows), np.empty(rows, np.int64)
+        self._calls[call](self._number, seconds.ctypes.data, nbytes.ctypes.data, rows)
+        return seconds, nbytes
 
     def largest(self, most: int) -> list[tuple[int, int]]:
         """Address and bytes of the largest blocks that are counted, of 64 KiB or more."""
@@ -213,7 +234,7 @@ class AllocatorMeter:
 
     def __init__(self, account: Account, *, places: bool = False) -> None:
         self.account = account
-        self.timeline: Timeline = (np.empty(0), np.empty(0, np.int64))
+        self.timeline = NO_TIMELINE
         self.at_peak: Peak | None = None
         self.alive = 0
         self._places = places
@@ -222,11 +243,9 @@ class AllocatorMeter:
         pass  # the allocator keeps its peak
 
     def start(self, *, go_on: bool = False) -> None:
-        self.timeline = np.empty(0), np.empty(0, np.int64)
-        if go_on:
-            self.account.restart(log=True)
-        else:
-            self.account.reset(log=True)
+        self.timeline = NO_TIMELINE
+        self.account.restart(log=True)
+        if not go_on:
             self.account.places = {}
         if self._places:
             self.account.note_places(True)

@@ -17,6 +17,7 @@ import numpy.typing as npt
 import torch
 
 Timeline = tuple[npt.NDArray[np.float64], npt.NDArray[np.int64]]
+NO_TIMELINE: Timeline = (np.empty(0), np.empty(0, np.int64))
 
 
 class _Mallinfo2(ctypes.Structure):
@@ -88,7 +89,7 @@ class DenseMeter:
         self.alive = 0  # bytes at ``stop``, of those that were counted
         self._measurement: _Measurement | None = None
         # Of the last measurement: times (``time.perf_counter``) and the dense bytes from then on.
-        self.timeline: Timeline = (np.empty(0), np.empty(0, np.int64))
+        self.timeline = NO_TIMELINE
 
     def sample(self) -> None:
         """Look at the C heap, for when the profiler is not to be had."""
@@ -109,7 +110,7 @@ class DenseMeter:
         if not go_on:
             self.begin()
         self._before, self._sampled = self.alive, 0
-        self.timeline = np.empty(0), np.empty(0, np.int64)
+        self.timeline = NO_TIMELINE
         self._measurement = None if in_backward() else _switch_on()
 
     def stop(self) -> int:

@@ -176,10 +176,10 @@ class Device(Protocol):
         measured, where that can be told apart."""
 
     def cap_dense(self, nbytes: int | None, make_room: Callable[[int], bool] | None = None) -> None:
-        """An iteration begins that is not metered: count its dense bytes from now on, where the
-        device can count. What would go beyond ``nbytes`` asks ``make_room``, in the middle of an op
-        of this thread, for the bytes that are missing; ``torch.OutOfMemoryError`` if that returns
-        ``False``. ``None``: it is over."""
+        """An iteration begins: count its dense bytes from now on, and those that earlier ones have
+        made and that live, where the device can count. What would go beyond ``nbytes`` asks
+        ``make_room``, in the middle of an op of this thread, for the bytes that are missing;
+        ``torch.OutOfMemoryError`` if that returns ``False``. ``None``: it is over."""
 
     def raise_cap(self, nbytes: int | None) -> None:
         """Another cap from now on, ``None`` for none, of what has been counted so far too."""
@@ -205,8 +205,8 @@ class Device(Protocol):
         """What was refused last, in words; empty where not known."""
 
     def meter_start(self, *, go_on: bool = False) -> None:
-        """Begin to measure the peak of dense memory (temporaries inside ops included). ``go_on``:
-        what has been counted since ``cap_dense`` or an earlier start, and is alive, counts too."""
+        """Begin to measure the peak of dense memory (temporaries inside ops included), of what has
+        been counted so far and is alive too. ``go_on``: another part of an iteration."""
 
     def meter_sample(self) -> None:
         """Look now, where a peak can only be found by looking often."""
@@ -231,6 +231,10 @@ class Device(Protocol):
 
     def meter_timeline(self) -> Timeline:
         """When dense memory was how large in the last measurement; empty where not known."""
+
+    def living(self) -> Timeline:
+        """Large tensors that are counted and alive: when each was made, and its bytes; empty where
+        not known."""
 
     def close(self) -> None:
         """Give everything back; nothing that is queued uses it any more. Idempotent."""

@@ -381,3 +381,80 @@ def test_without_an_allocator_nothing_is_refused(no_allocator: None, pager: tp.P
     step(pager, model, optimizer)
     model.more = 12 * MIB
     step(pager, model, optimizer)
+
+
+class Keeper:
+    """A training that keeps dense tensors from one iteration to the next: an average of its
+    weights, made in the first one, or its latest outputs, perhaps until its next step is over."""
+
+    def __init__(self, keeps: str) -> None:
+        torch.manual_seed(0)
+        self.keeps = keeps
+        self.model = nn.Sequential(nn.Linear(256, 512), nn.GELU(), nn.Linear(512, 256))
+        self.kept: list[torch.Tensor] = []
+
+    def step(self, optimizer: torch.optim.Optimizer) -> None:
+        out = self.model(torch.randn(256, 256))
+        if self.keeps == "outputs":
+            self.kept = [out.detach()]
+        out.square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if self.keeps == "outputs for long":
+            self.kept = [out.detach()]
+        elif self.keeps == "average" and not self.kept:
+            self.kept = [p.detach().clone() for p in self.model.parameters()]
+            self.kept = [p.to_dense() if type(p) is tp.PagedTensor else p for p in self.kept]
+
+    def train(self, budget: int, allocator: DenseAllocator) -> int:
+        """Most device bytes in an iteration that was not metered: the arena, and what an account of
+        our own counts of all that iterations have made."""
+        account, most = Account(allocator), 0
+        with tp.Pager(
+            budget, "16MiB", page_size="64KiB", device="cpu", policy="lru"
+        ) as pager, closing(account):  # fmt: skip
+            optimizer = torch.optim.SGD(pager.page_module(self.model).parameters(), lr=0.1)
+            pager.optimizer(optimizer)
+            for number in range(5):
+                account.resume()
+                try:
+                    with pager.iteration():
+                        self.step(optimizer)
+                        metered = pager.core.budget.metering
+                except tp.InfeasibleBudget:
+                    foreseen = self.keeps != "outputs for long"
+                    assert number == 0 or (number == 1 and not foreseen)
+                    raise
+                if not metered:
+                    most = max(most, pager.stats()["arena_bytes"] + account.peak)
+                account.pause()
+            assert pager.stats()["peak_bytes"]["device"] <= budget
+        return most
+
+
+@pytest.mark.parametrize("keeps", ["average", "outputs", "outputs for long"])
+def test_what_lives_on_counts_in_later_iterations(
+    keeps: str, allocator: DenseAllocator, one_thread: None
+) -> None:
+    minimum = 4 << 16
+    for _ in range(2 if keeps == "outputs for long" else 1):
+        with pytest.raises(tp.InfeasibleBudget) as refusal:
+            Keeper(keeps).train(minimum, allocator)
+        minimum = refusal.value.minimum
+    for budget in (minimum, minimum * 3 // 2, 3 * minimum):
+        assert 0 < Keeper(keeps).train(budget, allocator) <= budget
+    with pytest.raises(tp.InfeasibleBudget) as refusal:
+        Keeper(keeps).train(minimum - (1 << 16), allocator)
+    assert abs(refusal.value.minimum - minimum) <= 4096  # what is named is rounded up
+
+
+def test_what_others_make_between_iterations_is_none_of_theirs(
+    pager: tp.Pager, allocator: DenseAllocator
+) -> None:
+    model, optimizer = make(pager)
+    kept = []
+    for _ in range(4):
+        step(pager, model, optimizer)
+        kept.append(torch.ones(2 * MIB))  # as large as the budget
+    assert pager.stats()["peak_bytes"]["device"] <= BUDGET
+    assert pager.stats()["arena_bytes"] > BUDGET // 2
