@@ -33,6 +33,13 @@ from .output import emit_json, emit_text, progress_bar, whole_file
     metavar="A,B,…",
     help="Also plan with these and compare them. Takes as long as planning takes.",
 )
+@click.option(
+    "--remedies/--no-remedies",
+    "find_remedies",
+    default=True,
+    show_default=True,
+    help="Plan for machines with more of what the plan waits for, and say what each would give.",
+)
 @quick_option
 @output_option("The report, an HTML file.")
 @json_option
@@ -41,6 +48,7 @@ def html(
     plan_path: Path | None,
     machine: Machine | None,
     policies: str | None,
+    find_remedies: bool,
     quick: bool,
     output: Path,
     as_json: bool,
@@ -48,7 +56,8 @@ def html(
     """Draw an iteration as a page for the browser.
 
     Memory over time, where every tensor is when, what moves over which channel, and which op waits
-    for what. One file that needs no network. Without PLAN it shows the memory and what lies idle.
+    for what, and what would help. One file that needs no network. Without PLAN it shows the memory
+    and what lies idle.
 
     A PLAN needs --hardware, the machine that it runs on.
 
@@ -60,6 +69,7 @@ def html(
     from ..report.data import report_data
     from ..report.page import page
     from ..report.payload import encode
+    from ..report.remedies import remedies
     from ..timeline import timeline
     from ..trace_file import read_trace
 
@@ -79,8 +89,11 @@ def html(
             names = policy_names(policies)
             comparison = compared(trace, hardware, names, quick=quick, progress=progress)
         line = timeline(trace, plan, hardware)
+        helpful = remedies(line, progress) if find_remedies else []
         names_of = {"trace": trace_path.name} | ({"plan": plan_path.name} if plan_path else {})
-        header, columns = report_data(line, hardware, files=names_of, comparison=comparison)
+        header, columns = report_data(
+            line, hardware, files=names_of, comparison=comparison, remedies=helpful
+        )
         content = page(encode(header, columns)).encode()
     with whole_file(output) as part:
         part.write_bytes(content)

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from ..lifetimes import live_pages
+from ..tier_usage import tier_usage
 from ..timeline import PLACES, Curve, Timeline, device_curve, telling_points
 from ..trace import KINDS, Floats
 from .facts import CHANNELS, facts
@@ -39,12 +41,13 @@ def report_data(
     *,
     files: dict[str, str] | None = None,
     comparison: dict[str, Any] | None = None,
+    remedies: list[dict[str, Any]] | None = None,
 ) -> tuple[dict[str, Any], Columns]:
     """Header and columns for :func:`payload.encode`.
 
     ``files``: names to show, by what they are (trace, plan). ``comparison``: as
     ``commands.compare.compared`` gives it; the seconds that planning took are left out, so that
-    equal input gives an equal report.
+    equal input gives an equal report. ``remedies``: as ``remedies.remedies`` gives them.
     """
     longest = max([line.iteration_us, *(transfer.end_us for transfer in line.transfers)])
     ticks = Ticks(longest)
@@ -57,11 +60,14 @@ def report_data(
         **span_columns(line, found, ticks),
     }
     curve_part, curve_header = _curve(line, curve, ticks)
-    columns |= curve_part
+    tier_part, tier_header = _tiers(line, ticks)
+    columns |= curve_part | tier_part
     header = {
         "facts": facts(line, hardware),
         "files": files or {},
         "comparison": _comparison(comparison),
+        "remedies": remedies or [],
+        "tiers": tier_header,
         "tick_us": ticks.tick_us,
         "kinds": KINDS,
         "places": PLACES,
@@ -141,6 +147,22 @@ def _curve(line: Timeline, curve: Curve, ticks: Ticks) -> tuple[Columns, dict[st
         "peak_bytes": int(total[peak]) if len(total) else 0,
         "peak_us": float(curve.time_us[peak]) if len(total) else 0.0,
     }
+
+
+def _tiers(line: Timeline, ticks: Ticks) -> tuple[Columns, list[dict[str, Any]]]:
+    """Host and disk over time in pages, where the plan uses them; and, in pages by op, what is live
+    in the run without a limit."""
+    if line.plan is None:
+        return {}, []
+    live = live_pages(line.trace, line.page_size)
+    columns: Columns = {"unlimited": live.astype(np.uint32)}
+    header = []
+    for tier, (time_us, level) in tier_usage(line).items():
+        points = telling_points(time_us, level, line.iteration_us, CURVE_POINTS)
+        columns[f"{tier}_time"] = ticks(time_us[points])
+        columns[f"{tier}_pages"] = (level[points] // line.page_size).astype(np.uint32)
+        header.append({"name": tier, "peak_bytes": int(level.max(initial=0))})
+    return columns, header
 
 
 def _rest(line: Timeline, found: Map) -> dict[str, int]:

@@ -26,6 +26,7 @@ SCRIPTS = (
     "web/table.js",
     "web/head.js",
     "web/keys.js",
+    "web/address.js",
     "web/main.js",
 )
 

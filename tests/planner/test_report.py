@@ -19,7 +19,9 @@ from tensorpager.planner.report.facts import limit
 from tensorpager.planner.report.page import page
 from tensorpager.planner.report.payload import decode, encode
 from tensorpager.planner.report.reduce import Bars, fewer_bars, shares_over_time
+from tensorpager.planner.report.remedies import remedies
 from tensorpager.planner.simulator import simulate
+from tensorpager.planner.sweep import Task, evaluate
 from tensorpager.planner.timeline import PLACES, Span, Timeline, telling_points, timeline
 from tensorpager.planner.trace import Trace, make_trace
 from tensorpager.planner.trace_file import write_trace
@@ -402,3 +404,39 @@ def test_10_000_ops_and_all_that_a_plan_moves_take_less_than_5_mb(tmp_path: Path
     assert result.exit_code == 0, result.stderr
     assert out.stat().st_size < 5e6
     assert len(payload_of(out)[1]["move_begin"]) > 10_000
+
+
+# --- tiers, the run without a limit, remedies -----------------------------------------------------
+
+
+def test_host_and_disk_over_time_and_what_would_be_live(line: Timeline) -> None:
+    header, columns = report_data(line)
+    assert header["tiers"] == [{"name": "host", "peak_bytes": 2 * PAGE}]
+    assert columns["host_pages"].max() == 2
+    assert list(columns["unlimited"]) == [2, 6, 2]  # pages that are live at each op
+    header, columns = report_data(timeline(weight_trace()))
+    assert header["tiers"] == []
+    assert "unlimited" not in columns
+
+
+def test_remedies_are_simulated_and_sorted(line: Timeline) -> None:
+    """Six frames take all: with a quarter more than four the weight leaves in part."""
+    found = remedies(line)
+    assert found
+    speeds = [one["percent_of_ideal"] for one in found]
+    assert speeds == sorted(speeds, reverse=True)
+    now = line.simulation.predicted if line.simulation else None
+    assert now is not None
+    assert min(speeds) > now.percent_of_ideal
+    for one in found:
+        if one["what"].startswith("a link twice"):
+            hardware = line.hardware
+            assert hardware is not None
+            fast = hardware.with_(
+                d2h_bytes_per_s=2 * hardware.d2h_bytes_per_s,
+                h2d_bytes_per_s=2 * hardware.h2d_bytes_per_s,
+            )
+            tasks = (Task("lp", fast, quick=False), Task("", fast, plan=line.plan))
+            again = [evaluate(line.trace, task).predicted for task in tasks]
+            assert one["percent_of_ideal"] == max(p.percent_of_ideal for p in again if p)
+    assert remedies(timeline(weight_trace())) == []

@@ -147,7 +147,7 @@ def it_loads_without_a_word_from_the_console(page: Page, folder: Path) -> None:
         " const d = canvas.getContext('2d').getImageData(0, 0, canvas.width, canvas.height).data;"
         " return new Set(new Uint32Array(d.buffer)).size })"
     )
-    assert len(drawn) == 3
+    assert len(drawn) == 4
     assert min(drawn) > 10  # colours
 
 
@@ -304,6 +304,32 @@ def dark_mode_and_a_narrow_window(page: Page, folder: Path) -> None:
     assert page.driver.get_log("browser") == []
 
 
+def the_address_shows_the_same_view_again(page: Page, folder: Path) -> None:
+    assert "What would help" in page.js("return document.getElementById('help-block').textContent")
+    assert page.js("return document.querySelectorAll('#remedies li').length") >= 1
+    assert page.js("return document.querySelectorAll('#tier-host canvas').length") == 1
+    page.js("document.getElementById('theme').click()")
+    page.js("const s = document.getElementById('search'); s.value = 'weight';"
+            "s.dispatchEvent(new Event('input'))")  # fmt: skip
+    page.js("document.getElementById('zoom-in').click()")
+    page.until(lambda: "q=weight" in page.js("return location.hash"))
+    address, rows = page.js("return location.href"), page.rows()
+    ranges, theme = page.ranges(), page.js("return document.documentElement.dataset.theme")
+    assert f"theme={theme}" in address
+    page.driver.get("about:blank")
+    page.driver.get(address)
+    page.until(lambda: page.js("return document.documentElement.dataset.ready"))
+    page.until(lambda: page.rows() == rows)
+    for now, before in zip(page.ranges(), ranges, strict=True):  # the address has nanoseconds
+        assert [float(end) for end in now.split()] == pytest.approx(
+            [float(end) for end in before.split()], abs=2e-3
+        )
+    assert page.js("return document.documentElement.dataset.theme") == theme
+    assert page.js("return document.getElementById('search').value") == "weight"
+    page.js("history.replaceState(null, '', location.pathname); location.reload()")
+    page.until(lambda: page.js("return document.documentElement.dataset.ready"))
+
+
 CHECKS = (
     it_loads_without_a_word_from_the_console,
     a_hover_names_the_tensor_and_says_where_it_is,
@@ -316,6 +342,7 @@ CHECKS = (
     the_keyboard_does_what_the_pointer_does,
     tab_reaches_everything,
     a_nasty_name_is_text_and_runs_nothing,
+    the_address_shows_the_same_view_again,
     dark_mode_and_a_narrow_window,
 )
 

@@ -11,6 +11,7 @@ const KEY_HELP = [
   [["/"], "search tensors"],
   [["Escape"], "end the search, the cursor, the highlight"],
   [["Tab"], "to the next chart, button or table"],
+  [["t"], "dark or light"],
   [["?"], "these keys"],
 ];
 
@@ -44,6 +45,7 @@ function onKey(event, model, view, map) {
     ArrowLeft: () => (event.shiftKey ? stepCursor(model, view, focused, -1) : view.pan(-0.2)),
     ArrowRight: () => (event.shiftKey ? stepCursor(model, view, focused, 1) : view.pan(0.2)),
     Home: view.reset,
+    t: () => view.toggleTheme(),
     "/": () => byId("search").focus(),
     "?": () => byId("keys").showModal(),
     "[": () => map.taller(-1),

@@ -9,6 +9,7 @@ function showWindow(view, length) {
 async function start() {
   const model = makeModel(await readPayload());
   const view = makeView(model.length);
+  document.documentElement.dataset.theme = systemTheme();
   readColours();
   makeHead(model);
   makeMemory(model, view);
@@ -22,12 +23,7 @@ async function start() {
     memoryReadout(model, view);
   });
   showWindow(view, model.length);
-  for (const dark of [matchMedia("(prefers-color-scheme: dark)"), matchMedia("print")]) {
-    dark.addEventListener("change", () => {
-      readColours();
-      redrawAll();
-    });
-  }
+  makeAddress(model, view);
   document.documentElement.dataset.ready = "yes";
 }
 

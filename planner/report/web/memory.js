@@ -8,7 +8,8 @@ function makeMemory(model, view) {
   const budget = model.facts.hardware?.device_bytes ?? null;
   const peak = model.curve.peak_bytes;
   const drawn = budget !== null && budget <= peak * FAR;
-  const top = Math.max(peak, drawn ? budget : 0, 1) * 1.1;
+  const without = unlimited(model);
+  const top = Math.max(peak, drawn ? budget : 0, without?.peak ?? 0, 1) * 1.1;
   // uPlot fills each curve down to 0: the highest sum first, the others over it.
   const stacked = stack(model, kinds.length);
   const stepped = uPlot.paths.stepped({ align: 1 });
@@ -27,23 +28,90 @@ function makeMemory(model, view) {
     data: [stacked.time, ...stacked.sums.toReversed()],
     series: [{}, ...series],
     yRange: () => [0, top],
-    yAxis: {
-      stroke: () => colour.soft,
-      font: `11px ${FONT}`,
-      size: () => gutter(),
-      gap: 6,
-      grid: { stroke: () => colour.grid, width: 1 },
-      ticks: { show: false },
-      incrs: Array.from({ length: 50 }, (_, power) => 2 ** power),
-      space: 34,
-      values: (u, splits) => splits.map(shortBytes),
+    yAxis: memoryAxis(),
+    draw: (u, ctx, plot) => {
+      if (without) drawUnlimited(u, ctx, plot, model, view, without);
+      drawMemory(u, ctx, plot, { model, view, budget, drawn, peak });
     },
-    draw: (u, ctx, plot) => drawMemory(u, ctx, plot, { model, view, budget, drawn, peak }),
     tip: (us) => memoryTip(model, view, us, budget),
   });
   legend("memory-legend", kinds.map((kind) => [kind, kind]));
+  if (without) byId("memory-legend").append(node("li", {}, "╌ without a limit"));
+  for (const tier of model.tiers) makeTier(model, view, tier);
   view.on("cursor", () => memoryReadout(model, view));
   memoryReadout(model, view);
+}
+
+/** What would be live without a limit, by op, and its peak in bytes; null where nothing leaves. */
+function unlimited(model) {
+  if (!model.unlimited?.length) return null;
+  const peak = model.unlimited.reduce((most, pages) => Math.max(most, pages), 0) * model.facts.page_size;
+  return peak > model.curve.peak_bytes ? { pages: model.unlimited, peak } : null;
+}
+
+/** A dashed outline: each op's level from its start to the next one's. One step a pixel is enough. */
+function drawUnlimited(u, ctx, plot, model, view, { pages, peak }) {
+  const x = xScale(view, plot);
+  const y = (count) => u.valToPos(count * model.facts.page_size, "y", true);
+  const from = Math.max(0, countUpTo(model.opStart, view.min) - 1);
+  ctx.save();
+  clipToPlot(ctx, plot);
+  ctx.strokeStyle = colour.soft;
+  ctx.lineWidth = 1.2 * plot.ratio;
+  ctx.setLineDash([2 * plot.ratio, 2 * plot.ratio]);
+  ctx.beginPath();
+  let drawnTo = -Infinity;
+  let most = 0;
+  for (let op = from; op < model.ops && model.opStart[op] <= view.max; op += 1) {
+    most = Math.max(most, pages[op]);
+    const at = x(model.opStart[op]);
+    if (at - drawnTo < 1) continue;
+    ctx.lineTo(at, y(most));
+    drawnTo = at;
+    most = 0;
+  }
+  ctx.stroke();
+  ctx.restore();
+  ctx.font = `${11 * plot.ratio}px ${FONT}`;
+  ctx.textBaseline = "bottom";
+  label(ctx, plot, `without a limit ${formatBytes(peak)}`, plot.left + 6 * plot.ratio, plot.top + 15 * plot.ratio, colour.soft, "left");
+}
+
+const TIER_NAMES = { host: "host memory", disk: "disk" };
+
+/** A low chart of the bytes in a tier below the device. */
+function makeTier(model, view, { name, peak_bytes: peak }) {
+  const times = model.tierTime[name];
+  const levels = Float64Array.from(model[`${name}_pages`], (pages) => pages * model.facts.page_size);
+  const limit = model.facts.hardware[`${name}_bytes`];
+  const element = node("div", { class: "chart", id: `tier-${name}` });
+  const heading = `${TIER_NAMES[name]}: at most ${formatBytes(peak)}${limit === null ? "" : ` of ${formatBytes(limit)}`}`;
+  byId("tier-charts").append(node("h3", {}, heading), element);
+  const at = (us) => levels[Math.max(0, countUpTo(times, us) - 1)] ?? 0;
+  makeChart(element, view, {
+    height: 84,
+    axis: false,
+    label: `Bytes in ${heading}. Arrows pan, plus and minus zoom.`,
+    data: [[...times, model.length], [...levels, levels.at(-1) ?? 0]],
+    series: [{}, { paths: uPlot.paths.stepped({ align: 1 }), points: { show: false }, width: 0, fill: () => colour[name], stroke: () => colour[name] }],
+    yRange: () => [0, Math.max(peak, 1) * 1.1],
+    yAxis: memoryAxis(),
+    tip: (us) => [strong(`${formatBytes(at(us))} in ${TIER_NAMES[name]} at ${formatAt(us, view.max - view.min)}`)],
+  });
+}
+
+function memoryAxis() {
+  return {
+    stroke: () => colour.soft,
+    font: `11px ${FONT}`,
+    size: () => gutter(),
+    gap: 6,
+    grid: { stroke: () => colour.grid, width: 1 },
+    ticks: { show: false },
+    incrs: Array.from({ length: 50 }, (_, power) => 2 ** power),
+    space: 34,
+    values: (u, splits) => splits.map(shortBytes),
+  };
 }
 
 /** Sums over the kinds so far, with a last point at the iteration's end. */

@@ -30,6 +30,7 @@ function makeModel({ header, columns }) {
     spanEnd: toUs(columns.span_end),
     moveBegin: toUs(columns.move_begin),
     moveEnd: toUs(columns.move_end),
+    tierTime: Object.fromEntries(header.tiers.map(({ name }) => [name, toUs(columns[`${name}_time`])])),
     rowOf,
     stallsOf,
     opName: (op) => opNames[columns.op_name[op]],

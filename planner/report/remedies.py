@@ -1,0 +1,82 @@
+"""What would make a plan's iteration faster: other machines, each planned for and simulated."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from ..hardware import Hardware
+from ..sizes import format_bytes
+from ..sweep import Task, evaluate
+from ..timeline import Timeline
+
+if TYPE_CHECKING:
+    from ..commands.output import Progress
+
+MOST_OPS = 5000  # of a trace for which plans are made in some seconds
+FEW_OPS = 500  # for which the best ones are
+LEAST_WAITING = 2e-3  # of the iteration: nobody buys memory for less
+LEAST_GAIN = 0.1  # in points of the ideal speed
+
+
+def remedies(line: Timeline, progress: Progress | None = None) -> list[dict[str, Any]]:
+    """The three that help most, the best first: what to change, and the speed that a plan has then.
+    None where ops hardly wait, or there are too many of them."""
+    if line.plan is None or line.hardware is None or line.simulation is None:
+        return []
+    now = line.simulation.predicted
+    if now is None or now.stall_us < LEAST_WAITING * line.iteration_us or line.trace.ops > MOST_OPS:
+        return []
+    found = []
+    changes = _changes(line, line.hardware)
+    for number, (what, hardware) in enumerate(changes):
+        if progress is not None:
+            progress(f"with {what}", number / len(changes))
+        percent = _percent(line, hardware)
+        if percent - now.percent_of_ideal >= LEAST_GAIN:
+            found.append({"what": what, "percent_of_ideal": percent})
+    return sorted(found, key=lambda one: -one["percent_of_ideal"])[:3]
+
+
+def _percent(line: Timeline, hardware: Hardware) -> float:
+    """Of the ideal speed there: by a new plan, or by the one that there is."""
+    quick = line.trace.ops > FEW_OPS
+    tasks = (Task("lp", hardware, quick), Task("", hardware, plan=line.plan))
+    found = [evaluate(line.trace, task).predicted for task in tasks]
+    return max((one.percent_of_ideal for one in found if one is not None), default=0.0)
+
+
+def _changes(line: Timeline, hardware: Hardware) -> list[tuple[str, Hardware]]:
+    """More of what there is, in words and as machines."""
+    assert line.simulation is not None
+    assert line.simulation.predicted is not None
+    size, peak = hardware.page_size, line.simulation.predicted.peak_disk_bytes
+    found = []
+    if hardware.device_pages != float("inf"):
+        device = int(hardware.device_pages * 5 // 4) * size
+        found.append(
+            (
+                f"{format_bytes(device)} on the device, a quarter more",
+                hardware.with_(device_bytes=device),
+            )
+        )
+    if peak and hardware.host_pages != float("inf"):
+        host = int(hardware.host_pages) * size + peak
+        found.append(
+            (
+                f"{format_bytes(host)} of host memory, and no need of the disk",
+                hardware.with_(host_bytes=host),
+            )
+        )
+    if peak:
+        rates = {
+            "disk_read_bytes_per_s": 2 * hardware.disk_read_bytes_per_s,
+            "disk_write_bytes_per_s": 2 * hardware.disk_write_bytes_per_s,
+        }
+        found.append(("a disk twice as fast", hardware.with_(**rates)))
+    if line.simulation.predicted.peak_host_bytes:
+        rates = {
+            "d2h_bytes_per_s": 2 * hardware.d2h_bytes_per_s,
+            "h2d_bytes_per_s": 2 * hardware.h2d_bytes_per_s,
+        }
+        found.append(("a link twice as fast", hardware.with_(**rates)))
+    return found
