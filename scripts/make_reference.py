@@ -136,7 +136,11 @@ def _thing(name: str, thing: Any) -> str:
         return f"{heading}\n{signature}\n{_text(thing)}"
     members = [
         f"### {name}.{member}{'' if isinstance(value, property) else '()'}\n\n"
-        + ("" if isinstance(value, property) else f"    {member}{_signature(value)}\n\n")
+        + (
+            ""
+            if isinstance(value, property)
+            else f"    {member}{_signature(getattr(thing, member))}\n\n"
+        )
         + _text(value)
         for member, value in vars(thing).items()
         if not member.startswith("_") and _is_member(value) and value.__doc__
