@@ -26,7 +26,7 @@ def remedies(line: Timeline, progress: Progress | None = None) -> list[dict[str,
     now = line.simulation.predicted
     if now is None or now.stall_us < LEAST_WAITING * line.iteration_us or line.trace.ops > MOST_OPS:
         return []
-    found = []
+    found: list[dict[str, Any]] = []
     changes = _changes(line, line.hardware)
     for number, (what, hardware) in enumerate(changes):
         if progress is not None:
@@ -34,7 +34,7 @@ def remedies(line: Timeline, progress: Progress | None = None) -> list[dict[str,
         percent = _percent(line, hardware)
         if percent - now.percent_of_ideal >= LEAST_GAIN:
             found.append({"what": what, "percent_of_ideal": percent})
-    return sorted(found, key=lambda one: -one["percent_of_ideal"])[:3]
+    return sorted(found, key=lambda one: -float(one["percent_of_ideal"]))[:3]
 
 
 def _percent(line: Timeline, hardware: Hardware) -> float:
