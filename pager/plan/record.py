@@ -100,45 +100,78 @@ def write(target: Path, trace: Trace) -> Trace:
 
 
 # -- tensorpager record --------------------------------------------------------------------------
-def recording_from_environment(recorder: Recorder) -> None:
-    """Called for each new Pager: record one of its iterations if the environment says so.
-
-    Trouble with it is reported on stderr and to the command, and never ends the training.
-    """
-    path = os.environ.get(PATH_VARIABLE)
-    if not path:
-        return
-    text = os.environ.get(ITERATION_VARIABLE, str(DEFAULT_ITERATION))
-    if not text.isdecimal() or int(text) < 1:
-        raise PagerError(f"{ITERATION_VARIABLE}={text!r} is not a whole number ≥ 1")
-    folder = os.environ.get(REPORT_VARIABLE)
-    recorder.pager.on_iteration.append(
-        _NumberedIteration(recorder, Path(path), int(text), Path(folder) if folder else None)
-    )
-
-
-class _NumberedIteration:
-    """Records iteration ``number``, or the next one that is completed; one of a program's pagers
-    and processes does."""
+class Report:
+    """What ``tensorpager record`` asks of the program that it runs, and what it is told: a file for
+    each Pager, and for the program without one. Trouble with it never ends a training."""
 
     _made = 0
 
-    def __init__(self, recorder: Recorder, target: Path, number: int, folder: Path | None) -> None:
+    def __init__(self, target: Path, number: int, folder: Path | None) -> None:
         type(self)._made += 1
-        self._report = folder / f"{os.getpid()}-{self._made}.json" if folder else None
+        self.target, self.number = target, number
+        self._path = folder / f"{os.getpid()}-{self._made}.json" if folder else None
         self._claim = folder / CLAIM if folder else None
-        self._recorder = recorder
-        self._target = target
-        self._number = number
+
+    @classmethod
+    def from_environment(cls) -> Report | None:
+        """``None`` where nothing is to be recorded."""
+        path = os.environ.get(PATH_VARIABLE)
+        if not path:
+            return None
+        text = os.environ.get(ITERATION_VARIABLE, str(DEFAULT_ITERATION))
+        if not text.isdecimal() or int(text) < 1:
+            raise PagerError(f"{ITERATION_VARIABLE}={text!r} is not a whole number ≥ 1")
+        folder = os.environ.get(REPORT_VARIABLE)
+        return cls(Path(path), int(text), Path(folder) if folder else None)
+
+    def claim(self) -> bool:
+        """Whether nobody else of this run has begun to record."""
+        if self._claim is None:
+            return True
+        try:
+            self._claim.open("x").close()
+        except FileExistsError:
+            return False
+        except OSError:
+            return True
+        self._claim = None
+        return True
+
+    def tell(self, **facts: object) -> None:
+        """``iterations`` that were completed, and more."""
+        if self._path is not None:
+            with suppress(OSError):
+                self._path.write_text(json.dumps(facts))
+
+    def fail(self, error: Exception, iterations: int) -> None:
+        """To the user too."""
+        reason = str(error) or type(error).__name__
+        print(f"tensorpager: {self.target} was not written: {reason}", file=sys.stderr)
+        self.tell(iterations=iterations, error=reason)
+
+
+def recording_from_environment(recorder: Recorder) -> None:
+    """Called for each new Pager: record one of its iterations if the environment says so."""
+    report = Report.from_environment()
+    if report is not None:
+        recorder.pager.on_iteration.append(_NumberedIteration(recorder, report))
+
+
+class _NumberedIteration:
+    """Records the iteration that is asked for, or the next one that is completed; one of a
+    program's pagers and processes does."""
+
+    def __init__(self, recorder: Recorder, report: Report) -> None:
+        self._recorder, self._report = recorder, report
         self._ops: OpLog | None = None
         self._completed = 0
         self._done = False
-        self._tell()
+        report.tell(iterations=0)
 
     def begin(self) -> None:
-        if self._done or self._completed + 1 < self._number:
+        if self._done or self._completed + 1 < self._report.number:
             return
-        if not self._mine():
+        if not self._report.claim():
             self._done = True
             return
         try:
@@ -155,37 +188,16 @@ class _NumberedIteration:
             return
         self._completed += 1
         if ops is None:
-            self._tell()
+            self._report.tell(iterations=self._completed)
             return
         self._done = True
         try:
-            trace = write(self._target, self._recorder.finish(ops))
-            self._tell(written=True, ops=trace.ops, tensors=trace.tensors)
+            trace = write(self._report.target, self._recorder.finish(ops))
+            facts = {"written": True, "ops": trace.ops, "tensors": trace.tensors}
+            self._report.tell(iterations=self._completed, **facts)
         except Exception as error:
             self._fail(error)
 
-    def _mine(self) -> bool:
-        """Whether no other pager of this run has begun to record."""
-        if self._claim is None:
-            return True
-        try:
-            self._claim.open("x").close()
-        except FileExistsError:
-            return False
-        except OSError:
-            return True
-        self._claim = None
-        return True
-
     def _fail(self, error: Exception) -> None:
         self._done = True
-        reason = str(error) or type(error).__name__
-        print(f"tensorpager: {self._target} was not written: {reason}", file=sys.stderr)
-        self._tell(error=reason)
-
-    def _tell(self, **facts: object) -> None:
-        """To the command, if there is one."""
-        if self._report is not None:
-            with suppress(OSError):
-                text = json.dumps({"iterations": self._completed, **facts})
-                self._report.write_text(text)
+        self._report.fail(error, self._completed)

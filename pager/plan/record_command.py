@@ -46,8 +46,10 @@ FROM_TERMINAL = ("SIGINT", "SIGQUIT")  # which a terminal sends to the command a
 def record(context: click.Context, output: Path, iteration: int, command: Sequence[str]) -> None:
     """Run a training script and record one of its iterations.
 
-    The script needs no change: it is one that pages with tensorpager and marks its iterations with
-    `with pager.iteration():`. It runs to its end.
+    The script needs no change, and runs to its end. One that pages with tensorpager marks its
+    iterations with `with pager.iteration():`. In any other PyTorch script an iteration ends with
+    the step of its optimizer, the last one where there are several; on a GPU use torch.profiler for
+    that, and `tensorpager import`.
 
     \b
     Example:
@@ -60,6 +62,7 @@ def record(context: click.Context, output: Path, iteration: int, command: Sequen
             PATH_VARIABLE: os.path.abspath(output),
             ITERATION_VARIABLE: str(iteration),
             REPORT_VARIABLE: folder,
+            "PYTHONPATH": _with_watch(Path(folder)),
         }
         code = _run(command, settings)
         reports = _reports(Path(folder))
@@ -73,6 +76,52 @@ def record(context: click.Context, output: Path, iteration: int, command: Sequen
         raise CheckFailed(reason)
     click.echo(f"tensorpager record: {reason} (it ended with exit code {code})", err=True)
     context.exit(code)
+
+
+WATCH = """
+# Python runs this at its start: when PyTorch has been loaded, tensorpager watches its optimizers.
+import contextlib, os, sys
+
+HERE = os.path.dirname(os.path.abspath(__file__))
+
+
+class Torch:
+    def find_spec(self, name, path=None, target=None):
+        if name != "torch":
+            return None
+        sys.meta_path.remove(self)
+        found = (finder.find_spec(name, path, target) for finder in sys.meta_path)
+        spec = next((spec for spec in found if spec is not None), None)
+        if spec is not None and spec.loader is not None:
+            load = spec.loader.exec_module
+
+            def exec_module(module):
+                load(module)
+                with contextlib.suppress(ImportError):
+                    from tensorpager.pager.plan.plain_script import watch
+                    watch()
+
+            spec.loader.exec_module = exec_module
+        return spec
+
+
+sys.meta_path.insert(0, Torch())
+# The one that would have been run without us.
+sys.path[:] = [folder for folder in sys.path if os.path.abspath(folder) != HERE]
+ours = sys.modules.pop("sitecustomize")
+try:
+    import sitecustomize
+except ImportError:
+    sys.modules["sitecustomize"] = ours
+"""
+
+
+def _with_watch(folder: Path) -> str:
+    """PYTHONPATH with what starts watching in each Python of the program."""
+    (folder / "start").mkdir()
+    (folder / "start" / "sitecustomize.py").write_text(WATCH)
+    before = os.environ.get("PYTHONPATH")
+    return os.pathsep.join([str(folder / "start"), *([before] if before else [])])
 
 
 def _run(command: Sequence[str], settings: dict[str, str]) -> int:
@@ -133,12 +182,12 @@ def _reason(reports: list[dict[str, Any]], iteration: int) -> str:
     if errors:
         return str(errors[0])
     if not reports:
-        return "the program made no tensorpager.Pager, so there was nothing to record"
+        return "the program loaded no PyTorch, so there was nothing to record"
     done = max(report["iterations"] for report in reports)
     if done == 0:
         return (
-            "no iteration was completed; put each one in 'with pager.iteration():' "
-            "(or call pager.record() in the script)"
+            "no iteration was completed: no optimizer has stepped twice, or there is a Pager and "
+            "no 'with pager.iteration():' (pager.record() in the script needs none)"
         )
     if done < iteration:
         return f"only {done} of {iteration} iterations were completed; lower --iteration"

@@ -22,6 +22,7 @@ from tensorpager.pager.plan.record import (
     PATH_VARIABLE,
     recording_from_environment,
 )
+from tensorpager.planner.trace import WRITE
 from tensorpager.planner.trace_file import read_trace
 
 from .models import World, make_pager, mlp, train
@@ -120,7 +121,68 @@ def test_too_few_iterations(tmp_path: Path, script: Path) -> None:
 def test_a_program_that_does_not_page(tmp_path: Path) -> None:
     ended = run(tmp_path, "--", sys.executable, "-c", "pass")
     assert ended.returncode == 1
-    assert "made no tensorpager.Pager" in only_line(ended.stderr)
+    assert "loaded no PyTorch" in only_line(ended.stderr)
+
+
+PLAIN = """
+import sys
+import torch
+from torch import nn
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Linear(64, 256)
+        self.down = nn.Linear(256, 64)
+
+    def forward(self, x):
+        return x + self.down(torch.relu(self.up(x)))
+
+torch.manual_seed(0)
+model = nn.Sequential(Block(), Block())
+optimizers = [
+    torch.optim.AdamW(model[0].parameters()), torch.optim.SGD(model[1].parameters(), momentum=0.9)
+][: int(sys.argv[2])]
+for number in range(int(sys.argv[1])):
+    if number == 2:
+        torch.zeros(9).cummax(0)  # tells the third iteration from the others
+    loss = model(torch.randn(32, 64)).square().mean()
+    loss.backward()
+    for optimizer in optimizers:
+        optimizer.step()
+    model.zero_grad()
+print("loss", loss.item())
+"""
+
+
+@pytest.mark.parametrize("optimizers", [1, 2])
+def test_a_script_that_knows_nothing_of_us(tmp_path: Path, optimizers: int) -> None:
+    """Tensors have their modules' names, and an iteration ends with the last optimizer's step."""
+    (tmp_path / "plain.py").write_text(PLAIN)
+    ended = run(tmp_path, "--", sys.executable, "plain.py", 4, optimizers)
+    assert ended.returncode == 0, ended.stderr
+    assert "wrote trace.parquet: iteration 3," in only_line(ended.stderr)
+    assert ended.stderr.count("\n") == 1
+    alone = subprocess.run(
+        [sys.executable, "plain.py", "4", str(optimizers)],
+        cwd=tmp_path, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert ended.stdout == alone.stdout  # the same loss
+    trace = read_trace(tmp_path / "trace.parquet")
+    assert trace.op_names.count("aten::cummax") == 1
+    assert trace.op_names.count("aten::addmm") == 4
+    kinds = dict(zip(trace.tensor_names, trace.tensor_kinds, strict=True))
+    assert kinds["0.up.weight"] == "parameter"
+    assert kinds["0.up.weight.exp_avg"] == "optimizer"
+    assert kinds["0.up.weight.grad"] == "gradient"
+    assert ("1.up.weight.momentum_buffer" in kinds) == (optimizers == 2)
+    weight = trace.tensor_names.index("0.down.weight")
+    assert trace.tensor_persistent[weight]
+    assert not trace.tensor_persistent[trace.tensor_names.index("0.up.weight.grad")]
+    written = (trace.access_tensor == weight) & (trace.access_mode & WRITE != 0)
+    first_written = int(trace.access_op[written].min())
+    assert first_written > trace.op_names.index("aten::cummax")
+    assert 0 < trace.ideal_us < 600e6
 
 
 @pytest.mark.parametrize(
