@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from .reader import COUNTERS, TIERS, TIMES, Training
+from .reader import COUNTERS, TIER_KEYS, TIMES, Training
 
 _TOTALS = {*COUNTERS, "stall_us", "iterations_us"} - {
     "arena_bytes", "dense_peak_bytes", "live_bytes", "page_size",
@@ -32,7 +32,8 @@ def families(trainings: list[Training]) -> Iterator[Any]:
 
     def family(key: str, label: str | None = None, total: bool = False) -> Any:
         kind = CounterMetricFamily if total else GaugeMetricFamily
-        name = f"tensorpager_{key.removesuffix('_us')}" + "_seconds" * key.endswith("_us")
+        kept = f"tier_{key}" if label == "tier" else key.removesuffix("_us")
+        name = f"tensorpager_{kept}" + "_seconds" * key.endswith("_us")
         found = kind(name, f"{key} of Pager.stats()", labels=["name", *([label] if label else [])])
         for training in trainings:
             value = training.latest[key]
@@ -46,9 +47,4 @@ def families(trainings: list[Training]) -> Iterator[Any]:
     yield from (family(key, total=key in _TOTALS) for key in (*COUNTERS, *TIMES))
     yield family("channel_bytes", "channel", total=True)
     yield family("logged", "value")
-    for what in ("used_bytes", "peak_bytes", "budget_bytes"):
-        found = GaugeMetricFamily(f"tensorpager_tier_{what}", what, labels=["name", "tier"])
-        for training in trainings:
-            for tier in TIERS:
-                found.add_metric([training.name, tier], training.latest["tiers"][tier][what])
-        yield found
+    yield from (family(key, "tier") for key in TIER_KEYS)

@@ -23,7 +23,7 @@ import weakref
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from .reader import CHANNELS, COUNTERS, LINK, NAME, TIERS, TIMES, VERSION, MetricsError
+from .reader import LINK, NAME, TIMES, VERSION, MetricsError
 from .stats import counters, plan_figures
 
 if TYPE_CHECKING:
@@ -95,7 +95,7 @@ class Metrics:
         self._recent_us = [*self._recent_us, us][-RECENT:]
         self._iterations_us += us
         if time.monotonic() - self._published >= _LEAST_SECONDS:
-            self._plan_us = plan_figures(self._follower)
+            self._plan_us |= plan_figures(self._follower)
             self.publish()
 
     def publish(self) -> None:
@@ -132,36 +132,24 @@ class Metrics:
     def _snapshot(self) -> dict[str, Any]:
         """As ``reader.checked`` wants it."""
         pager, recent = self._pager, self._recent_us
-        found = {**counters(pager, self._follower), "page_size": pager.page_size}
-        times = {
+        found = counters(pager, self._follower)
+        # What is on its way counts as used, and for the peak when it has arrived.
+        used, peak = found["used_bytes"], found["peak_bytes"]
+        return {
             **self._plan_us,
-            "stall_us": found["stall_us"],
+            **found,
+            "peak_bytes": {tier: max(used[tier], nbytes) for tier, nbytes in peak.items()},
             "iterations_us": self._iterations_us,
             "iteration_us": recent[-1] if recent else None,
-        }
-        used, peak, budget = found["used_bytes"], found["peak_bytes"], found["budget_bytes"]
-        return {
+            "recent_iteration_us": recent,
             "version": VERSION,
             "script": _script(),
             "device": str(pager.device),
-            "mode": found["mode"],
+            "page_size": pager.page_size,
             "started": self._started,
             "updated": time.time(),
             "clock": time.monotonic(),
             "began": self._began if pager.inside else 0,
-            # What is on its way counts as used, and for the peak when it has arrived.
-            "tiers": {
-                tier: {
-                    "used_bytes": used[tier],
-                    "peak_bytes": max(used[tier], peak[tier]),
-                    "budget_bytes": budget[tier],
-                }
-                for tier in TIERS
-            },
-            "channel_bytes": {name: found["channel_bytes"][name] for name in CHANNELS},
-            **{name: found[name] for name in COUNTERS},
-            **{name: times[name] for name in TIMES},
-            "recent_iteration_us": recent,
             "logged": dict(self._logged),
         }
 

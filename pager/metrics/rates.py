@@ -8,7 +8,7 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Any
 
-from .reader import CHANNELS, COUNTERS, TIMES, Snapshot, Training
+from .reader import CHANNELS, COUNTERS, TIER_KEYS, TIERS, TIMES, Snapshot, Training
 
 SILENT_SECONDS = 5.0  # ten times what a training takes between two records
 _WINDOW_SECONDS = 5.0
@@ -93,13 +93,14 @@ def state(training: Training) -> str:
 def description(training: Training, history: History) -> dict[str, Any]:
     """One training for ``--json``. Bytes, µs, seconds since the epoch; ``null``: not known."""
     found, rates = training.latest, history.rates()
-    kept = ("script", "device", "mode", "started", "updated", "tiers", "recent_iteration_us")
+    kept = ("script", "device", "mode", "started", "updated", "recent_iteration_us")
     return {
         "pid": training.pid,
         "name": training.name,
         "state": state(training),
         "age_s": age_seconds(found),
         **{name: found[name] for name in (*kept, *COUNTERS, *TIMES)},
+        "tiers": {tier: {key: found[key][tier] for key in TIER_KEYS} for tier in TIERS},
         "channels": {
             name: {"bytes": nbytes, "bytes_per_s": rates.bytes_per_s[name]}
             for name, nbytes in found["channel_bytes"].items()

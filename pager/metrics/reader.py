@@ -16,7 +16,7 @@ from typing import Any
 
 from ...planner.errors import PagerError
 
-NAME, VERSION = "tensorpager-metrics", 1
+NAME, VERSION = "tensorpager-metrics", 2
 LINK = f"/memfd:{NAME} (deleted)"
 TIERS = ("device", "host", "disk")
 TIER_KEYS = ("used_bytes", "peak_bytes", "budget_bytes")
@@ -148,7 +148,7 @@ def checked(data: bytes) -> Snapshot:
             and all(values[name] is None or _is_number(values[name]) for name in TIMES)
             and all(isinstance(values[name], str) for name in TEXTS)
             and all(_is_number(values["channel_bytes"][name]) for name in CHANNELS)
-            and all(_is_number(values["tiers"][t][key]) for t in TIERS for key in TIER_KEYS)
+            and all(_is_number(values[key][t]) for key in TIER_KEYS for t in TIERS)
             and all(_is_number(us) for us in values["recent_iteration_us"])
             and all(isinstance(value, (int, float)) for value in values["logged"].values())
         )

@@ -88,7 +88,7 @@ def _where(record: Snapshot) -> Text:
 # -- tiers ---------------------------------------------------------------------------------------
 def _tiers(record: Snapshot, screen: Screen) -> Iterator[Text]:
     for name in TIERS:
-        tier = tuple(record["tiers"][name][key] for key in TIER_KEYS)
+        tier = tuple(record[key][name] for key in TIER_KEYS)
         if tier[-1]:
             dense = record["dense_peak_bytes"] if name == "device" else 0
             used, peak, budget = map(format_bytes, tier)
@@ -124,7 +124,7 @@ def bar(tier: Tier, dense: int, width: int) -> Text:
 def _traffic(record: Snapshot, rates: Rates) -> Iterator[Text]:
     for name, nbytes in record["channel_bytes"].items():
         tier = name.partition("-")[0]
-        if not record["tiers"][tier]["budget_bytes"]:
+        if not record["budget_bytes"][tier]:
             continue
         rate = rates.bytes_per_s[name]
         now = f"{format_bytes(rate)}/s" if rate is not None else "-"
@@ -215,7 +215,7 @@ def listing(trainings: Sequence[Training]) -> Table:
                 *(record[name] for name in TEXTS),
                 f"{record['iterations']:,}",
                 format_us(record["iteration_us"] or 0.0),
-                format_bytes(record["tiers"]["device"]["budget_bytes"]),
+                format_bytes(record["budget_bytes"]["device"]),
             )
         )
     heads = ("PID", "<script", "<device", "<mode", "iterations", "latest", "budget")

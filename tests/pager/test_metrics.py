@@ -48,10 +48,9 @@ def a_snapshot(number: int = 1, **changes: Any) -> dict[str, Any]:
         "updated": number + 1.0,
         "clock": number + 2.0,
         "began": number + 3.0,
-        "tiers": {
-            tier: {"used_bytes": number + i, "peak_bytes": number + i + 10, "budget_bytes": 1 << 40}
-            for i, tier in enumerate(TIERS)
-        },
+        "used_bytes": {tier: number + i for i, tier in enumerate(TIERS)},
+        "peak_bytes": {tier: number + i + 10 for i, tier in enumerate(TIERS)},
+        "budget_bytes": dict.fromkeys(TIERS, 1 << 40),
         "channel_bytes": {name: number * 100 + i for i, name in enumerate(CHANNELS)},
         **{name: number * 1000 + i for i, name in enumerate(COUNTERS)},
         **{name: number + i / 4 for i, name in enumerate(TIMES)},
@@ -118,7 +117,7 @@ def test_a_snapshot_holds_what_stats_say(one_thread: None) -> None:
         assert found[name] == {**stats, "page_size": pager.page_size}[name], name
     for tier in TIERS:
         for key in ("used_bytes", "peak_bytes", "budget_bytes"):
-            assert found["tiers"][tier][key] == stats[key][tier]
+            assert found[key][tier] == stats[key][tier]
     assert found["channel_bytes"] == stats["channel_bytes"]
     assert found["channel_bytes"]["host-in"] > 0
     assert found["stall_us"] == stats["stall_us"] > 0
@@ -210,7 +209,7 @@ def test_two_pagers_of_one_process() -> None:
         mine = [training for training in find_trainings() if str(training.pid) == ME]
         assert [training.name for training in mine] == [ME, f"{ME}.2"]
         second = open_training(f"{ME}.2")
-        assert second.latest["tiers"]["host"]["budget_bytes"] == 128 << 20
+        assert second.latest["budget_bytes"]["host"] == 128 << 20
         with pytest.raises(MetricsError, match="has 2 Pagers"):
             open_training(f"{ME}.3")
 

@@ -312,10 +312,10 @@ def test_a_bar_is_as_wide_as_it_should_be() -> None:
 def test_a_frame_of_extreme_values_fits(width: int) -> None:
     most = (1 << 64) - 1
     found = a_snapshot()
-    tier = {"used_bytes": most, "peak_bytes": most, "budget_bytes": most}
+    tiers = dict.fromkeys(found["budget_bytes"], most)
     snapshot = a_snapshot(
         script="モデル" * 20,
-        tiers=dict.fromkeys(found["tiers"], tier),
+        **dict.fromkeys(("used_bytes", "peak_bytes", "budget_bytes"), tiers),
         channel_bytes=dict.fromkeys(found["channel_bytes"], most),
         **dict.fromkeys(COUNTERS, most),
         **dict.fromkeys(TIMES, 1e299),

@@ -250,6 +250,32 @@ def test_a_rank_that_is_killed_is_named_by_the_other(killed: int, tmp_path: Path
 
 
 @pytest.mark.slow
+def test_ranks_that_are_asked_to_stop_save_first(tmp_path: Path) -> None:
+    """torchrun passes a signal on to ranks that may have it already; they count it once."""
+    saved = tmp_path / "saved.pt"
+    process = _torchrun(
+        *("--standalone", "--nproc-per-node=2", str(SCRIPT), *TINY, "--steps=100000"),
+        *(*budgets(2, tmp_path), f"--save={saved}", "--save-every=2"),
+    )
+    _wait_for(saved, process)
+    step = torch.load(saved, weights_only=True)["step"]
+    os.kill(_worker(process.pid, 1), signal.SIGTERM)
+    process.send_signal(signal.SIGTERM)
+    output, _ = process.communicate(timeout=PATIENCE)
+    assert output.count("and saved; the same command with --resume=") == 1
+    assert torch.load(saved, weights_only=True)["step"] >= step
+
+
+@pytest.mark.slow
+def test_kills_in_one_phase_lose_nothing() -> None:
+    """All phases, ranks and kinds: scripts/kill_ranks.py by itself."""
+    kills = str(SCRIPT.with_name("kill_ranks.py"))
+    done = programs.run(kills, "--kinds", "2:fsdp2", "--phases", "save")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "2 of 2 good" in done.stdout
+
+
+@pytest.mark.slow
 def test_ranks_that_are_started_again_go_on_from_the_file(tmp_path: Path) -> None:
     saved, record = tmp_path / "saved.pt", tmp_path / "run.json"
     common = [*TINY, "--steps=12"]
