@@ -2,6 +2,7 @@
 
 import ast
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -125,3 +126,40 @@ def test_only_the_top_names_pager(path: Path) -> None:
     named = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
     named |= {a.name for n in ast.walk(tree) if isinstance(n, ast.ImportFrom) for a in n.names}
     assert "Pager" not in named
+
+
+def test_every_folder_of_ours_is_in_the_wheel() -> None:
+    named = set(
+        tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
+    )
+    there = {
+        ".".join(["tensorpager", *path.parent.relative_to(ROOT).parts])
+        for folder in FOLDERS
+        for path in (ROOT / folder).rglob("*.py")
+    }
+    assert named == there | {"tensorpager"}, "name it in pyproject.toml"
+
+
+def test_every_file_that_is_no_module_is_in_the_wheel() -> None:
+    data = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"][
+        "package-data"
+    ]
+    for folder in FOLDERS:
+        for path in (ROOT / folder).rglob("*"):
+            where = path.relative_to(ROOT)
+            if (
+                path.is_dir()
+                or path.suffix in (".py", ".pyc", ".md")
+                or "__pycache__" in where.parts
+            ):
+                continue
+            owners = [
+                (parent, data[name])
+                for parent in where.parents
+                if (name := ".".join(["tensorpager", *parent.parts])) in data
+            ]
+            assert any(
+                where.relative_to(parent).match(pattern)
+                for parent, patterns in owners
+                for pattern in patterns
+            ), where
