@@ -173,6 +173,7 @@ class Follower(Protocol):
     def warn(self) -> None: ...
     def stop(self) -> None: ...
     def bring(self, runs: Sequence[Extent]) -> None: ...
+    def serve_at_once(self, runs: Sequence[Extent]) -> bool: ...
     def unpinned(self) -> None: ...
     def pause(self) -> None: ...
     def arena_resized(self) -> None: ...
@@ -311,15 +312,19 @@ class Core:
             if not own:
                 self.note_guest()
             there = not (turns.queue or (self.budget.metering and own))
+            absent = False
             for extent in extents:
                 if extent.base < 0:
-                    there = False
+                    absent = True
+            if absent and there:
+                follower = self.follower
+                there = own and follower is not None and follower.serve_at_once(extents)
+            elif there:
+                self.residency.keep(extents)
             if not there:
                 self._bring(extents)
-            else:
-                if not at_home:
-                    turns.took([(extent, None) for extent in extents])
-                self.residency.keep(extents)
+            elif not at_home:
+                turns.took([(extent, None) for extent in extents])
             # Now: while this thread waited for its turn, others may have noted theirs.
             if not self.backend.host_addressable:
                 self.backend.note_compute()

@@ -263,6 +263,24 @@ class Residency:
         tickets = self.mover.tickets
         tickets.wait(tickets.of(("device", frames)))
 
+    def reach_at_once(self, frames: Int32) -> bool:
+        """The same where the host has to wait for nothing; whether."""
+        tickets = self.mover.tickets
+        found = tickets.of(("device", frames)) if tickets.any else []
+        if not all(ticket.is_over and ticket.error is None for ticket in found):
+            return False
+        tickets.wait(found)
+        return True
+
+    def has_come(self, run: Extent) -> bool:
+        """``run`` is there, in one piece, and may be used. ``False`` where it is not, or the host
+        would have to wait for it."""
+        frames = self._frames_of(run)
+        if not self.is_whole(run) or not self.reach_at_once(frames):
+            return False
+        run.base, run.generation, run.settled = int(frames[0]), next(generations), False
+        return True
+
     def _is_scattered(self, run: Extent) -> bool:
         """In frames already, just not consecutive, and to be left so."""
         return self.scattered and self._is_there(run)

@@ -144,6 +144,14 @@ class Follower:
         if other is not None:
             self._follow(other, position + 1)
 
+    def serve_at_once(self, runs: Sequence[Extent]) -> bool:
+        """:meth:`bring`, where the plan has brought them and nobody has to wait; whether."""
+        if self.compiled is None or self.mover.error is not None:
+            return False
+        if self._pager.space.dead:
+            self._pager.residency.collect()
+        return self.planned.serve_at_once(runs)
+
     def bring(self, runs: Sequence[Extent]) -> None:
         """Bring ``runs`` onto the device and keep them: by the plan, or by a fault."""
         residency = self._pager.residency

@@ -278,6 +278,28 @@ class PlannedMoves:
                 self._residency.release(runs)
         return served
 
+    def serve_at_once(self, runs: Sequence[Extent]) -> bool:
+        """:meth:`serve`, where the host has to wait for nothing. ``False``, and none kept, if it
+        would have to."""
+        if self.waiting:
+            self.go_on()
+        self._residency.keep(runs)
+        if all(run.base >= 0 or self._is_ready(run) for run in runs):
+            return True
+        self._residency.release(runs)
+        return False
+
+    def _is_ready(self, run: Extent) -> bool:
+        residency, pool = self._residency, self._residency.pool
+        if not residency.is_blank(run):
+            return residency.has_come(run)
+        planned = self.births.get(run.key, ANYWHERE)
+        free = self._is_inside(run, planned) and pool.is_free(planned, run.count)
+        base = planned if free else pool.find_run(run.count)
+        if base is None or not residency.reach_at_once(run.pages - np.int32(run.first - base)):
+            return False
+        return residency.place_at(run, base) and run.base >= 0
+
     def make_windows(self, runs: Sequence[Extent]) -> None:
         """So that runs which are faulted in find room in one piece without evicting anything, if
         enough frames are free."""

@@ -56,7 +56,7 @@ def empty_like_geometry(
 
 def copy_in(pager: Core, dense: torch.Tensor, kind: str, *, apart: str = "") -> PagedTensor:
     """A PagedTensor with the values of plain, strided ``dense``."""
-    if not torch.ops.aten.is_non_overlapping_and_dense(dense):
+    if not (dense.is_contiguous() or torch.ops.aten.is_non_overlapping_and_dense(dense)):
         dense = dense.contiguous()
     dense = dense.resolve_conj().resolve_neg()
     paged = blank(pager, dense, kind, apart)
@@ -99,6 +99,10 @@ def _write(pager: Core, storage: PagedStorage, source: torch.Tensor) -> None:
         residency.needs = needs  # it could do with less, in parts
     try:
         pager.will_write([run])
+        if run.base >= 0:
+            at = run.base * pager.page_size + begin
+            pager.backend.arena[at : at + source.numel()].copy_(source)
+            return
         frames = pager.table.frame[run.first : run.first + run.count]
         Held(storage, begin, begin + source.numel(), frames).put(source, begin)
     finally:

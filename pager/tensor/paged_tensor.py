@@ -180,7 +180,7 @@ def blank(pager: Core, like: torch.Tensor, kind: str, apart: str = "") -> PagedT
     """In new pages, with ``like``'s shape, dtype and (dense) strides; the caller writes all of it
     before anyone reads it. ``apart``: see ``Extent``."""
     pager.check_open()
-    dense = torch.ops.aten.is_non_overlapping_and_dense(like)
+    dense = like.is_contiguous() or torch.ops.aten.is_non_overlapping_and_dense(like)
     shape = like if dense else torch.empty(like.size(), dtype=like.dtype, device="meta")
     with pager.lock:
         pager.residency.collect()
