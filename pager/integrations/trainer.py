@@ -11,10 +11,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import Trainer, TrainerCallback
+from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from ..api import Pager
 from ..errors import PagerError
@@ -116,6 +119,10 @@ def _attach(trainer: Trainer, pager: Pager) -> None:
         with pager.inference():
             return original(*args, **kwargs)
 
+    files = _Files(trainer, pager)
+    replaced.wrap(trainer, "_save_optimizer_and_scheduler", files.save_states)
+    replaced.wrap(trainer, "_load_optimizer_and_scheduler", files.load_states)
+    replaced.wrap(trainer, "_load_from_checkpoint", files.load_weights)
     replaced.wrap(trainer, "train", train)
     replaced.wrap(trainer, "create_optimizer", create_optimizer)
     replaced.wrap(trainer, "evaluation_loop", evaluation_loop)
@@ -126,6 +133,49 @@ def _attach(trainer: Trainer, pager: Pager) -> None:
         trainer.remove_callback(callback)
 
     pager.core.on_close.append(detach)
+
+
+class _Files:
+    """A checkpoint's states and weights, from pages to files and back, without the copies of all of
+    them that Trainer makes in memory. The same files."""
+
+    def __init__(self, trainer: Trainer, pager: Pager) -> None:
+        self._trainer, self._pager = trainer, pager
+
+    def save_states(self, original: Callable[..., Any], output_dir: str) -> None:
+        trainer, folder = self._trainer, Path(output_dir)
+        if not trainer.args.should_save:
+            original(output_dir)
+            return
+        self._pager.save(folder / OPTIMIZER_NAME, trainer.optimizer.state_dict())
+        torch.save(trainer.lr_scheduler.state_dict(), folder / SCHEDULER_NAME)
+
+    def load_states(self, original: Callable[..., Any], checkpoint: str | None) -> None:
+        folder = Path(checkpoint or "")
+        names = folder / OPTIMIZER_NAME, folder / SCHEDULER_NAME
+        if checkpoint is None or not all(name.is_file() for name in names):
+            original(checkpoint)
+            return
+        try:
+            states = torch.load(names[0], map_location="cpu", weights_only=True, mmap=True)
+        except RuntimeError:  # of an old format, that is no map
+            original(checkpoint)
+            return
+        self._trainer.optimizer.load_state_dict(states)
+        self._trainer.lr_scheduler.load_state_dict(torch.load(names[1], weights_only=True))
+
+    def load_weights(
+        self, original: Callable[..., Any], checkpoint: str, model: Any = None
+    ) -> None:
+        whole = any((Path(checkpoint) / name).is_file() for name in _WEIGHTS)
+        if model is not None or not whole or hasattr(self._trainer.model, "peft_config"):
+            original(checkpoint, model)
+            return
+        result = self._pager.load(checkpoint, self._trainer.model, strict=False)
+        self._trainer._issue_warnings_after_load(result)
+
+
+_WEIGHTS = (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME)
 
 
 # -- what cannot work ------------------------------------------------------------------------------

@@ -71,6 +71,8 @@ CASES = {
     "resume": Case(resume=True),
     "side stream": Case(frames=18, body="side"),
     "shapes": Case(batches=(32, 64)),
+    "reading": Case(frames=18, policy="lp", steps=2, body="deep"),
+    "reading from disk": Case(frames=18, policy="lp", tiers=DISK, steps=2, body="deep"),
     "chaos": Case(frames=100, steps=2, around=chaos),
 }
 
@@ -82,7 +84,8 @@ class Net(nn.Module):
         self.table = nn.Embedding(2000 if body == "large" else 32, 64)
         self.first = nn.Linear(64, WIDTH)
         self.middle = nn.ModuleList(
-            nn.Sequential(nn.GELU(), nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)) for _ in range(3)
+            nn.Sequential(nn.GELU(), nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH))
+            for _ in range(9 if body == "deep" else 3)
         )
         self.last = nn.Linear(WIDTH, 2000 if body == "large" else 16)
 
@@ -153,9 +156,19 @@ class Training:
             loss.backward()
             self.optimizer.step()
             self.optimizer.zero_grad()
+        loss = loss.detach()
+        if self.case.body == "deep":
+            loss = loss + self.read(tokens)
         if pager is not None:
             check_invariants(pager.core)
-        return loss.detach()
+        return loss
+
+    def read(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Passes of several sizes between two steps, of which more weights move than stay."""
+        with torch.no_grad() if self.pager is None else self.pager.inference():
+            return sum(  # type: ignore[return-value]
+                self.net(tokens[: 8 + size]).square().mean() for size in (30, 3, 17, 8, 40)
+            )
 
     def parameters(self) -> list[torch.Tensor]:
         dense = (p if self.pager is None else p.to_dense() for p in self.net.parameters())
