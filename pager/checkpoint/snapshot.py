@@ -3,12 +3,12 @@
 A copy of a whole model in memory is what paging is there to avoid. So the copy is made in a file
 without a name, a slab at a time, and its tensors are a map of that file: the kernel reads them when
 they are used, and drops them from memory when it wants to. The file goes with the last of them.
-Few bytes are in a file that is memory (``memfd``).
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from ..core import Core
 
 IN_MEMORY_BYTES = 64 << 20
-"""Up to here a snapshot is in memory."""
+"""Up to here a snapshot is plain memory."""
 _ALIGNMENT = 64
 
 
@@ -38,10 +38,9 @@ def snapshot(pager: Core, tree: Any) -> Any:
     most = sum(_room(tensor) for tensor in tensors_of(tree))
     descriptor = None if most <= IN_MEMORY_BYTES else next(open_scratch_files(folder, most), None)
     if descriptor is None:
-        descriptor = os.memfd_create("tensorpager-state")
+        return with_tensors(tree, _of_local(_in_memory))
     try:
-        os.ftruncate(descriptor, most)
-        return _in_file(tree, descriptor)
+        return with_tensors(tree, _of_local(_InFile(descriptor)))
     finally:
         os.close(descriptor)
 
@@ -52,24 +51,42 @@ def _room(tensor: torch.Tensor) -> int:
     return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
 
 
-def _in_file(tree: Any, descriptor: int) -> Any:
-    mapped = MappedFile(descriptor, "state_dict()")
-    end = 0
+def _of_local(copy: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Any], torch.Tensor]:
+    """``copy`` makes a consecutive copy; what is made of it has the tensor's geometry."""
 
-    def copy(whole: torch.Tensor) -> torch.Tensor:
-        nonlocal end
+    def copy_of(whole: torch.Tensor) -> torch.Tensor:
         tensor = local_of(whole)
         if is_odd(tensor):
             return whole.detach().clone()
-        start = offset = end
-        end += _room(tensor)
+        layout = layout_of(tensor)
+        made = copy(tensor).as_strided(layout.size(), layout.stride())
+        return made if tensor is whole else with_local(whole, made)
+
+    return copy_of
+
+
+def _in_memory(tensor: torch.Tensor) -> torch.Tensor:
+    flat = torch.empty(tensor.numel(), dtype=tensor.dtype)
+    target, offset = flat.view(torch.uint8), 0
+    for chunk in chunks(tensor):
+        target[offset : offset + len(chunk)] = torch.frombuffer(chunk, dtype=torch.uint8)
+        offset += len(chunk)
+    return flat
+
+
+class _InFile:
+    """Copies that lie in a file, one after the other."""
+
+    def __init__(self, descriptor: int) -> None:
+        self.descriptor, self.end = descriptor, 0
+        self.mapped = MappedFile(descriptor, "state_dict()")
+
+    def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
+        start = offset = self.end
+        self.end += _room(tensor)
         for chunk in chunks(tensor):
             rest = chunk
             while rest:
-                written = os.pwrite(descriptor, rest, offset)
+                written = os.pwrite(self.descriptor, rest, offset)
                 rest, offset = rest[written:], offset + written
-        layout, flat = layout_of(tensor), mapped.tensor(start, tensor.numel(), tensor.dtype)
-        made = flat.as_strided(layout.size(), layout.stride())
-        return made if tensor is whole else with_local(whole, made)
-
-    return with_tensors(tree, copy)
+        return self.mapped.tensor(start, tensor.numel(), tensor.dtype)

@@ -185,7 +185,10 @@ def differing(a: Trace, b: Trace) -> list[str]:
     found = []
     for item in fields(a):
         one, other = getattr(a, item.name), getattr(b, item.name)
-        same = np.array_equal(one, other) if isinstance(one, np.ndarray) else one == other
+        if isinstance(one, np.ndarray):  # NaN, where the host cannot run an op, is itself
+            same = np.array_equal(one, other, equal_nan=one.dtype.kind == "f")
+        else:
+            same = one == other
         if item.name not in ignored and not same:
             found.append(item.name)
     return found

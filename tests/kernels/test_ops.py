@@ -25,6 +25,7 @@ SLOW = {False: (), True: pytest.mark.slow}
 
 # Public functions beside kernels that have no op of their own, and why.
 WITHOUT_AN_OP = {
+    "adam.adam_step_again": "adam_step once more, on tables that are on the device already",
     "combine.combine": "second pass of reduce and total_norm, over numbers that are not in pages",
     "linear_tma.linear_forward_tma": "linear chooses it where the device and the shape have it",
     "rows.pages_of_rows": "on the host, before the pages are there: what to bring in",

@@ -299,6 +299,7 @@ def test_hardware_has_the_measured_rates() -> None:
         "disk_write_bytes_per_s": 2e9,
         "transfer_latency_us": 2.0,
         "page_size": PAGE,
+        "host_adam_bytes_per_s": 50e9,
     }
 
 

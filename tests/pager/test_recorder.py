@@ -362,7 +362,7 @@ def test_what_is_pinned_is_used_by_the_ops_on_its_view(one_thread: None) -> None
     assert inputs == [
         ("aten::mul_", a, "readwrite"),
         ("tensorpager::pin", b, "readwrite"),
-        ("aten::clone", a, "read"),
+        ("aten::copy_", a, "read"),
     ]
 
 

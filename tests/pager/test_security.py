@@ -102,7 +102,6 @@ def test_a_link_that_waits_for_the_paging_file(
     names = iter(["guessed", "fresh"])
     monkeypatch.setattr(tempfile, "_get_candidate_names", lambda: names)
     (tmp_path / "tensorpager-guessed").symlink_to(precious)
-    monkeypatch.setattr(disk_io, "_NO_TMPFILE", {95})
     real = os.open
 
     def no_tmpfile(path: Any, flags: int, mode: int = 0o777, **rest: Any) -> int:
