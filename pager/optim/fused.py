@@ -123,9 +123,8 @@ def _other_states(
 
 def _is_torchs(paged: PagedOptimizer, group: dict[str, Any]) -> bool:
     """Whether torch's fused kernel for the CPU is what updates pages."""
-    if paged.format.chosen:
-        return False
-    return torch_fused.is_asked(paged.pager, paged.kind, group)
+    on_cpu = paged.pager.device.type == "cpu" and paged.kind in torch_fused.KINDS
+    return on_cpu and not paged.format.chosen and bool(group.get("fused"))
 
 
 @cache

@@ -146,7 +146,6 @@ def converted(
     pager: Core, source: Value, like: torch.Tensor, dtype: torch.dtype, *, key: str, dense: bool
 ) -> Value:
     """A copy of ``source`` as a state ``key`` of ``like``, rounded to the nearest."""
-    root = _ROOTS.get(key, False)
     target = new_value(None if dense else pager, like, dtype)
     if isinstance(source, Coded):
         source = Coded(*(_there(pager, tensor, like) for tensor in source))
@@ -163,19 +162,18 @@ def converted(
         if dtype is torch.float64:
             plain = converted(pager, source, like, torch.float32, key=key, dense=dense)
             return target.copy_(plain)  # type: ignore[arg-type]
-        with closing(spans(pager, [source, target], [False, True])) as walk:  # type: ignore[type-var]
-            for span in walk:
-                dequantize([span.operands[0]], [span.operands[1]], root=root)  # type: ignore[list-item]
-        return target
-    source = _there(pager, source, like)
-    if not isinstance(target, Coded):
-        return target.copy_(source)
-    if source.dtype is torch.float64 or not same_order(source, like) or not has_no_gaps(source):
-        single = new_value(None if dense else pager, like, torch.float32)
-        source = single.copy_(source)  # type: ignore[union-attr]
+    else:
+        source = _there(pager, source, like)
+        if not isinstance(target, Coded):
+            return target.copy_(source)
+        if source.dtype is torch.float64 or not same_order(source, like) or not has_no_gaps(source):
+            single = new_value(None if dense else pager, like, torch.float32)
+            source = single.copy_(source)  # type: ignore[union-attr]
+    change: Any = dequantize if isinstance(source, Coded) else quantize
     with closing(spans(pager, [source, target], [False, True])) as walk:  # type: ignore[type-var]
         for span in walk:
-            quantize([span.operands[0]], [span.operands[1]], root=root)  # type: ignore[list-item]
+            from_, to = span.operands
+            change([from_], [to], root=_ROOTS.get(key, False))
     return target
 
 

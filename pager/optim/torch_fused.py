@@ -37,11 +37,6 @@ _SETTINGS: dict[type, tuple[str, ...]] = {
 _LEAST_TENSORS = 2  # of an update: a parameter and its gradient; most optimizers have states too
 
 
-def is_asked(pager: Core, kind: type, group: dict[str, Any]) -> bool:
-    """Whether torch's fused kernel for the CPU updates what ``group`` names."""
-    return bool(group.get("fused")) and pager.device.type == "cpu" and kind in KINDS
-
-
 def settings(kind: type, group: dict[str, Any]) -> dict[str, Any]:
     """Of an update, by the names that kernels have for them, ours too."""
     found = {key: group[key] for key in ("lr", "maximize", *_SETTINGS.get(kind, _OF_ADAM))}

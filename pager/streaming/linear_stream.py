@@ -154,7 +154,9 @@ def linear_in_slabs(inputs: torch.Tensor, weight: PagedTensor, bias: Any = None)
 
     Raises ``InfeasibleBudget`` with nothing pinned if not even one block's pages fit.
     """
-    if _is_taken_apart() or type(inputs) not in _PLAIN_TYPES:
+    if _functorch_level() is not None or forward_ad._current_level >= 0:
+        return NotImplemented  # somebody has to see the ops that a linear is made of
+    if type(inputs) not in _PLAIN_TYPES:
         return NotImplemented
     if bias is not None and type(bias) not in _PLAIN_TYPES:
         return NotImplemented
@@ -184,11 +186,6 @@ def input_grad(grad: torch.Tensor, weight: PagedTensor) -> torch.Tensor:
 
 
 # -- what is taken ---------------------------------------------------------------------------------
-def _is_taken_apart() -> bool:
-    """By something that has to see the ops that a linear is made of."""
-    return bool(_functorch_level() is not None or forward_ad._current_level >= 0)
-
-
 def _as_autocast_has_it(
     inputs: torch.Tensor, weight: PagedTensor, bias: Any
 ) -> tuple[torch.Tensor, torch.dtype, Any]:
@@ -220,7 +217,8 @@ def _go_together(
         return False
     linear = torch.nn.functional.linear
     with torch.no_grad():
-        out = linear(inputs.new_empty(inputs.size(), device="meta"), _on_meta(weight, inputs.dtype))
+        matrix = torch.empty(weight.size(), dtype=inputs.dtype, device="meta")
+        out = linear(inputs.new_empty(inputs.size(), device="meta"), matrix)
         if bias is not None:
             out + bias.new_empty(bias.size(), device="meta")
         if inputs.dtype is dtype and (bias is None or bias.dtype is dtype):
@@ -230,10 +228,6 @@ def _go_together(
             cell.to(inputs.dtype), cell.to(dtype), None if bias is None else cell[0].to(bias.dtype)
         )
     return False
-
-
-def _on_meta(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    return torch.empty(tensor.size(), dtype=dtype, device="meta")
 
 
 def plain(tensor: Any) -> Any:

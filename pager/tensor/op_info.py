@@ -61,11 +61,6 @@ class OpInfo(NamedTuple):
     writes_named: tuple[str, ...]
 
 
-def _is_elementwise_list(func: Any) -> bool:
-    name: str = func._schema.name
-    return name.startswith(("aten::_foreach_", "aten::_fused_", "aten::_amp_foreach_"))
-
-
 def _is_composite(func: Any) -> bool:
     """Made of other ops on every device, with no kernel of its own that would round differently."""
     has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
@@ -92,7 +87,7 @@ def describe(func: Any) -> OpInfo:
         kind = "noted_composite" if noted else "composite"
     elif func in _VIEWS or (func.is_view and "copy" not in name):
         kind = "view"
-    elif _is_elementwise_list(func):
+    elif name.startswith(("aten::_foreach_", "aten::_fused_", "aten::_amp_foreach_")):
         kind = "elementwise_list"
     elif func in _LIKE:
         kind = "like"

@@ -350,16 +350,12 @@ def _result_dtype(
             return None
     if not any(is_operand(v) for v in inputs):
         return None
-    if exact and result in _HALVES and _rounds_in_between(inputs, result):
+    # On a device torch rounds to the half within the op, where the kernels round the result only.
+    on_cpu = any(is_operand(v) and v.device.type == "cpu" for v in inputs)
+    other = any(is_cell(v) and v.dtype is not result for v in inputs)
+    if exact and result in _HALVES and other and not on_cpu:
         return None
     return result if target is None else target.dtype
-
-
-def _rounds_in_between(inputs: Sequence[Any], half: torch.dtype) -> bool:
-    """Whether torch rounds to ``half`` within the op, where the kernels round the result only."""
-    if any(is_operand(v) and v.device.type == "cpu" for v in inputs):
-        return False  # there it is torch's own op that runs
-    return any(is_cell(v) and v.dtype is not half for v in inputs)
 
 
 def _converts(source: torch.dtype, target: torch.dtype) -> bool:
