@@ -22,7 +22,8 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -338,42 +339,34 @@ def _room_bytes(weight: PagedTensor) -> int | None:
 
 
 def _forward_on_pages(inputs: torch.Tensor, weight: PagedTensor, bias: Any) -> torch.Tensor:
-    def by_kernel(matrix: PagedMatrix, given: list[torch.Tensor]) -> torch.Tensor:
+    others = [] if bias is None else [bias]
+    with _on_pages(weight, others, inputs.numel() // inputs.size(-1)) as (matrix, given):
+        if not isinstance(matrix, PagedMatrix):
+            return LINEAR(inputs, matrix, *given)
         x = inputs.reshape(-1, inputs.size(-1)).contiguous()
         out = x.new_empty(x.size(0), matrix.rows)
         linear_forward(x, matrix, out, given[0].contiguous() if given else None)
         return out.view(*inputs.shape[:-1], matrix.rows)
 
-    others = [] if bias is None else [bias]
-    rows = inputs.numel() // inputs.size(-1)
-    return _on_pages(weight, others, rows, lambda w, o: LINEAR(inputs, w, *o), by_kernel)
-
 
 def _backward_on_pages(rows: torch.Tensor, weight: PagedTensor) -> torch.Tensor:
-    def by_kernel(matrix: PagedMatrix, given: list[torch.Tensor]) -> torch.Tensor:
+    with _on_pages(weight, [], rows.size(0)) as (matrix, _):
+        if not isinstance(matrix, PagedMatrix):
+            return rows.mm(matrix)
         out = rows.new_empty(rows.size(0), matrix.columns)
         linear_input_grad(rows.contiguous(), matrix, out)
         return out
 
-    return _on_pages(weight, [], rows.size(0), lambda w, _: rows.mm(w), by_kernel)
 
-
+@contextmanager
 def _on_pages(
-    weight: PagedTensor,
-    others: list[torch.Tensor],
-    m: int,
-    by_view: Callable[[torch.Tensor, list[torch.Tensor]], torch.Tensor],
-    by_kernel: Callable[[PagedMatrix, list[torch.Tensor]], torch.Tensor],
-) -> torch.Tensor:
-    """A product with m rows by ``by_kernel`` on the pages, or by ``by_view`` on a view of them, or
-    on a gathered copy. ``others``: further operands, paged or plain."""
+    weight: PagedTensor, others: list[torch.Tensor], m: int
+) -> Iterator[tuple[PagedMatrix | torch.Tensor, list[torch.Tensor]]]:
+    """For a product with m rows: the weight on its pages, for a kernel; or a view of them, or a
+    gathered copy. And ``others``, paged or plain operands, plain."""
     pager, run = weight._storage.pager, weight._storage.run
     operands, paged = Operands(pager), [weight, *(t for t in others if type(t) is PagedTensor)]
     runs = list({t._storage.run.id: t._storage.run for t in paged}.values())
-
-    def dense(tensor: torch.Tensor) -> torch.Tensor:
-        return operands.dense(tensor) if type(tensor) is PagedTensor else tensor
-
     pager.take(runs)
     try:
         n, k = weight.size()
@@ -383,13 +376,15 @@ def _on_pages(
             device_type=weight.device.type,
             room_bytes=room,
         )
+        given = [operands.dense(t) if type(t) is PagedTensor else t for t in others]
         if path != "direct":
-            return by_view(dense(weight), [dense(t) for t in others])
+            yield operands.dense(weight), given
+            return
         with pager.lock:
             pages = -(-n * k * weight.element_size() // pager.page_size)
             frames = pager.table.device_frames(run.first, pages)
-        matrix = PagedMatrix(pager.residency.arena, frames, pager.page_size, weight.dtype, n, k)
-        return by_kernel(matrix, [dense(t) for t in others])
+        arena = pager.residency.arena
+        yield PagedMatrix(arena, frames, pager.page_size, weight.dtype, n, k), given
     except BaseException:
         withdraw(paged, operands.views)
         raise

@@ -40,35 +40,19 @@ Value = torch.Tensor | int | float
 
 _WITH_LISTS = "other|scalar|scalars"
 
-# Name in aten, without "_foreach_" and "_" -> op of the kernels, and for each of its inputs the
-# names that the argument has in aten's schemas (None: there is none, the op's default holds).
-TABLE: dict[str, tuple[str, tuple[str | None, ...]]] = {
+# Ops of aten that are named as the kernels' are take their inputs in the order of the schema.
+# Others, without "_foreach_" and "_": the op of the kernels, and for each of its inputs the names
+# that the argument has in aten's schemas (None: there is none, the op's default holds).
+_OTHERWISE: dict[str, tuple[str, tuple[str | None, ...]]] = {
     "zero": ("fill", ()),
     "fill": ("fill", ("value",)),
     "copy": ("copy", ("src",)),
     "clone": ("copy", ("self",)),
     "_to_copy": ("copy", ("self",)),
-    "where": ("where", ("condition", "self", "other")),
-    "add": ("add", ("self", _WITH_LISTS, "alpha")),
-    "sub": ("sub", ("self", _WITH_LISTS, "alpha")),
     "rsub": ("sub", (_WITH_LISTS, "self", "alpha")),
-    "mul": ("mul", ("self", _WITH_LISTS)),
-    "div": ("div", ("self", _WITH_LISTS)),
-    "addcmul": ("addcmul", ("self", "tensor1", "tensor2", "value|scalars")),
-    "addcdiv": ("addcdiv", ("self", "tensor1", "tensor2", "value|scalars")),
-    "lerp": ("lerp", ("self", "end|tensors1", "weight|weights")),
-    "sqrt": ("sqrt", ("self",)),
-    "rsqrt": ("rsqrt", ("self",)),
-    "reciprocal": ("reciprocal", ("self",)),
-    "neg": ("neg", ("self",)),
-    "abs": ("abs", ("self",)),
-    "sign": ("sign", ("self",)),
-    "maximum": ("maximum", ("self", _WITH_LISTS)),
-    "minimum": ("minimum", ("self", _WITH_LISTS)),
-    "clamp": ("clamp", ("self", "min", "max")),
     "clamp_min": ("clamp", ("self", f"min|{_WITH_LISTS}", None)),
     "clamp_max": ("clamp", ("self", None, f"max|{_WITH_LISTS}")),
-}  # fmt: skip
+}
 _OVERLOADS = ("", "Tensor", "Scalar", "ScalarList", "List", "self")
 _NO_MATTER = ("non_blocking", "memory_format", "dtype", "layout", "device", "pin_memory")
 
@@ -126,21 +110,24 @@ def elementwise_op(
 
 @cache
 def form_of(func: Any) -> Form | None:
-    """``None`` for what is not in the table."""
+    """``None`` for what is no op of the kernels."""
     if not isinstance(func, torch._ops.OpOverload) or func.namespace != "aten":
         return None
     schema = func._schema
     name = schema.name.removeprefix("aten::")
     lists = name.startswith("_foreach_")
     name = name.removeprefix("_foreach_")
-    found = TABLE.get(name.removesuffix("_"))
-    if found is None or schema.overload_name not in _OVERLOADS:
+    op, labels = _OTHERWISE.get(name.removesuffix("_"), (name.removesuffix("_"), None))
+    if op not in OPS or schema.overload_name not in _OVERLOADS:
         return None
     names = [argument.name for argument in schema.arguments]
-    op, labels = found
-    inputs = tuple(
-        next((n for n in (label or "").split("|") if n in names), None) for label in labels
-    )
+    inputs: tuple[str | None, ...]
+    if labels is None:
+        inputs = tuple(n for n in names if n not in _NO_MATTER)[: len(OPS[op].inputs)]
+    else:
+        inputs = tuple(
+            next((n for n in (label or "").split("|") if n in names), None) for label in labels
+        )
     if any(n not in inputs and n not in _NO_MATTER for n in names[1:]):
         return None
     return Form(op, inputs, name.endswith("_"), lists)
