@@ -28,6 +28,7 @@ import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import closing, contextmanager, suppress
+from types import SimpleNamespace
 
 import torch
 
@@ -114,15 +115,6 @@ def _write(descriptor: int, pieces: Iterable[memoryview]) -> bool:
                 return False
             piece, offset = piece[written:], offset + written
     return True
-
-
-class Saved:
-    """What a tensor of a ``state_dict()`` and its views share: ``image``, once it was asked for."""
-
-    __slots__ = ("image",)
-
-    def __init__(self) -> None:
-        self.image: Image | None = None
 
 
 class Images:
@@ -231,4 +223,4 @@ def mark_saved(module: torch.nn.Module, state: dict[str, object], prefix: str, _
             continue
         value = getattr(value, "_local_tensor", value)
         if type(value) is PagedTensor and value is not getattr(parameter, "_local_tensor", None):
-            value._saved = Saved()
+            value._saved = SimpleNamespace(image=None)  # shared with its views

@@ -160,13 +160,15 @@ def fill_buffers(pager: Core, model: torch.nn.Module) -> None:
     """Set the buffers of ``model`` that have no values, where it says how; warn of those that are
     in no checkpoint either. To be called before its parameters are paged."""
     for path, module in model.named_modules():
-        empty = _empty(module)
-        if not empty:
+        if not _empty(module):
             continue
-        _fill(model, path, module, empty, pager.device)
-        if _empty(module) and not any(
-            isinstance(hook, _LeftEmpty) for hook in module._forward_pre_hooks.values()
-        ):
+        if all(
+            t.is_meta for t in (*module.parameters(), *module.buffers())
+        ):  # else values are lost
+            for way in _ways(model, path, module):
+                _try(module, way, pager.device)
+        hooks = module._forward_pre_hooks.values()
+        if _empty(module) and not any(isinstance(hook, _LeftEmpty) for hook in hooks):
             hook = _LeftEmpty(pager, path)
             module.register_forward_pre_hook(hook)
             module.register_load_state_dict_pre_hook(hook.before_load)
@@ -201,32 +203,24 @@ def _empty(module: torch.nn.Module) -> list[str]:
 
 
 # -- setting them ----------------------------------------------------------------------------------
-def _fill(
-    model: torch.nn.Module,
-    path: str,
-    module: torch.nn.Module,
-    names: list[str],
-    device: torch.device,
-) -> None:
-    if any(not t.is_meta for t in (*module.parameters(), *module.buffers())):
-        return  # which would be lost
-    meta: dict[str, Any] = {name: module._buffers[name] for name in names}
+def _try(module: torch.nn.Module, way: Callable[[], Any], device: torch.device) -> None:
+    """``way`` sets the buffers of ``module`` that are empty, or some of them, or none."""
+    meta: dict[str, Any] = {name: module._buffers[name] for name in _empty(module)}
+    if not meta:
+        return
+    fresh = {name: torch.zeros_like(buffer, device=device) for name, buffer in meta.items()}
+    before = {name: tensor._version for name, tensor in fresh.items()}
+    module._buffers.update(fresh)
     other = [] if device.type == "cpu" else [device]
-    for way in _ways(model, path, module):
-        fresh = {name: torch.zeros_like(meta[name], device=device) for name in _empty(module)}
-        module._buffers.update(fresh)
-        before = {name: tensor._version for name, tensor in fresh.items()}
-        try:
-            with torch.no_grad(), torch.random.fork_rng(devices=other), device:
-                way()
-        except Exception:  # the user's own code, which need not work for this
-            module._buffers.update({name: meta[name] for name in fresh})
-            continue
-        for name, tensor in fresh.items():
-            if module._buffers.get(name) is tensor and tensor._version == before[name]:
-                module._buffers[name] = meta[name]
-        if not _empty(module):
-            return
+    try:
+        with torch.no_grad(), torch.random.fork_rng(devices=other), device:
+            way()
+    except Exception:  # the user's own code, which need not work for this
+        module._buffers.update(meta)
+        return
+    for name, tensor in fresh.items():
+        if module._buffers.get(name) is tensor and tensor._version == before[name]:
+            module._buffers[name] = meta[name]
 
 
 def _ways(
