@@ -10,7 +10,7 @@ import torch
 from ..budget.fits import frames_anyway
 from ..core import PagedStorage
 from ..errors import InfeasibleBudget
-from .paged_tensor import PagedTensor, blank
+from .paged_tensor import PagedTensor, blank, blank_storage
 from .slabs import Held, put_bytes
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ def copy_in(pager: Core, dense: torch.Tensor, kind: str, *, apart: str = "") -> 
 
 def store_bytes(pager: Core, source: torch.Tensor, kind: str) -> PagedStorage:
     """A new storage that holds the bytes of ``source`` (uint8, one-dimensional)."""
-    storage = blank(pager, source, kind)._storage
+    storage = blank_storage(pager, source.numel(), kind)
     write(pager, storage, source)
     return storage
 
@@ -100,11 +100,11 @@ def _write(pager: Core, storage: PagedStorage, source: torch.Tensor) -> None:
     try:
         pager.will_write([run])
         if run.base >= 0:
-            at = run.base * pager.page_size + begin
-            pager.backend.arena[at : at + source.numel()].copy_(source)
-            return
-        frames = pager.table.frame[run.first : run.first + run.count]
-        Held(storage, begin, begin + source.numel(), frames).put(source, begin)
+            start = run.base * pager.page_size + begin
+            pager.backend.arena[start : start + source.numel()].copy_(source)
+        else:
+            frames = pager.table.frame[run.first : run.first + run.count]
+            Held(storage, begin, begin + source.numel(), frames).put(source, begin)
     finally:
         pager.release([run])
 

@@ -107,22 +107,18 @@ def whole(pager: Core, values: Sequence[Value], write: Sequence[bool]) -> Iterat
     Raises ``NotAtOnce`` where they do not fit, and what a fault raises; nothing is pinned then.
     """
     runs = runs_of(values)
-    if runs:
-        try:
-            pager.take(runs)
-        except (InfeasibleBudget, TierFull) as error:
-            raise NotAtOnce from error
+    if not runs:
+        yield [as_operand(value) for value in values]
+        return
     try:
-        yield held(pager, values, write)
+        pager.take(runs)
+    except (InfeasibleBudget, TierFull) as error:
+        raise NotAtOnce from error
+    try:
+        pager.will_write(runs_of(value for value, written in zip(values, write) if written))
+        yield [as_operand(value) for value in values]
     finally:
-        if runs:
-            pager.release(runs)
-
-
-def held(pager: Core, values: Sequence[Value], write: Sequence[bool]) -> list[State]:
-    """:func:`whole` for values that the caller has pinned."""
-    pager.will_write(runs_of(value for value, written in zip(values, write) if written))
-    return [as_operand(value) for value in values]
+        pager.release(runs)
 
 
 def as_operand(value: Value) -> State:

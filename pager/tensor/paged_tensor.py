@@ -182,11 +182,17 @@ def blank(pager: Core, like: torch.Tensor, kind: str, apart: str = "") -> PagedT
     pager.check_open()
     dense = like.is_contiguous() or torch.ops.aten.is_non_overlapping_and_dense(like)
     shape = like if dense else torch.empty(like.size(), dtype=like.dtype, device="meta")
+    storage = blank_storage(pager, like.numel() * like.element_size(), kind, apart)
+    return PagedTensor(storage, shape.size(), shape.stride(), 0, like.dtype)
+
+
+def blank_storage(pager: Core, nbytes: int, kind: str, apart: str = "") -> PagedStorage:
+    """The same for bytes."""
     with pager.lock:
         pager.residency.collect()
-        storage = PagedStorage(pager, like.numel() * like.element_size(), kind, apart)
+        storage = PagedStorage(pager, nbytes, kind, apart)
     storage.run.overwritten = storage.run.small is None
-    return PagedTensor(storage, shape.size(), shape.stride(), 0, like.dtype)
+    return storage
 
 
 # -- plain copies ----------------------------------------------------------------------------------
@@ -200,13 +206,14 @@ class _ToDense(torch.autograd.Function):
         return grad
 
 
-@torch.no_grad()
 def plain_copy(tensor: PagedTensor) -> torch.Tensor:
     """With the same strides where they leave no gaps, contiguous else. Without history."""
-    dense = torch.ops.aten.is_non_overlapping_and_dense(tensor)
-    stride = tensor.stride() if dense else torch.empty(tensor.size(), device="meta").stride()
-    copy = torch.empty_strided(tensor.size(), stride, dtype=tensor.dtype, device=tensor.device)
-    return copy.copy_(tensor.detach())
+    with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+        size, stride = tensor.size(), tensor.stride()
+        if not (tensor.is_contiguous() or torch.ops.aten.is_non_overlapping_and_dense(tensor)):
+            stride = torch.empty(size, device="meta").stride()
+        copy = torch.empty_strided(size, stride, dtype=tensor.dtype, device=tensor.device)
+        return copy.copy_(tensor)
 
 
 def dense_twin(tensor: PagedTensor) -> torch.Tensor:

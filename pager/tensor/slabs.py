@@ -38,7 +38,6 @@ from ...kernels.scatter import scatter_pages
 from ..budget.fits import frames_anyway
 from ..core import PagedStorage
 from ..errors import PagerError
-from ..memory.frame_pool import merge
 from ..memory.page_table import BLANK, DIRTY, Int32, PageTable
 from ..memory.space import Extent, Part
 from ..moves.mover import AHEAD
@@ -170,16 +169,19 @@ class Held(NamedTuple):
 
     def pieces(self, low: int, high: int) -> list[torch.Tensor]:
         """Bytes ``low … high``, some of these, uint8, where they are: in as few views as may be."""
-        pager = self.storage.pager
-        size, arena = pager.page_size, pager.residency.arena
-        numbers = np.arange(low // size, -(-high // size), dtype=np.int32)
-        start = int(numbers[0]) - self.low // size
-        found = []
-        for frame, page, count in merge(self.frames[start : start + len(numbers)], numbers):
-            begin, end = max(low, page * size), min(high, (page + count) * size)
-            at = (frame - page) * size + begin
-            found.append(arena[at : at + end - begin])
-        return found
+        size, arena = self.storage.pager.page_size, self.storage.pager.residency.arena
+        first, ahead = low // size, self.low // size
+        found: list[list[int]] = []
+        for page, frame in enumerate(
+            self.frames[first - ahead : -(-high // size) - ahead].tolist()
+        ):
+            begin, end = max(low, (first + page) * size), min(high, (first + page + 1) * size)
+            at = (frame - first - page) * size + begin
+            if found and at == found[-1][1]:
+                found[-1][1] += end - begin
+            else:
+                found.append([at, at + end - begin])
+        return [arena[start:stop] for start, stop in found]
 
     def put(self, source: torch.Tensor, low: int) -> None:
         """Write ``source`` from byte ``low`` on, without a copy beside the arena: what comes from
