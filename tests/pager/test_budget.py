@@ -302,7 +302,8 @@ def test_a_fixed_reserve_that_is_too_small_is_named() -> None:
     [
         ({"device_budget": "20 apples"}, ValueError, ["device_budget", "20 apples", "GiB"]),
         ({"device_budget": -1}, ValueError, ["device_budget", "-1"]),
-        ({"device_budget": None}, TypeError, ["device_budget", "None"]),
+        ({"device_budget": None, "host_budget": 1}, ValueError, ["device_budget", "missing"]),
+        ({"device_budget": [1]}, TypeError, ["device_budget", "[1]"]),
         ({"device_budget": "1KiB"}, tp.InfeasibleBudget, ["1024", "one page"]),
         ({"host_budget": "x"}, ValueError, ["host_budget"]),
         ({"page_size": "100KiB"}, ValueError, ["page_size", "102400", "power of two"]),
