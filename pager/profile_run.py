@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .errors import TierFull
-from .optim.step_need import step_room
+from .optim.optimizer import optimizers_due, room_of_step
 
 if TYPE_CHECKING:
     from .core import Core
@@ -50,6 +50,8 @@ class ProfileRun:
         self._shapes = Shapes()
         self._fresh_shapes: set[tuple[Hashable, tuple[int, ...]]] = set()  # of the iteration now
         pager.budget.make_dense_room = self._make_dense_room
+        pager.budget.optimizers_due = lambda: optimizers_due(pager)
+        pager.budget.step_room = room_of_step
 
     def begin(self) -> None:
         """An iteration begins."""
@@ -138,7 +140,7 @@ class ProfileRun:
         place the border, and keep things dense if all fits."""
         budget = self._pager.budget
         if budget.metering:
-            budget.end(self._to_step(), step_room)
+            budget.end()
             self._place()
             for kind, dims in self._fresh_shapes:
                 self._shapes.add(kind, dims)
@@ -148,16 +150,6 @@ class ProfileRun:
             budget.dense_peak = max(budget.dense_peak, dense)
             self._place()
         budget.gave = False  # where all still fits the border may stay where it is
-
-    def _to_step(self) -> Any:
-        """A paged optimizer whose gradients wait for a step, which a later iteration takes."""
-        with torch._C.DisableTorchFunctionSubclass():
-            for known in self._pager.optimizers:
-                optimizer = known()
-                groups = [] if optimizer is None else optimizer.param_groups
-                if any(p.grad is not None for group in groups for p in group["params"]):
-                    return optimizer
-        return None
 
     def _still_fits(self, dense: int) -> bool:
         """Whether everything fits, beside so many dense bytes too."""

@@ -26,7 +26,7 @@ from __future__ import annotations
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -84,7 +84,16 @@ class StepRoom(NamedTuple):
     least: Room
 
 
-StepRoomOf = Callable[[Any, Measure], StepRoom | None]
+class _Step(NamedTuple):
+    """In a metered iteration: foreseen ``beside`` so many dense bytes of what was made before."""
+
+    frames: StepFrames
+    beside: int
+    room: StepRoom
+
+
+_UNCHANGED = "No parameter was changed."
+_CHANGED = "What the iteration has changed before is as plain PyTorch has it."
 
 
 class DeviceBudget:
@@ -116,8 +125,9 @@ class DeviceBudget:
         self.made_anew = 0  # bytes of these that are freed, and counted when they are made again
         self.dense_peak = 0
         self._carried = 0  # dense bytes that a metered iteration began with
-        self._step_time = 0.0  # when it was
-        self._at_step = 0  # dense bytes beside an optimizer's step, of what was made before it
+        self._check_time = 0.0  # before the first change of a metered iteration
+        self._changed = _UNCHANGED  # what a refusal says of that
+        self._beside = 0  # dense bytes now, beside a step that is foreseen
         self._at_peak: Peak | str = ""  # what made it, in words, where that is known
         self._stuck = False  # the metered arena could not be made smaller
         self._is_capped = False  # dense memory, in a metered iteration
@@ -137,9 +147,13 @@ class DeviceBudget:
         self._of_ops = 0  # frames that other ops than steps took, in metered iterations
         self._least_frames = 1  # that one op needs where not everything fits, as metered
         self.whole_needs = WholeNeeds(page_size)  # of what streams, in a metered iteration
-        self._step: StepRoom | None = None  # of the step in a metered iteration, where it is known
-        self._own: StepFrames | None = None  # of the optimizer whose step that is
+        self._steps_now: list[_Step] = []  # steps of this iteration
+        self._due: set[int] = set()  # ids of the optimizers whose step is one of these, and to come
         self._steps: weakref.WeakKeyDictionary[Any, StepFrames] = weakref.WeakKeyDictionary()
+        # Paged optimizers that have gradients now, and what a step of one takes, ``None`` where
+        # that cannot be found out.
+        self.optimizers_due: Callable[[], list[Any]] = list
+        self.step_room: Callable[[Any, Measure], StepRoom | None] = lambda optimizer, measure: None
         residency.make_room = self._make_room
         residency.make_way = self._make_way
         residency.before_pinning = self._give_way
@@ -279,7 +293,7 @@ class DeviceBudget:
         of_ops = self._of_ops  # a step takes more again when its way is chosen
         self.residency.needs = self.placement.choices(of_ops)[0].frames, of_ops
         self.metering, self.checked, self._stuck = True, False, False
-        self._step = self._own = self.refusal = None
+        self.refusal, self._steps_now, self._due = None, [], set()
         self.settled = False
         self.whole_needs.clear()
         self.backend.limit_dense(None)
@@ -317,53 +331,43 @@ class DeviceBudget:
         if not self._is_capped:
             self.backend.raise_cap(None)
 
-    def check(
-        self,
-        optimizer: Any = None,
-        step_room: StepRoomOf | None = None,
-        *,
-        before: str = "",
-    ) -> bool:
-        """Before the first parameter changes: whether the budget has what the forward and backward
-        passes took and ``optimizer``'s step will take, of which ``step_room`` says how much.
+    def check(self, optimizer: Any = None, *, before: str = "") -> bool:
+        """Before parameters change, by ``optimizer``'s step or in another way (``before``, in
+        words): whether the budget has what the iteration took so far, and what the steps will take
+        that it has gradients for, of all optimizers.
 
         ``False``: the step must not be taken. The iteration goes on without it, for what comes
-        after it, and is refused at its end. Before another change to a parameter (``before``, in
-        words) ``InfeasibleBudget`` is raised at once."""
+        after it, and is refused at its end. Before another change ``InfeasibleBudget`` is raised at
+        once."""
         if not self.metering:
             self.backend.look_at_dense()
             return True
-        if self.checked and self.refusal is None:
-            return True
-        self.checked = True
-        self._note_peak()
-        self._at_step = self.dense_baseline + self.backend.meter_alive()
-        self._step_time = time.perf_counter()
-        # A step taken inside backward cannot be measured there; its dense bytes are not foreseen.
-        measurable = optimizer is not None and not in_backward()
-        own = self._own = self.step_of(optimizer) if measurable else None
-
-        def room_of() -> StepRoom | None:
-            if own is None:
-                return None
-            if step_room is not None:
-                self._step = step_room(optimizer, self.backend.dense_of)
-            return self._step or StepRoom(Room(own.frames, 0), Room(own.frames, 0))
-
-        then = "No parameter was changed."
-        if optimizer is not None:
-            before = "the optimizer's step"
-        if before:
-            then += f" What comes after {before} is not counted yet."
-        if self.refusal is not None:  # before another step in the same iteration
-            self.placement.took(self.dense_peak)
-        room = self._decide(room_of, then, optimizer)
-        if own is not None and room is not None:
-            own.frames = room.frames
-        self.backend.meter_start(go_on=True)  # the rest of the iteration
+        again = optimizer is not None and not in_backward()  # where it cannot be measured
+        if id(optimizer) in self._due:
+            self._due.remove(id(optimizer))
+        elif again or not self.checked or self.refusal is not None:
+            self._check([optimizer] if self.checked and again else None, before)
+            self._due.discard(id(optimizer))
         if self.refusal is not None and optimizer is None:
             raise self.refusal
         return self.refusal is None
+
+    def _check(self, optimizers: list[Any] | None, before: str) -> None:
+        """``optimizers``: whose steps are to be foreseen; ``None`` for all that are due."""
+        self._note_peak()
+        self._beside = self.dense_baseline + self.backend.meter_alive()
+        if optimizers is None:
+            optimizers = [] if in_backward() else self.optimizers_due()
+        if self.refusal is None:
+            self._changed = _CHANGED if self.checked else _UNCHANGED
+        if not self.checked:
+            self.checked, self._check_time = True, time.perf_counter()
+        then = self._changed
+        if before:
+            then += f" What comes after {before} is not counted yet."
+        self._due.update(map(id, optimizers))
+        self._decide(then, optimizers)
+        self.backend.meter_start(go_on=True)  # the rest of the iteration
 
     @contextmanager
     def trying_out(self) -> Iterator[None]:
@@ -390,46 +394,55 @@ class DeviceBudget:
             if self.metering:
                 self.placement.note_step(began)
 
-    def _rigid(self) -> int:
-        """Frames that ops need, and steps but the one of this iteration."""
-        others = (step.frames for step in self._steps.values() if step is not self._own)
+    def _rigid(self, optimizers: Sequence[Any]) -> int:
+        """Frames that ops need, and steps but those of this iteration, and of ``optimizers``."""
+        mine = [step.frames for step in self._steps_now] + [self.step_of(o) for o in optimizers]
+        others = (step.frames for step in self._steps.values() if step not in mine)
         return max([self.residency.rigid_need, *others])
 
-    def _decide(
-        self, room_of: Callable[[], StepRoom | None], then: str, optimizer: Any = None
-    ) -> Room | None:
-        """The first of ``Placement.choices`` that has room, beside a step that takes ``room_of()``,
-        is what holds from now on; what its step takes. If none has, all of them stream and there
-        is a ``refusal``, with what that takes, in a text that ends with ``then``."""
-        for choice in self.placement.choices(self._rigid()):
-            self._count(choice, None)
-            step = room_of()
-            self._count(choice, step.room if step is not None else None)
-            if optimizer is not None and self.dense_peak > choice.dense:
-                name = type(optimizer).__name__
-                self._at_peak = f"The peak of dense memory is a step of {name}."
+    def _decide(self, then: str, optimizers: Sequence[Any] = (), *, least: bool = False) -> None:
+        """The first of ``Placement.choices`` that has room, beside the steps of this iteration and
+        those of ``optimizers``, is what holds from now on. If none has, all weights stream, and
+        there is a ``refusal`` with what that takes, in a text that ends with ``then``. ``least``:
+        all steps go slab by slab that can."""
+        before = self._steps_now
+        for choice in self.placement.choices(self._rigid(optimizers)):
+            self._steps_now = list(before)
+            self._count(choice, least=least)
+            for optimizer in optimizers:
+                self._foresee(optimizer)
+                peak = self.dense_peak
+                self._count(choice, least=least)
+                if self.dense_peak > peak:
+                    name = type(optimizer).__name__
+                    self._at_peak = f"The peak of dense memory is a step of {name}."
             if self._is_enough(self.dense_peak, self.residency.largest_need):
                 break
         else:
-            if step is not None:  # also beside another step of this iteration
-                self.residency.rigid_need = max(self.residency.rigid_need, step.least.frames)
-            self._count(choice, step.least if step is not None else None)
+            self._count(choice, least=True)
             self.refusal = self._too_small(then)
             for weight in self.placement.weights.values():
                 self.placement.stream(weight.run)
-            return None
-        streamed = [w for w in self.placement.weights.values() if w not in choice.whole]
-        for weight in streamed:
-            self.placement.stream(weight.run)
+            return
+        for step in self._steps_now:
+            step.frames.frames = (step.room.least if least else step.room.room).frames
+        for weight in self.placement.weights.values():
+            if weight not in choice.whole:
+                self.placement.stream(weight.run)
         self.changed = self.placement.turned
-        return step.room if step is not None else None
 
-    def _count(self, choice: Choice, room: Room | None) -> None:
-        """What is needed if these weights are whole, and an optimizer's step takes ``room``."""
+    def _foresee(self, optimizer: Any) -> None:
+        own = self.step_of(optimizer)
+        same = Room(own.frames, 0)
+        room = self.step_room(optimizer, self.backend.dense_of) or StepRoom(same, same)
+        self._steps_now.append(_Step(own, self._beside, room))
+
+    def _count(self, choice: Choice, *, least: bool) -> None:
+        """What is needed if these weights are whole, and the steps go so."""
         dense, frames = choice.dense, choice.frames
-        if room is not None:
-            dense = max(dense, self._at_step + room.dense)
-            frames = max(frames, room.frames)
+        for step in self._steps_now:
+            room = step.room.least if least else step.room.room
+            dense, frames = max(dense, step.beside + room.dense), max(frames, room.frames)
         self.dense_peak, self.residency.needs = dense, (frames, self.residency.rigid_need)
 
     def _is_enough(self, dense: int, frames: int) -> bool:
@@ -450,11 +463,8 @@ class DeviceBudget:
 
     def has_room(self, room: Room) -> bool:
         """Whether an optimizer's step finds ``room`` beside what was measured so far."""
-        dense = max(self.dense_peak, self._at_step + room.dense)
-        frames = max(self.residency.largest_need, room.frames)
-        most = self.bytes if self.fixed_reserve is None else self.fixed_reserve
-        beside = max(dense, self.fixed_reserve or 0)
-        return dense <= most and beside + frames * self.page_size <= self.bytes
+        dense = max(self.dense_peak, self._beside + room.dense)
+        return self._is_enough(dense, max(self.residency.largest_need, room.frames))
 
     def _refusal(self, dense: int, frames: int, minimum: int, then: str) -> str:
         budget = format_bytes(self.bytes)
@@ -628,16 +638,16 @@ class DeviceBudget:
             minimum=to_name(self.bytes + max(self._lacking, self.page_size)),
         )
 
-    def end(self, optimizer: Any, step_room: StepRoomOf) -> None:
-        """End of a metered iteration: all that it took is known now. ``optimizer``: one that makes
-        its step in a later one, or ``None``.
+    def end(self) -> None:
+        """End of a metered iteration: all that it took is known now. (Steps for which gradients are
+        there are made in a later one.)
 
         What came after the step was not known when it was checked: a copy of the parameters, an
         average of them. Where the largest op finds no room beside that, the next iteration could
         not go as this one did, and ``InfeasibleBudget`` is raised here, before it begins.
         """
-        if self.refusal is None:
-            self.check(optimizer, step_room)
+        if not self.checked:
+            self._check(None, "")
         self._note_peak()
         self._tell_of_excess()
         self._count_what_lives_on()
@@ -648,16 +658,9 @@ class DeviceBudget:
             self._of_ops = self.residency.rigid_need
             if self._is_enough(self.dense_peak, self.residency.largest_need):
                 return
-        least = self._step.least if self._step is not None else None
-        if least is None and self._own is not None:
-            least = Room(self._own.frames, 0)
-        self._decide(
-            lambda: StepRoom(least, least) if least is not None else None,
-            "Most dense memory was in use after the optimizer's step; what the step changed is as "
-            "plain PyTorch has it."
-            if before is None
-            else "No parameter was changed.",
-        )
+        after = "Most dense memory was in use after the optimizer's step; what the step changed is "
+        after += "as plain PyTorch has it."
+        self._decide(after if before is None else self._changed, least=True)
         if self.refusal is not None:
             raise self.refusal
         self.changed = True  # the next step goes slab by slab, if no weight streams from now on
@@ -666,8 +669,9 @@ class DeviceBudget:
         grown = self.backend.meter_alive() - self._carried
         # Where it began with some, that is in what was measured already.
         living = NO_TIMELINE if self._carried else self.backend.living()
-        peak = self.placement.lives_on(living, grown, self._step_time)
-        self._at_step += self.placement.left_at(self._step_time)
+        peak = self.placement.lives_on(living, grown, self._check_time)
+        left = self.placement.left_at(self._check_time)
+        self._steps_now = [step._replace(beside=step.beside + left) for step in self._steps_now]
         self.dense_peak = max(self.dense_peak, peak)
 
     def _tell_of_excess(self) -> None:

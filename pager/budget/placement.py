@@ -196,7 +196,7 @@ class Placement:
         """Dense bytes of another part of the iteration: when, beside ``baseline``, and at the
         peak."""
         if self._dense and not len(timeline[0]):  # nothing is known of what it took them for
-            self.took(dense)
+            self._before = max(self._before, dense)
             return
         when, current = self._timeline
         self._timeline = (
@@ -224,10 +224,6 @@ class Placement:
         """Bytes of these that the next iteration has beside its own at the same place."""
         made, sizes = self._left
         return self._rest + int(sizes[made >= moment].sum())
-
-    def took(self, dense: int) -> None:
-        """It takes so many bytes, whatever streams."""
-        self._before = max(self._before, dense)
 
     def choices(self, rigid: int) -> list[Choice]:
         """From as many whole as there are to none, the largest first to stream, equal ones

@@ -31,6 +31,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from ..budget.budget import Measure, StepRoom
 from ..errors import InfeasibleBudget, PagerError, TierFull
 from ..tensor.dispatcher import hide_from_dynamo
 from ..tensor.module import known_parameter
@@ -84,7 +85,7 @@ def _step(optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None = 
         fused.number_parameters(paged)
         pager.check_open()
         _advise(pager, 4)
-        if not pager.budget.check(optimizer, step_room):
+        if not pager.budget.check(optimizer):
             if ahead is not None:
                 ahead.stepped()
             return loss
@@ -255,6 +256,28 @@ def _is_sharded(paged: PagedOptimizer) -> bool:
     if "torch.distributed.tensor" not in sys.modules:
         return False
     return any(is_sharded(p) for group in paged.optimizer.param_groups for p in group["params"])
+
+
+# -- steps that are foreseen ---------------------------------------------------------------------
+def optimizers_due(pager: Core) -> list[torch.optim.Optimizer]:
+    """Those that have gradients to step with."""
+    found = (known() for known in pager.optimizers)
+    with torch._C.DisableTorchFunctionSubclass():
+        return [
+            optimizer
+            for optimizer in found
+            if optimizer is not None
+            and paged_of(optimizer) is not None
+            and any(p.grad is not None for g in optimizer.param_groups for p in g["params"])
+        ]
+
+
+def room_of_step(optimizer: Any, measure: Measure) -> StepRoom | None:
+    """See :func:`step_room`; on this rank's shards."""
+    paged = paged_of(optimizer)
+    assert paged is not None
+    with _on_shards(paged):
+        return step_room(paged, measure)
 
 
 # -- what an optimizer gets ----------------------------------------------------------------------

@@ -17,7 +17,7 @@ from ..budget.capacity import bytes_in_pages, check_capacity
 from ..tensor.paged_tensor import PagedTensor
 from . import fused
 from .fused_states import is_big_dense
-from .paged_optimizer import PagedOptimizer, paged_of
+from .paged_optimizer import PagedOptimizer
 
 _PROBE_DIM = 64
 _Member = tuple[dict[str, Any], torch.Tensor]  # a parameter with a gradient, and its group
@@ -75,14 +75,12 @@ def peak_of_results(action: Callable[[], None]) -> int:
     return watch.peak
 
 
-def step_room(optimizer: Any, measure: Measure) -> StepRoom | None:
-    """What a step of ``optimizer`` takes at least. ``None`` if that cannot be found out.
+def step_room(paged: PagedOptimizer, measure: Measure) -> StepRoom | None:
+    """What a step takes at least. ``None`` if that cannot be found out.
 
     Parameters whose update by PyTorch's own code would be too much go slab by slab from now on, if
     the kernels know how.
     """
-    paged = paged_of(optimizer)
-    assert paged is not None
     has_room = paged.pager.budget.has_room
     streamed: list[_Member] = []
     free: list[_Member] = []  # PyTorch's own code can update them, and the kernels slab by slab
