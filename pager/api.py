@@ -13,7 +13,7 @@ import torch
 
 from ..planner.plan import Plan
 from .budget.arguments import check_arguments
-from .budget.capacity import bytes_in_pages, check_capacity
+from .budget.fits import bytes_in_pages, check_capacity
 from .checkpoint import save_load as _checkpoint
 from .core import Core
 from .disk.watch import IoWatch, check_timeout

@@ -41,8 +41,7 @@ from ..errors import InfeasibleBudget, TierFull
 from ..machine.ranks import about_share, ranks_sharing
 from ..memory.space import Extent
 from ..moves.residency import Residency
-from .placement import Choice, Placement, Weight
-from .whole_need import WholeNeeds
+from .placement import Choice, Placement, Weight, WholeNeeds
 
 _MARGIN = 16
 _MARGIN_BYTES = 1 << 20

@@ -20,7 +20,7 @@ from transformers import AutoConfig, PreTrainedModel
 from transformers.models.auto.auto_factory import _BaseAutoModelClass, _get_model_class
 
 from ..api import Pager
-from ..budget.capacity import bytes_in_pages, check_capacity
+from ..budget.fits import bytes_in_pages, check_capacity
 from ..checkpoint.sources import Opened, open_checkpoint
 from ..errors import PagerError
 from ..tensor.module import page_parameter

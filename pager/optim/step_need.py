@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ..budget.budget import Measure, Room, StepRoom
-from ..budget.capacity import bytes_in_pages, check_capacity
+from ..budget.fits import bytes_in_pages, check_capacity
 from ..tensor.paged_tensor import PagedTensor
 from . import fused
 from .fused_states import is_big_dense

@@ -20,16 +20,18 @@ from __future__ import annotations
 import itertools
 import time
 import warnings
-from collections.abc import Sequence
-from contextlib import suppress
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
+
+import numpy as np
 
 from ...planner.hardware import Hardware
 from ...planner.plan import Plan
 from ..errors import HungDisk, PagerError
 from ..memory.space import Extent
 from .access_log import AccessLog, Keys
-from .belady import by_next_use
 from .compiled_plan import CompiledPlan
 from .enter_plan import enter_plan
 from .planned import PlannedMoves
@@ -39,6 +41,7 @@ from .signatures import Signatures, StepSignature
 if TYPE_CHECKING:
     from ..core import Core
     from ..machine.calibration.measure import Calibration
+    from ..moves.residency import Residency
 
 _BATCH_SECONDS = 0.008  # of a channel's time: what one transfer moves
 _MOST_BATCH_BYTES = 128 << 20
@@ -369,3 +372,25 @@ class Follower:
         """Cancel what is being planned. Without the lock."""
         for signature in self.signatures.all:
             signature.cancel()
+
+
+# Note: which pages leave when a planned iteration has to fault: those that its plan uses last. The
+# plan counts on all pages being where it has put them; the least recently used ones may well be
+# those that come next, and each of them would then fault in its turn.
+@contextmanager
+def by_next_use(residency: Residency, compiled: CompiledPlan, now: int) -> Iterator[None]:
+    """Inside, pages are evicted by Belady's rule instead of LRU. The accesses are those of
+    ``compiled``, again and again, as far as is known; access ``now`` is under way."""
+    count = len(compiled.keys)
+    before = residency.ages
+    residency.ages = ages = np.ones_like(before)  # what is not known of is not used again
+    for run in residency.space.runs.values():
+        uses = compiled.uses.get(run.key)
+        if uses is not None and run.id < len(ages):
+            following = bisect_right(uses, now)
+            ahead = uses[following] if following < len(uses) else uses[0] + count
+            ages[run.id] = 2 * count + 1 - ahead
+    try:
+        yield
+    finally:
+        residency.ages = before

@@ -13,6 +13,7 @@ them afterwards.
 from __future__ import annotations
 
 import itertools
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -20,10 +21,12 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ..budget.dense_levels import levels_of
+from ..devices.dense_allocator import Account, AllocatorMeter, DenseAllocator, loaded
+from ..devices.device import Device
 from ..memory.space import Extent
 from ..tensor.dispatcher import hide_from_dynamo
 from ..tensor.names import ModulePaths, named_parameters, named_runs
@@ -32,6 +35,7 @@ from ..tensor.paged_tensor import PagedTensor
 from .access_log import Wait
 
 if TYPE_CHECKING:
+    from ...planner.trace import Floats, Ints
     from ..core import Core
 
 # What an access outside of ops is called, by the kind of the pages.
@@ -42,6 +46,8 @@ FILLS = {
     "parameter": "tensorpager::page_parameter",
 }
 FILL, PIN = "tensorpager::page", "tensorpager::pin"
+_SAMPLE_US = 1.5  # that a look at dense memory may cost an op on average
+_TRIALS = 5
 
 # Where an op begins: its number, the OpOverload or a name, the moment, dense bytes then.
 Mark = tuple[int, Any, Any, int]
@@ -287,3 +293,84 @@ class _Ops(TorchDispatchMode):
 
 
 hide_from_dynamo(_Ops.__torch_dispatch__)
+
+
+# -- dense memory ----------------------------------------------------------------------------------
+# How much there is beside the arena while each op runs. On the CPU from our own allocator, ops'
+# temporaries included. Elsewhere, and where it could not be built, from a look at the device's
+# count as ops begin: what an op makes and gives back is not seen.
+class AllocatorLevels:
+    """On the CPU, by an account of our allocator. ``sample()`` need not look."""
+
+    source = "allocator"
+
+    def __init__(self, allocator: DenseAllocator) -> None:
+        self._meter = AllocatorMeter(Account(allocator))
+
+    def sample(self) -> int:
+        return 0
+
+    @contextmanager
+    def measuring(self) -> Iterator[None]:
+        self._meter.account.reset()
+        self._meter.start()
+        try:
+            yield
+        finally:
+            self._meter.stop()
+            self._meter.account.close()
+
+    def levels(self, began: Floats, samples: Ints) -> Ints:
+        """Most dense bytes while each op ran, [ops], on top of those at the start (so they may be
+        negative). ``began``: when each op began, ``time.perf_counter``; ``samples``: what
+        ``sample()`` gave then."""
+        times, dense = self._meter.timeline
+        order = np.argsort(times, kind="stable")
+        level = np.concatenate([[0], dense[order]]).astype(np.int64)  # after so many events
+        at = np.searchsorted(times[order], began, "right")
+        inside = np.maximum.reduceat(level, at)
+        after = level[np.append(at[1:], len(level) - 1)]
+        most: Ints = np.maximum(inside, after)
+        return most
+
+
+class SampledLevels:
+    """By the device's count. Asking for it takes some microseconds, so only every few ops do."""
+
+    source = "samples"
+
+    def __init__(self, backend: Device) -> None:
+        self._allocated = backend.dense_now
+        self._in_ram = backend.host_addressable
+        self._before = self._last = 0
+        self._every = 1
+        self._ops = 0
+
+    @contextmanager
+    def measuring(self) -> Iterator[None]:
+        start = time.perf_counter()
+        for _ in range(_TRIALS):
+            self._last = self._allocated()
+        cost_us = (time.perf_counter() - start) / _TRIALS * 1e6
+        self._every = max(1, math.ceil(cost_us / _SAMPLE_US))
+        # In RAM there is more than tensors; on an accelerator all that was there counts.
+        self._before = self._last if self._in_ram else 0
+        yield
+
+    def sample(self) -> int:
+        self._ops += 1
+        if self._ops % self._every == 0:
+            self._last = self._allocated()
+        return self._last - self._before
+
+    def levels(self, began: Floats, samples: Ints) -> Ints:
+        """As :class:`AllocatorLevels`. What an op leaves is seen as a later one begins."""
+        return np.maximum(samples, np.append(samples[1:], samples[-1:]))
+
+
+Levels = AllocatorLevels | SampledLevels
+
+
+def levels_of(backend: Device) -> Levels:
+    allocator = loaded() if backend.host_addressable else None
+    return SampledLevels(backend) if allocator is None else AllocatorLevels(allocator)

@@ -107,7 +107,7 @@ def stream(
 
     What is yielded holds until the next slab is asked for, or the stream is closed (leaving a
     ``for`` loop does that). The slab after the one in use is read ahead, so ``slabs`` is one ahead
-    too. ``noted``: who streams has said what it would take whole (``whole_need.py``); else it is a
+    too. ``noted``: who streams has said what it would take whole (``placement.py``); else it is a
     table, and said here. Raises as :func:`part` does, with nothing pinned.
     """
     pager.check_open()

@@ -9,10 +9,10 @@ import torch
 import torch._dynamo  # the first optimizer loads it; here, so that collecting garbage skips it
 
 import tensorpager as tp
-from tensorpager.pager.budget import dense_levels
 from tensorpager.pager.debug.chaos import chaos
 from tensorpager.pager.devices import cpu
 from tensorpager.pager.devices.dense_allocator import DenseAllocator, load, why_not
+from tensorpager.pager.plan import op_log
 
 from .disk_suite import small_tasks, tier  # noqa: F401  (fixtures of the disk tier's tests)
 from .models import (
@@ -51,7 +51,7 @@ def allocator() -> DenseAllocator:
 def no_allocator(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a machine where our allocator cannot be built."""
     monkeypatch.setattr(cpu, "load", lambda: None)
-    for module in (dense_levels, cpu):
+    for module in (op_log, cpu):
         monkeypatch.setattr(module, "loaded", lambda: None)
 
 

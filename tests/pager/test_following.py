@@ -10,9 +10,9 @@ import pytest
 import tensorpager as tp
 from tensorpager.pager.debug.check import check_invariants
 from tensorpager.pager.plan.access_log import AccessLog
-from tensorpager.pager.plan.belady import by_next_use
 from tensorpager.pager.plan.compiled_plan import ANYWHERE, Action
 from tensorpager.pager.plan.enter_plan import enter_plan
+from tensorpager.pager.plan.follower import by_next_use
 from tensorpager.pager.plan.signatures import StepSignature
 from tensorpager.pager.tensor.paged_tensor import PagedTensor
 
