@@ -19,6 +19,10 @@ from .hardware import Hardware
 from .sizes import format_bytes
 from .trace import WRITE, Bools, Floats, Ints, Trace
 
+# Gaps of what the host updates. KEPT: a copy in host is good for ever. RETURN: that, and all of it
+# comes back from the host's step. LAST: all of it goes to the host, and dies there at the end.
+FREE, KEPT, RETURN, LAST = range(4)
+
 
 @dataclass(frozen=True, eq=False)
 class Segments:
@@ -44,7 +48,8 @@ class Gaps:
 
     ``begin``: op of the last use before; ``end``: op of the next use after, ≥ ops if it is in the
     next iteration. ``version``: number that gaps of one version share. ``lasting``: the version has
-    no write at all (a persistent segment that is only read), so a copy is good for ever.
+    no write at all (a persistent segment that is only read), so a copy is good for ever. ``kind``:
+    what must be off, see below. ``number``: the place among all gaps of the trace.
     """
 
     segment: Ints
@@ -55,6 +60,14 @@ class Gaps:
     end: Ints
     version: Ints
     lasting: Bools
+    kind: Ints = None  # type: ignore[assignment]  # FREE for all if not given
+    number: Ints = None  # type: ignore[assignment]
+
+    def __post_init__(self) -> None:
+        if self.kind is None:
+            object.__setattr__(self, "kind", np.zeros(len(self.begin), np.int64))
+        if self.number is None:
+            object.__setattr__(self, "number", np.arange(len(self.begin)))
 
     def __len__(self) -> int:
         return len(self.begin)

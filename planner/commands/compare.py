@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
     from ..sweep import Outcome
     from ..trace import Trace
 
+CHOOSERS = ("checkpoint", "selective", "zero-offload", "joint")
+
 
 @click.command(cls=TraceCommand)
 @trace_argument
@@ -40,7 +43,9 @@ def compare(
 
     Each plan runs through the same machine model.
 
-    A policy that has no plan for this machine is listed with its reason.
+    A policy that has no plan for this machine is listed with its reason. Where the trace says which
+    ops may run again and which the host can take, there are also checkpoint, selective,
+    zero-offload and joint, with what each decided for which layers.
 
     \b
     Example:
@@ -50,8 +55,10 @@ def compare(
     from ..policies.registry import POLICIES
     from ..trace_file import read_trace
 
-    names = list(POLICIES) if policies is None else policy_names(policies)
     trace = read_trace(trace_path)
+    names = policy_names(policies) if policies is not None else list(POLICIES)
+    if policies is None and not trace.has_choices:
+        names = [name for name in names if name not in CHOOSERS]
     hardware = machine.for_trace(trace)
     require_working_sets(trace, hardware)
     with progress_bar() as progress:
@@ -72,7 +79,13 @@ def compare(
             ),
         ]
     )
-    emit(heading, "", _table(result["policies"]), *_reasons(result["policies"]))
+    emit(
+        heading,
+        "",
+        _table(result["policies"]),
+        *_reasons(result["policies"]),
+        *_decisions(result["policies"]),
+    )
 
 
 def compared(
@@ -83,23 +96,28 @@ def compared(
     quick: bool,
     progress: Progress | None = None,
 ) -> dict[str, Any]:
-    """The comparison as JSON holds it. The bound is the linear program's, whoever plans."""
+    """The comparison as JSON holds it. The bound is a linear program's, whoever plans: the joint one
+    where that was asked for."""
     from ..lp.policy import bound
     from ..sweep import Task, evaluate
 
     outcomes = [
-        evaluate(trace, Task(name, hardware, quick), _part(progress, name, number, len(names)))
+        evaluate(
+            trace,
+            Task(name, hardware, quick, keep_plan=name in CHOOSERS),
+            _part(progress, name, number, len(names)),
+        )
         for number, name in enumerate(names)
     ]
     bounds = [outcome.bound_us for outcome in outcomes if outcome.bound_us is not None]
-    bound_us = bounds[-1] if bounds else bound(trace, hardware, quick=quick)
+    bound_us = min(bounds) if bounds else bound(trace, hardware, quick=quick)
     return {
         "ideal_us": trace.ideal_us,
         "bound": {
             "iteration_us": bound_us,
             "percent_of_ideal": 100.0 * trace.ideal_us / bound_us if bound_us else 100.0,
         },
-        "policies": [_row(outcome, bound_us) for outcome in outcomes],
+        "policies": [_row(trace, outcome, bound_us) for outcome in outcomes],
     }
 
 
@@ -111,7 +129,9 @@ def _part(progress: Progress | None, name: str, number: int, total: int) -> Prog
     return lambda what, share: progress(f"{name}: {what}", (number + share) / total)
 
 
-def _row(outcome: Outcome, bound_us: float) -> dict[str, Any]:
+def _row(trace: Trace, outcome: Outcome, bound_us: float) -> dict[str, Any]:
+    from ..joint.layers import decided
+
     predicted = outcome.predicted
     figures = {name: getattr(predicted, name) if predicted else None for name in PREDICTED}
     time_us, of_ideal = figures.pop("iteration_us"), figures.pop("percent_of_ideal")
@@ -124,6 +144,11 @@ def _row(outcome: Outcome, bound_us: float) -> dict[str, Any]:
         "percent_of_bound": 100.0 * bound_us / time_us if time_us else None,
         **figures,
         "plan_seconds": outcome.seconds,
+        **(
+            {"layers": [asdict(layer) for layer in decided(trace, outcome.plan)]}
+            if outcome.plan is not None and outcome.plan.has_choices
+            else {}
+        ),
     }
 
 
@@ -143,6 +168,26 @@ def _cells(row: dict[str, Any]) -> list[str]:
         *(format_bytes(row[name]) for name in ("bytes_out", "bytes_in")),
         planned,
     ]
+
+
+def _decisions(rows: list[dict[str, Any]]) -> list[Any]:
+    """A table for each policy that chose, of what it decided."""
+    found: list[Any] = []
+    heads = ("<layers", "come back", "discarded", "run again", "host steps")
+    for row in rows:
+        cells = [
+            [
+                "–".join(dict.fromkeys(layer["names"])),
+                format_bytes(layer["in_bytes"]),
+                format_bytes(layer["discarded_bytes"]),
+                format_us(layer["recompute_us"]),
+                str(layer["host_steps"]),
+            ]
+            for layer in row.get("layers", ())
+        ]
+        if cells:
+            found += ["", table(heads, cells, title=f"what {row['policy']} decided")]
+    return found
 
 
 def _reasons(rows: list[dict[str, Any]]) -> list[str]:

@@ -59,7 +59,7 @@ def html(
     for what, and what would help. One file that needs no network. Without PLAN it shows the memory
     and what lies idle.
 
-    A PLAN needs --hardware, the machine that it runs on.
+    A PLAN runs on the machine that it was made for, or on that of --hardware.
 
     \b
     Example:

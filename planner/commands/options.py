@@ -192,7 +192,8 @@ def hardware_options(command: F) -> F:
 
 def optional_hardware_options(command: F) -> F:
     """The same options for a command that can do without a machine: without ``--hardware`` it gets
-    ``machine=None``. Overrides of a machine that is not named are refused."""
+    that of its plan, if that says for which it was made, or ``machine=None``. Overrides of a
+    machine that is not named are refused."""
     return _with_machine(command, [_OPTIONAL_HARDWARE, *_HARDWARE_OPTIONS[1:]])
 
 
@@ -200,7 +201,8 @@ def _with_machine(command: F, options: list[Callable[[Any], Any]]) -> F:
     @wraps(command)
     def with_machine(hardware: str | None, device_bytes: Any, **values: Any) -> Any:
         overrides = {name: values.pop(name) for name in _OVERRIDES}
-        if hardware is None:
+        base = _remembered(values.get("plan_path")) if hardware is None else None
+        if hardware is None and base is None:
             if any(value is not None for value in (device_bytes, *overrides.values())):
                 raise click.UsageError(
                     "--device-bytes, --d2h and the like change a machine; name it with --hardware."
@@ -208,7 +210,9 @@ def _with_machine(command: F, options: list[Callable[[Any], Any]]) -> F:
             return command(machine=None, **values)
         share = device_bytes if isinstance(device_bytes, Share) else None
         overrides["device_bytes"] = None if share else device_bytes
-        return command(machine=Machine(_apply(hardware, overrides), share), **values)
+        named = hardware or f"of {values['plan_path']}"
+        machine = Machine(_apply(base or load_hardware(named), named, overrides), share)
+        return command(machine=machine, **values)
 
     wrapped: Any = with_machine
     for option in reversed(options):
@@ -234,8 +238,16 @@ _OVERRIDES = (
 )
 
 
-def _apply(name: str, overrides: dict[str, Any]) -> Hardware:
-    base = load_hardware(name)
+def _remembered(plan_path: Path | None) -> Hardware | None:
+    """The hardware that the plan was made for, if it says so."""
+    if plan_path is None:
+        return None
+    from ..plan import read_plan
+
+    return read_plan(plan_path).hardware
+
+
+def _apply(base: Hardware, name: str, overrides: dict[str, Any]) -> Hardware:
     try:
         return base.with_(**overrides)
     except HardwareError as error:

@@ -110,7 +110,9 @@ def _timeline(
             raise click.UsageError("--hardware is the machine of a plan; name the plan's file too.")
         return timeline(trace)
     if machine is None:
-        raise click.UsageError("a plan needs the machine that it runs on; give --hardware too.")
+        raise click.UsageError(
+            f"{plan_path} does not say what it was made for; give --hardware too."
+        )
     hardware = machine.for_trace(trace)
     plan = read_plan_for(plan_path, trace, trace_path, hardware)
     try:

@@ -29,23 +29,39 @@ if TYPE_CHECKING:
     from ..simulation import Simulation
     from ..trace import Trace
 
+ALLOWED = ("move", "recompute", "host-step")
 AGREEMENT = 1e-3  # simulator and validator settle on an iteration time each by 0.01 %
 
 
 @click.command(cls=TraceCommand)
 @trace_argument
 @hardware_options
-@click.option("--policy", default="lp", show_default=True, help="Which policy plans.")
-@click.option("--quick", is_flag=True, help="A shorter search (policy lp).")
+@click.option("--policy", default="joint", show_default=True, help="Which policy plans.")
+@click.option(
+    "--allow",
+    metavar="A,B,…",
+    callback=lambda context, option, text: allowed(text),
+    help=f"What policy joint may choose: {', '.join(ALLOWED)} (default: all that TRACE permits).",
+)
+@click.option("--quick", is_flag=True, help="A shorter search (policies joint and lp).")
 @output_option("The plan, a JSON file.")
 @json_option
 def plan(
-    trace_path: Path, machine: Machine, policy: str, quick: bool, output: Path, as_json: bool
+    trace_path: Path,
+    machine: Machine,
+    policy: str,
+    allow: list[str] | None,
+    quick: bool,
+    output: Path,
+    as_json: bool,
 ) -> None:
     """Plan a trace's migrations for a machine.
 
     The plan is run through the machine model twice, by the simulator and by an independent
     validator, before it is written. Exits with 1 if they do not agree that it works.
+
+    Policy joint also discards activations and runs ops again, and steps on the host, where the
+    trace says that they can. Whatever it may choose, moving pages is among it.
 
     \b
     Example:
@@ -58,12 +74,14 @@ def plan(
     from ..trace_file import read_trace
 
     find(policy)
+    if allow is not None and policy != "joint":
+        raise click.UsageError("--allow is for policy joint.")
     trace = read_trace(trace_path)
     hardware = machine.for_trace(trace)
     require_working_sets(trace, hardware)
     began = time.perf_counter()
     with progress_bar() as progress:
-        made = make_plan(policy, trace, hardware, quick=quick, progress=progress)
+        made = make_plan(policy, trace, hardware, quick=quick, allow=allow, progress=progress)
     seconds = time.perf_counter() - began
     made = checked(trace, hardware, made)
     with whole_file(output) as part:
@@ -81,6 +99,17 @@ def plan(
         ]
     )
     emit(heading, "", predicted_table(made.predicted, made.bound))
+
+
+def allowed(text: str | None) -> list[str] | None:
+    """The names between commas, each of them known."""
+    if text is None:
+        return None
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    for name in names or [text]:
+        if name not in ALLOWED:
+            raise click.BadParameter(f"{name!r} is none of {', '.join(ALLOWED)}.")
+    return names
 
 
 def checked(trace: Trace, hardware: Hardware, made: Plan) -> Plan:

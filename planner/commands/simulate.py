@@ -15,8 +15,8 @@ from .failures import CheckFailed
 from .options import (
     Machine,
     TraceCommand,
-    hardware_options,
     json_option,
+    optional_hardware_options,
     plan_argument,
     policy_names,
     trace_argument,
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 @click.command(cls=TraceCommand)
 @trace_argument
 @plan_argument
-@hardware_options
+@optional_hardware_options
 @click.option(
     "--sweep",
     "axes",
@@ -78,7 +78,7 @@ def simulate(
     context: click.Context,
     trace_path: Path,
     plan_path: Path | None,
-    machine: Machine,
+    machine: Machine | None,
     axes: tuple[Axis, ...],
     target: float | None,
     policies: str | None,
@@ -91,7 +91,8 @@ def simulate(
     """Run a plan through the machine model, or ask what other machines would do.
 
     With PLAN: how fast it is, how much memory it takes, and which op waits for what. The machine
-    may be another than the plan was made for, with pages of the same size.
+    may be another than the plan was made for, with pages of the same size; without --hardware it is
+    that one.
 
     With --sweep each policy plans for each machine, or PLAN runs on each; without either, on this
     machine alone. Sizes and rates more than 8 times apart are spaced by equal factors, page sizes
@@ -109,6 +110,12 @@ def simulate(
       tensorpager simulate trace.parquet --hardware g10 --target 95% --quick --policies lru
     """
     _refuse_what_plays_no_part(context)
+    if machine is None:
+        raise click.UsageError(
+            "Missing option '--hardware'."
+            if plan_path is None
+            else f"{plan_path} does not say what it was made for; give --hardware too."
+        )
     if plan_path is not None and not axes:
         _run_plan(trace_path, plan_path, machine, stalls, as_json)
         return

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from ..lifetimes import LAST
 from ..trace import Ints
 from .problem import Problem
 from .schedule import Chunk, Schedule
@@ -18,10 +19,15 @@ def resident_pages(problem: Problem, schedule: Schedule) -> Ints:
     change = np.zeros(steps + 1, np.int64)
     base = 0
     for outs, ins in zip(schedule.outs, schedule.ins):
-        for chunks, sign in ((outs, -1), (ins, 1)):
+        ends = [  # what dies in host needs no frame from then on
+            replace(chunk, step=int(problem.gaps.end[chunk.gap]))
+            for chunk in outs
+            if problem.gaps.kind[chunk.gap] == LAST
+        ]
+        for chunks, sign in ((outs, -1), (ins, 1), (ends, 1)):
             for chunk in chunks:
                 change[chunk.step % steps] += sign * chunk.count
-        base -= sum(chunk.count for chunk in ins if chunk.step >= steps)
+        base -= sum(chunk.count for chunk in (*ins, *ends) if chunk.step >= steps)
         base += sum(chunk.count for chunk in outs if chunk.step >= steps)
     total: Ints = problem.live + base + np.cumsum(change[:-1])
     return total

@@ -21,14 +21,15 @@ def grouped(problem: Problem) -> tuple[Problem, Ints]:
     starts = np.flatnonzero(np.diff(gaps.version, prepend=-1))
     edges = [*starts.tolist(), len(gaps)]
     begin, end = gaps.begin.tolist(), gaps.end.tolist()
-    pages, lasting = gaps.pages.tolist(), gaps.lasting.tolist()
+    pages, lasting, kind = gaps.pages.tolist(), gaps.lasting.tolist(), gaps.kind.tolist()
     first_of: dict[tuple[object, ...], int] = {}  # pattern → its first gap in the new problem
     group = np.empty(len(gaps), np.int64)
     kept: list[int] = []
     for a, b in pairwise(edges):
         same_size = len(set(pages[a:b])) == 1
         pattern = (
-            tuple(begin[a:b]), tuple(end[a:b]), lasting[a], None if same_size else a,
+            tuple(begin[a:b]), tuple(end[a:b]), tuple(kind[a:b]), lasting[a],
+            None if same_size else a,
         )  # fmt: skip
         place = first_of.setdefault(pattern, len(kept))
         if place == len(kept):

@@ -23,6 +23,7 @@ class Tier:
     pages: float
     out_rate: float
     in_rate: float
+    kept: bool = False  # the copies in host of what the host updates: there in any case
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,6 +90,12 @@ def _tiers(hardware: Hardware) -> tuple[Tier, ...]:
         min(in_rate, hardware.disk_read_bytes_per_s) / page / 1e6,
     )
     return tuple(tier for tier in (host, disk) if tier.pages > 0)
+
+
+def with_kept_copies(problem: Problem) -> Problem:
+    """With a tier of its own for copies that are in host in any case."""
+    rates = problem.out_rate, problem.in_rate
+    return replace(problem, tiers=(*problem.tiers, Tier(HOST, math.inf, *rates, kept=True)))
 
 
 def merged(problem: Problem, steps: int, *, relaxed: bool) -> tuple[Problem, Ints]:

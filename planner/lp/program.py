@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from ..lifetimes import KEPT, LAST, RETURN
 from ..trace import Floats, Ints
 from .groups import grouped, shared_out
 from .problem import Problem
@@ -42,10 +43,11 @@ class Solution:
     flow_in: list[Floats]
     early_at_start: list[float]
     below_at_start: list[float]
+    stalls_us: Floats  # before each step
 
 
 @dataclass
-class _Rows:
+class Rows:
     """Rows of a sparse matrix under construction, with right-hand sides."""
 
     count: int = 0
@@ -89,7 +91,7 @@ class _Columns:
         return np.arange(self.count - number, self.count)
 
 
-class _TierColumns:
+class TierColumns:
     def __init__(self, columns: _Columns, slots: int, gaps: int) -> None:
         self.out, self.into = columns.new(slots), columns.new(slots)
         self.queued, self.below, self.early = (columns.new(slots) for _ in range(3))
@@ -109,8 +111,8 @@ def solve(
     if not problem.tiers or not len(problem.gaps):
         return _nothing_moves(problem, reserve_pages)
     small, group = grouped(problem)
-    builder = _Builder(small, problem.device_pages - reserve_pages, copies_keep_slots)
-    x = _run(builder, builder.cost(), time_limit_s)
+    builder = Builder(small, problem.device_pages - reserve_pages, copies_keep_slots)
+    x = run(builder, builder.cost(), time_limit_s)
     if x is None:
         return None
     found = builder.solution(x)
@@ -122,14 +124,14 @@ def least_device_pages(problem: Problem, time_limit_s: float = 60) -> float | No
     tiers below are too small for every device."""
     if not problem.tiers or not len(problem.gaps):
         return float(problem.live.max()) if problem.steps else 0.0
-    builder = _Builder(grouped(problem)[0], None, copies_keep_slots=True)
+    builder = Builder(grouped(problem)[0], None, copies_keep_slots=True)
     cost = np.zeros(builder.columns.count)
     cost[builder.device] = 1.0
-    x = _run(builder, cost, time_limit_s)
+    x = run(builder, cost, time_limit_s)
     return None if x is None else float(x[builder.device])
 
 
-def _run(builder: _Builder, cost: Floats, time_limit_s: float) -> Floats | None:
+def run(builder: Builder, cost: Floats, time_limit_s: float) -> Floats | None:
     from scipy.optimize import linprog
 
     equal, equal_right = builder.equal.matrix(builder.columns.count)
@@ -160,10 +162,10 @@ def _nothing_moves(problem: Problem, reserve_pages: float) -> Solution | None:
     none = [np.zeros(len(problem.gaps))] * tiers
     flows = [slots] * tiers
     at_start = [0.0] * tiers
-    return Solution(0.0, none, flows, flows, at_start, at_start)
+    return Solution(0.0, none, flows, flows, at_start, at_start, np.zeros(problem.steps))
 
 
-class _Builder:
+class Builder:
     """Variables and rows. Time is in page-times of the link out, so that numbers are near 1."""
 
     def __init__(
@@ -172,18 +174,29 @@ class _Builder:
         """``device_pages``: ``None`` makes them a variable, ``device``."""
         self.problem = problem
         self.room = device_pages
-        self.equal, self.below, self.columns = _Rows(), _Rows(), _Columns()
+        self.equal, self.below, self.columns = Rows(), Rows(), _Columns()
         self.device = int(self.columns.new(1)[0])
         steps, gaps = problem.steps, problem.gaps
         self.slots = 2 * steps
         self.stall = self.columns.new(steps)
-        self.parts = [_TierColumns(self.columns, self.slots, len(gaps)) for _ in problem.tiers]
+        self.parts = [TierColumns(self.columns, self.slots, len(gaps)) for _ in problem.tiers]
         self.released = (2 * (gaps.begin + 1)) % self.slots  # the stall after the last use
         self.due = 2 * (gaps.end % steps) + 1  # the run of the next use
         self.wraps = np.flatnonzero((gaps.end >= steps) & (gaps.begin + 1 < steps))
-        for part in self.parts:
+        # What a program with choices adds: columns that change what may be off in a gap (gap,
+        # column, pages), how long a step runs (step, column, µs), what is on the device in it
+        # (step, column, pages), and flows on the link (by slot: columns, pages each).
+        self.size_terms: list[tuple[Any, Any, Any]] = []
+        self.time_terms: list[tuple[Any, Any, Any]] = []
+        self.live_terms: list[tuple[Any, Any, Any]] = []
+        self.late_terms: list[tuple[Any, Any, Any]] = []  # as live_terms, when the step ends only
+        self.flow_terms: dict[bool, list[tuple[Any, Any, Any]]] = {True: [], False: []}
+        self.slot_terms: list[tuple[Any, Any, Any]] = []  # (slot, column, pages in host)
+        self.choose()
+        for tier, part in zip(problem.tiers, self.parts):
             self._stocks(part)
-            self._clean_copies(part)
+            if not tier.kept:
+                self._clean_copies(part)
         self._sizes()
         self._frames()
         self._channels()
@@ -191,7 +204,10 @@ class _Builder:
             if np.isfinite(tier.pages):
                 self._slots_below(part, tier.pages, copies_keep_slots)
 
-    def _stocks(self, part: _TierColumns) -> None:
+    def choose(self) -> None:
+        """What a program with choices adds."""
+
+    def _stocks(self, part: TierColumns) -> None:
         """Stocks when a slot begins, before what it releases; all return to where they began."""
         now = np.arange(self.slots)
         freed = (self.released + 1) % self.slots
@@ -212,16 +228,19 @@ class _Builder:
         begin = row.min() + freed
         rows.add(begin, part.off, -1)
         rows.add(begin, part.written, 1)
+        dies = np.flatnonzero(self.problem.gaps.kind == LAST)
+        rows.add(row.min() + (self.due[dies] + 1) % self.slots, part.off[dies], 1)
         row = rows.new(zero)[then]  # early' = early + in - off of gaps that are due
         rows.add(row, part.early[then], 1)
         rows.add(row, part.early, -1)
         rows.add(row, part.into, -1)
-        rows.add(row.min() + self.due, part.off, 1)
+        stays = np.flatnonzero(self.problem.gaps.kind != LAST)
+        rows.add(row.min() + self.due[stays], part.off[stays], 1)
         start = rows.new(0.0)  # when the iteration begins: what its wrapping gaps have off
         rows.add(start, np.array([part.queued[0], part.below[0], part.early[0]]), 1)
         rows.add(np.full(len(self.wraps), start), part.off[self.wraps], -1)
 
-    def _clean_copies(self, part: _TierColumns) -> None:
+    def _clean_copies(self, part: TierColumns) -> None:
         """Within a version what is off was written by this gap or an earlier one."""
         gaps = self.problem.gaps
         index = np.flatnonzero(~gaps.lasting)
@@ -238,6 +257,8 @@ class _Builder:
 
     def _sizes(self) -> None:
         row = self.below.new(self.problem.most)
+        for gap, column, pages in self.size_terms:
+            self.below.add(row[gap], column, -pages)
         for part in self.parts:
             self.below.add(row, part.off, 1)
             less = self.below.new(np.zeros(len(self.problem.gaps)))
@@ -251,6 +272,11 @@ class _Builder:
         begin, end = self.below.new(right), self.below.new(right)
         if self.room is None:
             self.below.add(np.concatenate([begin, end]), self.device, -1)
+        for step, column, pages in self.live_terms:
+            self.below.add(begin[step], column, pages)
+            self.below.add(end[step], column, pages)
+        for step, column, pages in self.late_terms:
+            self.below.add(end[step], column, pages)
         for part in self.parts:
             self.below.add(begin, part.below[run], -1)
             self.below.add(end, part.below[run], -1)
@@ -270,7 +296,7 @@ class _Builder:
             limits = [(link, flows)]
             for tier, flow in zip(problem.tiers, flows):
                 rate = tier.out_rate if outward else tier.in_rate
-                if rate < link:
+                if rate < link and not tier.kept:
                     limits.append((rate, [flow]))
             for rate, group in limits:
                 running = self.below.new(rate * problem.duration_us)
@@ -279,13 +305,22 @@ class _Builder:
                     self.below.add(running, flow[run], 1)
                     self.below.add(waiting, flow[stall], 1)
                 self.below.add(waiting, self.stall, -rate * unit)
+                for step, column, us in self.time_terms:
+                    self.below.add(running[step], column, -rate * us)
+                if len(group) == len(flows):
+                    both = np.stack([waiting, running], axis=1).ravel()  # by slot
+                    for slot, column, pages in self.flow_terms[outward]:
+                        self.below.add(both[slot], column, pages)
 
-    def _slots_below(self, part: _TierColumns, pages: float, copies_keep_slots: bool) -> None:
+    def _slots_below(self, part: TierColumns, pages: float, copies_keep_slots: bool) -> None:
         """What a tier holds: what is there now, or every copy until its version ends."""
         if not copies_keep_slots:
             for extra in (False, True):
                 row = self.below.new(np.full(self.slots, pages))
                 self.below.add(row, part.below, 1)
+                if part is self.parts[0]:
+                    for slot, column, each in self.slot_terms:
+                        self.below.add(row[slot], column, each)
                 if extra:
                     self.below.add(row, part.out, 1)
                     self.below.add(row, part.into, -1)
@@ -324,13 +359,26 @@ class _Builder:
         for tier, part in zip(self.problem.tiers, self.parts):
             cost[part.out] = MOVE_COST + (DISK_WRITE_COST if tier.index else 0.0)
             cost[part.into] = MOVE_COST
+        for _, column, us in self.time_terms:
+            np.add.at(cost, column, us * self.problem.out_rate)
         return cost
 
     def bounds(self) -> Floats:
         bounds = np.zeros((self.columns.count, 2))
         bounds[:, 1] = np.inf
-        for part in self.parts:  # a copy of what is only read was made in an earlier iteration
-            bounds[part.written[self.problem.gaps.lasting], 1] = 0.0
+        gaps = self.problem.gaps
+        copied = np.isin(gaps.kind, (KEPT, RETURN))
+        for tier, part in zip(self.problem.tiers, self.parts):
+            # A copy of what is only read was made in an earlier iteration.
+            bounds[part.written[gaps.lasting], 1] = 0.0
+            bounds[part.off[copied != tier.kept], 1] = 0.0
+            if tier.kept:
+                bounds[part.off[gaps.kind == RETURN], 0] = gaps.pages[gaps.kind == RETURN]
+            last = gaps.kind == LAST
+            if tier.index:
+                bounds[part.off[last], 1] = 0.0
+            elif not tier.kept:
+                bounds[part.off[last], 0] = bounds[part.written[last], 0] = gaps.pages[last]
         return bounds
 
     def solution(self, x: Floats) -> Solution:
@@ -343,4 +391,5 @@ class _Builder:
             flow_in=[np.maximum(x[part.into], 0) for part in self.parts],
             early_at_start=[float(x[part.early[0]]) for part in self.parts],
             below_at_start=[float(x[part.below[0]]) for part in self.parts],
+            stalls_us=stall,
         )

@@ -9,10 +9,11 @@ a later gap of the same version finds the same pages with good copies.
 from __future__ import annotations
 
 import heapq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
+from ..lifetimes import KEPT, LAST, RETURN
 from ..plan import Move, StartRun
 from ..trace import Floats, Ints, Trace
 from .problem import DISK, Problem
@@ -46,12 +47,21 @@ def whole_pages(problem: Problem, solution: Solution) -> list[Ints]:
     two tiers the first gets its share on average over the gaps in the order they begin."""
     total = np.ceil(sum(solution.off) - 1e-3).astype(np.int64)
     total = np.minimum(total, problem.gaps.pages)
+    if problem.tiers[-1].kept:
+        copied = np.isin(problem.gaps.kind, (KEPT, RETURN))
+        others = replace(solution, off=[np.where(copied, 0, off) for off in solution.off[:-1]])
+        shared = whole_pages(replace(problem, tiers=problem.tiers[:-1]), others)
+        return [*shared, np.where(copied, total, 0)]
     if len(solution.off) == 1:
         return [total]
     first = np.zeros_like(total)
     wanted = solution.off[0].tolist()
     carry = 0.0
+    last = problem.gaps.kind == LAST
+    first[last] = total[last]
     for gap in np.argsort(problem.gaps.begin, kind="stable").tolist():
+        if last[gap]:
+            continue
         carry += wanted[gap]
         first[gap] = min(max(int(carry + 1e-6), 0), total[gap])
         carry -= float(first[gap])
@@ -100,8 +110,9 @@ class _Assignment:
         # Rounding has changed the sums a little; without a correction every iteration would lag
         # more behind the flows than the one before.
         self.flow_out = _scaled(solution.flow_out[part], int(self.written.sum()))
-        self.flow_in = _scaled(solution.flow_in[part], int(off.sum()))
         gaps = problem.gaps
+        self.dies = (gaps.kind == LAST).tolist()
+        self.flow_in = _scaled(solution.flow_in[part], int(off[gaps.kind != LAST].sum()))
         self.begin, self.end = gaps.begin.tolist(), gaps.end.tolist()
         self.starting: list[list[int]] = [[] for _ in range(self.steps)]
         for gap in np.flatnonzero(off).tolist():
@@ -131,7 +142,7 @@ class _Assignment:
         """Gaps that cross the begin: the soonest due are back early, the next are below, the last
         are still to go."""
         crossing = [g for g in np.flatnonzero(self.off).tolist() if self.begin[g] + 1 < self.steps]
-        crossing = [gap for gap in crossing if self.end[gap] >= self.steps]
+        crossing = [g for g in crossing if self.end[g] >= self.steps and not self.dies[g]]
         early, below = self.early, self.below
         for gap in sorted(crossing, key=lambda g: self.end[g]):
             due, first, count = self.end[gap] - self.steps, 0, int(self.off[gap])
@@ -157,15 +168,18 @@ class _Assignment:
     def _send(self, now: int, credit: float) -> float:
         while self.to_go:
             due, gap, first, count = self.to_go[0]
-            if due <= now:  # too late to be of use: it stays on the device
+            if due <= now and not self.dies[gap]:  # too late to be of use: it stays on the device
                 heapq.heappop(self.to_go)
                 continue
+            if due <= now:
+                credit = max(credit, float(count))
             take = min(count, int(credit + 0.999))
             if take <= 0:
                 return credit
             credit -= take
             self._note(self.outs, gap, first, take, now, due)
-            heapq.heappush(self.to_come, [due, gap, first, take])
+            if not self.dies[gap]:
+                heapq.heappush(self.to_come, [due, gap, first, take])
             if take == count:
                 heapq.heappop(self.to_go)
             else:
@@ -221,6 +235,8 @@ def to_moves(
             for chunk in _off_at_begin(schedule, part, steps)
         ]
         for order, chunk in enumerate(schedule.outs[part]):
+            if problem.gaps.kind[chunk.gap] == RETURN:
+                continue  # it left before the host's step
             run = _pages(trace, problem, chunk, from_back)
             step = chunk.step % steps
             keyed.append((step, 0, order, Move(*run, name, "out", int(first_op[step]))))

@@ -20,6 +20,18 @@ def _lp(trace: Trace, hardware: Hardware) -> Plan:
     return plan(trace, hardware)
 
 
+def _joint(trace: Trace, hardware: Hardware) -> Plan:
+    from ..joint.policy import plan  # loads scipy
+
+    return plan(trace, hardware)
+
+
+def _by_rule(name: str, trace: Trace, hardware: Hardware) -> Plan:
+    from ..joint.policy import plan_by_rule  # loads scipy
+
+    return plan_by_rule(name, trace, hardware)
+
+
 POLICIES: dict[str, Policy] = {
     "lru": lru.plan,
     "vdnn-all": partial(vdnn.plan, variant="all"),
@@ -29,7 +41,9 @@ POLICIES: dict[str, Policy] = {
     **{f"autoswap-{score}": partial(autoswap.plan, score=score) for score in autoswap.SCORES},
     "appobmem": appobmem.plan,
     "g10": g10.plan,
+    **{name: partial(_by_rule, name) for name in ("checkpoint", "selective", "zero-offload")},
     "lp": _lp,
+    "joint": _joint,
 }
 ALIASES = {"vdnn": "vdnn-dyn", "autoswap": "autoswap-swdoa"}
 

@@ -1,0 +1,267 @@
+"""Policies that choose: ``joint`` by a program, ``checkpoint``, ``selective`` and ``zero-offload``
+by a rule of thumb each. Once their choices are made, the linear program moves pages for them."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from ..errors import InfeasibleBudget, PolicyRefusal
+from ..hardware import Hardware
+from ..lp.policy import plan as plan_moves
+from ..lp.program import Unsolved
+from ..plan import Bound, Plan
+from ..trace import Floats, Trace
+from .decided import Decisions, Hosted, Outcome, Planner, faster
+from .options import Remake, Unit, Uses, find_remakes, find_units
+from .program import Shares, solve_joint
+
+Progress = Callable[[str, float], None]
+ALLOWED = ("move", "recompute", "host-step")
+MAX_STEPS, MERGED_STEPS, QUICK_STEPS = 1200, 500, 300
+MOST_REMAKES = 4000  # of the largest by pages and time; a bound counts the others as never there
+CHEAP_SHARE = 0.1  # of a segment's time: an op that takes less is cheap to run again
+SECONDS, QUICK_SECONDS = 45.0, 15.0
+GOOD_ENOUGH = 0.985  # of the bound, at which no further choice is tried
+# What is tried of the program's shares: how much more of what may be made again, and how late the
+# host may be by its estimated times, of an iteration.
+TRIALS = ((0.0, 0.0), (0.0, -0.01), (0.0, 0.02), (0.1, 0.0), (-0.1, 0.0), (0.1, 0.02))
+
+
+def plan(
+    trace: Trace,
+    hardware: Hardware,
+    *,
+    allow: Sequence[str] = ALLOWED,
+    quick: bool = False,
+    progress: Progress | None = None,
+) -> Plan:
+    """The fastest plan found of what ``allow`` and the trace permit, with a bound for all of them.
+
+    Plans of moves only, full and selective checkpointing and ZeRO-Offload's rule are candidates,
+    so none of them is faster. Raises ``InfeasibleBudget`` and ``PolicyRefusal`` as ``lp`` does.
+    """
+    progress = progress or (lambda what, share: None)
+    uses = Uses(trace)
+    remakes = find_remakes(trace, uses) if "recompute" in allow else []
+    units = find_units(trace, uses) if "host-step" in allow and hardware.host_pages else []
+    if not remakes and not units:
+        return replace(plan_moves(trace, hardware, quick=quick, progress=progress), policy="joint")
+    return _Search(trace, hardware, uses, remakes, units, quick, progress).run()
+
+
+class _Search:
+    def __init__(
+        self,
+        trace: Trace,
+        hardware: Hardware,
+        uses: Uses,
+        remakes: list[Remake],
+        units: list[Unit],
+        quick: bool,
+        progress: Progress,
+    ) -> None:
+        self.trace, self.hardware, self.uses = trace, hardware, uses
+        self.remakes, self.units = _largest(trace, remakes), units
+        self.quick, self.progress = quick, progress
+        self.until = time.monotonic() + (QUICK_SECONDS if quick else SECONDS)
+        self.planner = Planner(trace, hardware, uses, progress)
+        self.best: Outcome | None = None
+        self.bound_us = 0.0
+        self.tried: set[tuple[Any, ...]] = set()
+
+    def run(self) -> Plan:
+        self.progress("solving for the bound", 0.0)
+        steps = QUICK_STEPS if self.quick else MAX_STEPS
+        shares = self._solve(steps if self.trace.ops <= steps else min(steps, MERGED_STEPS))
+        if shares is not None:
+            self.bound_us = shares.iteration_us
+            for number, (more, slack) in enumerate(TRIALS):
+                self.progress("trying the program's choices", 0.1 + 0.1 * number)
+                chosen = rounded(self.trace, shares, self.remakes, self.units, more)
+                self._try(self._timely(chosen, shares.begins_us, slack), shares)
+                if self._good() or time.monotonic() > self.until:
+                    break
+        for name in RULES:
+            if not self._good():
+                self._try(decide(name, self.trace, self.remakes, self.units))
+        refusal = self._moves_only() if not self._good() else None
+        if self.best is None:
+            raise refusal or PolicyRefusal("joint: no plan of the program ran in the simulator")
+        self.progress("done", 1.0)
+        assert self.best.plan.predicted
+        taken = self.best.plan.predicted.iteration_us
+        percent = min(100.0, 100.0 * self.bound_us / taken) if taken else 100.0
+        return replace(self.best.plan, policy="joint", bound=Bound(self.bound_us, percent))
+
+    def _solve(self, steps: int) -> Shares | None:
+        try:
+            return solve_joint(
+                self.trace,
+                self.hardware,
+                self.uses,
+                self.remakes,
+                self.units,
+                steps=steps,
+                time_limit_s=4 * SECONDS,
+            )
+        except Unsolved:
+            return None
+
+    def _timely(self, decisions: Decisions, begins_us: Floats, slack: float) -> Decisions:
+        """Without the updates that the host could not finish in time, each a ``slack`` of the
+        iteration later; the first that is late goes first, since others wait for it."""
+        units = list(decisions.units)
+        allowed_us = slack * float(begins_us[-1])
+        while units:
+            hosted = Hosted(self.trace, self.hardware, units, begins_us)
+            late = [
+                unit
+                for unit, late_us in zip(hosted.released, hosted.late_us)
+                if late_us > allowed_us
+            ]
+            if not late:
+                break
+            units.remove(min(late, key=lambda unit: hosted.ends_us[unit]))
+        return Decisions(decisions.remakes, units)
+
+    def _try(self, decisions: Decisions, shares: Shares | None = None) -> None:
+        key = (
+            tuple(each.tensor for each in decisions.remakes),
+            tuple(unit.ops for unit in decisions.units),
+        )
+        if key in self.tried or not any(key):
+            return
+        self.tried.add(key)
+        self._keep(self.planner.plan(decisions, None if shares is None else shares.begins_us))
+
+    def _keep(self, outcome: Outcome | None) -> None:
+        if outcome is not None and (self.best is None or faster(outcome, self.best)):
+            self.best = outcome
+
+    def _moves_only(self) -> Exception | None:
+        try:
+            found = plan_moves(self.trace, self.hardware, quick=self.quick or self.best is not None)
+        except (InfeasibleBudget, PolicyRefusal) as refusal:
+            return refusal
+        assert found.predicted
+        best = self.best
+        if best is None or found.predicted.iteration_us < best.plan.predicted.iteration_us:  # type: ignore[union-attr]
+            self.best = Outcome(found, None, 0.0)  # type: ignore[arg-type]
+        if not self.bound_us and found.bound:
+            self.bound_us = found.bound.iteration_us
+        return None
+
+    def _good(self) -> bool:
+        if self.best is None or self.best.plan.predicted is None:
+            return False
+        return self.bound_us >= GOOD_ENOUGH * self.best.plan.predicted.iteration_us
+
+
+def _largest(trace: Trace, remakes: list[Remake]) -> list[Remake]:
+    if len(remakes) <= MOST_REMAKES:
+        return remakes
+    ends = np.cumsum(trace.op_duration_us)
+    worth = [
+        -float(trace.tensor_bytes[each.tensor] * (ends[each.before - 1] - ends[each.after]))
+        for each in remakes
+    ]
+    kept = set(np.argsort(worth, kind="stable")[:MOST_REMAKES].tolist())
+    return [each for number, each in enumerate(remakes) if number in kept]
+
+
+# -- from shares to whole decisions --------------------------------------------------------------
+def rounded(
+    trace: Trace,
+    shares: Shares,
+    remakes: Sequence[Remake],
+    units: Sequence[Unit],
+    more: float = 0.0,
+) -> Decisions:
+    """A share of 0.37 for the same activation of every layer becomes yes in 37 % of the layers: the
+    error is carried on from one to the next. ``more`` is added to each share of what may be made
+    again that is neither 0 nor 1."""
+    chosen = _carried(
+        [_kind(trace, each.maker, each.tensor) for each in remakes], shares.remakes, more
+    )
+    hosted = _carried(
+        [_kind(trace, unit.ops[0], unit.weights[0]) for unit in units], shares.units, 0.0
+    )
+    return Decisions(
+        [each for each, yes in zip(remakes, chosen) if yes],
+        [unit for unit, yes in zip(units, hosted) if yes],
+    )
+
+
+def _kind(trace: Trace, op: int, tensor: int) -> tuple[str, int]:
+    """Ops and tensors of different layers are of one kind if they differ in numbers only."""
+    return re.sub(r"\d+", "#", trace.op_names[op]), int(trace.tensor_bytes[tensor])
+
+
+def _carried(kinds: Sequence[Any], shares: Floats, more: float) -> list[bool]:
+    carry: dict[Any, float] = defaultdict(float)
+    found = []
+    for kind, share in zip(kinds, shares.tolist()):
+        if 0.02 < share < 0.98:
+            share = min(1.0, max(0.0, share + more))
+        carry[kind] += share
+        found.append(carry[kind] >= 0.5)
+        carry[kind] -= found[-1]
+    return found
+
+
+# -- rules of thumb ------------------------------------------------------------------------------
+RULES = ("checkpoint", "selective", "zero-offload")
+
+
+def decide(name: str, trace: Trace, remakes: Sequence[Remake], units: Sequence[Unit]) -> Decisions:
+    """``checkpoint``: what the segments make for the backward pass is made again, but what goes
+    from one to the next. ``selective``: of that only what is cheap to make. ``zero-offload``: every
+    update is the host's, and what the segments make is made again."""
+    around = _segment_of(trace)
+    inside = [each for each in remakes if around[each.maker] >= 0]
+    inside = [e for e in inside if e.after <= trace.segments[around[e.maker]].last_op]
+    if name == "selective":
+        inside = [each for each in inside if _cheap(trace, each, around[each.maker])]
+    return Decisions(inside, units if name == "zero-offload" else ())
+
+
+def _segment_of(trace: Trace) -> list[int]:
+    """The outermost segment around each op, or −1."""
+    found = [-1] * trace.ops
+    for number, segment in enumerate(trace.segments):
+        for op in range(segment.first_op, segment.last_op + 1):
+            other = found[op]
+            if other < 0 or _length(trace.segments[other]) < _length(segment):
+                found[op] = number
+    return found
+
+
+def _length(segment: Any) -> int:
+    return int(segment.last_op - segment.first_op)
+
+
+def _cheap(trace: Trace, each: Remake, segment: int) -> bool:
+    first, last, _ = trace.segments[segment]
+    total = float(trace.op_duration_us[first : last + 1].sum())
+    return each.us <= CHEAP_SHARE * total
+
+
+def plan_by_rule(name: str, trace: Trace, hardware: Hardware) -> Plan:
+    """Raises ``PolicyRefusal`` where the trace permits nothing of it, or nothing fits."""
+    uses = Uses(trace)
+    decisions = decide(name, trace, find_remakes(trace, uses), find_units(trace, uses))
+    if name != "zero-offload" and not decisions.remakes:
+        raise PolicyRefusal(f"{name}: the trace has no segment of which anything can be made again")
+    if name == "zero-offload" and not decisions.units:
+        raise PolicyRefusal(f"{name}: the trace has no update that the host can take")
+    found = Planner(trace, hardware, uses, lambda what, share: None, name).plan(decisions)
+    if found is None:
+        raise PolicyRefusal(f"{name}: no plan with these choices fits")
+    return found.plan

@@ -1,0 +1,314 @@
+"""The joint program: what to move, what to make again and which updates the host takes, in shares.
+
+The program of ``lp`` with more columns. Of each tensor that can be made again a share of its pages
+is discarded and made again before its next use, or earlier where another that is made again needs
+it; that lengthens the op and frees frames until then. Of each update a share is the host's: its
+states live in host memory, its gradient goes out, and its weight comes back when the host has
+stepped, which takes the host's time. Its value bounds every plan that carries out such choices in
+whole tensors. Time may be in steps of several ops.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..hardware import Hardware
+from ..lp.problem import Problem, make_problem, merged, with_kept_copies
+from ..lp.program import MOVE_COST, Builder, run
+from ..trace import Floats, Ints, Trace
+from .options import Remake, Unit, Uses
+
+GROWTH = 1.6  # of the groups of parameters whose steps the program cannot tell apart
+
+
+@dataclass(frozen=True, eq=False)
+class Shares:
+    """The program's value and choices: of each remake, by its number, the share that is made again
+    (anywhere), of each unit the share that is the host's; and about when each op begins, [ops + 1].
+    """
+
+    iteration_us: float
+    remakes: Floats
+    units: Floats
+    begins_us: Floats
+
+
+def solve_joint(
+    trace: Trace,
+    hardware: Hardware,
+    uses: Uses,
+    remakes: Sequence[Remake],
+    units: Sequence[Unit],
+    *,
+    steps: int,
+    time_limit_s: float,
+) -> Shares | None:
+    """``None`` if nothing is feasible. Raises ``Unsolved`` if the solver ends without an answer."""
+    problem = make_problem(trace, hardware)
+    begins = problem.gaps.begin
+    step_of = np.arange(trace.ops)
+    relaxed = trace.ops > steps
+    if relaxed:
+        problem, first = merged(problem, steps, relaxed=True)
+        step_of = np.repeat(np.arange(len(first)), np.diff(np.append(first, trace.ops)))
+    if units:
+        problem = with_kept_copies(problem)
+    pages = trace.pages(hardware.page_size).tolist()
+    builder = _Joint(problem, trace, uses, remakes, units, step_of, begins, pages)
+    x = run(builder, builder.cost(), time_limit_s)
+    return None if x is None else builder.shares(x)
+
+
+class _Joint(Builder):
+    def __init__(
+        self,
+        problem: Problem,
+        trace: Trace,
+        uses: Uses,
+        remakes: Sequence[Remake],
+        units: Sequence[Unit],
+        step_of: Ints,
+        gap_begins: Ints,
+        page_count: list[int],
+    ) -> None:
+        """``step_of``: of each op; ``gap_begins``: the op before each gap, by its number."""
+        self.trace, self.uses, self.remakes, self.units = trace, uses, remakes, units
+        self.step_of, self.relaxed = step_of, len(problem.duration_us) < trace.ops
+        self.page_count, self.gap_begins = page_count, gap_begins
+        self.free: list[int] = []  # columns that may be negative
+        self.none: list[int] = []  # columns that are 0
+        self.moved: list[int] = []  # flows of what the host updates
+        self.kept_gaps: list[int] = []
+        super().__init__(problem, problem.device_pages, copies_keep_slots=False)
+
+    # -- choices ---------------------------------------------------------------------------------
+    def choose(self) -> None:
+        gaps = self.problem.gaps
+        self.gap_of: dict[tuple[int, int], list[int]] = defaultdict(list)  # tensor, op before
+        self.of_tensor: dict[int, list[int]] = defaultdict(list)
+        self.begin_op: list[int] = self.gap_begins[gaps.number].tolist()
+        for gap, tensor in enumerate(gaps.tensor.tolist()):
+            self.gap_of[tensor, self.begin_op[gap]].append(gap)
+            self.of_tensor[tensor].append(gap)
+        self.live_change: list[tuple[int, int, int, float]] = []  # first, end step, column, pages
+        self._choose_remakes()
+        if self.units:
+            self._choose_units()
+        self._level()
+
+    def _absolute(self, op: int) -> int:
+        """The step of an op, ≥ steps in the next iteration."""
+        turns, op = divmod(op, self.trace.ops)
+        return turns * self.problem.steps + int(self.step_of[op])
+
+    def _between(self, after: int, before: int) -> tuple[int, int]:
+        """The steps between two ops, end exclusive; with both of them if steps are relaxed."""
+        first, end = self._absolute(after) + 1, self._absolute(before)
+        if self.relaxed:
+            first, end = first - 1, min(end + 1, first - 1 + self.problem.steps)
+        return first, end
+
+    def _choose_remakes(self) -> None:
+        by_tensor = {each.tensor: each for each in self.remakes}
+        places: dict[int, set[int]] = {each.tensor: {each.before} for each in self.remakes}
+        inputs: dict[int, list[int]] = {}
+        for each in sorted(self.remakes, key=lambda each: -each.maker):
+            inputs[each.tensor] = sorted(
+                {t for t in self.uses.reads[each.maker] if t in by_tensor} - {each.tensor}
+            )
+            for needed in inputs[each.tensor]:
+                other = by_tensor[needed]
+                places[needed] |= {
+                    op for op in places[each.tensor] if other.after < op < other.before
+                }
+        together: dict[tuple[int, int], int] = defaultdict(int)
+        chains = {}
+        for each in self.remakes:
+            chains[each.tensor] = self.uses.closure(each.tensor, each.before)
+            for op in chains[each.tensor]:
+                together[op, each.before] += 1
+        self.remake_columns: list[Ints] = []
+        column: dict[tuple[int, int], int] = {}
+        durations = self.trace.op_duration_us
+        for each in self.remakes:
+            mine = sorted(places[each.tensor])
+            columns = self.columns.new(len(mine))
+            self.remake_columns.append(columns)
+            pages = self.page_count[each.tensor]
+            us = sum(durations[op] / together[op, each.before] for op in chains[each.tensor])
+            for op, number in zip(mine, columns.tolist()):
+                column[each.tensor, op] = number
+                self.time_terms.append(([self.step_of[op]], [number], us))
+                self.live_change.append((*self._between(each.after, op), number, -pages))
+                for gap in self.gap_of[each.tensor, each.after]:
+                    self.size_terms.append(([gap], [number], -self.problem.gaps.pages[gap]))
+            row = self.below.new(1.0)
+            self.below.add(row, columns, 1.0)
+        for (tensor, op), number in column.items():
+            for needed in inputs[tensor]:
+                other = by_tensor[needed]
+                if not other.after < op < other.before:
+                    continue
+                later = [column[needed, at] for at in places[needed] if at > op]
+                row = self.below.new(1.0)
+                self.below.add(row, np.array([number, *later]), 1.0)
+
+    def _choose_units(self) -> None:
+        gaps, pages = self.problem.gaps, self.page_count
+        self.share = self.columns.new(len(self.units))
+        home = int(self.columns.new(1)[0])  # pages in host of what the host updates
+        row = self.equal.new(0.0)
+        self.equal.add(row, [home], -1.0)
+        self.slot_terms.append((np.arange(self.slots), home, 1.0))
+        for unit, share in zip(self.units, self.share.tolist()):
+            self.below.add(self.below.new(1.0), [share], 1.0)
+            for op in unit.ops:
+                us = -float(self.trace.op_duration_us[op])
+                self.time_terms.append(([self.step_of[op]], [share], us))
+            for tensor in unit.gradients:
+                self.live_change.append(
+                    (*self._between(unit.given, unit.ops[-1] + 1), share, -pages[tensor])
+                )
+            for tensor in unit.states:
+                self.live_change.append((0, self.problem.steps, share, -pages[tensor]))
+            for tensor in unit.weights:
+                away = self._between(unit.left, unit.due + (not self.relaxed))
+                self.live_change.append((*away, share, -pages[tensor]))
+            for tensor in (*unit.gradients, *unit.states, *unit.weights):
+                for gap in self.of_tensor[tensor]:
+                    inner = tensor in unit.weights and not self._spans_update(gap, unit)
+                    if inner:
+                        self.kept_gaps.append(gap)
+                        limit = self.below.new(0.0)
+                        self.below.add(limit, self.parts[-1].off[gap], 1.0)
+                        self.below.add(limit, share, -float(gaps.pages[gap]))
+                    elif tensor not in unit.gradients or self.begin_op[gap] >= unit.given:
+                        self.size_terms.append(([gap], [share], -gaps.pages[gap]))
+            below = sum(pages[tensor] for tensor in (*unit.states, *unit.weights))
+            self.equal.add(row, [share], float(below))
+        self._chains()
+
+    def _spans_update(self, gap: int, unit: Unit) -> bool:
+        """Whether a weight's gap lies between its last use before the update and the next one."""
+        return self.begin_op[gap] in (unit.left, *unit.ops)
+
+    def _groups(self) -> list[list[int]]:
+        """Units by their first use after the update; small groups where that comes first."""
+        left = sorted(range(len(self.units)), key=lambda n: self.units[n].due)
+        groups, size = [], 2
+        while left:
+            groups.append(left[:size])
+            left = left[size:]
+            if len(groups) >= 2:
+                size = int(size * GROWTH) + 1
+        return groups
+
+    def _chains(self) -> None:
+        """Gradients on their way to the host, its steps, and weights on their way back. Stocks and
+        flows are in pages of weights."""
+        steps, unit_us = self.problem.steps, 1 / self.problem.out_rate
+        waiting, running = self.below.new(np.zeros(steps)), self.below.new(self.problem.duration_us)
+        self.below.add(waiting, self.stall, -unit_us)
+        for step, column, us in self.time_terms:
+            self.below.add(running[step], column, -us)
+        busy = np.stack([waiting, running], axis=1).ravel()
+        for group in self._groups():
+            units = [self.units[number] for number in group]
+            weights = [sum(self.page_count[t] for t in unit.weights) for unit in units]
+            gradients = sum(self.page_count[t] for unit in units for t in unit.gradients)
+            ratio = gradients / max(1, sum(weights))
+            each_us = sum(unit.host_us for unit in units) / max(1, sum(weights))
+            first = 2 * min(self._absolute(unit.given) + (not self.relaxed) for unit in units)
+            last = 2 * max(self._absolute(unit.due) for unit in units) + 1
+            allowed = 2 * min(self._absolute(unit.ops[0]) for unit in units)
+            window = np.arange(first, last + 1)
+            slot, length = window % self.slots, len(window)
+            out, into, cpu = (self.columns.new(length) for _ in range(3))
+            stocks = [self.columns.new(length + 1) for _ in range(4)]
+            queued, there, _, early = stocks
+            rows = [self.equal.new(np.zeros(length)) for _ in stocks]
+            for row, stock in zip(rows, stocks):
+                self.equal.add(row, stock[1:], 1)
+                self.equal.add(row, stock[:-1], -1)
+                self.none += [int(stock[0]), int(stock[-1])]
+            self.none += cpu[window < allowed].tolist()
+            for row, flow, sign in (
+                (rows[0], out, 1), (rows[1], out, -1), (rows[1], cpu, 1),
+                (rows[2], cpu, -1), (rows[2], into, 1), (rows[3], into, -1),
+            ):  # fmt: skip
+                self.equal.add(row, flow, sign)
+            for number, unit, pages in zip(group, units, weights):
+                given = 2 * (self._absolute(unit.given) + (not self.relaxed)) - first
+                due = 2 * self._absolute(unit.due) + 1 - first
+                self.equal.add(rows[0][given], self.share[number], -float(pages))
+                self.equal.add(rows[3][due], self.share[number], float(pages))
+            runs = np.flatnonzero(window % 2 == 1)
+            at = slot[runs] // 2
+            self.live_terms += [(at, queued[:-1][runs], ratio), (at, early[:-1][runs], 1.0)]
+            self.late_terms += [(at, out[runs], -ratio), (at, into[runs], 1.0)]
+            self.flow_terms[True].append((slot, out, ratio))
+            self.flow_terms[False].append((slot, into, 1.0))
+            self.slot_terms.append((slot, there[:-1], ratio))
+            self.below.add(busy[slot], cpu, each_us)
+            self.moved += [*out.tolist(), *into.tolist()]
+
+    def _level(self) -> None:
+        """What choices take away from the pages on the device, as a level that rises and falls."""
+        steps = self.problem.steps
+        if not self.live_change:
+            return
+        level = self.columns.new(steps)
+        self.free += level.tolist()
+        rows = self.equal.new(np.zeros(steps))
+        self.equal.add(rows, level, 1)
+        self.equal.add(rows[1:], level[:-1], -1)
+        for first, end, column, pages in self.live_change:
+            if end <= first:
+                continue
+            end = min(end, first + steps)
+            begin, stop = first % steps, end - first + first % steps
+            self.equal.add(rows[begin], column, -pages)
+            if stop > steps:  # on into the next iteration: there from the begin of this one
+                self.equal.add(rows[0], column, -pages)
+                stop -= steps
+                if stop <= begin:
+                    self.equal.add(rows[stop], column, pages)
+                continue
+            if stop < steps:
+                self.equal.add(rows[stop], column, pages)
+        self.live_terms.append((np.arange(steps), level, 1.0))
+
+    # -- the program -----------------------------------------------------------------------------
+    def bounds(self) -> Floats:
+        bounds = super().bounds()
+        bounds[self.free, 0] = -np.inf
+        bounds[self.none, 1] = 0.0
+        if self.units:
+            kept = self.parts[-1]
+            bounds[kept.off[self.kept_gaps], 1] = np.inf
+            bounds[kept.written, 1] = 0.0
+        return bounds
+
+    def cost(self) -> Floats:
+        cost = super().cost()
+        cost[self.moved] += MOVE_COST
+        return cost
+
+    def shares(self, x: Floats) -> Shares:
+        unit_us = 1 / self.problem.out_rate
+        stalls = np.maximum(x[self.stall], 0) * unit_us
+        times = self.problem.duration_us.copy()
+        for step, column, us in self.time_terms:
+            times[step] += us * x[column]
+        begins = np.concatenate([[0.0], np.cumsum(times + stalls)])
+        ops = np.append(begins[self.step_of], begins[-1])
+        return Shares(
+            float(begins[-1]),
+            np.array([x[columns].sum() for columns in self.remake_columns]),
+            x[self.share] if self.units else np.zeros(0),
+            ops,
+        )

@@ -1,0 +1,239 @@
+"""Policies that choose what to keep, move, make again or step on the host."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+
+from tensorpager.planner.errors import PolicyRefusal
+from tensorpager.planner.hardware import Hardware
+from tensorpager.planner.joint.options import Uses, find_remakes, find_units
+from tensorpager.planner.joint.policy import plan, plan_by_rule
+from tensorpager.planner.joint.program import solve_joint
+from tensorpager.planner.plan import Plan, plan_from_json, plan_to_json
+from tensorpager.planner.policies.make import make_plan
+from tensorpager.planner.simulator import simulate
+from tensorpager.planner.trace import Trace, make_trace
+from tensorpager.planner.validator import validate
+
+PAGE = 1 << 16
+MB = 1 << 20
+
+
+def layers(
+    count: int, *, slabs: int = 1, clip: bool = False, host_us: float = 300.0, choose: bool = True
+) -> Trace:
+    """A step of ``count`` layers, each a cheap op and a product in its forward pass, with a weight
+    of 1 MiB and 3 MiB of states; what they make is used again in the backward pass."""
+    tensors: list[tuple[int, int, bool]] = []
+    ops: list[tuple[str, float, list[int], list[int]]] = []
+    rerun: list[bool] = []
+    host: list[float | None] = []
+    names: dict[int, str] = {}
+
+    def tensor(name: str, nbytes: int, lasting: bool = False) -> int:
+        tensors.append((len(tensors), nbytes, lasting))
+        names[len(tensors) - 1] = name
+        return len(tensors) - 1
+
+    def op(
+        name: str, us: float, reads: Sequence[int], writes: Sequence[int], *, again: bool = False,
+        on_host: float | None = None,
+    ) -> None:  # fmt: skip
+        ops.append((name, us, list(reads), list(writes)))
+        rerun.append(again)
+        host.append(on_host)
+
+    x = [tensor("x.0", MB // 2)]
+    op("embed", 10, [], [x[0]], again=True)
+    weights = [tensor(f"weight.{n}", MB, True) for n in range(count)]
+    states = [[tensor(f"states.{n}.{s}", 3 * MB // slabs, True) for s in range(slabs)]
+              for n in range(count)]  # fmt: skip
+    norms, made, segments = [], [], []
+    for n in range(count):
+        norms.append(tensor(f"norm.{n}", MB // 2))
+        made.append(tensor(f"made.{n}", 2 * MB))
+        x.append(tensor(f"x.{n + 1}", MB // 2))
+        segments.append((len(ops), len(ops) + 2, f"layer.{n}"))
+        op(f"norm.{n}", 5, [x[n]], [norms[n]], again=True)
+        op(f"product.{n}", 100, [norms[n], weights[n]], [made[n]], again=True)
+        op(f"down.{n}", 60, [made[n], weights[n]], [x[n + 1]], again=True)
+    loss = tensor("dx", MB // 2)
+    op("loss", 50, [x[count]], [loss])
+    gradients = []
+    for n in reversed(range(count)):
+        gradients.append(tensor(f"gradient.{n}", MB))
+        op(f"backward.{n}", 320, [loss, x[n], norms[n], made[n], weights[n]],
+           [loss, gradients[-1]])  # fmt: skip
+        if not clip:
+            update(op, n, gradients[-1], weights[n], states[n], host_us, [])
+    if clip:
+        norm = tensor("clip", 4)
+        op("clip", 20, gradients, [norm])
+        for n in reversed(range(count)):
+            update(op, n, gradients[count - 1 - n], weights[n], states[n], host_us, [norm])
+    if not choose:
+        rerun, host, segments = [], [], []
+    return make_trace(
+        tensors, ops, page_size=PAGE, names=names, rerun=rerun, host_us=host, segments=segments
+    )
+
+
+def update(op, n, gradient, weight, states, host_us, more) -> None:  # type: ignore[no-untyped-def]
+    for part in states:
+        op(f"update.{n}", 20, [gradient, part, *more], [weight, part],
+           on_host=host_us / len(states))  # fmt: skip
+
+
+def machine(trace: Trace, share: float, rate: float = 8e9, **changes: object) -> Hardware:
+    from tensorpager.planner.lifetimes import live_pages
+
+    peak = int(live_pages(trace, PAGE).max())
+    return Hardware(
+        int(share * peak) * PAGE, float("inf"), 0, rate, rate, page_size=PAGE,
+        transfer_latency_us=1.0,
+    ).with_(**changes)  # fmt: skip
+
+
+def both_agree(trace: Trace, hardware: Hardware, made: Plan) -> float:
+    """µs of an iteration, by simulator and validator."""
+    simulated, validated = simulate(trace, hardware, made), validate(trace, hardware, made)
+    assert simulated.feasible, simulated.reason
+    assert validated.feasible, validated.reason
+    assert simulated.predicted
+    assert validated.predicted
+    taken = simulated.predicted.iteration_us
+    assert taken == pytest.approx(validated.predicted.iteration_us, rel=1e-6)
+    return taken
+
+
+@pytest.mark.parametrize(
+    ("trace", "share"),
+    [
+        pytest.param(layers(5), 0.35, id="updates with the backward pass"),
+        pytest.param(layers(5, clip=True), 0.5, id="with clipping"),
+        pytest.param(layers(4, slabs=3), 0.35, id="updates in slabs"),
+    ],
+)
+def test_joint_is_never_slower_than_what_it_is_made_of(trace: Trace, share: float) -> None:
+    hardware = machine(trace, share)
+    made = plan(trace, hardware)
+    taken = both_agree(trace, hardware, made)
+    assert made.predicted
+    assert made.bound
+    assert made.bound.iteration_us <= taken * (1 + 1e-6)
+    assert made.predicted.iteration_us == pytest.approx(taken)
+    for name in ("checkpoint", "selective", "zero-offload", "lp"):
+        try:
+            other = make_plan(name, trace, hardware)
+        except PolicyRefusal:
+            continue
+        assert taken <= both_agree(trace, hardware, other) * (1 + 1e-9), name
+
+
+def test_what_is_allowed_is_what_is_chosen() -> None:
+    trace = layers(6)
+    hardware = machine(trace, 0.35, 4e9)
+    assert plan(trace, hardware).has_choices
+    assert not plan(trace, hardware, allow=["move"]).has_choices
+    again = plan(trace, hardware, allow=["move", "recompute"])
+    assert again.recompute
+    assert not again.host_steps
+    host = plan(trace, hardware, allow=["move", "host-step"])
+    assert host.host_steps
+    assert not host.recompute
+
+
+def test_a_trace_without_choices_is_planned_by_moves() -> None:
+    trace = layers(5, choose=False)
+    hardware = machine(trace, 0.5)
+    made, moves = plan(trace, hardware), make_plan("lp", trace, hardware)
+    assert made.policy == "joint"
+    assert replace(made, policy="lp") == moves
+
+
+def test_checkpoint_runs_every_segment_again() -> None:
+    trace = layers(4)
+    hardware = machine(trace, 0.6)
+    made = plan_by_rule("checkpoint", trace, hardware)
+    both_agree(trace, hardware, made)
+    again = {op for each in made.recompute for op in range(each.first_op, each.last_op + 1)}
+    names = {trace.op_names[op] for op in again}
+    assert names == {f"{what}.{n}" for what in ("norm", "product") for n in range(4)}
+    assert not made.host_steps
+
+
+def test_selective_keeps_products() -> None:
+    trace = layers(4)
+    hardware = machine(trace, 0.6)
+    made = plan_by_rule("selective", trace, hardware)
+    both_agree(trace, hardware, made)
+    assert {trace.op_names[each.first_op] for each in made.recompute} == {
+        f"norm.{n}" for n in range(4)
+    }
+
+
+@pytest.mark.parametrize("clip", [False, True])
+def test_zero_offload_steps_on_the_host(clip: bool) -> None:
+    trace = layers(4, clip=clip, slabs=2)
+    hardware = machine(trace, 0.6)
+    made = plan_by_rule("zero-offload", trace, hardware)
+    both_agree(trace, hardware, made)
+    updates = {op for op, name in enumerate(trace.op_names) if name.startswith("update")}
+    assert set(made.host_steps) == updates
+    states = {int(trace.tensor_ids[t]) for t, name in enumerate(trace.tensor_names)
+              if name and name.startswith("states")}  # fmt: skip
+    assert not states & {move.tensor for move in made.moves}
+    assert states <= {run.tensor for run in made.start}
+
+
+def test_the_bound_of_moves_alone_is_that_of_lp() -> None:
+    from tensorpager.planner.lp.policy import bound
+
+    trace = layers(6)
+    hardware = machine(trace, 0.4)
+    uses = Uses(trace)
+    alone = solve_joint(trace, hardware, uses, [], [], steps=1000, time_limit_s=60)
+    assert alone is not None
+    assert alone.iteration_us == pytest.approx(bound(trace, hardware), rel=1e-6)
+    all_of_it = solve_joint(
+        trace, hardware, uses, find_remakes(trace, uses), find_units(trace, uses),
+        steps=1000, time_limit_s=60,
+    )  # fmt: skip
+    assert all_of_it is not None
+    assert all_of_it.iteration_us <= alone.iteration_us * (1 + 1e-6)
+
+
+def test_fewer_steps_relax_the_bound() -> None:
+    trace = layers(6)
+    hardware = machine(trace, 0.4)
+    uses = Uses(trace)
+    options = find_remakes(trace, uses), find_units(trace, uses)
+    exact = solve_joint(trace, hardware, uses, *options, steps=1000, time_limit_s=60)
+    rough = solve_joint(trace, hardware, uses, *options, steps=12, time_limit_s=60)
+    assert exact is not None
+    assert rough is not None
+    assert rough.iteration_us <= exact.iteration_us * (1 + 1e-6)
+
+
+def test_same_input_same_plan() -> None:
+    trace = layers(5)
+    hardware = machine(trace, 0.4)
+    assert plan_to_json(plan(trace, hardware)) == plan_to_json(plan(trace, hardware))
+
+
+def test_a_plan_survives_its_file() -> None:
+    trace = layers(5)
+    made = plan(trace, machine(trace, 0.35, 4e9))
+    content = plan_to_json(made)
+    assert content["version"] == 2
+    assert plan_to_json(plan_from_json(content)) == content
+
+
+def test_rules_refuse_what_the_trace_does_not_permit() -> None:
+    trace = layers(4, choose=False)
+    for name, what in (("checkpoint", "segment"), ("zero-offload", "host")):
+        with pytest.raises(PolicyRefusal, match=what):
+            plan_by_rule(name, trace, machine(trace, 0.6))
