@@ -66,7 +66,9 @@ class _Moved:
         self.first = self.base[self.tensor] + np.array([move.first_page for move in moves])
         self.pages = np.array([move.page_count for move in moves], np.int64)
         self.op = np.array([move.issue_op for move in moves], np.int64)
-        self.queued_us = np.append(0.0, line.op_end_us)[self.op]
+        assert line.simulation is not None
+        assert line.simulation.queued_us is not None
+        self.queued_us = line.simulation.queued_us[self.op]
         self.kind = np.array([f"{move.tier} {move.action}" for move in moves])
         parts = line.transfers
         table = np.array(

@@ -19,13 +19,15 @@ from .errors import PlanError
 from .hardware import Hardware
 from .layout import find_spells
 from .lifetimes import live_pages
-from .plan import Move, Plan
+from .plan import DISCARD, Move, Plan
 from .simulation import EPSILON_US, Simulation, Stall, Transfer
 from .simulator import simulate
-from .trace import KINDS, Floats, Ints, Trace
+from .trace import KINDS, READ, WRITE, Floats, Ints, Trace
 
 DEVICE, LEAVING, HOST, DISK, COMING = "device", "leaving", "host", "disk", "coming"
-PLACES = (DEVICE, LEAVING, HOST, DISK, COMING)
+DISCARDED = "discarded"  # given up, to be made again
+PLACES = (DEVICE, LEAVING, HOST, DISK, COMING, DISCARDED)
+_REMADE = "made again"  # on the device if it was discarded
 
 
 class Span(NamedTuple):
@@ -73,19 +75,24 @@ class Timeline:
     simulation: Simulation | None = None
     stalls: Sequence[Stall] = ()
     transfers: Sequence[Transfer] = ()
+    _kept_until: dict[int, float] = field(default_factory=dict)  # tensor → for a step or an op
+    _remade: dict[int, list[float]] = field(default_factory=dict)  # tensor → when it was written
     _moves: dict[int, list[int]] = field(default_factory=dict)  # tensor → moves of it
     _transfers: dict[int, list[Transfer]] = field(default_factory=dict)  # move → its transfers
 
     def queued_us(self, move: Move) -> float:
         """When ``move`` is queued: at the end of the op before the one that it belongs to."""
-        return float(self.op_end_us[move.issue_op - 1]) if move.issue_op else 0.0
+        assert self.simulation is not None
+        assert self.simulation.queued_us is not None
+        return float(self.simulation.queued_us[move.issue_op])
 
     def lifetime_us(self, tensor: int) -> tuple[float, float]:
         """From when to when ``tensor`` exists."""
         if self.trace.tensor_persistent[tensor]:
             return 0.0, self.iteration_us
         first, last = self.trace.first_op[tensor], self.trace.last_op[tensor]
-        return float(self.op_start_us[first]), float(self.op_end_us[last])
+        dead_us = float(self.op_end_us[last])
+        return float(self.op_start_us[first]), max(dead_us, self._kept_until.get(tensor, 0.0))
 
     def moves_of(self, tensor: int) -> list[Move]:
         """The plan's moves of ``tensor``, in their order."""
@@ -125,6 +132,10 @@ class Timeline:
         spans: list[Span] = []
         begin = born
         for time, following in [*changes, (dead, "")]:
+            if following == _REMADE:
+                if place != DISCARDED:
+                    continue
+                following = DEVICE
             end = min(max(time, begin), dead)
             if end > begin and spans and spans[-1].place == place:
                 spans[-1] = spans[-1]._replace(end_us=end)
@@ -139,7 +150,11 @@ class Timeline:
         for index in self._moves.get(tensor, ()):
             assert self.plan is not None
             move = self.plan.moves[index]
-            if move.action == "drop" or not _covers(move, first, last):
+            if move.action == DISCARD and _covers(move, first, last):
+                found.append((self.queued_us(move), DISCARDED))
+                found += [(us, _REMADE) for us in self._remade.get(tensor, ())]
+                found.sort(key=lambda change: change[0])
+            if move.action in ("drop", DISCARD) or not _covers(move, first, last):
                 continue
             mine = [t for t in self._transfers.get(index, ()) if _covers(t, first, last)]
             if move.action == "out":
@@ -189,9 +204,34 @@ def timeline(trace: Trace, plan: Plan | None = None, hardware: Hardware | None =
         result,
         result.stalls,
         result.transfers,
-        dict(moves),
-        dict(transfers),
+        _moves=dict(moves),
+        _transfers=dict(transfers),
+        **_lives_of_choices(trace, plan, result),
     )
+
+
+def _lives_of_choices(trace: Trace, plan: Plan, result: Simulation) -> dict[str, Any]:
+    """Until when tensors live for ops that run again and for host steps, and when ops that run
+    again write them."""
+    kept: defaultdict[int, float] = defaultdict(float)
+    remade: defaultdict[int, list[float]] = defaultdict(list)
+    assert result.predicted is not None
+    period_us = result.predicted.iteration_us
+    offsets = trace.access_offsets
+    for run in result.host_runs:
+        joined = result.op_start_us[run.op] if result.op_start_us is not None else 0.0
+        end = period_us if run.begin_us < joined else min(run.end_us, period_us)
+        for tensor in trace.access_tensor[offsets[run.op] : offsets[run.op + 1]].tolist():
+            kept[tensor] = max(kept[tensor], end)
+    for again in result.reruns:
+        made = {t for t, us in remade.items() if us}
+        for row in range(offsets[again.op], offsets[again.op + 1]):
+            tensor, mode = int(trace.access_tensor[row]), int(trace.access_mode[row])
+            if mode & READ and tensor not in made and trace.first_op[tensor] != again.op:
+                kept[tensor] = max(kept[tensor], again.end_us)
+            if mode & WRITE:
+                remade[tensor].append(again.begin_us)
+    return {"_kept_until": dict(kept), "_remade": dict(remade)}
 
 
 def instants(time: Floats) -> Floats:

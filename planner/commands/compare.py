@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from ..sweep import Outcome
     from ..trace import Trace
 
-CHOOSERS = ("checkpoint", "selective", "zero-offload", "joint")
-
 
 @click.command(cls=TraceCommand)
 @trace_argument
@@ -52,7 +50,7 @@ def compare(
       tensorpager compare trace.parquet --hardware g10 --device-bytes 50% --policies lru,g10,lp
     """
     from ..lifetimes import require_working_sets
-    from ..policies.registry import POLICIES
+    from ..policies.registry import CHOOSERS, POLICIES
     from ..trace_file import read_trace
 
     trace = read_trace(trace_path)
@@ -96,9 +94,10 @@ def compared(
     quick: bool,
     progress: Progress | None = None,
 ) -> dict[str, Any]:
-    """The comparison as JSON holds it. The bound is a linear program's, whoever plans: the joint one
-    where that was asked for."""
+    """The comparison as JSON holds it. The bound is a linear program's, whoever plans: the joint
+    one where that was asked for."""
     from ..lp.policy import bound
+    from ..policies.registry import CHOOSERS
     from ..sweep import Task, evaluate
 
     outcomes = [

@@ -112,6 +112,8 @@ def predicted_table(predicted: Predicted, bound: Bound | None = None) -> Table:
         rows.append(("", f"{format_percent(bound.percent_of_bound)} of the bound; {at_best}"))
     rows += [
         ("stalls", format_us(predicted.stall_us)),
+        *([("run again", format_us(predicted.recompute_us))] if predicted.recompute_us else []),
+        *([("host steps", format_us(predicted.host_us))] if predicted.host_us else []),
         ("peak on the device", format_bytes(predicted.peak_device_bytes)),
         ("peak in host memory", format_bytes(predicted.peak_host_bytes)),
         ("peak on disk", format_bytes(predicted.peak_disk_bytes)),

@@ -18,7 +18,7 @@ from ..hardware import Hardware
 from ..lifetimes import KEPT, LAST, RETURN, Gaps
 from ..lp.fit import fit
 from ..lp.problem import HOST, Problem, make_problem, with_kept_copies
-from ..lp.program import Solution, Unsolved, solve
+from ..lp.program import Builder, Solution, Unsolved, solve
 from ..lp.schedule import Schedule, make_schedule, to_moves
 from ..plan import DEVICE, DISCARD, Move, Plan, Recompute, StartRun
 from ..simulation import Simulation
@@ -192,19 +192,24 @@ class Planner:
         best: Outcome | None = None
         if begins_us is None:
             begins_us = np.concatenate([[0.0], np.cumsum(expanded.trace.op_duration_us)])
+        measured: dict[Unit, float] | None = None
         for _ in range(rounds if decisions.units else 1):
-            found = self._once(decisions, expanded, begins_us, margin)
+            hosted = Hosted(self.trace, self.hardware, decisions.units, begins_us, margin, measured)
+            found = self._once(decisions, expanded, hosted)
             if found is None:
                 return best
             outcome, begins_us = found
-            if outcome is not None and (best is None or faster(outcome, best)):
+            if outcome is None:
+                continue
+            if best is None or faster(outcome, best):
                 best = outcome
+            measured = hosted.measured(outcome.simulation)
         return best
 
     def _once(
-        self, decisions: Decisions, expanded: Expanded, begins_us: Floats, margin: float
+        self, decisions: Decisions, expanded: Expanded, hosted: Hosted
     ) -> tuple[Outcome | None, Floats] | None:
-        hosted = Hosted(self.trace, self.hardware, decisions.units, begins_us, margin)
+        begins_us = hosted.begins_us
         best: Outcome | None = None
         for reserve, slots in ((0, False), (16, True)):
             problem = hosted.problem(expanded, make_problem(expanded.trace, self.hardware))
@@ -212,7 +217,11 @@ class Planner:
                 return None
             try:
                 solution = solve(
-                    problem, reserve_pages=reserve, copies_keep_slots=slots, time_limit_s=60
+                    problem,
+                    reserve_pages=reserve,
+                    copies_keep_slots=slots,
+                    time_limit_s=60,
+                    make=hosted.builder if decisions.units else None,
                 )
             except Unsolved:
                 continue
@@ -302,7 +311,9 @@ class Hosted:
         units: Sequence[Unit],
         begins_us: Floats,
         margin: float = 0.0,
+        measured: dict[Unit, float] | None = None,
     ) -> None:
+        """``measured``: when the steps ended in a run, in the order of its list."""
         self.trace, self.units = trace, units
         self.page_size = hardware.page_size
         self.pages = trace.pages(hardware.page_size).tolist()
@@ -319,7 +330,7 @@ class Hosted:
             turns, due = divmod(unit.due, trace.ops)
             wanted = turns * period + float(begins_us[due]) - weight * in_us
             releases.append(Release(unit, max(free, joined), wanted))
-        self.ends_us = order_steps(releases, period)
+        self.ends_us = measured or order_steps(releases, period)
         self.late_us = [self.ends_us[each.unit] - each.due_us for each in releases]
         self.released = [each.unit for each in releases]
         self.order = [op for unit in self.ends_us for op in unit.ops]
@@ -329,6 +340,27 @@ class Hosted:
             for unit in units
             for tensor in unit.gradients
         }
+
+    def builder(self, problem: Problem, pages: float, copies_keep_slots: bool) -> Builder:
+        return _Timed(problem, pages, copies_keep_slots, self)
+
+    def measured(self, simulation: Simulation) -> dict[Unit, float] | None:
+        """When the steps of ``simulation`` ended, since the begin of the iteration that they are
+        of."""
+        ends = {each.op: each.end_us for each in simulation.host_runs}
+        assert simulation.op_start_us is not None
+        assert simulation.predicted is not None
+        found = {}
+        for unit in self.ends_us:
+            last = unit.ops[-1]
+            if last not in ends:
+                return None
+            late = ends[last] < simulation.op_start_us[last]
+            found[unit] = ends[last] + late * simulation.predicted.iteration_us
+        return found
+
+    def pages_of(self, tensors: Sequence[int]) -> int:
+        return sum(self.pages[tensor] for tensor in tensors)
 
     def ready_op(self, unit: Unit) -> int:
         """From which op on the weights may come back (≥ ops: of the next iteration)."""
@@ -431,6 +463,52 @@ class Hosted:
         trace = self.trace
         rows = (trace.access_tensor == tensor) & (trace.access_mode & WRITE != 0)
         return sorted(set(trace.access_op[rows].tolist()))
+
+
+class _Timed(Builder):
+    """The program with the host's time in it: steps follow each other in the order of the list,
+    each behind its gradient, and what a step updates is used when it has ended and come back."""
+
+    def __init__(
+        self, problem: Problem, pages: float, copies_keep_slots: bool, hosted: Hosted
+    ) -> None:
+        self.hosted = hosted
+        super().__init__(problem, pages, copies_keep_slots)
+
+    def choose(self) -> None:
+        problem, hosted = self.problem, self.hosted
+        steps, pace = problem.steps, problem.out_rate  # times are in pages of the link out
+        durations = problem.duration_us * pace
+        begin = self.columns.new(steps)  # when each step begins to run
+        rows = self.equal.new(np.append(0.0, durations[:-1]))
+        self.equal.add(rows, begin, 1.0)
+        self.equal.add(rows[1:], begin[:-1], -1.0)
+        self.equal.add(rows, self.stall, -1.0)
+        order = list(hosted.ends_us)
+        end = self.columns.new(len(order))  # when each of the host's steps ends
+
+        def at_least(us: float, *terms: tuple[int, float]) -> None:
+            row = self.below.new(-us * pace)
+            for column, sign in terms:
+                self.below.add(row, column, -sign)
+
+        last, whole_us = int(begin[-1]), float(problem.duration_us[-1])  # an iteration, with last
+        for place, unit in enumerate(order):
+            mine, before = int(end[place]), int(end[place - 1])
+            took_us = unit.host_us
+            if place:
+                at_least(took_us, (mine, 1.0), (before, -1.0))
+            else:
+                at_least(took_us - whole_us, (mine, 1.0), (before, -1.0), (last, 1.0))
+            at_least(took_us, (mine, 1.0), (int(begin[unit.ops[-1]]), -1.0))
+            given_us = float(problem.duration_us[unit.given]) if unit.given >= 0 else 0.0
+            out_us = hosted.pages_of(unit.gradients) / problem.out_rate
+            if unit.given >= 0:
+                at_least(took_us + given_us + out_us, (mine, 1.0), (int(begin[unit.given]), -1.0))
+            in_us = hosted.pages_of(unit.weights) / problem.in_rate
+            turns, due = divmod(unit.due, steps)
+            terms = [(int(begin[due]), 1.0), (mine, -1.0), *([(last, 1.0)] if turns else [])]
+            at_least(in_us - turns * whole_us, *terms)
 
 
 def _add(live: Ints, first: int, end: int, pages: int) -> None:

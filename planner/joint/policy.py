@@ -31,7 +31,7 @@ SECONDS, QUICK_SECONDS = 45.0, 15.0
 GOOD_ENOUGH = 0.985  # of the bound, at which no further choice is tried
 # What is tried of the program's shares: how much more of what may be made again, and how late the
 # host may be by its estimated times, of an iteration.
-TRIALS = ((0.0, 0.0), (0.0, -0.01), (0.0, 0.02), (0.1, 0.0), (-0.1, 0.0), (0.1, 0.02))
+TRIALS = ((0.0, 0.05), (0.0, 0.0), (0.0, 1.0), (0.1, 0.05), (-0.1, 0.05), (0.1, 0.0))
 
 
 def plan(
@@ -187,12 +187,10 @@ def rounded(
     """A share of 0.37 for the same activation of every layer becomes yes in 37 % of the layers: the
     error is carried on from one to the next. ``more`` is added to each share of what may be made
     again that is neither 0 nor 1."""
-    chosen = _carried(
-        [_kind(trace, each.maker, each.tensor) for each in remakes], shares.remakes, more
-    )
-    hosted = _carried(
-        [_kind(trace, unit.ops[0], unit.weights[0]) for unit in units], shares.units, 0.0
-    )
+    kinds = [_kind(trace, each.maker, each.tensor) for each in remakes]
+    chosen = _carried(kinds, shares.remakes, more)
+    kinds = [_kind(trace, unit.ops[0], unit.weights[0]) for unit in units]
+    hosted = _carried(kinds, shares.units, 0.0)
     return Decisions(
         [each for each, yes in zip(remakes, chosen) if yes],
         [unit for unit, yes in zip(units, hosted) if yes],

@@ -13,6 +13,7 @@ is small against a tensor.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -23,6 +24,7 @@ from ..trace import Floats, Ints
 from .groups import grouped, shared_out
 from .problem import Problem
 
+BuilderMaker = Callable[[Problem, float, bool], "Builder"]
 SOLVED, INFEASIBLE = 0, 2  # scipy's status
 MOVE_COST, DISK_WRITE_COST = 1e-5, 1e-5  # of a page, in the time that a page takes on the link
 
@@ -104,14 +106,16 @@ def solve(
     reserve_pages: float = 0,
     copies_keep_slots: bool = False,
     time_limit_s: float = 60,
+    make: BuilderMaker | None = None,
 ) -> Solution | None:
     """``None`` if nothing is feasible. ``reserve_pages`` of the device are left free, and with
     ``copies_keep_slots`` a copy holds its slot until its version ends: both for plans, not for the
-    bound. Raises ``Unsolved`` if the solver ends without an answer."""
+    bound. ``make`` makes the builder, if it is to have more rows. Raises ``Unsolved`` if the solver
+    ends without an answer."""
     if not problem.tiers or not len(problem.gaps):
         return _nothing_moves(problem, reserve_pages)
     small, group = grouped(problem)
-    builder = Builder(small, problem.device_pages - reserve_pages, copies_keep_slots)
+    builder = (make or Builder)(small, problem.device_pages - reserve_pages, copies_keep_slots)
     x = run(builder, builder.cost(), time_limit_s)
     if x is None:
         return None

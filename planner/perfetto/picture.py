@@ -38,6 +38,7 @@ class Picture:
     place: int = 0  # among the processes
     ops: Track = field(init=False)
     stalls: Track = field(init=False)
+    host: Track = field(init=False)
     channels: dict[str, Track] = field(init=False)
     flows: int = 0
     _incoming: dict[tuple[int, int], list[tuple[int, str]]] = field(init=False)
@@ -49,6 +50,7 @@ class Picture:
             name: Track(self.pid, self.pid + 2 + number, name)
             for number, name in enumerate(CHANNELS)
         }
+        self.host = Track(self.pid, self.pid + 2 + len(CHANNELS), "host steps")
         self._incoming = defaultdict(list)
 
     @property
@@ -62,6 +64,9 @@ class Picture:
             self._draw_transfers()
             self._draw_stalls()
             tracks += [self.stalls, *self.channels.values()]
+            if self.line.plan.host_steps:
+                self._draw_host_steps()
+                tracks.append(self.host)
         self._draw_ops()
         found = self._process()
         for place, track in enumerate(tracks):
@@ -161,15 +166,37 @@ class Picture:
         every_op = list(_op_args(trace))
         for stall in line.stalls:
             every_op[stall.op]["waited us"] = round(stall.us, 3)
+        hosted = set(line.plan.host_steps) if line.plan else set()
         for iteration in range(self.iterations):
+            self._draw_again(iteration)
             begins, ends = self._shown_ops(iteration)
             for op, (name, begin, end) in enumerate(zip(trace.op_names, begins, ends)):
+                if op in hosted:
+                    continue  # on the host's track
                 args = every_op[op]
                 if self.iterations > 1:
                     args = {**args, "iteration": iteration}
                 written = self.ops.slice(name or f"op {op}", begin, end, args)
                 for number, why in self._incoming.get((iteration, op), ()):
                     self.ops.flow_in(number, why, *written)
+
+    def _draw_again(self, iteration: int) -> None:
+        """Ops that run again, among the others and named so."""
+        line = self.line
+        runs = line.simulation.reruns if line.simulation else []
+        begins, ends = (np.array([getattr(r, k) for r in runs]) for k in ("begin_us", "end_us"))
+        for run, begin, end in zip(runs, *self._shown(begins, ends, iteration)):
+            args = {"op": run.op, "runs again before op": run.before_op}
+            self.ops.slice(f"again: {line.trace.op_names[run.op]}", begin, end, args)
+
+    def _draw_host_steps(self) -> None:
+        line = self.line
+        runs = line.simulation.host_runs if line.simulation else []
+        begins, ends = (np.array([getattr(r, k) for r in runs]) for k in ("begin_us", "end_us"))
+        for iteration in range(-1, self.iterations):
+            for run, begin, end in zip(runs, *self._shown(begins, ends, iteration)):
+                if end > begin:
+                    self.host.slice(line.trace.op_names[run.op], begin, end, {"op": run.op})
 
     def _samples(self, name: str, times: Floats, series: dict[str, Any]) -> Iterator[Event]:
         """As events, in every iteration, and once more where the window ends."""

@@ -45,6 +45,7 @@ POLICIES: dict[str, Policy] = {
     "lp": _lp,
     "joint": _joint,
 }
+CHOOSERS = ("checkpoint", "selective", "zero-offload", "joint")  # do more than move pages
 ALIASES = {"vdnn": "vdnn-dyn", "autoswap": "autoswap-swdoa"}
 
 

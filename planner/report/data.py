@@ -10,7 +10,7 @@ import numpy.typing as npt
 from ..lifetimes import live_pages
 from ..tier_usage import tier_usage
 from ..timeline import PLACES, Curve, Timeline, device_curve, telling_points
-from ..trace import KINDS, Floats
+from ..trace import KINDS, WRITE, Floats
 from .facts import CHANNELS, facts
 from .reduce import Bars, fewer_bars
 from .rows import Map, residency_map, span_columns
@@ -117,6 +117,7 @@ def _transfers(line: Timeline, ticks: Ticks) -> Columns:
         for t in line.transfers
         if t.end_us > t.begin_us
     ]
+    table += _runs(line)
     table.sort()
     parts = list(zip(*table)) or [()] * len(Bars._fields)
     kinds = (np.int64, np.float64, np.float64, np.int64, np.int64, np.int64, np.int64, np.bool_)
@@ -131,6 +132,26 @@ def _transfers(line: Timeline, ticks: Ticks) -> Columns:
         "move_op": bars.op.astype(np.uint32),
         "move_arrived": bars.arrived.astype(np.uint8),
     }
+
+
+def _runs(line: Timeline) -> list[tuple[Any, ...]]:
+    """The host's steps and what runs again, as bars of lanes of their own."""
+    if line.simulation is None:
+        return []
+    trace, offsets = line.trace, line.trace.access_offsets
+    found = []
+    for lane, runs in (
+        ("host-step", line.simulation.host_runs),
+        ("run-again", line.simulation.reruns),
+    ):
+        for run in runs:
+            rows = range(offsets[run.op], offsets[run.op + 1])
+            written = [row for row in rows if trace.access_mode[row] & WRITE]
+            tensor = int(trace.access_tensor[written[0]]) if written else 0
+            if run.end_us > run.begin_us:
+                place = CHANNELS.index(lane)
+                found.append((place, run.begin_us, run.end_us, tensor, 0, 1, run.op, True))
+    return found
 
 
 def _curve(line: Timeline, curve: Curve, ticks: Ticks) -> tuple[Columns, dict[str, Any]]:

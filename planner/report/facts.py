@@ -14,7 +14,8 @@ from ..timeline import Timeline
 if TYPE_CHECKING:
     from ..hardware import Hardware
 
-CHANNELS = ("host-out", "disk-out", "disk-in", "host-in")  # as lanes, from top to bottom
+# As lanes, from top to bottom. A stall may be for a host step, which is no channel of the link.
+CHANNELS = ("host-out", "disk-out", "disk-in", "host-in", "host-step", "run-again")
 WAITS_FOR = {
     "host-in": "pages on their way from host memory",
     "disk-in": "pages on their way from the disk",
@@ -101,6 +102,9 @@ def _channels(line: Timeline) -> list[dict[str, Any]]:
     waits: dict[str, float] = defaultdict(float)
     for stall in line.stalls:
         waits[stall.channel] += stall.us
+    if line.simulation is not None:
+        busy["host-step"] = sum(run.end_us - run.begin_us for run in line.simulation.host_runs)
+        busy["run-again"] = sum(run.end_us - run.begin_us for run in line.simulation.reruns)
     length = line.iteration_us or 1.0
     return [
         {
@@ -110,7 +114,7 @@ def _channels(line: Timeline) -> list[dict[str, Any]]:
             "stall_us": waits[name],
         }
         for name in CHANNELS
-        if pages[name] or waits[name]
+        if pages[name] or waits[name] or busy[name]
     ]
 
 

@@ -21,7 +21,7 @@ from tensorpager.planner.lifetimes import live_pages, working_set_pages
 from tensorpager.planner.plan import Plan
 from tensorpager.planner.policies import appobmem, autoswap, g10, lru, vdnn
 from tensorpager.planner.policies.bandwidth import Channel
-from tensorpager.planner.policies.registry import ALIASES, POLICIES, find, names
+from tensorpager.planner.policies.registry import ALIASES, CHOOSERS, POLICIES, find, names
 from tensorpager.planner.policies.savings import saving_at
 from tensorpager.planner.policies.whole import Room, whole_gaps
 from tensorpager.planner.simulator import simulate
@@ -29,7 +29,7 @@ from tensorpager.planner.trace import READ, READWRITE, WRITE, Trace, make_trace
 from tensorpager.planner.validator import validate
 
 PAGE = 1000
-WHOLE_TENSOR_POLICIES = [name for name in POLICIES if name != "lp"]
+WHOLE_TENSOR_POLICIES = [name for name in POLICIES if name not in ("lp", *CHOOSERS)]
 
 
 def machine(device_pages: float, host_pages: float = math.inf, disk_pages: float = 0) -> Hardware:
@@ -203,7 +203,7 @@ def test_names_in_order_with_aliases() -> None:
     assert names() == [
         *("lru", "vdnn-all", "vdnn-conv", "vdnn-dyn", "vdnn++"),
         *("autoswap-doa", "autoswap-aoa", "autoswap-wdoa", "autoswap-swdoa"),
-        *("appobmem", "g10", "lp"),
+        *("appobmem", "g10", "checkpoint", "selective", "zero-offload", "lp", "joint"),
     ]
     assert {alias: find(alias) for alias in ALIASES} == {
         "vdnn": POLICIES["vdnn-dyn"],

@@ -2,7 +2,7 @@
 
 const COLOURS = [
   "panel", "ink", "soft", "line", "grid", "accent", "budget",
-  "device", "use", "leaving", "host", "disk", "coming",
+  "device", "use", "leaving", "host", "disk", "coming", "discarded",
   "op-a", "op-b", "op-ink", "stall", "stall-line",
   "parameter", "gradient", "optimizer", "activation", "input", "workspace",
 ];

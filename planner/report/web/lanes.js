@@ -2,7 +2,8 @@
 
 const OP_LANE = 40;
 const LANE = 27;
-const LANE_NAMES = { "host-out": "to host", "disk-out": "to disk", "disk-in": "from disk", "host-in": "from host" };
+const LANE_NAMES = { "host-out": "to host", "disk-out": "to disk", "disk-in": "from disk", "host-in": "from host", "host-step": "by a step of the host", "run-again": "again" };
+const RUNS = { "host-step": "The host steps", "run-again": "The device runs again" };
 
 function makeLanes(model, view) {
   const used = model.lanes.map((name, channel) => [name, channel]).filter(([name]) => model.facts.channels.some((c) => c.name === name));
@@ -195,7 +196,7 @@ function lanesTip(model, view, lanes, us, y) {
   if (!lane) return opTip(model, view, us);
   const bar = barAt(model, lanes, us, y);
   const where = LANE_NAMES[lane.name];
-  if (bar < 0) return [strong(`Nothing moves ${where}`), line(`at ${formatAt(us, view.max - view.min)}`, "dim")];
+  if (bar < 0) return [strong(lane.name in RUNS ? `${RUNS[lane.name]} nothing` : `Nothing moves ${where}`), line(`at ${formatAt(us, view.max - view.min)}`, "dim")];
   return barTip(model, view, bar, lane);
 }
 
@@ -224,7 +225,11 @@ function barTip(model, view, bar, lane) {
   const us = model.moveEnd[bar] - model.moveBegin[bar];
   const bytes = pages * model.facts.page_size;
   const rate = `${(bytes / us / 1e3).toFixed(2)} GB/s`;
-  const from = `${formatUs(us)} from ${formatAt(model.moveBegin[bar], view.max - view.min)}, ${rate}`;
+  const when = `${formatUs(us)} from ${formatAt(model.moveBegin[bar], view.max - view.min)}`;
+  if (lane.name in RUNS) {
+    return [strong(`${RUNS[lane.name]} ${opText(model, model.move_op[bar])}`), line(when, "dim")];
+  }
+  const from = `${when}, ${rate}`;
   if (tensor < 0) {
     return [strong(`Several transfers ${LANE_NAMES[lane.name]}`), line(`${formatBytes(bytes)} in ${formatCount(pages)} pages; zoom does not part them`), line(from, "dim")];
   }

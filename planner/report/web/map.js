@@ -62,7 +62,7 @@ function makeMap(model, view) {
 }
 
 function mapLegend(model) {
-  const names = { leaving: "leaving", host: "in host memory", disk: "on disk", coming: "coming" };
+  const names = { leaving: "leaving", host: "in host memory", disk: "on disk", coming: "coming", discarded: "discarded, to be made again" };
   const seen = new Set(model.span_place);
   legend("map-legend", [
     ["use", "used by an op"],
@@ -205,7 +205,7 @@ function outline(ctx, plot, model, view, rows, Y) {
 
 const PLACE_TEXT = {
   device: "on the device", leaving: "leaving the device", host: "in host memory",
-  disk: "on disk", coming: "coming to the device",
+  disk: "on disk", coming: "coming to the device", discarded: "discarded, to be made again",
 };
 
 function mapTip(model, view, rows, us, y) {
