@@ -7,6 +7,7 @@
   python scripts/bench_planner.py monotone TRACE                   more memory, host, bandwidth
   python scripts/bench_planner.py savings  TRACE                   memory saved at a slowdown
   python scripts/bench_planner.py scale                            100,000 ops, 50,000 tensors
+  python scripts/bench_planner.py joint    TRACE HARDWARE …        what is kept, moved, made again …
 
 TRACES are g10-neutral-1 files (.json.gz) or traces (.parquet). Every plan is run by the simulator,
 and by the independent validator where the last column says so.
@@ -31,12 +32,13 @@ from rich.console import Console
 from rich.table import Table
 
 from tensorpager.planner.errors import InfeasibleBudget, PagerError, PolicyRefusal
-from tensorpager.planner.hardware import PRESETS, Hardware
+from tensorpager.planner.hardware import PRESETS, Hardware, load_hardware
 from tensorpager.planner.importers import g10
 from tensorpager.planner.lifetimes import live_pages
 from tensorpager.planner.lp.policy import plan as plan_lp
 from tensorpager.planner.plan import Plan
 from tensorpager.planner.policies import autoswap
+from tensorpager.planner.policies.make import make_plan
 from tensorpager.planner.policies.registry import POLICIES
 from tensorpager.planner.policies.savings import saving_at
 from tensorpager.planner.sizes import format_bytes
@@ -346,6 +348,39 @@ def long_trace(ops: int) -> Trace:
             weight = [weights[layer]]
             steps.append((f"step.{layer}.{part}", rng.uniform(20, 200), weight, weight))
     return make_trace(tensors, steps, page_size=2 << 20, source="made up")
+
+
+@main.command()
+@click.argument("paths", nargs=-1, required=True, type=click.Path(exists=True, path_type=Path))
+@json_option
+def joint(paths: tuple[Path, ...], json_path: Path | None) -> None:
+    """Traces of version 2, each followed by its hardware file: joint, and what it is made of."""
+    rows: Rows = []
+    for trace_path, hardware_path in zip(paths[::2], paths[1::2]):
+        trace, machine = read_trace(trace_path), load_hardware(hardware_path)
+        row: dict[str, Any] = {"trace": name_of(trace_path)}
+        started = time.process_time()
+        plan = make_plan("joint", trace, machine)
+        row["cpu seconds"] = round(time.process_time() - started, 1)
+        judged = validate(trace, machine, plan)
+        for name in ("lp", "checkpoint", "selective", "zero-offload"):
+            try:
+                found = make_plan(name, trace, machine)
+            except (InfeasibleBudget, PolicyRefusal):
+                row[name] = "–"
+            else:
+                assert found.predicted is not None
+                row[name] = round(found.predicted.percent_of_ideal, 2)
+        assert plan.predicted is not None
+        row["joint"] = round(plan.predicted.percent_of_ideal, 2)
+        row |= with_bound(plan, trace)
+        row["validator"] = (
+            round(judged.predicted.percent_of_ideal, 2) if judged.predicted else judged.reason
+        )
+        row["host steps"] = len(plan.host_steps)
+        row["run again"] = f"{100 * plan.predicted.recompute_us / trace.ideal_us:.1f} %"
+        rows.append(row)
+        finish("percent of the ideal", rows, json_path)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ no translation.
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
@@ -173,6 +174,7 @@ class Planner:
     uses: Uses
     progress: Callable[[str, float], None]
     policy: str = "joint"
+    cutoff_us: float = math.inf  # choices whose program takes longer are not tried
 
     def plan(
         self,
@@ -228,6 +230,8 @@ class Planner:
             if solution is None:
                 continue
             least_us = float(problem.duration_us.sum()) + solution.stall_us
+            if least_us > self.cutoff_us:
+                return None
             made = self._made(decisions, expanded, hosted, problem, solution)
             simulation = simulate(self.trace, self.hardware, made)
             if simulation.predicted is not None:

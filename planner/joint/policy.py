@@ -3,6 +3,7 @@ by a rule of thumb each. Once their choices are made, the linear program moves p
 
 from __future__ import annotations
 
+import math
 import re
 import time
 from collections import defaultdict
@@ -14,9 +15,11 @@ import numpy as np
 
 from ..errors import InfeasibleBudget, PolicyRefusal
 from ..hardware import Hardware
+from ..lp.policy import bound as bound_of_moves
 from ..lp.policy import plan as plan_moves
 from ..lp.program import Unsolved
 from ..plan import Bound, Plan
+from ..simulation import Simulation
 from ..trace import Floats, Trace
 from .decided import Decisions, Hosted, Outcome, Planner, faster
 from .options import Remake, Unit, Uses, find_remakes, find_units
@@ -27,11 +30,11 @@ ALLOWED = ("move", "recompute", "host-step")
 MAX_STEPS, MERGED_STEPS, QUICK_STEPS = 1200, 500, 300
 MOST_REMAKES = 4000  # of the largest by pages and time; a bound counts the others as never there
 CHEAP_SHARE = 0.1  # of a segment's time: an op that takes less is cheap to run again
-SECONDS, QUICK_SECONDS = 45.0, 15.0
+SECONDS, QUICK_SECONDS = 45.0, 15.0  # of the processor, so that what else runs changes nothing
 GOOD_ENOUGH = 0.985  # of the bound, at which no further choice is tried
 # What is tried of the program's shares: how much more of what may be made again, and how late the
 # host may be by its estimated times, of an iteration.
-TRIALS = ((0.0, 0.05), (0.0, 0.0), (0.0, 1.0), (0.1, 0.05), (-0.1, 0.05), (0.1, 0.0))
+TRIALS = ((0.0, 0.0), (0.0, 0.05), (0.0, 1.0), (0.1, 0.05), (-0.1, 0.05), (0.1, 0.0))
 
 
 def plan(
@@ -70,7 +73,7 @@ class _Search:
         self.trace, self.hardware, self.uses = trace, hardware, uses
         self.remakes, self.units = _largest(trace, remakes), units
         self.quick, self.progress = quick, progress
-        self.until = time.monotonic() + (QUICK_SECONDS if quick else SECONDS)
+        self.until = time.process_time() + (QUICK_SECONDS if quick else SECONDS)
         self.planner = Planner(trace, hardware, uses, progress)
         self.best: Outcome | None = None
         self.bound_us = 0.0
@@ -86,12 +89,11 @@ class _Search:
                 self.progress("trying the program's choices", 0.1 + 0.1 * number)
                 chosen = rounded(self.trace, shares, self.remakes, self.units, more)
                 self._try(self._timely(chosen, shares.begins_us, slack), shares)
-                if self._good() or time.monotonic() > self.until:
+                if self._good() or time.process_time() > self.until:
                     break
         for name in RULES:
-            if not self._good():
-                self._try(decide(name, self.trace, self.remakes, self.units))
-        refusal = self._moves_only() if not self._good() else None
+            self._try(decide(name, self.trace, self.remakes, self.units))
+        refusal = self._moves_only()
         if self.best is None:
             raise refusal or PolicyRefusal("joint: no plan of the program ran in the simulator")
         self.progress("done", 1.0)
@@ -139,6 +141,7 @@ class _Search:
         if key in self.tried or not any(key):
             return
         self.tried.add(key)
+        self.planner.cutoff_us = self.best.iteration_us if self.best else math.inf
         self._keep(self.planner.plan(decisions, None if shares is None else shares.begins_us))
 
     def _keep(self, outcome: Outcome | None) -> None:
@@ -146,14 +149,18 @@ class _Search:
             self.best = outcome
 
     def _moves_only(self) -> Exception | None:
+        """The plan of ``lp``, if that could be faster; or why there is none."""
         try:
-            found = plan_moves(self.trace, self.hardware, quick=self.quick or self.best is not None)
+            if self.best is not None:
+                least_us = bound_of_moves(self.trace, self.hardware, quick=self.quick)
+                if least_us >= self.best.iteration_us:
+                    return None
+            found = plan_moves(self.trace, self.hardware, quick=self.quick)
         except (InfeasibleBudget, PolicyRefusal) as refusal:
             return refusal
         assert found.predicted
-        best = self.best
-        if best is None or found.predicted.iteration_us < best.plan.predicted.iteration_us:  # type: ignore[union-attr]
-            self.best = Outcome(found, None, 0.0)  # type: ignore[arg-type]
+        simulation = Simulation(True, predicted=found.predicted)
+        self._keep(Outcome(found, simulation, 0.0))
         if not self.bound_us and found.bound:
             self.bound_us = found.bound.iteration_us
         return None
