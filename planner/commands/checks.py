@@ -6,11 +6,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..errors import PlanError
+from ..hardware import PRESETS
 
 if TYPE_CHECKING:
     from ..hardware import Hardware
     from ..plan import Plan
     from ..trace import Trace
+    from .options import Machine
 
 
 def read_plan_for(path: Path, trace: Trace, trace_path: Path, hardware: Hardware) -> Plan:
@@ -45,3 +47,17 @@ def require_same_trace(plan: Plan, plan_path: Path, trace: Trace, trace_path: Pa
                 f"{plan_path}: {name}[{index}] names tensor {tensor}, which {trace_path} has not; "
                 "plan again"
             )
+
+
+def durations_row(trace: Trace, machine: Machine) -> list[tuple[str, str]]:
+    """For a heading: whether the ops' durations are of another kind of machine than the preset."""
+    computes = {name: "cpu" if name == "cpu" else "gpu" for name in PRESETS}.get(machine.name)
+    recorded = trace.device.partition(":")[0].lower()
+    if computes is None or not recorded or (recorded == "cpu") == (computes == "cpu"):
+        return []
+    other = (
+        "ops are faster there, and its link hides less"
+        if computes == "gpu"
+        else "ops are slower there"
+    )
+    return [("durations", f"as recorded on {recorded}, not on {machine.name}: {other}")]

@@ -133,6 +133,7 @@ class Machine:
 
     base: Hardware
     share: Share | None
+    name: str = ""  # as it was asked for
 
     def for_trace(self, trace: Trace) -> Hardware:
         """Shares are of the peak in whole pages, so that ``100%`` is room for everything, and are
@@ -211,7 +212,7 @@ def _with_machine(command: F, options: list[Callable[[Any], Any]]) -> F:
         share = device_bytes if isinstance(device_bytes, Share) else None
         overrides["device_bytes"] = None if share else device_bytes
         named = hardware or f"of {values['plan_path']}"
-        machine = Machine(_apply(base or load_hardware(named), named, overrides), share)
+        machine = Machine(_apply(base or load_hardware(named), named, overrides), share, named)
         return command(machine=machine, **values)
 
     wrapped: Any = with_machine

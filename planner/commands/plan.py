@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import click
 
 from ..hardware import describe
+from .checks import durations_row
 from .failures import CheckFailed
 from .options import (
     Machine,
@@ -95,6 +96,7 @@ def plan(
         [
             ("trace", f"{trace_path}, {trace.ops} ops in {format_us(trace.ideal_us)}"),
             ("hardware", describe(hardware)),
+            *durations_row(trace, machine),
             ("plan", f"{output}, {len(made.moves)} moves by {made.policy} in {seconds:.1f} s"),
         ]
     )

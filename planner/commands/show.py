@@ -113,7 +113,7 @@ def show(
     page_size = int(hardware.page_size) if hardware else page_size_alone or trace.page_size
     if tensor is None:
         count = TOP if top is None else top
-        _show_all(trace_path, trace, page_size, kinds, hardware, count, by, as_json)
+        _show_all(trace_path, trace, page_size, kinds, hardware, machine, count, by, as_json)
     else:
         count = TOP_OF_A_LIFE if top is None else top
         _show_one(trace_path, trace, page_size, hardware, tensor, plan_path, count, as_json)
@@ -125,19 +125,22 @@ def _show_all(
     page_size: int,
     kinds: tuple[str, ...],
     hardware: Hardware | None,
+    machine: Machine | None,
     top: int,
     by: str,
     as_json: bool,
 ) -> None:
+    from .checks import durations_row
     from .show_overview import overview
     from .summary import View, summary
 
     view = View(trace, page_size, kinds, hardware)
+    durations = [] if machine is None else durations_row(trace, machine)
     found = summary(view, top, by)
     if as_json:
         emit_json(found)
     else:
-        emit(*overview(path, view, found))
+        emit(*overview(path, view, found, durations))
 
 
 def _show_one(

@@ -21,13 +21,15 @@ from .tables import TEXT_WIDTH, format_share, format_us, pairs, short, table
 BAR = 8  # columns of a bar in a table
 
 
-def overview(path: Path, view: View, found: dict[str, Any]) -> list[Any]:
-    """What to print of ``found``, the summary of ``view``."""
+def overview(
+    path: Path, view: View, found: dict[str, Any], more: Sequence[tuple[str, str]] = ()
+) -> list[Any]:
+    """What to print of ``found``, the summary of ``view``; ``more``: rows of the header."""
     by = found.get("groups", {}).get("by", BY[0])
     return [
         *_verdict(found["verdict"]),
         "",
-        pairs([("trace", str(path)), *_facts(view, found)]),
+        pairs([("trace", str(path)), *_facts(view, found), *more]),
         "",
         _chart(view, found["peak"]),
         "",

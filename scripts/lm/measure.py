@@ -154,14 +154,16 @@ def measure(spec: Spec) -> dict[str, Any]:
         outside.warmed_up()
         watch = PagerWatch.of(pager) if pager is not None else None
         # Nothing between the steps: moves that one leaves behind take the time of the next.
-        clock = [time.perf_counter()]
+        clock, before = [time.perf_counter()], time.process_time()
         for _ in range(spec.steps):
             losses.append(trainer.step())
             clock.append(time.perf_counter())
+        cpu_seconds = (time.process_time() - before) / spec.steps
         peaks = outside.peaks(pager.stats()["arena_bytes"] if pager is not None else 0)
         return {
             "link_bytes_per_s": link_rates() if options.device == "cuda" else None,
             "step_seconds": [end - begin for begin, end in pairwise(clock)],
+            "step_cpu_seconds": cpu_seconds,  # of all threads; what else runs here is not in it
             "warm_up_steps": warm_up_steps,
             "losses": losses,
             "needed_bytes": memory.report().needed_bytes if spec.needed else None,

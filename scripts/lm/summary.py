@@ -34,6 +34,7 @@ def summarise(
         return summary
     summary |= {
         "step_seconds": median([s for record in good for s in record["step_seconds"]]),
+        "step_cpu_seconds": median([record["step_cpu_seconds"] for record in good]),
         "speed_percent": _speed_percent(good, plain),
         "losses_identical": all(r["losses"] == losses[: len(r["losses"])] for r in good),
         "losses_sha256": [_sha256(record["losses"]) for record in good],

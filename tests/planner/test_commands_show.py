@@ -357,3 +357,10 @@ def test_the_sample_stands_for_a_trace_anywhere_on_the_line() -> None:
     assert run_json("show", "--top", 1, "--example")["ops"] == found["ops"]
     assert "--example" in run("show", "--help").stdout
     assert "no such file" in refused("show", "--exampl.parquet".strip("-"))
+
+
+def test_durations_of_another_kind_of_machine_are_told() -> None:
+    told = "as recorded on cpu, not on a100: ops are faster there"
+    assert told in " ".join(run("show", "--example", "--hardware", "a100").stdout.split())
+    for machine in ((), ("--hardware", "cpu")):
+        assert "durations" not in run("show", "--example", *machine).stdout

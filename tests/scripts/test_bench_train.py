@@ -148,6 +148,7 @@ def measured(turn: int, seconds: float, losses: list[float], **pager: Any) -> di
     return {
         "round": turn,
         "step_seconds": [seconds] * 3,
+        "step_cpu_seconds": seconds,
         "warm_up_steps": 2,
         "losses": losses,
         "peak_bytes": {"device": 100 + turn},
