@@ -15,6 +15,8 @@ import finetune_hf
 import generate
 import make_tiny_model
 
+from .. import programs
+
 TIGHT = ["--host-budget=24MiB", "--page-size=64KiB", "--device=cpu"]
 TRAINING = ["--steps=4", "--batch=2", "--length=64", "--accumulate=2", "--lr=1e-3"]
 
@@ -45,6 +47,21 @@ def test_the_whole_model(model: Path, tmp_path: Path) -> None:
     name = "model.safetensors"
     assert (tmp_path / "paged" / name).read_bytes() == (tmp_path / "plain" / name).read_bytes()
     assert (tmp_path / "paged" / "tokenizer.json").is_file()
+
+
+@pytest.mark.slow
+def test_a_training_that_goes_on_in_a_new_process(model: Path, tmp_path: Path) -> None:
+    tune(model, tmp_path / "whole", "--device-budget=8MiB", "--save-steps=2", *TIGHT)
+    ended = programs.run(
+        finetune_hf.__file__,
+        *(str(model), str(model / "texts.jsonl"), f"--output={tmp_path / 'rest'}"),
+        *(*TRAINING, "--device-budget=8MiB", "--save-steps=2", *TIGHT),
+        f"--resume={tmp_path / 'whole' / 'checkpoint-2'}",
+    )
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    names = "model.safetensors", "checkpoint-4/model.safetensors", "checkpoint-4/scheduler.pt"
+    for name in names:
+        assert (tmp_path / "rest" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
 
 
 def test_adapters_and_generation(
