@@ -32,8 +32,11 @@ class Seen:
 
     def note(self, name: str, value: Tensor) -> None:
         dense = value.to_dense() if isinstance(value, tp.PagedTensor) else value
+        # In NumPy's memory: PyTorch's, of an iteration, counts for as long as it lives.
+        flat = dense.detach().contiguous().reshape(-1).view(torch.uint8).numpy().copy()
+        kept = torch.from_numpy(flat).view(dense.dtype).view(dense.shape)
         # What comes behind an iteration is of the next turn: what streams is settled by then.
-        self.values.append((self.turn + (self.part == 2), name, dense.detach().clone()))
+        self.values.append((self.turn + (self.part == 2), name, kept))
 
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {

@@ -73,6 +73,24 @@ def test_plain_training(one_thread, tmp_path, tiers: str) -> None:
         assert stats["mode"] == "planned"
 
 
+def test_batches_whose_length_varies(one_thread) -> None:
+    def script(world: World) -> object:
+        model = world.module(mlp(depth=6))
+        optimizer = world.optimizer(torch.optim.AdamW(model.parameters(), lr=1e-3))
+        losses = []
+        for size in (64, 32, 32, 64, 48, 32, 64, 16, 48, 32, 32, 64, 96, 64, 32):
+            with world.iteration():
+                loss = loss_of(model, size)
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            losses.append(loss.item())
+        return losses, model, optimizer
+
+    with planned_pager() as pager:
+        assert compare_planned(script, pager)["kinds"] > 1
+
+
 def everything(world: World, steps: int) -> object:
     """In eighths: the fourth has another batch shape, the fifth accumulates, those after it clip;
     each second one ends with an evaluation."""
