@@ -8,7 +8,6 @@ import platform
 import statistics
 import sys
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -55,12 +54,7 @@ class StepPrinter:
             self._bar.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._bar is not None:
             self._bar.stop()
 

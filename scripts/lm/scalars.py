@@ -1,7 +1,6 @@
 """What TensorBoard shows of a run, a point for each step."""
 
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from .options import UsageError
@@ -59,11 +58,6 @@ class Scalars:
     def __enter__(self) -> "Scalars":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._writer is not None:
             self._writer.close()
