@@ -69,7 +69,7 @@ def start(
             code = 70
             try:
                 if rank == kill[0]:
-                    die_in(kill[1], parallel, rank, folder / "saved.pt")
+                    die_in(kill[1], parallel, rank, local, folder / "saved.pt")
                 budget = [f"--device-budget={5 * local}MiB", f"--disk-budget={16 * local}MiB"]
                 paging = [*budget, f"--disk-path={folder}", "--page-size=64KiB"]
                 code = train_lm.main([*TRAINING, f"--parallel={parallel}", *paging, *given])
@@ -92,7 +92,7 @@ def start(
     return ended
 
 
-def die_in(phase: str, parallel: str, rank: int, saved: Path) -> None:
+def die_in(phase: str, parallel: str, rank: int, local: int, saved: Path) -> None:
     """This process is killed when the phase comes for the first time after a file was saved."""
 
     def die(*_: object) -> None:
@@ -118,7 +118,7 @@ def die_in(phase: str, parallel: str, rank: int, saved: Path) -> None:
         register_optimizer_step_pre_hook(die)
     elif rank == 0:
         before(torch_file, "_set_sums")  # all bytes are written, and the file has no name yet
-    elif parallel == "ddp":
+    elif parallel == "ddp" or (parallel == "hsdp" and rank >= local):  # it has nothing to send
         before(train_lm, "save_checkpoint")
     else:
         before(together, "_messages")  # the first rank waits for this one's shards
@@ -147,10 +147,14 @@ def run(ranks: int, parallel: str, killed: int, phase: str, whole: str) -> dict[
             faults.append(f"left: {sorted(os.listdir(folder))}")
         else:
             step = load_checkpoint(saved)["step"]
-            start(ranks, parallel, folder, [f"--resume={saved}", f"--json={record}"], (-1, ""))
-            again = json.loads(record.read_text()) if record.exists() else {}
-            if again.get("final_parameters_sha256") != whole or again["first_step"] != step:
-                faults.append("the ranks that went on ended elsewhere")
+            given = [f"--resume={saved}", f"--json={record}"]
+            codes = {rank: code for rank, (code, _) in
+                     start(ranks, parallel, folder, given, (-1, "")).items()}  # fmt: skip
+            if not record.exists():
+                said = [(folder / f"rank-{rank}.log").read_text()[-300:] for rank in codes]
+                faults.append(f"the ranks that went on from step {step} ended with {codes}: {said}")
+            elif json.loads(record.read_text())["final_parameters_sha256"] != whole:
+                faults.append(f"the ranks that went on from step {step} have other weights")
     seconds = max(at for _, at in ended.values()) - when
     return {"ranks": ranks, "parallel": parallel, "killed": killed, "phase": phase,
             "seconds_until_all_ended": round(seconds, 1), "faults": faults}  # fmt: skip
