@@ -63,7 +63,7 @@ def html(
 
     \b
     Example:
-      tensorpager html trace.parquet plan.json --hardware cpu --page-size 256KiB -o report.html
+      tensorpager html trace.parquet plan.json -o report.html
     """
     from ..lifetimes import require_working_sets
     from ..report.data import report_data

@@ -64,7 +64,7 @@ def perfetto(
 
     \b
     Example:
-      tensorpager perfetto trace.parquet plan.json --hardware cpu --page-size 256KiB -o ui.json.gz
+      tensorpager perfetto trace.parquet plan.json -o ui.json.gz
       tensorpager import torch-profiler profile.json.gz -o step.parquet
       tensorpager perfetto step.parquet --join profile.json.gz -o joined.json.gz
     """
