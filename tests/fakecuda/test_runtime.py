@@ -122,6 +122,8 @@ def test_where_all_fits_a_step_waits_for_nothing(counted: Counted) -> None:
     for what in ("pageable_copies", "synchronizations", "mallocs", "maps"):
         assert found[what] == expected[what] == 0, (what, found, expected)
     assert found["launches"] <= expected["launches"] + 2, (found, expected)
+    # Addresses of gradients and the numbers of a step; the optimizer's other tables stay there.
+    assert found["copies"] <= expected["copies"] + 4, (found, expected)
 
 
 def test_a_step_that_pages_makes_no_pageable_copy(counted: Counted) -> None:

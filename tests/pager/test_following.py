@@ -3,12 +3,14 @@
 import time
 from collections.abc import Callable
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 
 import tensorpager as tp
 from tensorpager.pager.debug.check import check_invariants
+from tensorpager.pager.moves.transfers import Transfer
 from tensorpager.pager.plan.access_log import AccessLog
 from tensorpager.pager.plan.compiled_plan import ANYWHERE, Action
 from tensorpager.pager.plan.enter_plan import enter_plan
@@ -82,6 +84,45 @@ def test_what_the_plan_uses_last_is_evicted() -> None:
             tensors["C"]._storage.run.pins -= 1
             assert residency.ages is ages
         assert layout(pager, tensors) == "AAA...CCC."
+        assert unchanged(tensors)
+
+
+# -- moves of one point of the program -------------------------------------------------------------
+def test_what_begins_at_one_point_moves_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also parts of one run, whose second one goes beside the first; the out-moves go first, so
+    that the others have their frames."""
+    with make_pager(frames=FRAMES, policy="lp") as pager:
+        tensors = laid_out(pager, "DDDDEEEE..")
+        with pager.core.lock:
+            for letter in "DE":
+                pager.core.residency.evict_pages(pages_of(tensors[letter]))
+        tensors |= laid_out(pager, "AABBCC....")
+        keys = named(pager, tensors)
+        for letter in "ABC":
+            tensors[letter].add_(0)  # no copy of it is valid any more
+        mover, begun = pager.core.mover, []
+        queue = mover._queue
+
+        def noted(transfer: Transfer, *rest: Any) -> None:
+            begun.append(transfer)
+            queue(transfer, *rest)
+
+        monkeypatch.setattr(mover, "_queue", noted)
+        outs = [Action("out", "host", keys[letter], 0, 2, ANYWHERE) for letter in "ABC"]
+        ins = [Action("in", "host", keys["D"], 0, 2, 0), Action("in", "host", keys["E"], 0, 4, 4)]
+        rest = [Action("in", "host", keys["D"], 2, 2, 0)]
+        planned = pager.core.follower.planned
+        with pager.core.lock:
+            planned.issue([*ins, *outs, *rest], ())
+            assert not planned.waiting
+        moved = [(transfer.to_device, len(transfer.pages)) for transfer in begun]
+        assert moved == [(False, 6), (True, 6), (True, 2)]
+        with pager.core.lock:
+            mover.drain()
+            pager.core.residency.settle(tensors["D"]._storage.run)
+            pager.core.residency.settle(tensors["E"]._storage.run)
+        assert layout(pager, {name: tensors[name] for name in "DE"}) == "DDDDEEEE.."
+        check_invariants(pager.core)
         assert unchanged(tensors)
 
 
