@@ -2,7 +2,8 @@
 
 ::
 
-    parameters that take a share of the arena together    pinned together, one launch
+    parameters that take a share of the arena together    pinned together, one launch; all of a
+                                                          group where everything fits
     one that is larger                                    slab by slab; the next is read ahead
 
 Pages need not be consecutive, so nothing is gathered, and states may be kept in less memory
@@ -517,7 +518,8 @@ class Batch:
 
     def __init__(self, paged: PagedOptimizer) -> None:
         self._paged = paged
-        self._most = frames_anyway(paged.pager.budget) // _BATCH_SHARE
+        frames = frames_anyway(paged.pager.budget)
+        self._most = frames if paged.pager.fits else frames // _BATCH_SHARE
         self._updates: list[Update] = []
         self._runs: set[Any] = set()
 
