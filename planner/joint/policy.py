@@ -28,6 +28,7 @@ from .program import Shares, solve_joint
 Progress = Callable[[str, float], None]
 ALLOWED = ("move", "recompute", "host-step")
 MAX_STEPS, MERGED_STEPS, QUICK_STEPS = 1200, 500, 300
+MOST_OPS = 2500  # of a trace whose choices are carried out
 MOST_REMAKES = 4000  # of the largest by pages and time; a bound counts the others as never there
 CHEAP_SHARE = 0.1  # of a segment's time: an op that takes less is cheap to run again
 SECONDS, QUICK_SECONDS = 45.0, 15.0  # of the processor, so that what else runs changes nothing
@@ -77,6 +78,7 @@ class _Search:
         self.planner = Planner(trace, hardware, uses, progress)
         self.best: Outcome | None = None
         self.bound_us = 0.0
+        self.short = trace.ops <= MOST_OPS  # of longer ones only moves are planned
         self.tried: set[tuple[Any, ...]] = set()
 
     def run(self) -> Plan:
@@ -85,13 +87,13 @@ class _Search:
         shares = self._solve(steps if self.trace.ops <= steps else min(steps, MERGED_STEPS))
         if shares is not None:
             self.bound_us = shares.iteration_us
-            for number, (more, slack) in enumerate(TRIALS):
+            for number, (more, slack) in enumerate(TRIALS if self.short else ()):
                 self.progress("trying the program's choices", 0.1 + 0.1 * number)
                 chosen = rounded(self.trace, shares, self.remakes, self.units, more)
                 self._try(self._timely(chosen, shares.begins_us, slack), shares)
                 if self._good() or time.process_time() > self.until:
                     break
-        for name in RULES:
+        for name in RULES if self.short else ():
             self._try(decide(name, self.trace, self.remakes, self.units))
         refusal = self._moves_only()
         if self.best is None:
