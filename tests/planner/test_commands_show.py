@@ -270,7 +270,9 @@ def test_show_says_what_options_need(trace_path: Path) -> None:
     assert (show.KINDS, show.BY) == (trace_module.KINDS, show_groups.BY)
     assert "--hardware" in refused("show", trace_path, "--h2d", "5GB")
     assert "--tensor" in refused("show", trace_path, "--plan", "p.json", "--hardware", "g10")
-    assert "--hardware" in refused("show", trace_path, "--plan", "p.json", "--tensor", 0)
+    assert "p.json: cannot be read" in refused(
+        *("show", trace_path, "--plan", "p.json", "--tensor", 0)
+    )
     assert "--kind" in refused("show", trace_path, "--tensor", 0, "--kind", "input")
     assert run_json("show", trace_path, "--page-size", 500)["page_size"] == 500
     other = run_json("show", trace_path, "--page-size", 500, "--hardware", "g10")
