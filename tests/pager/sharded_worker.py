@@ -70,8 +70,9 @@ def train(pager: tp.Pager | None, models: Models, steps: range) -> list[float]:
 def values(models: Models) -> list[torch.Tensor]:
     """All parameters and states, whole."""
     model, optimizer = models
-    states = [v for s in optimizer.state.values() for v in s.values()]
-    return [whole(value) for value in [*model.parameters(), *states]]
+    parameters = list(model.parameters())  # whichever of them got its state first
+    states = [v for p in parameters for _, v in sorted(optimizer.state[p].items())]
+    return [whole(value) for value in [*parameters, *states]]
 
 
 def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:

@@ -137,7 +137,7 @@ def test_other_numbers_of_ranks(tmp_path: Path) -> None:
 
 
 def values(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    states = [v for state in optimizer.state.values() for v in state.values()]
+    states = [v for p in model.parameters() for _, v in sorted(optimizer.state[p].items())]
     return [*model.parameters(), *states]
 
 
