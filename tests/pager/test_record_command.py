@@ -155,7 +155,7 @@ print("loss", loss.item())
 """
 
 
-@pytest.mark.parametrize("optimizers", [1, 2])
+@pytest.mark.parametrize("optimizers", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_script_that_knows_nothing_of_us(tmp_path: Path, optimizers: int) -> None:
     """Tensors have their modules' names, and an iteration ends with the last optimizer's step."""
     (tmp_path / "plain.py").write_text(PLAIN)

@@ -181,7 +181,9 @@ def test_in_a_new_process_with_another_budget_and_plan(tmp_path: Path) -> None:
     assert sorted(os.listdir(tmp_path)) == ["run.json", "saved.pt"]
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    "number", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGTERM]
+)
 def test_a_signal_ends_a_run_with_a_checkpoint(tmp_path: Path, number: signal.Signals) -> None:
     """It ends after the step that it meets, and the run that goes on has the losses of one that was
     never stopped."""

@@ -290,6 +290,7 @@ def test_a_device_that_is_not_there_is_refused(name: str) -> None:
 def test_the_meter_counts_what_comes_on_top(device: Accelerator) -> None:
     """Not what was alive, nor what the cache still held, nor the arena."""
     alive = torch.empty(4 * MIB, dtype=torch.uint8, device=NAME)
+    device.count_anew()
     for _ in range(2):
         cached = torch.empty(64 * MIB, dtype=torch.uint8, device=NAME)
         del cached
