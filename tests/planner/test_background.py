@@ -279,7 +279,7 @@ def test_interrupts_are_not_for_it() -> None:
         stderr=subprocess.PIPE,
         env=ENVIRONMENT,
     )
-    wait_until(lambda: psutil.Process(process.pid).nice() >= 10)  # the interrupt is ignored by then
+    wait_until(lambda: gives_way(psutil.Process(process.pid)))  # the interrupt is ignored by then
     process.send_signal(signal.SIGINT)
     answer, complaints = process.communicate(GOOD, timeout=300)
     assert "plan" in json.loads(answer)
@@ -306,7 +306,7 @@ def test_it_dies_with_its_parent() -> None:
     )
     assert parent.stdout is not None
     child = psutil.Process(int(parent.stdout.readline()))
-    wait_until(lambda: child.nice() >= 10)  # it runs, and waits for the request
+    wait_until(lambda: gives_way(child))  # it runs, and waits for the request
     parent.send_signal(signal.SIGKILL)
     parent.wait()
     wait_until(lambda: not child.is_running() or child.status() == psutil.STATUS_ZOMBIE)
@@ -318,6 +318,11 @@ def test_it_dies_with_its_parent() -> None:
 def test_a_request_of_a_dead_parent_is_not_worked_on() -> None:
     done = ask(request_for(layers(2), machine(30), parent_pid=1 << 22))
     assert (done.returncode, done.stdout, done.stderr) == (0, b"", b"")
+
+
+def gives_way(process: psutil.Process) -> bool:
+    """Its priority is lower than that of this process, which may be low already."""
+    return bool(process.nice() > psutil.Process().nice())
 
 
 def wait_until(condition: Any, seconds: float = 300.0) -> None:
