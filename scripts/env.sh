@@ -7,7 +7,7 @@
 # decides what is installed, so an interrupted install, a moved folder or a changed pin is installed
 # again. Of several starts at once, one installs and the others wait for it.
 
-ROOT=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd -P)
+ROOT=$(cd -P -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd)
 VENV=$ROOT/.venv
 STAMP=$VENV/.installed
 

@@ -11,7 +11,7 @@
 # ~/.cache/tensorpager/fake-gpu; an install that was interrupted goes on. Exits 75, with the reason
 # in the last line of stderr, if the environment cannot be made.
 set -uo pipefail
-ROOT=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd -P)
+ROOT=$(cd -P -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd)
 cd "$ROOT" || exit 1
 NEEDED_MIB=9000 # what the installed packages take, and what pip keeps while it installs
 OTHERS=(numpy scipy pyarrow xxhash sortedcontainers rich click pytest pytest-timeout pytest-xdist
