@@ -8,7 +8,6 @@ from torch.nn import functional as F
 
 from tensorpager.kernels.combine import combine
 from tensorpager.kernels.elementwise import elementwise
-from tensorpager.kernels.norm import total_norm
 from tensorpager.kernels.quantize import (
     dequantize,
     dequantize_reference,
@@ -98,28 +97,6 @@ def _unscale(setting: Setting) -> Job:
         peer=lambda: torch._amp_foreach_non_finite_check_and_unscale_([dense], found[1], inverse),
         compare=compare,
         work=Work(2 * dense.nbytes),
-    )
-
-
-def _norm(setting: Setting) -> Job:
-    x = setting.randn(max(LIST, setting.elements(torch.float32)))
-    values = list(x.chunk(LIST))
-    pages = [Pages(one, setting.page_bytes, seed) for seed, one in enumerate(values)]
-    operands = [one.paged for one in pages]
-    got: list[torch.Tensor] = []
-
-    def run() -> None:
-        got[:] = [total_norm(operands)]
-
-    def compare() -> None:
-        exact = torch.linalg.vector_norm(x, dtype=torch.float64)
-        close("norm", got[0], exact, float(REDUCED_ERROR * exact))
-
-    return Job(
-        run=run,
-        peer=lambda: torch.nn.utils.get_total_norm(values, foreach=True),
-        compare=compare,
-        work=Work(x.nbytes),
     )
 
 
@@ -257,7 +234,6 @@ ELEMENTS = (
         "_amp_foreach_…unscale_",
         _unscale,
     ),
-    Case("total_norm", REDUCED, "get_total_norm", _norm),
     Case("sum", REDUCED, "sum", _sum),
     Case("combine", frozenset({"combine.combine"}), "sum", _combine),
     Case("quantize", frozenset({"quantize.quantize"}), "", _quantize),
