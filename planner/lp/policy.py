@@ -15,7 +15,6 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import NoReturn
 
 import numpy as np
 
@@ -69,14 +68,7 @@ def plan(
     Raises ``InfeasibleBudget`` with the smallest device budget that works, and ``PolicyRefusal``
     where the tiers below the device are too small for any.
     """
-    progress = progress or (lambda what, share: None)
-    try:
-        return _Search(trace, hardware, quick, progress).run()
-    except InfeasibleBudget as refusal:
-        # A quick program of merged steps can refuse a device that it then calls enough.
-        if not quick or refusal.minimum > hardware.device_bytes:
-            raise
-    return _Search(trace, hardware, False, progress).run()
+    return _Search(trace, hardware, quick, progress or (lambda what, share: None)).run()
 
 
 def bound(trace: Trace, hardware: Hardware, *, quick: bool = False) -> float:
@@ -176,7 +168,7 @@ class _Search:
     # -- programs --------------------------------------------------------------------------------
     def solve_bound(self) -> Solution | None:
         """The relaxed program; exact, and good for a plan too, if no steps are merged. Raises
-        ``InfeasibleBudget`` if it has no solution; ``None`` if none was found in time."""
+        ``InfeasibleBudget`` if it has no solution; ``None`` if none was found."""
         problem = self.problem
         if self.quick and problem.steps > QUICK_BOUND_STEPS:
             problem, _ = merged(problem, QUICK_BOUND_STEPS, relaxed=True)
@@ -266,8 +258,10 @@ class _Search:
                 f"{format_bytes(int(need[op]) * self.hardware.page_size)}"
             )
 
-    def _refuse(self, why: str = "the tiers below cannot hold the rest") -> NoReturn:
-        """Raise with the smallest device budget for which there is a plan."""
+    def _refuse(self, why: str = "the tiers below cannot hold the rest") -> None:
+        """Raise with the smallest device budget for which there is a plan. Where it is not larger
+        than what there is, the program that had no solution was wrong (merged steps, rounding), and
+        the search goes on."""
         problem = self.problem
         if problem.steps > self.limit:
             problem, _ = merged(problem, self.merged_steps, relaxed=False)
@@ -277,6 +271,8 @@ class _Search:
             least = float(working_set_pages(self.trace, self.hardware.page_size).max())
         pages = self._smallest(math.ceil(least - 1e-6) if least is not None else 0)
         nbytes = pages * int(self.hardware.page_size)
+        if nbytes <= self.hardware.device_bytes:
+            return
         raise InfeasibleBudget(
             f"a device budget of {format_bytes(self.hardware.device_bytes)} is too small: {why}; "
             f"the smallest that works is {nbytes} bytes ({format_bytes(nbytes)})",

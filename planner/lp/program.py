@@ -136,20 +136,26 @@ def least_device_pages(problem: Problem, time_limit_s: float = 60) -> float | No
 
 
 def run(builder: Builder, cost: Floats, time_limit_s: float) -> Floats | None:
+    """``None`` if nothing is feasible. The interior point method sometimes says so of programs that
+    have a solution (very different rates are enough), so it is believed where the simplex method
+    agrees."""
     from scipy.optimize import linprog
 
     equal, equal_right = builder.equal.matrix(builder.columns.count)
     below, below_right = builder.below.matrix(builder.columns.count)
-    result = linprog(
-        cost,
-        A_ub=below,
-        b_ub=below_right,
-        A_eq=equal,
-        b_eq=equal_right,
-        bounds=builder.bounds(),
-        method="highs-ipm",
-        options={"time_limit": max(time_limit_s, 1.0)},
-    )
+    for method in ("highs-ipm", "highs-ds"):
+        result = linprog(
+            cost,
+            A_ub=below,
+            b_ub=below_right,
+            A_eq=equal,
+            b_eq=equal_right,
+            bounds=builder.bounds(),
+            method=method,
+            options={"time_limit": max(time_limit_s, 1.0)},
+        )
+        if result.status != INFEASIBLE:
+            break
     if result.status == INFEASIBLE:
         return None
     if result.status != SOLVED:
