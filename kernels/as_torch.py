@@ -1,80 +1,137 @@
-"""Elementwise ops on pages of a CPU: PyTorch's own op, in the tensors' own dtypes, piece by piece.
+"""Elementwise ops of PyTorch on tensors in pages: its own op, a stretch of frames after the other.
 
-The page kernels compute in float32 and round once. PyTorch on a CPU does otherwise with halves,
-and its roots come from a library of vector mathematics, so its bits are its own op's only.
+On an accelerator each element is computed by itself, so the bits are those of the op on all. On a
+CPU they are too, if the op is cut where PyTorch cuts it itself, or nowhere that matters
+(``cpu_split.py``).
+
+Arguments of an op are passed by the names that its schema has for them; those of a ``_foreach_*``
+are lists of one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache, partial
 from typing import Any
 
 import torch
 
 from .cpu_split import Place, Run, block_of, runs
-from .elementwise_ops import OPS, Op
-from .pieces import Operand, Paged, stretches
+from .pieces import Operand, Paged, memory_of, stretches
 
-__all__ = ["can_be_cut", "elementwise_as_torch"]
+__all__ = ["MOVES", "can_be_cut", "name_of", "operands_of", "result_dtype", "run_as_torch"]
 
-Column = Operand | float  # a tensor without dimensions is the same for all elements
+Given = Mapping[str, Any]
+
+MOVES = frozenset({"zero", "fill", "copy", "where"})  # no arithmetic: no bits to lose
 _NUMBERS = (0.37, -0.73)  # to try ops with; lerp has a formula for each
-_INFINITE = (float("inf"), float("-inf"))
+_PARAMETERS = ("alpha", "value")  # of which 1 has a formula of its own
+_ELEMENTS = 1 << 16  # of a result that the op puts beside where it belongs
 
 
 @torch.no_grad()
-def elementwise_as_torch(
-    op: str,
-    outs: Sequence[Operand],
-    columns: Sequence[Sequence[Column]],
-    places: Sequence[Place] | None = None,
+def run_as_torch(
+    func: Any, given: Given, out: Operand | None = None, place: Place | None = None
 ) -> None:
-    """outs[i] = op(columns[0][i], columns[1][i], ...) on a CPU, bit for bit what PyTorch gives for
-    whole contiguous tensors with as many threads as it has now.
+    """``out = func(**given)``, or what ``func`` writes to its first argument, bit for bit what
+    PyTorch gives for whole contiguous tensors (on a CPU: with as many threads as it has now).
 
-    op : a name in `elementwise_ops.OPS`.
-    outs : operands; one may be an input too, if it is the very same elements.
-    columns : operands as long as their outs, numbers, or 0-dim tensors, of dtypes that PyTorch's op
-        takes; float tensors' results are cast to their outs.
-    places : where each out lies in its tensor; None: each is a whole one.
+    func : elementwise, an OpOverload of aten. given : all of its arguments; its operands
+        (:func:`operands_of`) are in pages or dense and contiguous, of one length.
+    out : an operand too, of the dtype that ``func`` gives; ``None`` where it works in place.
+    place : where the operands lie in whole tensors, ``None`` if they are whole ones.
+
+    Work of an accelerator is queued on the current stream.
     """
-    for i, out in enumerate(outs):
-        values = [column[i] for column in columns]
-        count = out.numel if isinstance(out, Paged) else out.numel()
-        if count:
-            _one(op, out, values, Place(0, count) if places is None else places[i])
-
-
-def can_be_cut(op: str, out: torch.dtype, values: Sequence[Any], *, reordered: bool) -> bool:
-    """Whether `elementwise_as_torch` gives PyTorch's bits for `op`; if `reordered`, also where
-    PyTorch walks through memory in another order.
-
-    values : tensors or numbers; dtypes and kinds matter only.
-    """
-    if OPS[op].moves:
-        return True
-    block = _block(op, out, _kinds(OPS[op], values))
-    return block == 0 or (block is not None and not reordered)
-
-
-def _one(op: str, out: Operand, values: Sequence[Column], place: Place) -> None:
-    which = [i for i, value in enumerate(values) if _is_operand(value)]
-    block = 0 if OPS[op].moves else _block(op, out.dtype, _kinds(OPS[op], values)) or 0
-    threads = torch.get_num_threads()
-    inputs: list[Any] = list(values)
-    for views in stretches([out, *(values[i] for i in which)]):  # type: ignore[list-item]
+    operands = operands_of(func, given)
+    column = [*([] if out is None else [out]), *operands.values()]
+    block = 0
+    if memory_of(column[0]).device.type == "cpu" and name_of(func) not in MOVES:
+        block = _block(func, _kinds(func, given)) or 0
+    direct = None if out is None else _writing_to_out(func)
+    most = None if out is None or direct is not None else _ELEMENTS
+    for views in stretches(column):
         count = views[0].numel()
-        todo = runs(count, place, block, threads) if block else [Run(0, count, False)]
+        if place is None:
+            numel = column[0].numel if isinstance(column[0], Paged) else column[0].numel()
+            place = Place(0, numel)
+        threads = torch.get_num_threads()
+        todo = runs(count, place, block, threads, most) if block else _pieces(count, most)
         for start, stop, padded in todo:
             parts = [view[start:stop] for view in views]
             used = [_padded(part, block) for part in parts] if padded else parts
-            for i, part in zip(which, used[1:], strict=True):
-                inputs[i] = part
-            _call(op, inputs, used[0])
+            here = _with(func, given, dict(zip(operands, used[-len(operands) :])))
+            if direct is not None:
+                direct(**here, out=used[0])
+            else:
+                made = func(**here)
+                if out is not None:
+                    used[0].copy_(made[0] if _is_of_lists(func) else made)
             if padded:
                 parts[0].copy_(used[0][: stop - start])
         place = place._replace(first=place.first + count)
+
+
+def can_be_cut(func: Any, given: Given, *, reordered: bool) -> bool:
+    """Whether :func:`run_as_torch` gives PyTorch's bits on a CPU; if ``reordered``, also where
+    PyTorch walks through memory in another order. Of tensors only kinds and dtypes matter."""
+    if name_of(func) in MOVES:
+        return True
+    block = _block(func, _kinds(func, given))
+    return block == 0 or (block is not None and not reordered)
+
+
+def result_dtype(func: Any, given: Given) -> torch.dtype:
+    """Of what ``func`` gives. Raises ``RuntimeError`` for what PyTorch refuses."""
+    return _result_dtype(func, _kinds(func, given))
+
+
+@cache
+def name_of(func: Any) -> str:
+    """Of an op of aten, without what says that it is one of lists or works in place."""
+    name: str = func._schema.name.removeprefix("aten::")
+    return name.removeprefix("_foreach_").removesuffix("_")
+
+
+def operands_of(func: Any, given: Given) -> dict[str, Any]:
+    """Its tensors that are read or written element by element; of lists of one the elements."""
+    found: dict[str, Any] = {}
+    for name, value in given.items():
+        if _is_of_lists(func):
+            value = value[0] if isinstance(value, list | tuple) and value else None
+        if isinstance(value, Paged) or (isinstance(value, torch.Tensor) and value.dim()):
+            found[name] = value
+    return found
+
+
+@cache
+def _is_of_lists(func: Any) -> bool:
+    return bool(func._schema.name.startswith("aten::_foreach_"))
+
+
+def _with(func: Any, given: Given, tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    lists = _is_of_lists(func)
+    return {**given, **{name: [x] if lists else x for name, x in tensors.items()}}
+
+
+@cache
+def _writing_to_out(func: Any) -> Any:
+    """The overload with ``out=`` that needs no memory beside it; ``None`` where there is none."""
+    packet = func.overloadpacket
+    mine = [(a.name, str(a.type)) for a in func._schema.arguments]
+    for overload in packet.overloads():
+        form = getattr(packet, overload)
+        arguments = form._schema.arguments
+        rest = [(a.name, str(a.type)) for a in arguments if a.name != "out"]
+        known = torch._C._dispatch_has_kernel_for_dispatch_key
+        if len(rest) < len(arguments) and rest == mine and known(form.name(), "CPU"):
+            return form
+    return None
+
+
+def _pieces(count: int, most: int | None) -> list[Run]:
+    step = count if most is None else most
+    return [Run(start, min(start + step, count), False) for start in range(0, count, step)]
 
 
 def _padded(part: torch.Tensor, block: int) -> torch.Tensor:
@@ -83,75 +140,69 @@ def _padded(part: torch.Tensor, block: int) -> torch.Tensor:
     return whole
 
 
-def _is_operand(value: Any) -> bool:
-    return isinstance(value, Paged) or (isinstance(value, torch.Tensor) and value.dim() > 0)
+# -- what decides how PyTorch computes -------------------------------------------------------------
+class _Kind:
+    """Of an argument. ``OPERAND``, ``CELL`` (a tensor, the same for all elements) and ``NUMBER``
+    have a representative each; others are what they are."""
+
+    OPERAND, CELL, NUMBER, OTHER = range(4)
 
 
-Kinds = tuple[torch.dtype | str, ...]
+Kinds = tuple[tuple[str, int, Any], ...]
 
 
-def _kinds(op: Op, values: Sequence[Any]) -> Kinds:
-    """What decides how PyTorch computes: an operand's dtype, "cell <dtype>", "number" or "one"."""
-    found: list[torch.dtype | str] = []
-    for i, value in enumerate(values):
-        parameter = i >= len(op.inputs) - op.parameters
-        if _is_operand(value):
-            found.append(value.dtype)
+def _kinds(func: Any, given: Given) -> Kinds:
+    operands = operands_of(func, given)
+    found: list[tuple[str, int, Any]] = []
+    for name, value in given.items():
+        if name in operands:
+            found.append((name, _Kind.OPERAND, operands[name].dtype))
         elif isinstance(value, torch.Tensor):
-            found.append(f"cell {value.dtype}")
+            found.append((name, _Kind.CELL, (value.dtype, value.dim())))
+        elif isinstance(value, list | tuple):
+            found.append((name, _Kind.NUMBER, True))
+        elif isinstance(value, int | float) and not isinstance(value, bool):
+            one = name in _PARAMETERS and value == 1
+            found.append((name, _Kind.OTHER, value) if one else (name, _Kind.NUMBER, False))
         else:
-            found.append("one" if parameter and value == 1 else "number")
+            found.append((name, _Kind.OTHER, value))
     return tuple(found)
 
 
+def _sample(func: Any, kinds: Kinds, tensors: Sequence[torch.Tensor], number: float) -> Any:
+    """``func`` of arguments of these kinds, in memory of their own."""
+    given: dict[str, Any] = {}
+    left = iter(tensors)
+    operands = {}
+    for name, kind, value in kinds:
+        if kind == _Kind.OPERAND:
+            operands[name] = next(left).clone()
+        elif kind == _Kind.CELL:
+            dtype, dims = value
+            value = torch.full((1,) * dims, number, dtype=dtype)
+        elif kind == _Kind.NUMBER:
+            value = [number] if value else number
+        given[name] = value
+    result = func(**_with(func, given, operands))
+    if result is None:  # of lists, in place
+        return operands["self"]
+    return result[0] if _is_of_lists(func) else result
+
+
 @cache
-def _block(op: str, out: torch.dtype, kinds: Kinds) -> int | None:
-    """`block_of` the op with such arguments; found out once in a process."""
-    dtypes = [kind for kind in kinds if isinstance(kind, torch.dtype)]
-
-    def sample(tensors: Sequence[torch.Tensor], number: float) -> torch.Tensor:
-        given = iter(tensors)
-        values: list[Any] = []
-        for kind in kinds:
-            if isinstance(kind, torch.dtype):
-                values.append(next(given))
-            elif kind.startswith("cell"):
-                values.append(torch.tensor(number, dtype=getattr(torch, kind.split(".")[1])))
-            else:
-                values.append(1 if kind == "one" else number)
-        result = torch.empty(tensors[0].numel(), dtype=out)
-        _call(op, values, result)
-        return result
-
+def _block(func: Any, kinds: Kinds) -> int | None:
+    """``block_of`` the op with such arguments; found out once in a process."""
+    dtypes = [value for _, kind, value in kinds if kind == _Kind.OPERAND]
     with torch.no_grad():
-        found = [block_of(partial(sample, number=x), dtypes, x * x) for x in _NUMBERS]
+        tries = ((partial(_sample, func, kinds, number=x), x * x) for x in _NUMBERS)
+        found = [block_of(run, dtypes, product) for run, product in tries]
     return None if None in found else max(filter(None, found), default=0)
 
 
-def _call(op: str, values: Sequence[Any], out: torch.Tensor) -> None:
-    """PyTorch's op as its callers reach it: numbers stay numbers where it takes them."""
-    if op == "fill":
-        out.fill_(values[0])
-    elif op == "copy":
-        out.copy_(values[0])
-    elif op == "clamp":
-        _clamp(values[0], values[1], values[2], out)
-    else:
-        given = list(values)
-        tensors = {"maximum": 2, "minimum": 2, "where": 3}.get(op, 1)
-        for i, value in enumerate(given[:tensors]):
-            if not isinstance(value, torch.Tensor):
-                given[i] = torch.tensor(value, dtype=torch.float64)  # as PyTorch wraps a number
-        OPS[op].torch(*given, out=out)
-
-
-def _clamp(x: torch.Tensor, low: Any, high: Any, out: torch.Tensor) -> None:
-    if isinstance(high, float) and high in _INFINITE and high > 0:
-        torch.clamp_min(x, low, out=out)
-    elif isinstance(low, float) and low in _INFINITE and low < 0:
-        torch.clamp_max(x, high, out=out)
-    elif isinstance(low, torch.Tensor) == isinstance(high, torch.Tensor):
-        torch.clamp(x, low, high, out=out)
-    else:
-        bounds = [torch.as_tensor(bound, dtype=x.dtype) for bound in (low, high)]
-        torch.clamp(x, bounds[0], bounds[1], out=out)
+@cache
+def _result_dtype(func: Any, kinds: Kinds) -> torch.dtype:
+    dtypes = [value for _, kind, value in kinds if kind == _Kind.OPERAND]
+    with torch.no_grad():
+        tensors = [torch.ones(1, dtype=dtype) for dtype in dtypes]
+        dtype: torch.dtype = _sample(func, kinds, tensors, _NUMBERS[0]).dtype
+    return dtype

@@ -53,10 +53,13 @@ def chunk_elements(numel: int, threads: int) -> int:
     return -(-numel // min(threads, -(-numel // GRAIN)))
 
 
-def runs(count: int, place: Place, block: int, threads: int) -> Iterator[Run]:
+def runs(
+    count: int, place: Place, block: int, threads: int, most: int | None = None
+) -> Iterator[Run]:
     """All of a part of ``count`` elements, each element body or tail as in an op on the whole.
 
-    block : elements that are computed together, :func:`block_of`.
+    block : elements that are computed together, :func:`block_of`. most : elements of a run, if not
+    any number.
     """
     step = chunk_elements(place.numel, threads)
     end = place.first + count
@@ -65,26 +68,26 @@ def runs(count: int, place: Place, block: int, threads: int) -> Iterator[Run]:
         tail = high - (high - low) % block
         start, stop = max(low, place.first) - place.first, min(tail, end) - place.first
         if start < stop:
-            yield from _body(start, stop, block, threads)
+            yield from _body(start, stop, block, threads, most)
         start, stop = max(tail, place.first) - place.first, min(high, end) - place.first
         if start < stop:
             yield Run(start, stop, False)
 
 
-def _body(start: int, stop: int, block: int, threads: int) -> Iterator[Run]:
-    for size in even_runs(stop - start, block, threads):
+def _body(start: int, stop: int, block: int, threads: int, most: int | None) -> Iterator[Run]:
+    for size in even_runs(stop - start, block, threads, most):
         yield Run(start, start + size, False)
         start += size
     if start < stop:
         yield Run(start, stop, True)
 
 
-def even_runs(count: int, block: int, threads: int) -> Iterator[int]:
-    """Numbers of elements, all but fewer than a block of ``count``, that PyTorch cuts into chunks
-    of whole blocks only, so that an op on so many has no tail."""
+def even_runs(count: int, block: int, threads: int, most: int | None = None) -> Iterator[int]:
+    """Numbers of elements, all but fewer than a block of ``count`` and ``most`` each, that PyTorch
+    cuts into chunks of whole blocks only, so that an op on so many has no tail."""
     count -= count % block
     while count:
-        size = count
+        size = min(count, most or count)
         workers = _workers(size, threads)
         size -= size % (workers * block)
         if _workers(size, threads) != workers or not size:

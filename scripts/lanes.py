@@ -35,7 +35,6 @@ ELSEWHERE = "not interpreter and not aot and not gpu and not simulated"  # the o
 NUMERIC = (
     "tests/kernels/test_adam.py",
     "tests/kernels/test_as_torch.py",
-    "tests/kernels/test_elementwise.py",
     "tests/kernels/test_quantize.py",
     "tests/kernels/test_sgd.py",
     *(

@@ -61,6 +61,7 @@ from .paged_optimizer import PagedOptimizer, Progress
 if TYPE_CHECKING:
     from ..core import Core
 
+aten = torch.ops.aten
 P = ParamSpec("P")
 R = TypeVar("R")
 SUPPORTED: tuple[type, ...] = (torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD)
@@ -132,15 +133,15 @@ def _is_torchs(paged: PagedOptimizer, group: dict[str, Any]) -> bool:
 def _cut_anywhere(dtype: torch.dtype) -> bool:
     """Whether the ops of an update have the same bits wherever they are cut on this CPU."""
     x = torch.empty(1, dtype=dtype)
-    ops: dict[str, list[Any]] = {
-        "add": [x, x, 0.1],
-        "lerp": [x, x, 0.1],
-        "addcmul": [x, x, x, 0.1],
-        "addcdiv": [x, x, x, 0.1],
-        "sqrt": [x],
-        "div": [x, 0.1],
+    ops: dict[Any, dict[str, Any]] = {
+        aten.add_.Tensor: {"self": x, "other": x, "alpha": 0.1},
+        aten.lerp_.Scalar: {"self": x, "end": x, "weight": 0.1},
+        aten.addcmul_.default: {"self": x, "tensor1": x, "tensor2": x, "value": 0.1},
+        aten.addcdiv_.default: {"self": x, "tensor1": x, "tensor2": x, "value": 0.1},
+        aten.sqrt_.default: {"self": x},
+        aten.div_.Tensor: {"self": x, "other": 0.1},
     }
-    return all(can_be_cut(op, dtype, values, reordered=True) for op, values in ops.items())
+    return all(can_be_cut(op, given, reordered=True) for op, given in ops.items())
 
 
 def _known_states(

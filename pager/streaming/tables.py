@@ -28,6 +28,7 @@ import numpy.typing as npt
 import torch
 from torch.autograd import forward_ad
 
+from ...kernels.as_torch import run_as_torch
 from ...kernels.cpu_split import Place
 from ...kernels.fill import fill_pages
 from ...kernels.launch import upload
@@ -38,7 +39,6 @@ from ..budget.fits import fits
 from ..core import PagedStorage
 from ..tensor.dispatcher import serve_call, serve_op
 from ..tensor.operands import begin_of, operand, slabs
-from ..tensor.page_ops import elementwise_op
 from ..tensor.paged_tensor import PagedTensor, blank
 from ..tensor.slabs import TABLE_SHARE, fair_share, pages_of, stream
 from .rows import Matrix
@@ -257,24 +257,29 @@ def add_gradients(one: torch.Tensor, other: torch.Tensor, alpha: Any) -> Any:
             tensor._storage.pager is not gradient._storage.pager or begin_of(tensor)
         ):
             return NotImplemented
-    return _in_new_pages("add", gradient, [one, other], alpha)
+    return _in_new_pages(gradient, one, other, alpha)
 
 
 def copy_gradient(gradient: PagedTensor) -> PagedTensor:
     """In new pages."""
-    return _in_new_pages("copy", gradient, [gradient])
+    return _in_new_pages(gradient, gradient)
 
 
 def _in_new_pages(
-    op: str, like: PagedTensor, tensors: list[torch.Tensor], *numbers: Any
+    like: PagedTensor, one: torch.Tensor, other: torch.Tensor | None = None, alpha: Any = 1
 ) -> PagedTensor:
-    """op(*tensors, *numbers), slab by slab."""
+    """``one``, or ``one + alpha * other``, slab by slab."""
     result = new_gradient(like)
-    write = [True, *[False] * len(tensors)]
-    for slab in slabs(result._storage.pager, [result, *tensors], write=write):
-        out, *given = slab.operands
-        columns = [[value] for value in (*given, *numbers)]
-        elementwise_op(op, out, columns, Place(slab.start, result.numel()))  # type: ignore[arg-type]
+    tensors = [result, one] if other is None else [result, one, other]
+    write = [tensor is result for tensor in tensors]
+    for slab in slabs(result._storage.pager, tensors, write=write):
+        place = Place(slab.start, result.numel())
+        out, source, *more = slab.operands
+        if other is None:
+            run_as_torch(aten.copy_.default, {"self": out, "src": source}, None, place)
+        else:
+            given = {"self": source, "other": more[0], "alpha": alpha}
+            run_as_torch(aten.add.Tensor, given, out, place)  # type: ignore[arg-type]
     return result
 
 

@@ -1,136 +1,95 @@
-"""Which aten ops the elementwise page kernels do, and when.
+"""Which elementwise ops of aten run on pages, and when.
 
 An op on pages in scattered frames would cost a dense copy of every operand, written back after it.
-Those below run on the pages as they are: one kernel reads and writes through the page table
-(``kernels/elementwise.py``), which also serves operands larger than the arena, a slab at a time.
+Those below run on the pages as they are: PyTorch's own op on a stretch of pages after the other,
+cut such that each element has the bits that it has in one op on all (``kernels/as_torch.py``). So
+do operands larger than the arena, a slab at a time.
 
-On a CPU that kernel is PyTorch's own op on a stretch of pages after the other, cut such that each
-element has the bits that it has in one op on all (``kernels/as_torch.py``).
-
-Only calls that a kernel does exactly as PyTorch are matched: operands of one shape, in one memory
-order, that begin with their pages, beside numbers and tensors without dimensions; floating-point
-dtypes that promote as the kernels compute. Everything else is ``None``, and takes the way over
-dense copies.
+Only calls that may be cut are matched: operands of one shape, in one memory order, that begin with
+their pages, beside numbers and tensors without dimensions. Everything else is ``None``, and takes
+the way over dense copies.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
-from ...kernels.as_torch import can_be_cut, elementwise_as_torch
+from ...kernels.as_torch import can_be_cut, name_of, operands_of, result_dtype, run_as_torch
 from ...kernels.cpu_split import Place
-from ...kernels.elementwise import elementwise
-from ...kernels.elementwise_ops import OPS
-from ...kernels.pieces import Operand, memory_of
+from ...kernels.pieces import Operand
 from .paged_tensor import PagedTensor, plain_copy
 
+aten = torch.ops.aten
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-_HALVES = (torch.float16, torch.bfloat16)
 _INTEGERS = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 _PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
-_SAME_DTYPE = ("addcmul", "addcdiv", "lerp", "clamp", "where")  # other mixtures: torch's own rules
+_COPIES = (aten.clone.default, aten._to_copy.default)
 
-Value = torch.Tensor | int | float
-
-_WITH_LISTS = "other|scalar|scalars"
-
-# Ops of aten that are named as the kernels' are take their inputs in the order of the schema.
-# Others, without "_foreach_" and "_": the op of the kernels, and for each of its inputs the names
-# that the argument has in aten's schemas (None: there is none, the op's default holds).
-_OTHERWISE: dict[str, tuple[str, tuple[str | None, ...]]] = {
-    "zero": ("fill", ()),
-    "fill": ("fill", ("value",)),
-    "copy": ("copy", ("src",)),
-    "clone": ("copy", ("self",)),
-    "_to_copy": ("copy", ("self",)),
-    "rsub": ("sub", (_WITH_LISTS, "self", "alpha")),
-    "clamp_min": ("clamp", ("self", f"min|{_WITH_LISTS}", None)),
-    "clamp_max": ("clamp", ("self", None, f"max|{_WITH_LISTS}")),
-}
-_OVERLOADS = ("", "Tensor", "Scalar", "ScalarList", "List", "self")
-_NO_MATTER = ("non_blocking", "memory_format", "dtype", "layout", "device", "pin_memory")
-
-
-class Form(NamedTuple):
-    """How an overload's arguments become inputs of a kernel's op.
-
-    inputs : name of the argument for each input; ``None`` for the op's own default.
-    writes : it is in place: the result goes to ``self``.
-    lists : ``_foreach_*``.
-    """
-
-    op: str
-    inputs: tuple[str | None, ...]
-    writes: bool
-    lists: bool
+# What is tried out before an op is cut (``can_be_cut``) stands for all values that these take.
+_ARITHMETIC = frozenset(
+    {
+        "add", "sub", "rsub", "mul", "div", "addcmul", "addcdiv", "lerp",
+        "sqrt", "rsqrt", "reciprocal", "neg", "abs", "sign",
+        "maximum", "minimum", "clamp", "clamp_min", "clamp_max", "where",
+    }
+)  # fmt: skip
 
 
 @dataclass(frozen=True, eq=False)
 class Elementwise:
-    """One op of the kernels: ``target = op(*inputs)``, in any memory order that all share.
+    """A call of an op. In place: ``target`` is the first argument; else new memory, undefined.
 
-    inputs : tensors like the target, tensors without dimensions, numbers.
+    given : arguments by name. names : of those that are like the target, beside it if in place.
     result : what torch's op gives back.
     """
 
-    op: str
+    func: Any
+    given: dict[str, Any]
     target: torch.Tensor
-    inputs: tuple[Value, ...]
+    in_place: bool
+    names: tuple[str, ...]
+    others: tuple[torch.Tensor, ...]
     result: Any
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
         """All that have dimensions; the first one is written."""
-        return (self.target, *(v for v in self.inputs if isinstance(v, torch.Tensor) and v.dim()))
+        return (self.target, *self.others)
 
     def run(self, operands: Sequence[Operand], place: Place | None = None) -> None:
         """On these of ``tensors``, which are parts at ``place`` or all of them."""
         out, *others = operands
-        rest = iter(others)
-        columns = [[next(rest) if is_operand(v) else v] for v in self.inputs]
-        elementwise_op(self.op, out, columns, place)
+        there: dict[str, Any] = dict(zip(self.names, others))
+        if self.in_place:
+            there["self"] = out
+        given = {k: _like(v, there[k]) if k in there else v for k, v in self.given.items()}
+        run_as_torch(self.func, given, None if self.in_place else out, place)
 
 
-def elementwise_op(
-    op: str, out: Operand, columns: Sequence[Any], place: Place | None = None
-) -> None:
-    """out = op(columns[0][0], ...) on what is on the device: torch's own op on a CPU, else the
-    kernel's. ``place``: of an out that is a part of a tensor."""
-    if memory_of(out).device.type == "cpu":
-        elementwise_as_torch(op, [out], columns, None if place is None else [place])
-    else:
-        elementwise(op, [out], *columns)
+def _like(given: Any, operand: Operand) -> Any:
+    return [operand] if isinstance(given, list | tuple) else operand
 
 
 @cache
-def form_of(func: Any) -> Form | None:
-    """``None`` for what is no op of the kernels."""
+def _is_served(func: Any) -> bool:
     if not isinstance(func, torch._ops.OpOverload) or func.namespace != "aten":
-        return None
-    schema = func._schema
-    name = schema.name.removeprefix("aten::")
-    lists = name.startswith("_foreach_")
-    name = name.removeprefix("_foreach_")
-    op, labels = _OTHERWISE.get(name.removesuffix("_"), (name.removesuffix("_"), None))
-    if op not in OPS or schema.overload_name not in _OVERLOADS:
-        return None
-    names = [argument.name for argument in schema.arguments]
-    inputs: tuple[str | None, ...]
-    if labels is None:
-        inputs = tuple(n for n in names if n not in _NO_MATTER)[: len(OPS[op].inputs)]
-    else:
-        inputs = tuple(
-            next((n for n in (label or "").split("|") if n in names), None) for label in labels
-        )
-    if any(n not in inputs and n not in _NO_MATTER for n in names[1:]):
-        return None
-    return Form(op, inputs, name.endswith("_"), lists)
+        return False
+    if any(a.is_out or a.name == "rounding_mode" for a in func._schema.arguments):
+        return False
+    name = name_of(func)
+    moves = name in ("zero", "fill", "copy") and _writes(func)
+    return name in _ARITHMETIC or func in _COPIES or moves
+
+
+@cache
+def _writes(func: Any) -> bool:
+    alias = func._schema.arguments[0].alias_info
+    return alias is not None and bool(alias.is_write)
 
 
 @cache
@@ -144,74 +103,69 @@ def bind(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, An
     return {**known, **dict(zip(known, args)), **kwargs}
 
 
-def _element(value: Any) -> Any:
-    """What the only element of a list op takes of an argument."""
-    if isinstance(value, list | tuple):
-        return value[0]
-    if isinstance(value, torch.Tensor) and value.dim() == 1:  # scalars of addcmul and addcdiv
-        return value[0].item()
-    return value
-
-
-def elementwise_call(
-    func: Any, args: Sequence[Any], kwargs: dict[str, Any], *, exact: bool = True
-) -> Elementwise | None:
+def elementwise_call(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Elementwise | None:
     """A call (of a list op: with lists of one element), ready to run; the memory of a new result is
-    there, undefined. ``None`` where the kernels may differ from PyTorch.
-
-    ``exact=False``: on a device a half may be rounded once where PyTorch does a scalar operand
-    before, and bytes of a bool that are not 0 or 1 are copied as they are.
-    """
-    form = form_of(func)
-    if form is None:
+    there, undefined. ``None`` where parts of it may differ from the whole."""
+    if not _is_served(func):
         return None
     given = bind(func, args, kwargs)
-    if form.lists:
-        if any(isinstance(v, list | tuple) and len(v) != 1 for v in given.values()):
+    in_place, lists = _writes(func), func._schema.name.startswith("aten::_foreach_")
+    tensors: dict[str, Any] = operands_of(func, given)
+    for name, value in given.items():
+        if isinstance(value, list | tuple) and (
+            len(value) != 1 or (isinstance(value[0], torch.Tensor) and name not in tensors)
+        ):
             return None
-        given = {name: _element(value) for name, value in given.items()}
-    if form.op == "copy" and not form.writes and not _copies_as_it_is(given):
+    target = tensors.get("self") if in_place else None
+    lead = common_order([*tensors.values()], target)
+    if lead is None or (in_place and target is None):
         return None
-    target = given["self"] if form.writes else None
-    inputs = [None if name is None else given[name] for name in form.inputs] or [0]
-    if form.op == "clamp" and inputs[1] is None and inputs[2] is None:
-        return None  # torch refuses it
-    inputs = _with_defaults(form.op, inputs)
-    if not all(isinstance(v, int | float | torch.Tensor) for v in inputs):
-        return None
-    lead = common_order([v for v in (target, *inputs) if is_operand(v)], target)
-    if lead is None or (target is not None and not is_operand(target)):
-        return None
-    dtype = _result_dtype(form.op, target, inputs, given.get("dtype"), exact=exact)
-    if dtype is None or any(is_cell(v) and not _is_near(v, lead) for v in inputs):
-        return None
-    if exact and form.op == "copy" and dtype is torch.bool:
-        return None  # PyTorch makes 1 of any true byte; kernels move bytes
-    if not _has_torchs_bits(form.op, dtype, inputs, lead):
+    for name, value in given.items():
+        if isinstance(value, torch.Tensor) and name not in tensors:
+            if not _is_near(value, lead):
+                return None
+            given[name] = plain_copy(value) if type(value) is PagedTensor else value
+    if func in _COPIES:
+        if not _copies_as_it_is(given):
+            return None
+        dtype = given.get("dtype") or lead.dtype
+        target = torch.empty_strided(lead.size(), lead.stride(), dtype=dtype, device=lead.device)
+        func, in_place = aten.copy_.default, True
+        given = {"self": target, "src": given["self"], "non_blocking": False}
+        tensors = {"self": target, "src": tensors["self"]}
+    if not _has_torchs_bits(func, given, tensors, lead):
         return None
     if target is None:
+        dtype = result_dtype(func, given)
         target = torch.empty_strided(lead.size(), lead.stride(), dtype=dtype, device=lead.device)
-    result = target if not form.lists else None if form.writes else [target]
-    return Elementwise(form.op, target, tuple(_beside(lead, v) for v in inputs), result)
+    result = target if not lists else None if in_place else [target]
+    names = tuple(name for name in tensors if not (in_place and name == "self"))
+    others = tuple(_beside(lead, tensors[name]) for name in names)
+    return Elementwise(func, given, target, in_place, names, others, result)
 
 
-def _has_torchs_bits(op: str, out: torch.dtype, inputs: Sequence[Any], lead: torch.Tensor) -> bool:
-    """Whether torch's op gives on parts of what is like ``lead`` what it gives on the whole."""
-    if lead.device.type != "cpu":
-        return True
-    reordered = any(v.stride() != lead.stride() for v in inputs if is_operand(v))
-    return can_be_cut(op, out, inputs, reordered=reordered)
-
-
-def _with_defaults(op: str, inputs: Sequence[Any]) -> list[Any]:
-    """Every input given, those that torch leaves out too."""
-    wanted = OPS[op]
-    required = len(wanted.inputs) - len(wanted.defaults)
-    filled = [*inputs, *[None] * (len(wanted.inputs) - len(inputs))]
-    return [
-        wanted.defaults[i - required] if value is None and i >= required else value
-        for i, value in enumerate(filled)
-    ]
+def _has_torchs_bits(
+    func: Any, given: dict[str, Any], tensors: dict[str, torch.Tensor], lead: torch.Tensor
+) -> bool:
+    """Whether ``func`` gives on parts of what is like ``lead`` what it gives on the whole."""
+    name, target = name_of(func), tensors.get("self")
+    dtypes = [tensor.dtype for key, tensor in tensors.items() if key != "condition"]
+    if name == "copy":
+        return _converts(tensors["src"].dtype, dtypes[0])
+    if name in ("zero", "fill"):
+        return target is not None and target.dtype in (*FLOATS, *_INTEGERS)
+    condition = tensors.get("condition", given.get("condition"))
+    if condition is not None and condition.dtype is not torch.bool:
+        return False
+    if not dtypes or not all(dtype in FLOATS for dtype in dtypes):
+        return False
+    reordered = any(tensor.stride() != lead.stride() for tensor in tensors.values())
+    try:
+        if result_dtype(func, given) not in FLOATS:
+            return False
+        return lead.device.type != "cpu" or can_be_cut(func, given, reordered=reordered)
+    except (RuntimeError, TypeError):  # PyTorch refuses it, and says why when it gets it whole
+        return False
 
 
 def _copies_as_it_is(asked: dict[str, Any]) -> bool:
@@ -226,17 +180,14 @@ def _copies_as_it_is(asked: dict[str, Any]) -> bool:
     )
 
 
+def _converts(source: torch.dtype, target: torch.dtype) -> bool:
+    """Whether conversion is the same for each element, whatever it is beside."""
+    if source is target:
+        return source in (*FLOATS, *_INTEGERS)
+    return target in FLOATS and source in (*FLOATS, *_INTEGERS)
+
+
 # -- geometry --------------------------------------------------------------------------------------
-def is_operand(value: Any) -> bool:
-    """Whether it is a tensor that is read element by element, in step with others."""
-    return isinstance(value, torch.Tensor) and value.dim() > 0
-
-
-def is_cell(value: Any) -> bool:
-    """Whether it is a tensor without dimensions, the same for all elements."""
-    return isinstance(value, torch.Tensor) and value.dim() == 0
-
-
 def _is_near(cell: torch.Tensor, lead: PagedTensor) -> bool:
     """Whether kernels can read ``cell`` beside ``lead``."""
     known = type(cell) in (*_PLAIN_TYPES, PagedTensor) and not cell.is_neg()
@@ -290,76 +241,9 @@ def _overlap(tensor: torch.Tensor, target: torch.Tensor) -> bool:
     )
 
 
-def _beside(lead: PagedTensor, value: Any) -> Value:
-    """An operand in the memory order of the paged one, and what is no operand outside of pages."""
-    if not is_operand(value):
-        return plain_copy(value) if type(value) is PagedTensor else value
-    if value.stride() == lead.stride():
-        return value  # type: ignore[no-any-return]
-    twin = torch.empty_strided(lead.size(), lead.stride(), dtype=value.dtype, device=value.device)
-    return twin.copy_(value)
-
-
-# -- dtypes ----------------------------------------------------------------------------------------
-def _result_dtype(
-    op: str,
-    target: torch.Tensor | None,
-    inputs: Sequence[Any],
-    asked: torch.dtype | None,
-    *,
-    exact: bool,
-) -> torch.dtype | None:
-    """Of ``op``'s result, written to ``target`` or new; ``None`` where torch computes in other
-    dtypes than the kernels, or refuses. ``asked``: of a new copy; ``exact``: of halves, no rounding
-    of torch's may be left out."""
-    if op == "fill":
-        assert target is not None
-        return target.dtype if _can_hold(target.dtype, inputs[0]) else None
-    if op == "copy":
-        source = inputs[0]
-        wanted = asked or source.dtype if target is None else target.dtype
-        return wanted if is_operand(source) and _converts(source.dtype, wanted) else None
-    if op == "where":
-        condition, *inputs = inputs
-        if not is_operand(condition) or condition.dtype is not torch.bool:
-            return None
-    dtypes = {v.dtype for v in (target, *inputs) if is_operand(v)}
-    if not dtypes or not all(dtype in FLOATS for dtype in dtypes):
-        return None
-    result = None
-    for dtype in dtypes:
-        result = dtype if result is None else torch.promote_types(result, dtype)
-    same = op in _SAME_DTYPE
-    if same and len(dtypes) > 1:
-        return None
-    for value in inputs:
-        if is_cell(value) and value.dtype is not result and (same or value.dtype not in FLOATS):
-            return None
-    if not any(is_operand(v) for v in inputs):
-        return None
-    # On a device torch rounds to the half within the op, where the kernels round the result only.
-    on_cpu = any(is_operand(v) and v.device.type == "cpu" for v in inputs)
-    other = any(is_cell(v) and v.dtype is not result for v in inputs)
-    if exact and result in _HALVES and other and not on_cpu:
-        return None
-    return result if target is None else target.dtype
-
-
-def _converts(source: torch.dtype, target: torch.dtype) -> bool:
-    if source is target:
-        return not source.is_complex and source.itemsize in (1, 2, 4, 8)
-    return target in FLOATS and source in (*FLOATS, *_INTEGERS)
-
-
-def _can_hold(dtype: torch.dtype, value: Any) -> bool:
-    """Whether filling with ``value`` is exact, or rounds as torch does."""
-    if isinstance(value, torch.Tensor):
-        return dtype in FLOATS and value.dtype in FLOATS and is_cell(value)
-    if dtype in FLOATS:
-        limit = torch.finfo(dtype).max
-        return not math.isfinite(value) or abs(value) <= limit  # torch refuses what overflows
-    if dtype is torch.bool:
-        return value in (0, 1)
-    if dtype not in _INTEGERS or not isinstance(value, int):
-        return False
-    return torch.iinfo(dtype).min <= value <= torch.iinfo(dtype).max
+def _beside(lead: PagedTensor, tensor: torch.Tensor) -> torch.Tensor:
+    """An operand in the memory order of the paged one."""
+    if tensor.stride() == lead.stride():
+        return tensor
+    twin = torch.empty_strided(lead.size(), lead.stride(), dtype=tensor.dtype, device=tensor.device)
+    return twin.copy_(tensor)

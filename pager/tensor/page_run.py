@@ -3,28 +3,28 @@
 ::
 
     operands pinned, all consecutive      dense views        dense_run.py, as ever
-    operands pinned, some scattered       ``run_on_pages``   one launch, no copies
-    more operands than the arena holds    ``run_in_slabs``   a launch per slab, reading ahead
+    operands pinned, some scattered       ``run_on_pages``   a stretch of frames after the other
+    more operands than the arena holds    ``run_in_slabs``   the same, slab by slab, reading ahead
 
 ``NotImplemented`` from these means that nothing was done, and that the op needs dense operands.
 
 Elementwise ops (``page_ops.py``) have PyTorch's bits. Sums, means and norms of pages in scattered
-frames differ from torch's on one dense tensor in rounding: ``kernels/reduce.py`` states the bound.
-``amax`` and ``amin`` are exact.
+frames differ from torch's on one dense tensor in rounding: each part is reduced by torch's op to
+float32 (float64 for float64), and these are combined in float64, so that the relative error of a
+norm, and that of a sum against sum |x|, is at most the largest of torch's own on the parts, and a
+rounding. ``amax`` and ``amin`` are exact.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ...kernels.cpu_split import Place
-from ...kernels.pieces import Operand, Paged, stretches
-from ...kernels.reduce import reduce
-from ...kernels.unscale import non_finite_check_and_unscale
+from ...kernels.pieces import Operand, stretches
 from ..budget.fits import fits, frames_anyway
 from ..memory.space import Extent
 from .operands import operand, slabs
@@ -62,6 +62,7 @@ _FUNCTIONS: dict[Any, tuple[tuple[str, ...], tuple[Any, ...]]] = {
     ),
 }
 _LISTS = (aten._foreach_norm.Scalar, aten._foreach_max.default)
+_AT_ONCE = 1 << 20  # elements, of which a reduction may make a copy in another dtype
 _UNSCALE = aten._amp_foreach_non_finite_check_and_unscale_.default
 # In place, element by element in memory order, each by itself; see `_fill_in_slabs`.
 _BY_STRETCH = (aten.normal_.default, aten.uniform_.default, aten.erfinv_.default)
@@ -69,8 +70,8 @@ _BY_STRETCH = (aten.normal_.default, aten.uniform_.default, aten.erfinv_.default
 
 @dataclass(eq=False)
 class Reduction:
-    """``tensor`` to one number; see ``kernels.reduce``. ``dtype``: of the result. ``in_list``: that
-    is a list of one."""
+    """``tensor`` to one number. ``how``: "sum", "mean", "norm" of order ``p``, "amax" or "amin".
+    ``dtype``: of the result. ``in_list``: that is a list of one."""
 
     how: str
     tensor: PagedTensor
@@ -85,11 +86,23 @@ class Reduction:
         return (self.tensor,)
 
     def run(self, operands: Sequence[Operand], place: Place | None = None) -> None:
-        if place is None:
-            self.value = reduce(operands, self.how, self.p, self.dtype)[0]
+        if place is not None:
+            # Page by page: what is in frames side by side would be reduced as one, and the result
+            # depend on where the pages are.
+            how = "sum" if self.how == "mean" else self.how
+            step = self.tensor._storage.pager.page_size // self.tensor.dtype.itemsize
+            for (view,) in stretches(operands):
+                self.parts += [_reduced(x, how, self.p, torch.float64) for x in view.split(step)]
             return
+        views = [view for (view,) in stretches(operands)]
+        if len(views) == 1:
+            wanted = None if self.dtype is self.tensor.dtype else self.dtype
+            self.value = _reduced(views[0], self.how, self.p, wanted)
+            return
+        wide = torch.promote_types(self.tensor.dtype, torch.float32)
         how = "sum" if self.how == "mean" else self.how
-        self.parts += reduce(_page_by_page(operands[0]), how, self.p, torch.float64).unbind()
+        parts = (part for view in views for part in view.split(_AT_ONCE))
+        self.parts = [_reduced(part, how, self.p, wide).double() for part in parts]
 
     @property
     def result(self) -> Any:
@@ -97,7 +110,7 @@ class Reduction:
         return [value] if self.in_list else value
 
     def _joined(self) -> torch.Tensor:
-        """From the parts, in the order of the pages."""
+        """From the parts, in their order."""
         values = torch.stack(self.parts)
         if self.how in ("amax", "amin"):
             value = values.amax() if self.how == "amax" else values.amin()
@@ -124,21 +137,20 @@ class Unscale:
         return (self.tensor,)
 
     def run(self, operands: Sequence[Operand], place: Place | None = None) -> None:
-        non_finite_check_and_unscale(operands, self.found_inf, self.inv_scale)
+        views = [view for (view,) in stretches(operands)]
+        _UNSCALE(views, self.found_inf, self.inv_scale)
 
 
 Call = Elementwise | Reduction | Unscale
 
 
-def call_of(
-    func: Any, args: Sequence[Any], kwargs: dict[str, Any], *, exact: bool = True
-) -> Call | None:
-    """What the kernels would do for an op (of a list op: with lists of one element)."""
+def call_of(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Call | None:
+    """How an op runs on pages (of a list op: with lists of one element)."""
     if func is _UNSCALE:
         return _unscale_of(args, kwargs)
     if func in _HOW or func in _FUNCTIONS:
         return _reduction_of(func, args, kwargs)
-    return elementwise_call(func, args, kwargs, exact=exact)
+    return elementwise_call(func, args, kwargs)
 
 
 def _is_float(tensor: Any) -> bool:
@@ -229,12 +241,9 @@ def run_in_slabs(pager: Core, func: Any, args: Sequence[Any], kwargs: dict[str, 
         if func in _BY_STRETCH:
             return _fill_in_slabs(pager, func, args, kwargs)
         call = call_of(func, args, kwargs)
-        exact = call is not None and not isinstance(call, Reduction)
-        if call is None:
-            call = call_of(func, args, kwargs, exact=False)
         if call is None or any(_begins_amid(tensor) for tensor in call.tensors):
             return NotImplemented
-        if not exact:
+        if isinstance(call, Reduction):
             if _has_to_be_whole(pager, call.tensors):
                 return NotImplemented
             for tensor in call.tensors:  # stats()["streamed"] names them
@@ -250,18 +259,14 @@ def run_in_slabs(pager: Core, func: Any, args: Sequence[Any], kwargs: dict[str, 
         return call.result
 
 
-def _page_by_page(operand: Operand) -> list[Operand]:
-    """One operand for each page: what is in frames side by side would be reduced as one, and the
-    result depend on where the pages are."""
-    if not isinstance(operand, Paged):
-        return [operand]
-    step = operand.page_bytes // operand.dtype.itemsize
-    return [
-        replace(
-            operand, frames=operand.frames[i : i + 1], numel=min(step, operand.numel - i * step)
-        )
-        for i in range(len(operand.frames))
-    ]
+def _reduced(x: torch.Tensor, how: str, p: float, dtype: torch.dtype | None) -> torch.Tensor:
+    if how == "norm":
+        norm: torch.Tensor = torch.linalg.vector_norm(x, p, dtype=dtype)
+        return norm
+    if how in ("amax", "amin"):
+        value = x.amax() if how == "amax" else x.amin()
+        return value if dtype is None else value.to(dtype)
+    return x.sum(dtype=dtype) if how == "sum" else x.mean(dtype=dtype)
 
 
 def _fill_in_slabs(pager: Core, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:

@@ -1,20 +1,16 @@
-"""Cases that pass once over elements: elementwise ops, reductions, unscaling, softmax, 8 bits."""
+"""Cases that pass once over elements: softmax, 8 bits."""
 
 from __future__ import annotations
 
-import numpy as np
 import torch
 from torch.nn import functional as F
 
-from tensorpager.kernels.combine import combine
-from tensorpager.kernels.elementwise import elementwise
 from tensorpager.kernels.quantize import (
     dequantize,
     dequantize_reference,
     quantize,
     quantize_reference,
 )
-from tensorpager.kernels.reduce import reduce
 from tensorpager.kernels.softmax_slabs import (
     gradient_factors,
     loss_of,
@@ -23,122 +19,9 @@ from tensorpager.kernels.softmax_slabs import (
     softmax_update,
     softmax_update_reference,
 )
-from tensorpager.kernels.unscale import non_finite_check_and_unscale
 
 from .case import Case, Job, Setting, Work, close, rounding, same
 from .pages import BlockwisePages, Pages
-
-LIST = 16  # tensors in a list
-RANGES = 16
-UNIT = 2.0**-24
-REDUCED_ERROR = 64 * UNIT  # `reduce` allows 48, and the result is rounded
-
-
-def _add(setting: Setting) -> Job:
-    x = setting.randn(setting.elements(torch.float32))
-    y, out = x.flip(0), torch.zeros_like(x)
-    paged = [Pages(values, setting.page_bytes, seed) for seed, values in enumerate((x, y, out))]
-    operands = [one.paged for one in paged]
-    return Job(
-        run=lambda: elementwise("add", [operands[2]], [operands[0]], [operands[1]]),
-        peer=lambda: torch.add(x, y, out=out),
-        compare=lambda: same("sums", paged[2].read(), out),
-        work=Work(3 * x.nbytes),
-    )
-
-
-def _convert(setting: Setting) -> Job:
-    x = setting.randn(setting.elements(torch.float32))
-    out = torch.zeros_like(x, dtype=torch.bfloat16)
-    source, target = Pages(x, setting.page_bytes), Pages(out, setting.page_bytes, 1)
-    return Job(
-        run=lambda: elementwise("copy", [target.paged], [source.paged]),
-        peer=lambda: out.copy_(x),
-        compare=lambda: same("copies", target.read(), out),
-        work=Work(x.nbytes + out.nbytes),
-    )
-
-
-def _lerp(setting: Setting) -> Job:
-    x = setting.randn(max(LIST, setting.elements(torch.float32)))
-    ends = x.flip(0)
-    values, toward = list(x.chunk(LIST)), list(ends.chunk(LIST))
-    lists = [
-        [Pages(one, setting.page_bytes, seed) for seed, one in enumerate(many)]
-        for many in (values, toward)
-    ]
-    ours, others = ([one.paged for one in many] for many in lists)
-
-    def compare() -> None:
-        for page, dense in zip(lists[0], values, strict=True):
-            # Both round the product and the sum, or fuse them: magnitudes are below 8.
-            close("values", page.read(), dense, rounding(dense, 2, dense.dtype) + 8 * 4 * UNIT)
-
-    return Job(
-        run=lambda: elementwise("lerp", ours, ours, others, 0.25),
-        peer=lambda: torch._foreach_lerp_(values, toward, 0.25),
-        compare=compare,
-        work=Work(3 * x.nbytes),
-    )
-
-
-def _unscale(setting: Setting) -> Job:
-    dense = setting.randn(setting.elements(torch.float32))
-    pages = Pages(dense, setting.page_bytes)
-    inverse = torch.full((1,), -1.0, device=setting.device)  # any number of times
-    found = torch.zeros(2, 1, device=setting.device)
-
-    def compare() -> None:
-        same("gradients", pages.read(), dense)
-        same("found_inf", found[0], found[1])
-
-    return Job(
-        run=lambda: non_finite_check_and_unscale([pages.paged], found[0], inverse),
-        peer=lambda: torch._amp_foreach_non_finite_check_and_unscale_([dense], found[1], inverse),
-        compare=compare,
-        work=Work(2 * dense.nbytes),
-    )
-
-
-def _sum(setting: Setting) -> Job:
-    x = setting.randn(setting.elements(torch.bfloat16), dtype=torch.bfloat16)
-    pages = Pages(x, setting.page_bytes)
-    got: list[torch.Tensor] = []
-
-    def run() -> None:
-        got[:] = [reduce([pages.paged], "sum", dtype=torch.float32)]
-
-    def compare() -> None:
-        magnitude = x.abs().sum(dtype=torch.float64)
-        close("sum", got[0], x.sum(dtype=torch.float64), float(REDUCED_ERROR * magnitude))
-
-    return Job(
-        run=run,
-        peer=lambda: x.sum(dtype=torch.float32),
-        compare=compare,
-        work=Work(x.nbytes),
-    )
-
-
-def _combine(setting: Setting) -> Job:
-    partials = setting.randn(max(RANGES, setting.nbytes // 8), dtype=torch.float64)
-    partials = partials[: partials.numel() // RANGES * RANGES]
-    bounds = np.linspace(0, partials.numel(), RANGES + 1).astype(np.int64)
-    got: list[torch.Tensor] = []
-
-    def run() -> None:
-        got[:] = [combine(partials, bounds, "sum")]
-
-    def compare() -> None:
-        rows = partials.view(RANGES, -1)
-        close("sums", got[0], rows.sum(1), 2.0**-40 * rows.abs().sum(1))
-
-    return Job(
-        run=run,
-        peer=lambda: partials.view(RANGES, -1).sum(1),
-        compare=compare,
-        work=Work(partials.nbytes),
-    )
 
 
 def _quantize(setting: Setting) -> Job:
@@ -222,20 +105,7 @@ def _softmax_grad(setting: Setting) -> Job:
     )
 
 
-ELEMENTWISE = frozenset({"elementwise.elementwise"})
-REDUCED = frozenset({"reduce.reduce", "combine.combine"})
 ELEMENTS = (
-    Case("add", ELEMENTWISE, "add", _add),
-    Case("copy_to_bf16", ELEMENTWISE, "copy_", _convert),
-    Case("foreach_lerp_", ELEMENTWISE, "_foreach_lerp_", _lerp),
-    Case(
-        "unscale",
-        frozenset({"unscale.non_finite_check_and_unscale"}),
-        "_amp_foreach_…unscale_",
-        _unscale,
-    ),
-    Case("sum", REDUCED, "sum", _sum),
-    Case("combine", frozenset({"combine.combine"}), "sum", _combine),
     Case("quantize", frozenset({"quantize.quantize"}), "", _quantize),
     Case("dequantize", frozenset({"quantize.dequantize"}), "", _dequantize),
     Case(

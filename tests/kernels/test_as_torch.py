@@ -6,53 +6,51 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from tensorpager.kernels.as_torch import can_be_cut, elementwise_as_torch
+from tensorpager.kernels.as_torch import can_be_cut, name_of, result_dtype, run_as_torch
 from tensorpager.kernels.cpu_split import Place
-from tensorpager.kernels.elementwise_ops import OPS
-from tensorpager.kernels.pieces import Operand, Paged
+from tensorpager.kernels.pieces import Paged
 
+aten = torch.ops.aten
 PAGE = 4096
 FP16, BF16, FP32, FP64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 THREADS = pytest.mark.parametrize("threads", [1, 2, 4], ids="{}-threads".format)
 
-# op -> torch's expression of a, b and positive c, and what the op is given.
-Case = tuple[str, Callable[..., torch.Tensor], Callable[..., list[Any]]]
+# An op, its first arguments of a, b and positive c, and its others by name.
+Case = tuple[Any, Callable[..., list[Any]], dict[str, Any]]
 CASES: list[Case] = [
-    ("add", lambda a, b, c: a.add(b, alpha=0.3), lambda a, b, c: [a, b, 0.3]),
-    ("add", lambda a, b, c: a.add(0.7, alpha=0.3), lambda a, b, c: [a, 0.7, 0.3]),
-    ("add", lambda a, b, c: a + 0.1, lambda a, b, c: [a, 0.1, 1]),
-    ("sub", lambda a, b, c: 1 - a, lambda a, b, c: [1, a, 1]),
-    ("sub", lambda a, b, c: torch.rsub(a, b, alpha=0.3), lambda a, b, c: [b, a, 0.3]),
-    ("mul", lambda a, b, c: a * 0.1, lambda a, b, c: [a, 0.1]),
-    ("div", lambda a, b, c: a / c, lambda a, b, c: [a, c]),
-    ("sqrt", lambda a, b, c: c.sqrt(), lambda a, b, c: [c]),
-    ("rsqrt", lambda a, b, c: c.rsqrt(), lambda a, b, c: [c]),
-    ("reciprocal", lambda a, b, c: c.reciprocal(), lambda a, b, c: [c]),
-    ("lerp", lambda a, b, c: a.lerp(b, 0.9), lambda a, b, c: [a, b, 0.9]),
-    ("lerp", lambda a, b, c: a.lerp(b, c), lambda a, b, c: [a, b, c]),
-    (
-        "addcmul",
-        lambda a, b, c: a.addcmul(b, c, value=0.01),
-        lambda a, b, c: [a, b, c, 0.01],
-    ),
-    (
-        "addcdiv",
-        lambda a, b, c: a.addcdiv(b, c, value=-0.01),
-        lambda a, b, c: [a, b, c, -0.01],
-    ),
-    ("clamp", lambda a, b, c: a.clamp(-0.3, 0.3), lambda a, b, c: [a, -0.3, 0.3]),
-    ("clamp", lambda a, b, c: a.clamp_min(0.3), lambda a, b, c: [a, 0.3, float("inf")]),
-    ("maximum", lambda a, b, c: torch.maximum(a, b), lambda a, b, c: [a, b]),
-    ("where", lambda a, b, c: torch.where(a > b, a, 0.5), lambda a, b, c: [a > b, a, 0.5]),
-    ("copy", lambda a, b, c: a.to(BF16).to(a.dtype), lambda a, b, c: [a.to(BF16)]),
+    (aten.add.Tensor, lambda a, b, c: [a, b], {"alpha": 0.3}),
+    (aten.add.Tensor, lambda a, b, c: [a, 0.7], {"alpha": 0.3}),
+    (aten.add.Tensor, lambda a, b, c: [a, 0.1], {"alpha": 1}),
+    (aten.rsub.Scalar, lambda a, b, c: [a, 1], {"alpha": 1}),
+    (aten.rsub.Tensor, lambda a, b, c: [a, b], {"alpha": 0.3}),
+    (aten.mul.Tensor, lambda a, b, c: [a, 0.1], {}),
+    (aten.div.Tensor, lambda a, b, c: [a, c], {}),
+    (aten.sqrt.default, lambda a, b, c: [c], {}),
+    (aten.rsqrt.default, lambda a, b, c: [c], {}),
+    (aten.reciprocal.default, lambda a, b, c: [c], {}),
+    (aten.lerp.Scalar, lambda a, b, c: [a, b, 0.9], {}),
+    (aten.lerp.Tensor, lambda a, b, c: [a, b, c], {}),
+    (aten.addcmul.default, lambda a, b, c: [a, b, c], {"value": 0.01}),
+    (aten.addcdiv.default, lambda a, b, c: [a, b, c], {"value": -0.01}),
+    (aten.clamp.default, lambda a, b, c: [a, -0.3, 0.3], {}),
+    (aten.clamp_min.default, lambda a, b, c: [a, 0.3], {}),
+    (aten.maximum.default, lambda a, b, c: [a, b], {}),
+    (aten.where.ScalarOther, lambda a, b, c: [a > b, a, 0.5], {}),
+    (aten._foreach_addcmul.Scalar, lambda a, b, c: [[a], [b], [c]], {"value": 0.3}),
+    (aten.add_.Tensor, lambda a, b, c: [a, b], {"alpha": 0.3}),
+    (aten.add_.Tensor, lambda a, b, c: [a, b.float()], {"alpha": 0.3}),
+    (aten.copy_.default, lambda a, b, c: [a, b.to(BF16)], {}),
+    (aten._foreach_lerp_.List, lambda a, b, c: [[a], [b], [c]], {}),
 ]
 
 
 @pytest.fixture(autouse=True)
 def _threads(request: pytest.FixtureRequest) -> Iterator[None]:
     before = torch.get_num_threads()
-    torch.set_num_threads(request.node.callspec.params.get("threads", 1))
+    callspec = getattr(request.node, "callspec", None)
+    torch.set_num_threads(callspec.params.get("threads", 1) if callspec else 1)
     yield
     torch.set_num_threads(before)
 
@@ -85,55 +83,102 @@ def _bits(values: torch.Tensor) -> torch.Tensor:
     return values.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[values.itemsize])
 
 
+def _bound(case: Case, given: list[torch.Tensor]) -> dict[str, Any]:
+    func, first, named = case
+    arguments = func._schema.arguments
+    return {
+        **{argument.name: argument.default_value for argument in arguments},
+        **dict(zip((argument.name for argument in arguments), first(*given), strict=False)),
+        **named,
+    }
+
+
+def _mapped(bound: dict[str, Any], change: Callable[[torch.Tensor], Any]) -> dict[str, Any]:
+    def new(value: Any) -> Any:
+        if isinstance(value, list):
+            return [new(each) for each in value]
+        return change(value) if isinstance(value, torch.Tensor) else value
+
+    return {name: new(value) for name, value in bound.items()}
+
+
+def _first(value: Any) -> Any:
+    return value[0] if isinstance(value, list) else value
+
+
+def _run(case: Case, given: list[torch.Tensor], slab: int | None = None) -> None:
+    """On pages, all at once or so many elements at a time, it has the bits of torch's op."""
+    func, bound = case[0], _bound(case, given)
+    works_in_place = func._schema.arguments[0].alias_info is not None
+    dense = _mapped(bound, torch.Tensor.clone)
+    made = func(**dense)
+    expected = _first(dense["self"] if works_in_place else made)
+    parts, step = [], slab or len(expected)
+    for first in range(0, len(expected), step):
+        here = slice(first, first + step)
+        paged = _mapped(bound, lambda x, here=here: _paged(x[here]))
+        out = None if works_in_place else _paged(torch.zeros_like(expected[here]))
+        run_as_torch(func, paged, out, None if slab is None else Place(first, len(expected)))
+        parts.append(_dense(_first(paged["self"]) if out is None else out))
+    assert torch.equal(_bits(torch.cat(parts)), _bits(expected)), case
+
+
 @THREADS
 @pytest.mark.parametrize("dtype", [FP32, BF16, FP16, FP64], ids=str)
-@pytest.mark.parametrize("count", [117, 70_037])
+@pytest.mark.parametrize("count", [117, 70_037, 140_003])
 def test_bits_are_torchs(count: int, dtype: torch.dtype, threads: int) -> None:
     given = _values(count, dtype)
-    for op, torchs, inputs in CASES:
-        expected = torchs(*given)
-        out = _paged(torch.zeros_like(expected))
-        values = [_paged(x) if isinstance(x, torch.Tensor) else x for x in inputs(*given)]
-        elementwise_as_torch(op, [out], [[x] for x in values])
-        assert torch.equal(_bits(_dense(out)), _bits(expected)), op
+    for case in CASES:
+        _run(case, given)
 
 
 @THREADS
 @pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
 def test_parts_have_the_bits_of_the_whole(dtype: torch.dtype, threads: int) -> None:
     """Slabs that begin at page borders, one after the other."""
-    given = _values(100_003, dtype)
-    per_slab = 3 * PAGE // dtype.itemsize
-    for op, torchs, inputs in CASES[:2] + CASES[8:9]:
-        expected = torchs(*given)
-        parts = []
-        for first in range(0, len(expected), per_slab):
-            here = slice(first, first + per_slab)
-            out = _paged(torch.zeros_like(expected[here]))
-            values = [x[here] if isinstance(x, torch.Tensor) else x for x in inputs(*given)]
-            place = Place(first, len(expected))
-            elementwise_as_torch(op, [out], [[x] for x in values], [place])
-            parts.append(_dense(out))
-        assert torch.equal(_bits(torch.cat(parts)), _bits(expected)), op
+    for case in [*CASES[:5], CASES[8], *CASES[-5:]]:
+        if dtype is FP32 or case[0] is not aten.copy_.default:
+            _run(case, _values(100_003, dtype), 3 * PAGE // 2)
 
 
-@THREADS
-def test_lists_and_operands_of_several_dtypes(threads: int) -> None:
-    a, b, c = _values(40_005, BF16)
-    wide = [x.float() for x in (a, b, c)]
-    outs: list[Operand] = [_paged(torch.zeros_like(a)), _paged(torch.zeros_like(wide[0]))]
-    elementwise_as_torch("mul", outs, [[a, wide[0]], [wide[1], b]])
-    assert torch.equal(_dense(outs[0]), a.mul_(wide[1]))  # type: ignore[arg-type]
-    assert torch.equal(_dense(outs[1]), wide[0] * b)  # type: ignore[arg-type]
+def test_what_is_made_beside_the_result_is_small() -> None:
+    """Ops that cannot write to ``out=`` directly go by pieces: the result may be a slab."""
+    made: list[int] = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            result = func(*args, **(kwargs or {}))
+            if func is aten.rsub.Scalar:
+                made.append(result.numel())
+            return result
+
+    x = torch.randn(200_000).to(BF16)
+    out = torch.empty_like(x)
+    with Watch():
+        run_as_torch(aten.rsub.Scalar, {"self": x, "other": 1, "alpha": 0.3}, out)
+    assert sum(made) >= 200_000
+    assert max(made) <= 1 << 16
+    assert torch.equal(out, torch.rsub(x, 1, alpha=0.3))
 
 
-@pytest.mark.parametrize("op", OPS)
-def test_which_ops_can_be_cut(op: str) -> None:
+def test_which_ops_can_be_cut() -> None:
     """In this machine's own dtypes all; where bodies and tails differ, in one memory order only."""
-    named = OPS[op]
     x = torch.ones(3)
-    values = [x.bool() if named.condition and i == 0 else x for i in range(len(named.inputs))]
-    values[len(values) - named.parameters :] = [1] * named.parameters
-    assert can_be_cut(op, FP32, values, reordered=False)
-    if op in ("mul", "copy", "neg", "maximum", "where"):
-        assert can_be_cut(op, FP32, values, reordered=True)
+    for case in CASES:
+        bound = _bound(case, [x, x, x])
+        assert can_be_cut(case[0], bound, reordered=False), case
+        if name_of(case[0]) in ("mul", "copy", "maximum", "where"):
+            assert can_be_cut(case[0], bound, reordered=True), case
+
+
+def test_dtypes_of_results() -> None:
+    x, half = torch.ones(3), torch.ones(3, dtype=BF16)
+    add = {"self": half, "other": x, "alpha": 1}
+    assert result_dtype(aten.add.Tensor, add) is FP32
+    assert result_dtype(aten.add_.Tensor, add) is BF16
+    assert result_dtype(aten.mul.Tensor, {"self": half, "other": torch.tensor(0.5)}) is BF16
+    assert result_dtype(aten.mul.Tensor, {"self": half, "other": 2j}).is_complex
+    with pytest.raises(RuntimeError, match="dtype"):
+        result_dtype(aten.lerp.Scalar, {"self": half, "end": x, "weight": 0.5})

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 import tensorpager as tp
-from tensorpager.kernels.elementwise import elementwise
 from tensorpager.kernels.pieces import stretches
 from tensorpager.pager.debug.chaos import chaos, scattered
 from tensorpager.pager.debug.check import check_invariants
@@ -89,8 +88,7 @@ def slab_sgd(table: torch.Tensor, rate: float) -> None:
     for slab in slabs(table.pager.core, [flat(table), flat(grad)], write=[True, False]):
         target, change = slab.operands
         for to, by in stretches([target, change]):
-            by = by * rate
-            elementwise("sub", [to], [to], [by])
+            to.sub_(by * rate)
 
 
 def is_paged(tensor: Any) -> bool:

@@ -1,8 +1,8 @@
 """Ops on pages in scattered frames make no dense copy, and give what they give on plain tensors.
 
 Elementwise ops: the same bits. Sums and norms: within 48 units of float32's 2^-24 of the exact
-value (relative to the sum of the absolute values), as ``kernels/reduce.py`` says for orders 2 and
-inf; torch's own norm of order 1 or 3 on the CPU is less exact, so those are compared with 2^-16.
+value (relative to the sum of the absolute values) for orders 2 and inf; torch's own norm of order 1
+or 3 on the CPU is less exact, so those are compared with 2^-16.
 """
 
 from __future__ import annotations

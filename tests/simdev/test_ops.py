@@ -140,8 +140,8 @@ def norms(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, Sums]:
     "script", [elementwise, reductions, copies, norms], ids=lambda script: script.__name__
 )
 def test_page_ops(machine: Machine, pager: tp.Pager, script: Any, schedule: str) -> None:
-    """The bits of plain tensors; sums, which go page by page, within the bound that is stated of
-    ``kernels.reduce``."""
+    """The bits of plain tensors; sums, which go page by page, within 48 units
+    of float32's 2^-24."""
     machine.schedule(schedule, 1)
     x, y = torch.randn(2, NUMEL, generator=torch.Generator().manual_seed(1)).to(NAME)
     with nothing_is_left(machine):
