@@ -23,8 +23,7 @@ from .errors import InfeasibleBudget, PagerError, PolicyRefusal
 from .hardware import Hardware, from_mapping
 from .layout import Layout, frames_of, layout_to_json, place
 from .plan import Plan, plan_to_json
-from .policies.make import make_plan
-from .policies.registry import find
+from .registry import find, make_plan
 from .request import read_header, read_trace
 from .simulator import simulate
 from .trace import Trace

@@ -18,10 +18,8 @@ from .packing.buffers import (
 )
 from .packing.caching_allocator import caching_allocator
 from .packing.check import check
-from .packing.greedy import smartpool
-from .packing.online import best_fit, cnmem
-from .packing.pages import pages
-from .packing.search import pack
+from .packing.greedy import pack, smartpool
+from .packing.online import best_fit, cnmem, pages
 
 __all__ = [
     "Buffers",

@@ -1,5 +1,6 @@
-"""Byte counts as people write them: ``"20GiB"``, ``"5 GB"``, ``1024``."""
+"""Byte counts and times as people write them: ``"20GiB"``, ``"5 GB"``, ``1024``, ``"17.3 µs"``."""
 
+import math
 import re
 
 _UNITS = {"": 1, "b": 1}
@@ -7,6 +8,7 @@ for _power, _letter in enumerate("kmgtpe", start=1):
     _UNITS[_letter] = _UNITS[_letter + "b"] = 1000**_power
     _UNITS[_letter + "i"] = _UNITS[_letter + "ib"] = 1024**_power
 
+_LEAST_US = 1e-3
 _PATTERN = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*([a-zA-Z]*)\s*")
 
 
@@ -41,4 +43,15 @@ def format_bytes(count: int | float) -> str:
         if abs(size) < 1024 or unit == "TiB":
             return f"{int(size)} B" if unit == "B" else f"{size:.2f} {unit}"
         size /= 1024
+    raise AssertionError("unreachable")
+
+
+def format_us(us: float) -> str:
+    """A time in the unit that suits it: ``"17.3 µs"``, ``"4.20 ms"``, ``"7.31 s"``. What is below
+    the instants of the machine model is none."""
+    if abs(us) < _LEAST_US:
+        us = 0.0
+    for limit, scale, unit in ((1e3, 1.0, "µs"), (1e6, 1e3, "ms"), (math.inf, 1e6, "s")):
+        if abs(us) < limit * 0.9995 or unit == "s":
+            return f"{us / scale:.3g} {unit}" if abs(us) < scale * 1e3 else f"{us / scale:.0f} s"
     raise AssertionError("unreachable")

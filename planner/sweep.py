@@ -24,7 +24,7 @@ from .errors import InfeasibleBudget, PagerError, PolicyRefusal
 from .hardware import Hardware
 from .lifetimes import require_working_sets
 from .plan import Plan, Predicted
-from .policies.make import make_plan
+from .registry import make_plan
 from .simulator import simulate
 from .trace import Trace
 

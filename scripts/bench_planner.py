@@ -31,17 +31,17 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from tensorpager.planner.errors import InfeasibleBudget, PagerError, PolicyRefusal
+from tensorpager.planner.errors import InfeasibleBudget, PolicyRefusal
 from tensorpager.planner.hardware import PRESETS, Hardware, load_hardware
 from tensorpager.planner.importers import g10
 from tensorpager.planner.lifetimes import live_pages
 from tensorpager.planner.lp.policy import plan as plan_lp
 from tensorpager.planner.plan import Plan
 from tensorpager.planner.policies import autoswap
-from tensorpager.planner.policies.make import make_plan
-from tensorpager.planner.policies.registry import POLICIES
-from tensorpager.planner.policies.savings import saving_at
+from tensorpager.planner.registry import POLICIES, make_plan
 from tensorpager.planner.sizes import format_bytes
+from tensorpager.planner.sweep import Evaluator
+from tensorpager.planner.target import least_memory
 from tensorpager.planner.trace import Trace, make_trace
 from tensorpager.planner.trace_file import read_trace
 from tensorpager.planner.validator import validate
@@ -269,20 +269,18 @@ def savings(path: Path, hardware: str, json_path: Path | None) -> None:
     all, hence the column of 0.1 %."""
     trace, machine = load(path), PRESETS[hardware]
     rows: Rows = []
-    policies: dict[str, Any] = {"lp --quick": partial(plan_lp, quick=True)}
-    policies |= {f"autoswap-{s}": POLICIES[f"autoswap-{s}"] for s in autoswap.SCORES}
-    policies["appobmem"] = POLICIES["appobmem"]
-    for name, policy in policies.items():
-        row: dict[str, Any] = {"policy": name}
-        for slowdown in (0.0, 0.001, 0.05, 0.1, 0.2):
-            column = f"saved at {slowdown:.1%}"
-            try:
-                saved = saving_at(policy, trace, machine, slowdown).saved_percent
-            except PagerError:
-                row[column] = "-"
-            else:
-                row[column] = f"{saved:.1f} %"
-        rows.append(row)
+    policies = ["lp", *(f"autoswap-{score}" for score in autoswap.SCORES), "appobmem"]
+    with Evaluator(trace) as evaluator:
+        for name in policies:
+            row: dict[str, Any] = {"policy": name + " --quick" * (name == "lp")}
+            for slowdown in (0.0, 0.001, 0.05, 0.1, 0.2):
+                found = least_memory(evaluator, name, machine, 100 / (1 + slowdown), quick=True)
+                saved = "-"
+                if found.enough is not None:
+                    share = found.enough.hardware.device_bytes / found.peak_bytes
+                    saved = f"{100 * (1 - share):.1f} %"
+                row[f"saved at {slowdown:.1%}"] = saved
+            rows.append(row)
     peak = format_bytes(peak_bytes(trace, machine))
     finish(f"{name_of(path)} on {hardware}: memory saved of {peak}", rows, json_path)
 

@@ -88,10 +88,19 @@ ROOMS = (
 )  # fmt: skip
 
 
-def room_imports() -> set[tuple[str, str]]:
-    """(importing file, imported file) between rooms, as paths below ``pager/`` without ``.py``."""
-    folder = ROOT / "pager"
-    files = {p.relative_to(folder).with_suffix("").as_posix() for p in sources("pager")}
+# The same of the planner.
+PLANNER_ROOMS = (
+    "errors", "sizes", "shown", "hardware", "trace", "plan", "simulation", "lifetimes", "iteration",
+    "trace_check", "trace_file", "request", "simulator", "validator", "policies", "lp", "joint",
+    "registry", "layout", "timeline", "tier_usage", "reuse", "sweep", "target", "background",
+    "packing", "offsets", "importers", "difference", "perfetto", "report", "commands",
+)  # fmt: skip
+
+
+def room_imports(top: str) -> set[tuple[str, str]]:
+    """(importing file, imported file) between rooms, as paths below ``top`` without ``.py``."""
+    folder = ROOT / top
+    files = {p.relative_to(folder).with_suffix("").as_posix() for p in sources(top)}
     found = set()
     for name in files:
         for node in ast.walk(ast.parse((folder / f"{name}.py").read_text())):
@@ -100,18 +109,17 @@ def room_imports() -> set[tuple[str, str]]:
             start = name.split("/")[: -node.level]
             target = "/".join([*start, *(node.module or "").split(".")]).strip("/")
             modules = [target, *(f"{target}/{alias.name}".strip("/") for alias in node.names)]
+            modules += [f"{module}/__init__" for module in modules]
             found |= {(name, module) for module in modules if module in files}
-    return {(a, b) for a, b in found if a.split("/")[0] != b.split("/")[0]}
+    return {(a, b) for a, b in found if a.split("/")[0] != b.split("/")[0] != "__init__"}
 
 
-def test_rooms_import_downwards() -> None:
-    place = {room: i for i, room in enumerate(ROOMS)}
-    named = {name for pair in room_imports() for name in pair}
-    assert {name.split("/")[0] for name in named} <= place.keys()
-    upward = {
-        f"{a} > {b}" for a, b in room_imports() if place[a.split("/")[0]] < place[b.split("/")[0]]
-    }
-    assert not upward
+@pytest.mark.parametrize(("top", "rooms"), [("pager", ROOMS), ("planner", PLANNER_ROOMS)])
+def test_rooms_import_downwards(top: str, rooms: tuple[str, ...]) -> None:
+    place = {room: i for i, room in enumerate(rooms)}
+    pairs = {(a.split("/")[0], b.split("/")[0]): f"{a} > {b}" for a, b in room_imports(top)}
+    assert {name for pair in pairs for name in pair} <= place.keys()
+    assert not [text for (a, b), text in pairs.items() if place[a] < place[b]]
 
 
 NAMES_PAGER = ("api", "integrations", "cli")

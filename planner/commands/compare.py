@@ -50,7 +50,7 @@ def compare(
       tensorpager compare trace.parquet --hardware g10 --device-bytes 50% --policies lru,g10,lp
     """
     from ..lifetimes import require_working_sets
-    from ..policies.registry import CHOOSERS, POLICIES
+    from ..registry import CHOOSERS, POLICIES
     from ..trace_file import read_trace
 
     trace = read_trace(trace_path)
@@ -97,7 +97,7 @@ def compared(
     """The comparison as JSON holds it. The bound is a linear program's, whoever plans: the joint
     one where that was asked for."""
     from ..lp.policy import bound
-    from ..policies.registry import CHOOSERS
+    from ..registry import CHOOSERS
     from ..sweep import Task, evaluate
 
     outcomes = [

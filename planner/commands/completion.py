@@ -76,7 +76,7 @@ def _hardware(context: click.Context, incomplete: str) -> Iterable[str]:
 
 
 def _policies() -> list[str]:
-    from ..policies.registry import ALIASES, POLICIES
+    from ..registry import ALIASES, POLICIES
 
     return [*POLICIES, *ALIASES]
 

@@ -70,7 +70,7 @@ def page(text: str) -> int:
 
 def policy_names(text: str) -> list[str]:
     """Names between commas without repeats, each known, in the order given."""
-    from ..policies.registry import ALIASES, POLICIES, find
+    from ..registry import ALIASES, POLICIES, find
 
     chosen = list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
     if not chosen:

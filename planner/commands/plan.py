@@ -70,8 +70,7 @@ def plan(
     """
     from ..lifetimes import require_working_sets
     from ..plan import plan_to_json
-    from ..policies.make import make_plan
-    from ..policies.registry import find
+    from ..registry import find, make_plan
     from ..trace_file import read_trace
 
     find(policy)

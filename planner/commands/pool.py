@@ -140,5 +140,7 @@ def _too_large(buffers: Buffers, ours: Packing, capacity: int) -> str:
             f"{buffers.peak_live_bytes} bytes live at one time, more than --capacity {capacity}; "
             "no packing fits"
         )
-    what = "no packing needs less" if ours.optimal else "allow more --seconds or more --capacity"
-    return f"our packing needs {ours.footprint_bytes} bytes, --capacity is {capacity}; {what}"
+    return (
+        f"our packing needs {ours.footprint_bytes} bytes, --capacity is {capacity}; allow more "
+        "--capacity, or more --seconds"
+    )

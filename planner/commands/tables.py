@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from ..sizes import format_bytes
+from ..sizes import format_us as format_us  # for all who print tables
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 
 
 TEXT_WIDTH = 22
-LEAST_US = 1e-3
 PREDICTED = (
     "iteration_us",
     "percent_of_ideal",
@@ -28,17 +27,6 @@ PREDICTED = (
     "bytes_in",
     "disk_bytes_written",
 )
-
-
-def format_us(us: float) -> str:
-    """A time in the unit that suits it: ``"17.3 µs"``, ``"4.20 ms"``, ``"7.31 s"``. What is below
-    the instants of the machine model is none."""
-    if abs(us) < LEAST_US:
-        us = 0.0
-    for limit, scale, unit in ((1e3, 1.0, "µs"), (1e6, 1e3, "ms"), (math.inf, 1e6, "s")):
-        if abs(us) < limit * 0.9995 or unit == "s":
-            return f"{us / scale:.3g} {unit}" if abs(us) < scale * 1e3 else f"{us / scale:.0f} s"
-    raise AssertionError("unreachable")
 
 
 def format_percent(value: float | None) -> str:

@@ -15,6 +15,7 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 
@@ -22,6 +23,7 @@ from ..errors import InfeasibleBudget, PolicyRefusal
 from ..hardware import Hardware
 from ..lifetimes import live_pages, working_set_pages
 from ..plan import Bound, Plan
+from ..policies import appobmem, autoswap, g10, lru
 from ..simulation import Simulation
 from ..simulator import simulate
 from ..sizes import format_bytes
@@ -48,7 +50,12 @@ PERFECT = 99.9995  # at which nobody else is asked
 CLOSE = 99.5  # at which they are not asked when time is out
 FULL_SECONDS, QUICK_SECONDS = 45.0, 12.0
 POOR = 98.0  # percent of the bound below which a search out of time goes on
-OTHERS = ("appobmem", "autoswap-doa", "g10", "lru")
+OTHERS: dict[str, Callable[[Trace, Hardware], Plan]] = {
+    "appobmem": appobmem.plan,
+    "autoswap-doa": partial(autoswap.plan, score="doa"),
+    "g10": g10.plan,
+    "lru": lru.plan,
+}
 
 
 @dataclass(frozen=True, eq=False)
@@ -219,14 +226,12 @@ class _Search:
         anything has to move, whole tensors are as good. They are not made for long traces."""
         if self.best is not None and (self.quick or self.trace.ops > MAX_STEPS):
             return ()
-        return OTHERS
+        return tuple(OTHERS)
 
     def _other(self, name: str) -> _Candidate | None:
         """What a published policy makes of it."""
-        from ..policies.registry import POLICIES
-
         try:
-            found = POLICIES[name](self.trace, self.hardware)
+            found = OTHERS[name](self.trace, self.hardware)
         except (PolicyRefusal, InfeasibleBudget):
             return None
         made = replace(found, policy="lp", extra={"settings": {"from": name}})

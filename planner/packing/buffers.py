@@ -48,11 +48,6 @@ class Buffers:
         """The most bytes alive at one time: no packing can be smaller."""
         return int(self.live_bytes.max(initial=0))
 
-    def take(self, which: Ints) -> Buffers:
-        """The buffers numbered ``which``, in that order."""
-        ids = [self.ids[number] for number in which]
-        return Buffers(ids, self.lower[which], self.upper[which], self.size[which])
-
 
 @dataclass(frozen=True, eq=False)
 class Packing:

@@ -1,9 +1,9 @@
-"""Place buffers one after another into holes: SmartPool, and a portfolio of orders and rules."""
+"""Place buffers one after another into holes: SmartPool, and ours, the best of several orders."""
 
 from __future__ import annotations
 
+import itertools
 import time
-from collections.abc import Iterator
 
 import numpy as np
 
@@ -26,11 +26,23 @@ def smartpool(buffers: Buffers, *, best: bool = True) -> Packing:
     return Packing(name, offsets, size, size == buffers.peak_live_bytes, seconds)
 
 
-def portfolio(buffers: Buffers, overlaps: Overlaps) -> Iterator[Ints]:
-    """Offsets by every order and rule in turn, SmartPool's own first."""
-    for name in ORDERS:
-        for best in (True, False):
-            yield place(buffers, overlaps, order_of(buffers, name), best=best)
+def pack(buffers: Buffers, capacity: int | None = None, seconds: float = 60.0) -> Packing:
+    """Ours: every order and rule in turn, SmartPool's own first, until one needs no more than
+    ``capacity`` bytes (else than the lower bound) or ``seconds`` are over; the smallest of them."""
+    start = time.perf_counter()
+    bound = buffers.peak_live_bytes
+    overlaps = Overlaps(buffers)
+    best: Ints | None = None
+    for name, fits_best in itertools.product(ORDERS, (True, False)):
+        offsets = place(buffers, overlaps, order_of(buffers, name), best=fits_best)
+        if best is None or footprint(buffers, offsets) < footprint(buffers, best):
+            best = offsets
+        late = time.perf_counter() > start + seconds
+        if late or footprint(buffers, best) <= max(bound, capacity or 0):
+            break
+    assert best is not None
+    needed = footprint(buffers, best)
+    return Packing("ours", best, needed, needed == bound, time.perf_counter() - start)
 
 
 def order_of(buffers: Buffers, name: str) -> Ints:

@@ -23,8 +23,6 @@ from ..hardware import Hardware
 from ..plan import Plan
 from ..trace import Ints, Trace
 from .autoswap import absence_us, latest_in_ops, spans
-from .savings import Saving
-from .savings import saving_at as policy_saving_at
 from .whole import (
     Decision,
     Room,
@@ -52,11 +50,6 @@ def plan(trace: Trace, hardware: Hardware) -> Plan:
         "appobmem",
         prefetch(room, decisions, latest_in_ops(trace, hardware, decisions)),
     )
-
-
-def saving_at(trace: Trace, hardware: Hardware, slowdown: float) -> Saving:
-    """The smallest device budget whose plan is at most ``slowdown`` (0.05: 5 %) over the ideal."""
-    return policy_saving_at(plan, trace, hardware, slowdown)
 
 
 def extremes(load: Ints, limit: float) -> Ints:

@@ -7,8 +7,7 @@ from collections import defaultdict
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from ..commands.tables import format_us
-from ..sizes import format_bytes
+from ..sizes import format_bytes, format_us
 from ..timeline import Timeline
 
 if TYPE_CHECKING:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 from ..hardware import Hardware
 from ..sizes import format_bytes
 from ..sweep import Task, evaluate
 from ..timeline import Timeline
-
-if TYPE_CHECKING:
-    from ..commands.output import Progress
 
 MOST_OPS = 5000  # of a trace for which plans are made in some seconds
 FEW_OPS = 500  # for which the best ones are
@@ -18,7 +16,9 @@ LEAST_WAITING = 2e-3  # of the iteration: nobody buys memory for less
 LEAST_GAIN = 0.1  # in points of the ideal speed
 
 
-def remedies(line: Timeline, progress: Progress | None = None) -> list[dict[str, Any]]:
+def remedies(
+    line: Timeline, progress: Callable[[str, float], None] | None = None
+) -> list[dict[str, Any]]:
     """The three that help most, the best first: what to change, and the speed that a plan has then.
     None where ops hardly wait, or there are too many of them."""
     if line.plan is None or line.hardware is None or line.simulation is None:

@@ -21,7 +21,7 @@ from tensorpager.planner.commands.plan import checked
 from tensorpager.planner.hardware import Hardware
 from tensorpager.planner.lifetimes import live_pages as live_pages_of
 from tensorpager.planner.lifetimes import working_set_pages
-from tensorpager.planner.policies.make import make_plan
+from tensorpager.planner.registry import make_plan
 from tensorpager.planner.trace import ACCESS_NAMES, WRITE, Trace
 from tensorpager.planner.trace_file import read_trace, write_trace
 

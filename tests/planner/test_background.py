@@ -25,7 +25,7 @@ from tensorpager.planner.hardware import Hardware, from_mapping
 from tensorpager.planner.layout import layout_from_json, layout_to_json
 from tensorpager.planner.lp.policy import bound
 from tensorpager.planner.plan import plan_from_json, plan_to_json
-from tensorpager.planner.policies.registry import find
+from tensorpager.planner.registry import find
 from tensorpager.planner.request import ARRAYS, read_header, read_trace, write_request
 from tensorpager.planner.simulator import simulate
 from tensorpager.planner.trace import Trace, make_trace

@@ -200,7 +200,7 @@ def test_compare_gives_what_the_design_says(trace_path: Path, machine_path: Path
 
 
 def test_compare_with_all_policies_by_default(trace_path: Path, machine_path: Path) -> None:
-    from tensorpager.planner.policies.registry import CHOOSERS, POLICIES
+    from tensorpager.planner.registry import CHOOSERS, POLICIES
 
     found = run_json("compare", trace_path, "--hardware", machine_path, "--quick")
     named = [entry["policy"] for entry in found["policies"]]
@@ -211,7 +211,7 @@ def test_compare_with_all_policies_by_default(trace_path: Path, machine_path: Pa
 def test_compare_tells_why_a_policy_has_no_plan(
     trace_path: Path, machine_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from tensorpager.planner.policies import registry
+    from tensorpager.planner import registry
 
     def refuse(*_: Any) -> Plan:
         raise PolicyRefusal("cannot split 'weight'")

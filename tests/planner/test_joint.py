@@ -13,7 +13,7 @@ from tensorpager.planner.joint.options import Uses, find_remakes, find_units
 from tensorpager.planner.joint.policy import plan, plan_by_rule
 from tensorpager.planner.joint.program import solve_joint
 from tensorpager.planner.plan import Plan, plan_from_json, plan_to_json
-from tensorpager.planner.policies.make import make_plan
+from tensorpager.planner.registry import make_plan
 from tensorpager.planner.simulator import simulate
 from tensorpager.planner.trace import Trace, make_trace
 from tensorpager.planner.validator import validate

@@ -19,7 +19,7 @@ from tensorpager.planner.lp.policy import OTHERS, bound, plan
 from tensorpager.planner.lp.problem import Problem, make_problem, merged
 from tensorpager.planner.lp.program import Unsolved, least_device_pages, solve
 from tensorpager.planner.lp.schedule import Schedule, make_schedule
-from tensorpager.planner.policies.registry import POLICIES
+from tensorpager.planner.registry import POLICIES
 from tensorpager.planner.simulator import simulate
 from tensorpager.planner.trace import Trace, make_trace
 from tensorpager.planner.validator import validate

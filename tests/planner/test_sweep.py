@@ -383,8 +383,8 @@ def test_a_policy_that_never_gets_there(
     trace_path: Path, machine_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It sends the weight out at any budget, and waits 20 µs for it."""
+    from tensorpager.planner import registry
     from tensorpager.planner.plan import Plan
-    from tensorpager.planner.policies import registry
 
     def idle(trace: Any, hardware: Hardware) -> Plan:
         device = hardware.device_bytes
