@@ -42,6 +42,7 @@ class Task:
     quick: bool = False
     plan: Plan | None = None
     keep_plan: bool = False  # hand the plan back with the outcome
+    allow: tuple[str, ...] | None = None  # what policy joint may choose; all if not given
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,12 @@ def evaluate(
         # Asked first, because ``lp`` would search for the smallest budget that works.
         require_working_sets(trace, task.hardware)
         plan = task.plan or make_plan(
-            task.policy, trace, task.hardware, quick=task.quick, progress=progress
+            task.policy,
+            trace,
+            task.hardware,
+            quick=task.quick,
+            allow=task.allow,
+            progress=progress,
         )
     except (PolicyRefusal, InfeasibleBudget) as refusal:
         reason = str(refusal).removeprefix(f"{task.policy}: ")

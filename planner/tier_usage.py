@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 from .layout import expand
-from .plan import TIERS
+from .plan import DEVICE, DISCARD, TIERS
 from .timeline import Timeline, instants
 from .trace import WRITE, Bools, Floats, Ints
 
@@ -23,22 +23,26 @@ def tier_usage(line: Timeline) -> dict[str, tuple[Floats, Ints]]:
     """Per tier, times in µs (the first is 0) and the bytes in use from each of them on. Tiers that
     are never used, and all of a timeline without a plan, are left out."""
     found: dict[str, tuple[Floats, Ints]] = {}
-    if line.plan is None or not line.plan.moves:
+    if line.plan is None or not (line.plan.moves or line.plan.start):
         return found
     moved = _Moved(line)
     for tier in TIERS:
         page, at_us, what = moved.events(tier)
-        if not len(page):
+        resting = moved.resting(tier, page)
+        if not len(page) and not resting:
             continue
         order = np.lexsort((what, at_us, page))
         page, at_us, there = page[order], at_us[order], what[order] != _FREE
         first = np.diff(page, prepend=-1) != 0
-        last = np.append(first[1:], True)
+        last = np.append(first, True)[1:]
         # What is left at the end of the iteration is there when it begins.
         previous = np.arange(len(page)) - 1
         previous[first] = np.flatnonzero(last)
         change = there.astype(np.int64) - there[previous]
-        held = int(there[last].sum())
+        # So is what a tensor has there that lives on into the next iteration.
+        later = at_us >= line.iteration_us
+        held = resting + int(there[last].sum()) - int(change[later].sum())
+        at_us = np.where(later, at_us - line.iteration_us, at_us)
         if held or change.any():
             found[tier] = _curve(at_us[change != 0], change[change != 0], held, line.page_size)
     return found
@@ -63,13 +67,15 @@ class _Moved:
         self.base = np.cumsum(self.count) - self.count
         self.owner = np.repeat(np.arange(trace.tensors), self.count)
         self.tensor = np.array([trace.index_of[move.tensor] for move in moves], np.int64)
-        self.first = self.base[self.tensor] + np.array([move.first_page for move in moves])
+        self.first = self.base[self.tensor] + np.array(
+            [move.first_page for move in moves], np.int64
+        )
         self.pages = np.array([move.page_count for move in moves], np.int64)
         self.op = np.array([move.issue_op for move in moves], np.int64)
         assert line.simulation is not None
         assert line.simulation.queued_us is not None
         self.queued_us = line.simulation.queued_us[self.op]
-        self.kind = np.array([f"{move.tier} {move.action}" for move in moves])
+        self.kind = np.array([f"{move.tier} {move.action}" for move in moves], np.str_)
         parts = line.transfers
         table = np.array(
             [(p.move, self.base[p.tensor] + p.first_page, p.page_count) for p in parts], np.int64
@@ -102,6 +108,15 @@ class _Moved:
             np.repeat([_TAKE, _HOLD, _FREE], [taken.sum(), clean.sum(), freed]),
         )
 
+    def resting(self, tier: str, moving: Ints) -> int:
+        """Pages that are there when an iteration begins, and stay: only the host uses them."""
+        assert self.line.plan is not None
+        start = [run for run in self.line.plan.start if run.tier == tier]
+        first = [self.base[self.line.trace.index_of[run.tensor]] + run.first_page for run in start]
+        counts = [run.page_count for run in start]
+        _, page = expand(np.array(first, np.int64), np.array(counts, np.int64))
+        return len(np.setdiff1d(page, moving))
+
     def _pages_of(self, which: Bools) -> tuple[Ints, Ints]:
         """The move and the page, for each page of the moves ``which``."""
         chosen = np.flatnonzero(which)
@@ -113,8 +128,8 @@ class _Moved:
         return np.unique(self.tensor[np.char.startswith(self.kind, f"{tier} ")])
 
     def _drops(self, tier: str) -> tuple[Ints, Floats]:
-        """At once, or when what was queued before has arrived."""
-        number, page = self._pages_of(self.kind == f"{tier} drop")
+        """At once, or when what was queued before has arrived. What is discarded has no copy."""
+        number, page = self._pages_of(np.isin(self.kind, [f"{tier} drop", f"{DEVICE} {DISCARD}"]))
         at_us = self.queued_us[number]
         low, high = (np.searchsorted(self.page, page, side) for side in ("left", "right"))
         drop, other = expand(low, high - low)
@@ -131,9 +146,16 @@ class _Moved:
         rows = np.flatnonzero(
             (trace.access_mode & WRITE != 0) & np.isin(trace.access_tensor, self._of_tier(tier))
         )
+        if tier == "host":  # what the host writes is the copy
+            assert self.line.plan is not None
+            rows = rows[~np.isin(trace.access_op[rows], self.line.plan.host_steps)]
         start = self.base[trace.access_tensor[rows]] + begin[rows]
         owner, page = expand(start, end[rows] - begin[rows])
-        return page, self.line.op_start_us[trace.access_op[rows]][owner]
+        at_us = self.line.op_start_us.copy()
+        if self.line.simulation is not None:
+            for run in self.line.simulation.host_runs:
+                at_us[run.op] = run.begin_us
+        return page, at_us[trace.access_op[rows]][owner]
 
     def _within_lives(
         self, tier: str, page: Ints, at_us: Floats, what: Ints
@@ -143,7 +165,9 @@ class _Moved:
         line, trace = self.line, self.line.trace
         tensor = self.owner[page]
         lasting = trace.tensor_persistent[tensor]
-        born_us, dead_us = line.op_start_us[trace.first_op], line.op_end_us[trace.last_op]
+        born_us, dead_us = np.array([line.lifetime_us(each) for each in range(trace.tensors)]).T
+        carried = dead_us[tensor] > line.iteration_us
+        at_us = np.where(carried & (at_us < born_us[tensor]), at_us + line.iteration_us, at_us)
         keep = lasting | ((born_us[tensor] < at_us) & (at_us < dead_us[tensor]))
         late = lasting & (at_us >= line.iteration_us)
         at_us = np.where(late, at_us - line.iteration_us, at_us)

@@ -19,15 +19,25 @@ from .errors import PlanError
 from .hardware import Hardware
 from .layout import find_spells
 from .lifetimes import live_pages
-from .plan import DISCARD, Move, Plan
+from .plan import DISCARD, Move, Plan, StartRun
 from .simulation import EPSILON_US, Simulation, Stall, Transfer
 from .simulator import simulate
-from .trace import KINDS, READ, WRITE, Floats, Ints, Trace
+from .simulator.program import AGAIN, make_program
+from .trace import KINDS, Floats, Ints, Trace
 
 DEVICE, LEAVING, HOST, DISK, COMING = "device", "leaving", "host", "disk", "coming"
 DISCARDED = "discarded"  # given up, to be made again
+HELD = (DEVICE, LEAVING, COMING)  # with a frame
 PLACES = (DEVICE, LEAVING, HOST, DISK, COMING, DISCARDED)
 _REMADE = "made again"  # on the device if it was discarded
+
+
+class _Remade(NamedTuple):
+    """Discarded pages that are on the device again from ``us`` on."""
+
+    us: float
+    first_page: int
+    page_count: int
 
 
 class Span(NamedTuple):
@@ -75,8 +85,10 @@ class Timeline:
     simulation: Simulation | None = None
     stalls: Sequence[Stall] = ()
     transfers: Sequence[Transfer] = ()
-    _kept_until: dict[int, float] = field(default_factory=dict)  # tensor → for a step or an op
-    _remade: dict[int, list[float]] = field(default_factory=dict)  # tensor → when it was written
+    _lives: dict[int, tuple[float, float]] = field(default_factory=dict)  # where choices say so
+    _remade: dict[int, list[_Remade]] = field(default_factory=dict)  # tensor → pages of it
+    _start: dict[int, list[StartRun]] = field(default_factory=dict)
+    _temporary: Sequence[tuple[float, int]] = ()  # when, frames taken or given back by reruns
     _moves: dict[int, list[int]] = field(default_factory=dict)  # tensor → moves of it
     _transfers: dict[int, list[Transfer]] = field(default_factory=dict)  # move → its transfers
 
@@ -87,12 +99,14 @@ class Timeline:
         return float(self.simulation.queued_us[move.issue_op])
 
     def lifetime_us(self, tensor: int) -> tuple[float, float]:
-        """From when to when ``tensor`` exists."""
+        """From when to when ``tensor`` exists; one that lives on into the next iteration ends
+        after this one."""
         if self.trace.tensor_persistent[tensor]:
             return 0.0, self.iteration_us
+        if tensor in self._lives:
+            return self._lives[tensor]
         first, last = self.trace.first_op[tensor], self.trace.last_op[tensor]
-        dead_us = float(self.op_end_us[last])
-        return float(self.op_start_us[first]), max(dead_us, self._kept_until.get(tensor, 0.0))
+        return float(self.op_start_us[first]), float(self.op_end_us[last])
 
     def moves_of(self, tensor: int) -> list[Move]:
         """The plan's moves of ``tensor``, in their order."""
@@ -100,22 +114,33 @@ class Timeline:
             [self.plan.moves[index] for index in self._moves.get(tensor, ())] if self.plan else []
         )
 
-    def residency(self, tensor: int) -> list[Span]:
-        """Where the pages of ``tensor`` are while it exists, page by page, then by time."""
+    def residency(self, tensor: int, *, by_page: bool = False) -> list[Span]:
+        """Where the pages of ``tensor`` are while it exists, by pages, then by time: pages that
+        move together are one span, or each has its own."""
         spans: list[Span] = []
-        for first, last in self._runs(tensor):
+        runs = self._runs(tensor)
+        if by_page and len(runs) + len(self.moves_of(tensor)) > 1:
+            runs = [(page, page + 1) for page in range(runs[-1][1])]
+        for first, last in runs:
             spans += self._spans(tensor, first, last)
         return spans
 
     def _runs(self, tensor: int) -> list[tuple[int, int]]:
-        """Its pages, cut where a move or a transfer begins or ends."""
+        """Its pages, cut where a move, a transfer or what is made again begins or ends."""
         cuts = {0, int(-(-self.trace.tensor_bytes[tensor] // self.page_size))}
         for index in self._moves.get(tensor, ()):
             assert self.plan is not None
             for part in (self.plan.moves[index], *self._transfers.get(index, ())):
                 cuts |= {part.first_page, part.first_page + part.page_count}
+        for run in (*self._remade.get(tensor, ()), *self._start.get(tensor, ())):
+            cuts |= {run.first_page, run.first_page + run.page_count}
         edges = sorted(cuts)
         return list(itertools.pairwise(edges))
+
+    def _start_of(self, tensor: int, first: int, last: int) -> str:
+        """Where pages that never move are: those that only the host uses are below."""
+        runs = self._start.get(tensor, ())
+        return next((run.tier for run in runs if _covers(run, first, last)), DEVICE)
 
     def _spans(self, tensor: int, first: int, last: int) -> list[Span]:
         """Of pages that always move together."""
@@ -126,9 +151,12 @@ class Timeline:
             # where some pages of the run go on before others have ended.
             late = [(time - dead, place) for time, place in changes if time >= dead]
             changes = late + [change for change in changes if change[0] < dead]
-            place = changes[-1][1] if changes else DEVICE
+            place = changes[-1][1] if changes else self._start_of(tensor, first, last)
         else:
             place = DEVICE
+            if dead > self.iteration_us:  # what is done to it in the next iteration comes after
+                changes = [(us if us >= born else us + self.iteration_us, to) for us, to in changes]
+                changes.sort(key=lambda change: change[0])
         spans: list[Span] = []
         begin = born
         for time, following in [*changes, (dead, "")]:
@@ -142,7 +170,19 @@ class Timeline:
             elif end > begin:
                 spans.append(Span(tensor, first, last - first, begin, end, place))
             begin, place = end, following
-        return spans
+        return spans if dead <= self.iteration_us else self._within(spans)
+
+    def _within(self, spans: list[Span]) -> list[Span]:
+        """What goes on into the next iteration at the begin of this one, where the same happens."""
+        found: list[Span] = []
+        for span in spans:
+            begin, end = span.begin_us, span.end_us
+            while begin < end:
+                earlier = self.iteration_us * (begin // self.iteration_us)
+                cut = min(end, earlier + self.iteration_us)
+                found.append(span._replace(begin_us=begin - earlier, end_us=cut - earlier))
+                begin = cut
+        return sorted(found, key=lambda span: span.begin_us)
 
     def _changes(self, tensor: int, first: int, last: int) -> list[tuple[float, str]]:
         """(when, where to) of pages ``first`` to ``last`` by the moves of one iteration."""
@@ -152,7 +192,11 @@ class Timeline:
             move = self.plan.moves[index]
             if move.action == DISCARD and _covers(move, first, last):
                 found.append((self.queued_us(move), DISCARDED))
-                found += [(us, _REMADE) for us in self._remade.get(tensor, ())]
+                found += [
+                    (part.us, _REMADE)
+                    for part in self._remade.get(tensor, ())
+                    if _covers(part, first, last)
+                ]
                 found.sort(key=lambda change: change[0])
             if move.action in ("drop", DISCARD) or not _covers(move, first, last):
                 continue
@@ -170,7 +214,7 @@ class Timeline:
         return found
 
 
-def _covers(part: Move | Transfer, first: int, last: int) -> bool:
+def _covers(part: Move | Transfer | _Remade | StartRun, first: int, last: int) -> bool:
     return part.first_page <= first and last <= part.first_page + part.page_count
 
 
@@ -211,27 +255,50 @@ def timeline(trace: Trace, plan: Plan | None = None, hardware: Hardware | None =
 
 
 def _lives_of_choices(trace: Trace, plan: Plan, result: Simulation) -> dict[str, Any]:
-    """Until when tensors live for ops that run again and for host steps, and when ops that run
-    again write them."""
-    kept: defaultdict[int, float] = defaultdict(float)
-    remade: defaultdict[int, list[float]] = defaultdict(list)
+    """How long tensors live where a plan discards, runs ops again, steps on the host or defers; and
+    what ops that run again take."""
     assert result.predicted is not None
-    period_us = result.predicted.iteration_us
+    assert result.op_start_us is not None
+    assert result.op_end_us is not None
+    if not plan.has_choices:
+        return {}
+    program, period_us = make_program(trace, plan, plan.page_size), result.predicted.iteration_us
+    again = iter(result.reruns)
+    times = [
+        next(again)[2:] if kind == AGAIN else (result.op_start_us[op], result.op_end_us[op])
+        for kind, op in zip(program.kind, program.op)
+    ]
+    remade: defaultdict[int, list[_Remade]] = defaultdict(list)
+    for step, spans in program.remade.items():
+        for span in spans:
+            remade[span.tensor].append(_Remade(times[step][0], span.first, span.last - span.first))
+    temporary = [(times[step][0], frames) for step, frames in program.temporary.items()]
+    temporary += [(times[step][1], -frames) for step, frames in program.given.items()]
+    start: defaultdict[int, list[StartRun]] = defaultdict(list)
+    for below in plan.start:
+        start[trace.index_of[below.tensor]].append(below)
+    lives: dict[int, tuple[float, float]] = {}
+    for tensor in np.flatnonzero(~trace.tensor_persistent).tolist():
+        if tensor in program.private:
+            lives[tensor] = 0.0, 0.0
+            continue
+        later_us = period_us if tensor in program.wraps else 0.0
+        begin, end = times[program.first[tensor]][0], times[program.last[tensor]][1] + later_us
+        lives[tensor] = float(begin), float(end)
     offsets = trace.access_offsets
     for run in result.host_runs:
-        joined = result.op_start_us[run.op] if result.op_start_us is not None else 0.0
-        end = period_us if run.begin_us < joined else min(run.end_us, period_us)
+        # One that began before its op joined is of the iteration before.
+        early = run.begin_us < result.op_start_us[run.op] - EPSILON_US
+        end_us = run.end_us + (period_us if early else 0.0)
         for tensor in trace.access_tensor[offsets[run.op] : offsets[run.op + 1]].tolist():
-            kept[tensor] = max(kept[tensor], end)
-    for again in result.reruns:
-        made = {t for t, us in remade.items() if us}
-        for row in range(offsets[again.op], offsets[again.op + 1]):
-            tensor, mode = int(trace.access_tensor[row]), int(trace.access_mode[row])
-            if mode & READ and tensor not in made and trace.first_op[tensor] != again.op:
-                kept[tensor] = max(kept[tensor], again.end_us)
-            if mode & WRITE:
-                remade[tensor].append(again.begin_us)
-    return {"_kept_until": dict(kept), "_remade": dict(remade)}
+            if tensor in lives and tensor not in program.private:
+                lives[tensor] = lives[tensor][0], max(lives[tensor][1], end_us)
+    return {
+        "_lives": lives,
+        "_remade": dict(remade),
+        "_start": dict(start),
+        "_temporary": temporary,
+    }
 
 
 def instants(time: Floats) -> Floats:
@@ -256,6 +323,8 @@ def device_curve(line: Timeline) -> Curve:
     trace = line.trace
     if line.plan is None or line.simulation is None or not line.iteration_us:
         return _without_a_plan(line)
+    if line.plan.has_choices:
+        return _with_choices(line)
     spells = find_spells(trace, line.plan, line.simulation)
     ticks, times = spells.ticks, spells.times_us[:-1]
     settled = np.append(np.diff(times) > 2 * EPSILON_US, True)[:ticks]  # of each instant the last
@@ -272,6 +341,29 @@ def device_curve(line: Timeline) -> Curve:
         if levels.any():
             by_kind[kind] = levels
     return Curve(np.append(0.0, times[settled]), by_kind)
+
+
+def _with_choices(line: Timeline) -> Curve:
+    """From where pages are, and what ops that run again take for pages that only they see."""
+    trace = line.trace
+    parts = [(0.0, 0, KINDS[0])]
+    parts += [(us, frames, "activation") for us, frames in line._temporary]
+    for tensor, kind in enumerate(trace.tensor_kinds):
+        for span in line.residency(tensor, by_page=True):
+            if span.place in HELD:
+                parts.append((span.begin_us, span.page_count, kind))
+                parts.append((span.end_us, -span.page_count, kind))
+    times = instants(np.array([us for us, *_ in parts]))
+    order = np.argsort(times, kind="stable")
+    times = times[order]
+    last = np.append(np.diff(times) > 0, True) & (times < line.iteration_us - EPSILON_US)
+    by_kind: dict[str, Ints] = {}
+    for kind in KINDS:
+        frames = np.array([frames if of == kind else 0 for _, frames, of in parts], np.int64)
+        levels = np.cumsum(frames[order])[last] * line.page_size
+        if levels.any():
+            by_kind[kind] = levels
+    return Curve(times[last], by_kind)
 
 
 def _without_a_plan(line: Timeline) -> Curve:

@@ -20,7 +20,7 @@ from .options import (
     trace_argument,
 )
 from .output import Progress, emit, emit_json, progress_bar
-from .tables import PREDICTED, format_percent, format_us, pairs, table
+from .tables import PREDICTED, format_percent, format_us, layers_table, pairs, table
 
 if TYPE_CHECKING:
     from ..hardware import Hardware
@@ -172,20 +172,9 @@ def _cells(row: dict[str, Any]) -> list[str]:
 def _decisions(rows: list[dict[str, Any]]) -> list[Any]:
     """A table for each policy that chose, of what it decided."""
     found: list[Any] = []
-    heads = ("<layers", "come back", "discarded", "run again", "host steps")
     for row in rows:
-        cells = [
-            [
-                "–".join(dict.fromkeys(layer["names"])),
-                format_bytes(layer["in_bytes"]),
-                format_bytes(layer["discarded_bytes"]),
-                format_us(layer["recompute_us"]),
-                str(layer["host_steps"]),
-            ]
-            for layer in row.get("layers", ())
-        ]
-        if cells:
-            found += ["", table(heads, cells, title=f"what {row['policy']} decided")]
+        if row.get("layers"):
+            found += ["", layers_table(row["layers"], f"what {row['policy']} decided")]
     return found
 
 

@@ -72,7 +72,7 @@ def _machine_or_page_size(command: F) -> F:
     "plan_path",
     metavar="PLAN",
     type=click.Path(path_type=Path),
-    help="What this plan does with the tensor; needs --tensor and --hardware.",
+    help="What this plan does: with the tensor, or for each layer.",
 )
 @_machine_or_page_size
 @json_option
@@ -92,7 +92,8 @@ def show(
     Memory over time, its peak and what makes it, what lies idle for how long, what is used again
     how soon. With --hardware also what of the idle bytes the link could hide.
 
-    With --tensor: one tensor's uses, its idle periods and, with --plan, when it moves where.
+    With --tensor: one tensor's uses, its idle periods and, with --plan, when it moves where, is
+    made again, or is stepped by the host. A PLAN runs on the machine that it was made for.
 
     \b
     Example:
@@ -101,11 +102,8 @@ def show(
     """
     from ..trace_file import read_trace
 
-    if plan_path is not None and (tensor is None or machine is None):
-        missing = "--tensor NAME" if tensor is None else "--hardware NAME"
-        raise click.UsageError(
-            f"--plan says what becomes of one tensor on a machine: add {missing}."
-        )
+    if plan_path is not None and machine is None:
+        raise click.UsageError(f"{plan_path} does not say what it was made for; give --hardware.")
     if tensor is not None and (kinds or by != BY[0]):
         raise click.UsageError("--tensor shows one tensor: leave out --kind and --by.")
     trace = read_trace(trace_path)
@@ -113,7 +111,9 @@ def show(
     page_size = int(hardware.page_size) if hardware else page_size_alone or trace.page_size
     if tensor is None:
         count = TOP if top is None else top
-        _show_all(trace_path, trace, page_size, kinds, hardware, machine, count, by, as_json)
+        _show_all(
+            trace_path, trace, page_size, kinds, hardware, machine, plan_path, count, by, as_json
+        )
     else:
         count = TOP_OF_A_LIFE if top is None else top
         _show_one(trace_path, trace, page_size, hardware, tensor, plan_path, count, as_json)
@@ -126,6 +126,7 @@ def _show_all(
     kinds: tuple[str, ...],
     hardware: Hardware | None,
     machine: Machine | None,
+    plan_path: Path | None,
     top: int,
     by: str,
     as_json: bool,
@@ -134,7 +135,10 @@ def _show_all(
     from .show_overview import overview
     from .summary import View, summary
 
-    view = View(trace, page_size, kinds, hardware)
+    plan = None
+    if plan_path is not None and hardware is not None:
+        plan = read_plan_for(plan_path, trace, path, hardware)
+    view = View(trace, page_size, kinds, hardware, plan)
     durations = [] if machine is None else durations_row(trace, machine)
     found = summary(view, top, by)
     if as_json:

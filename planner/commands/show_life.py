@@ -26,8 +26,14 @@ def life_tables(path: str, found: dict[str, Any], top: int) -> list[Any]:
         return parts
     policy = short(plan["policy"])
     if not plan["moves"]:
-        return [*parts, "", f"The plan ({policy}) never moves it."]
+        parts += ["", f"The plan ({policy}) never moves it."]
     parts += _cut(f"Moves ({policy})", plan["moves"], top, lambda rows: _moves(found, rows))
+    parts += _cut("Made again by ops that run again", plan["made_again"], top, _runs)
+    parts += _cut("Steps of the host that use it", plan["host_steps"], top, _runs)
+    parts += [
+        f"Op {row['op']} runs in the next iteration, before op {row['before_op']}."
+        for row in plan["deferred"]
+    ]
     if not plan["stalls"]:
         return [*parts, "", "No op waits for it."]
     title = f"Ops that wait for it, {format_us(plan['stall_us'])} in all"
@@ -146,6 +152,22 @@ def _moves(found: dict[str, Any], rows: Sequence[dict[str, Any]]) -> Any:
                 time(row["queued_us"]),
                 "nothing to move" if row["begin_us"] is None else time(row["begin_us"]),
                 time(row["end_us"]),
+            )
+            for row in rows
+        ],
+    )
+
+
+def _runs(rows: Sequence[dict[str, Any]]) -> Any:
+    return table(
+        ("op", "<name", "before op", "begins", "for"),
+        [
+            (
+                str(row["op"]),
+                row["op_name"],
+                str(row.get("before_op", "")),
+                format_us(row["begin_us"]),
+                format_us(row["end_us"] - row["begin_us"]),
             )
             for row in rows
         ],

@@ -16,7 +16,7 @@ from .chart import MemoryChart
 from .output import output_width
 from .show_groups import BY
 from .summary import View
-from .tables import TEXT_WIDTH, format_share, format_us, pairs, short, table
+from .tables import TEXT_WIDTH, format_share, format_us, layers_table, pairs, short, table
 
 BAR = 8  # columns of a bar in a table
 
@@ -28,6 +28,7 @@ def overview(
     by = found.get("groups", {}).get("by", BY[0])
     return [
         *_verdict(found["verdict"]),
+        *_decided(found["verdict"]["machine"]),
         "",
         pairs([("trace", str(path)), *_facts(view, found), *more]),
         "",
@@ -54,8 +55,16 @@ def _verdict(found: dict[str, Any]) -> list[str]:
     where = "This device" if size is None else f"A device of {format_bytes(size)}"
     if machine["percent_of_ideal"] is None:
         return [*lines, f"{where} cannot run it: {short(machine['reason'], 400)}"]
-    how = "planned" if machine["policy"] == "lp" else "on demand"
+    how = {"lp": "planned", "lru": "on demand"}.get(machine["policy"], "planned")
     return [*lines, f"{where} runs it at {machine['percent_of_ideal']:.1f} % of the speed, {how}."]
+
+
+def _decided(machine: dict[str, Any] | None) -> list[Any]:
+    """What the plan does with which layers, if there is one."""
+    layers = machine.get("layers") if machine is not None else None
+    if machine is None or not layers:
+        return []
+    return ["", layers_table(layers, f"what the plan ({short(machine['policy'])}) does")]
 
 
 def _facts(view: View, found: dict[str, Any]) -> list[tuple[str, str]]:
@@ -90,7 +99,16 @@ def _facts(view: View, found: dict[str, Any]) -> list[tuple[str, str]]:
             + ("" if (view.trace.access_mode & WRITE).any() else "; this trace tells of no write"),
         ),
     ]
+    if found["choices"] is not None:
+        rows.append(("choices", _choices(found["choices"])))
     return rows if view.hardware is None else [*rows, ("hardware", describe(view.hardware))]
+
+
+def _choices(found: dict[str, Any]) -> str:
+    return (
+        f"{found['rerun_ops']} ops may run again ({format_us(found['rerun_us'])} in all), the host "
+        f"can take {found['host_ops']} ({format_us(found['host_us'])})"
+    )
 
 
 def _chart(view: View, peak: dict[str, Any]) -> MemoryChart:

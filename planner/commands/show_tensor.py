@@ -13,7 +13,7 @@ import numpy as np
 from ..hardware import Hardware
 from ..lifetimes import gap_bytes, gaps, idle_us
 from ..timeline import DEVICE, Timeline
-from ..trace import ACCESS_NAMES, READ, WRITE
+from ..trace import ACCESS_NAMES, READ, WRITE, Trace
 from .show_groups import module_of
 from .show_link import hideable_bytes
 from .show_names import shared_names
@@ -50,6 +50,42 @@ def life(
         "gaps": _gaps(line, tensor, page_size, hardware),
         "plan": None if line.plan is None else _planned(line, tensor),
     }
+
+
+def _tensors_of(trace: Trace, op: int, mode: int = READ | WRITE) -> set[int]:
+    rows = slice(*trace.access_offsets[op : op + 2])
+    return set(trace.access_tensor[rows][(trace.access_mode[rows] & mode) != 0].tolist())
+
+
+def _made_again(line: Timeline, tensor: int) -> list[dict[str, Any]]:
+    """When ops that run again write it."""
+    reruns = [] if line.simulation is None else line.simulation.reruns
+    return [
+        {
+            "op": run.op,
+            "op_name": line.trace.op_names[run.op],
+            "before_op": run.before_op,
+            "begin_us": run.begin_us,
+            "end_us": run.end_us,
+        }
+        for run in reruns
+        if tensor in _tensors_of(line.trace, run.op, WRITE)
+    ]
+
+
+def _host_steps(line: Timeline, tensor: int) -> list[dict[str, Any]]:
+    """When the host steps it, or uses it for a step."""
+    runs = [] if line.simulation is None else line.simulation.host_runs
+    return [
+        {
+            "op": run.op,
+            "op_name": line.trace.op_names[run.op],
+            "begin_us": run.begin_us,
+            "end_us": run.end_us,
+        }
+        for run in runs
+        if tensor in _tensors_of(line.trace, run.op)
+    ]
 
 
 def _accesses(line: Timeline, rows: Any, page_size: int) -> list[dict[str, Any]]:
@@ -147,6 +183,13 @@ def _planned(line: Timeline, tensor: int) -> dict[str, Any]:
             }
             for stall in line.stalls
             if stall.tensor == tensor
+        ],
+        "made_again": _made_again(line, tensor),
+        "host_steps": _host_steps(line, tensor),
+        "deferred": [
+            {"op": op, "before_op": before}
+            for op, before in line.plan.deferred
+            if tensor in _tensors_of(trace, op)
         ],
         "stall_us": sum(stall.us for stall in line.stalls if stall.tensor == tensor),
     }

@@ -8,12 +8,15 @@ lists are of; ops, working sets and reuses are always of the whole trace.
 from __future__ import annotations
 
 import math
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
 
 from ..hardware import Hardware
+from ..joint.layers import decided
 from ..lifetimes import gap_bytes, gaps, idle_us, live_pages, working_set_pages
+from ..plan import Plan
 from ..reuse import reuses
 from ..sweep import Task, evaluate
 from ..trace import KINDS, WRITE, Bools, Floats, Ints, Trace
@@ -30,7 +33,7 @@ DEVICE_SHARES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)  # of the pea
 
 class View:
     """What of a trace is looked at, and how: tensors of ``kinds`` (none: all), pages of
-    ``page_size`` bytes, the link of ``hardware`` if there is one."""
+    ``page_size`` bytes, the link of ``hardware`` if there is one, and a ``plan`` for that."""
 
     def __init__(
         self,
@@ -38,8 +41,10 @@ class View:
         page_size: int,
         kinds: tuple[str, ...] = (),
         hardware: Hardware | None = None,
+        plan: Plan | None = None,
     ) -> None:
         self.trace, self.page_size, self.kinds, self.hardware = trace, page_size, kinds, hardware
+        self.plan = plan
         of_kind = np.array(trace.tensor_kinds, dtype=np.str_)
         self.chosen: Bools = np.isin(of_kind, kinds or KINDS)
         self.live_by_kind: dict[str, Ints] = {
@@ -109,6 +114,7 @@ def summary(view: View, top: int, by: str = "tensor") -> dict[str, Any]:
         },
         "working_set_median_page_bytes": int(np.median(need)),
         "read_only": _read_only(view),
+        "choices": _choices(trace),
         "idle": _idle(view),
         "reuse": _reuse(view, int(need[needy])),
         "over_time": _over_time(view),
@@ -131,14 +137,16 @@ def summary(view: View, top: int, by: str = "tensor") -> dict[str, Any]:
 
 def verdict(view: View, least: int, most: int) -> dict[str, Any]:
     """What the iteration takes: ``most`` bytes of whole pages, ``least`` for its largest op. On a
-    machine also how fast it would run there, by plans that are made quickly, or on demand where
-    there are too many ops for that."""
+    machine also how fast it would run there, by the view's plan and what that decided for which
+    layers, or by one that is made quickly, or on demand where there are too many ops for that."""
     found: dict[str, Any] = {"needs_bytes": most, "smallest_device_bytes": least, "machine": None}
     machine = view.hardware
     if machine is None:
         return found
     policy = "lp" if view.trace.ops <= MOST_PLANNED_OPS else "lru"
-    outcome = evaluate(view.trace, Task(policy, machine, quick=True))
+    if view.plan is not None:
+        policy = view.plan.policy
+    outcome = evaluate(view.trace, Task(policy, machine, quick=True, plan=view.plan))
     predicted = outcome.predicted
     found["machine"] = {
         "device_bytes": None if math.isinf(machine.device_bytes) else int(machine.device_bytes),
@@ -146,7 +154,22 @@ def verdict(view: View, least: int, most: int) -> dict[str, Any]:
         "percent_of_ideal": None if predicted is None else predicted.percent_of_ideal,
         "reason": outcome.reason,
     }
+    if view.plan is not None:
+        found["machine"]["layers"] = [asdict(layer) for layer in decided(view.trace, view.plan)]
     return found
+
+
+def _choices(trace: Trace) -> dict[str, Any] | None:
+    """What may run again or on the host, if the trace says so."""
+    if not trace.has_choices:
+        return None
+    hosted = ~np.isnan(trace.op_host_us)
+    return {
+        "rerun_ops": int(trace.op_rerun.sum()),
+        "rerun_us": float(trace.op_duration_us[trace.op_rerun].sum()),
+        "host_ops": int(hosted.sum()),
+        "host_us": float(trace.op_host_us[hosted].sum()),
+    }
 
 
 def touched_bytes(trace: Trace) -> Ints:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -78,6 +78,22 @@ def pairs(rows: Iterable[tuple[str, str]]) -> Table:
     for row in rows:
         result.add_row(*row)
     return result
+
+
+def layers_table(layers: Iterable[Mapping[str, Any]], title: str) -> Table:
+    """What was decided for which layers: ``joint.layers.Layer`` as dicts."""
+    heads = ("<layers", "come back", "discarded", "run again", "host steps")
+    rows = [
+        (
+            "–".join(dict.fromkeys(layer["names"])),
+            format_bytes(layer["in_bytes"]),
+            format_bytes(layer["discarded_bytes"]),
+            format_us(layer["recompute_us"]),
+            str(layer["host_steps"]),
+        )
+        for layer in layers
+    ]
+    return table(heads, rows, title=title)
 
 
 def predicted_json(predicted: Predicted | None) -> dict[str, Any] | None:

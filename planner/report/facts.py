@@ -20,6 +20,7 @@ WAITS_FOR = {
     "disk-in": "pages on their way from the disk",
     "host-out": "free frames, which pages on their way to host memory still hold",
     "disk-out": "free frames, which pages on their way to the disk still hold",
+    "host-step": "steps of the host that have not ended",
 }
 SAME = 1e-3  # two runs of the machine model agree; the model itself settles within 1e-4
 

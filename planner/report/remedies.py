@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+
 from ..hardware import Hardware
 from ..sizes import format_bytes
 from ..sweep import Task, evaluate
@@ -27,26 +29,45 @@ def remedies(
     if now is None or now.stall_us < LEAST_WAITING * line.iteration_us or line.trace.ops > MOST_OPS:
         return []
     found: list[dict[str, Any]] = []
-    changes = _changes(line, line.hardware)
-    for number, (what, hardware) in enumerate(changes):
+    changes = [*_choices(line, line.hardware), *_changes(line, line.hardware)]
+    for number, (what, tasks) in enumerate(changes):
         if progress is not None:
             progress(f"with {what}", number / len(changes))
-        percent = _percent(line, hardware)
+        outcomes = [evaluate(line.trace, task).predicted for task in tasks]
+        percent = max((one.percent_of_ideal for one in outcomes if one is not None), default=0.0)
         if percent - now.percent_of_ideal >= LEAST_GAIN:
             found.append({"what": what, "percent_of_ideal": percent})
     return sorted(found, key=lambda one: -float(one["percent_of_ideal"]))[:3]
 
 
-def _percent(line: Timeline, hardware: Hardware) -> float:
-    """Of the ideal speed there: by a new plan, or by the one that there is."""
-    quick = line.trace.ops > FEW_OPS
-    tasks = (Task("lp", hardware, quick), Task("", hardware, plan=line.plan))
-    found = [evaluate(line.trace, task).predicted for task in tasks]
-    return max((one.percent_of_ideal for one in found if one is not None), default=0.0)
+def _choices(line: Timeline, hardware: Hardware) -> list[tuple[str, list[Task]]]:
+    """What costs nothing: what the trace permits, and a plan that only moves does not do."""
+    assert line.plan is not None
+    trace, quick = line.trace, line.trace.ops > FEW_OPS
+    if line.plan.has_choices:
+        return []
+    possible = {
+        "recompute": ("ops that run again", trace.op_rerun.any()),
+        "host-step": ("steps on the host", not np.isnan(trace.op_host_us).all()),
+    }
+    return [
+        (f"{what} (plan --allow {name})", [Task("joint", hardware, quick, allow=("move", name))])
+        for name, (what, permitted) in possible.items()
+        if permitted
+    ]
 
 
-def _changes(line: Timeline, hardware: Hardware) -> list[tuple[str, Hardware]]:
-    """More of what there is, in words and as machines."""
+def _changes(line: Timeline, hardware: Hardware) -> list[tuple[str, list[Task]]]:
+    """More of what there is, in words and as a new plan and the one that there is on it."""
+    assert line.plan is not None
+    policy, quick = "joint" if line.plan.has_choices else "lp", line.trace.ops > FEW_OPS
+    return [
+        (what, [Task(policy, machine, quick), Task("", machine, plan=line.plan)])
+        for what, machine in _machines(line, hardware)
+    ]
+
+
+def _machines(line: Timeline, hardware: Hardware) -> list[tuple[str, Hardware]]:
     assert line.simulation is not None
     assert line.simulation.predicted is not None
     size, peak = hardware.page_size, line.simulation.predicted.peak_disk_bytes

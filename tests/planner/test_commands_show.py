@@ -269,7 +269,7 @@ def test_show_the_smallest_traces(durations: float, tmp_path: Path, machine_path
 def test_show_says_what_options_need(trace_path: Path) -> None:
     assert (show.KINDS, show.BY) == (trace_module.KINDS, show_groups.BY)
     assert "--hardware" in refused("show", trace_path, "--h2d", "5GB")
-    assert "--tensor" in refused("show", trace_path, "--plan", "p.json", "--hardware", "g10")
+    assert "p.json" in refused("show", trace_path, "--plan", "p.json", "--hardware", "g10")
     assert "p.json: cannot be read" in refused(
         *("show", trace_path, "--plan", "p.json", "--tensor", 0)
     )

@@ -1,6 +1,7 @@
 """``tensorpager html``: the file and the data in it; ``test_report_browser.py`` draws it."""
 
 import json
+import math
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -12,7 +13,7 @@ import pytest
 
 from tensorpager.planner.commands.compare import compared
 from tensorpager.planner.hardware import Hardware, load_hardware
-from tensorpager.planner.plan import Bound, Plan
+from tensorpager.planner.plan import Bound, Move, Plan, StartRun
 from tensorpager.planner.report import rows
 from tensorpager.planner.report.data import CURVE_POINTS, report_data
 from tensorpager.planner.report.facts import limit
@@ -440,3 +441,41 @@ def test_remedies_are_simulated_and_sorted(line: Timeline) -> None:
             again = [evaluate(line.trace, task).predicted for task in tasks]
             assert one["percent_of_ideal"] == max(p.percent_of_ideal for p in again if p)
     assert remedies(timeline(weight_trace())) == []
+
+
+def test_a_remedy_that_costs_nothing_is_what_the_trace_permits(tmp_path: Path) -> None:
+    """The activation that a plan moves could be made again in a tenth of the time."""
+    trace = make_trace(
+        [(0, 4 * PAGE, False), (1, 4 * PAGE, False)],
+        [("make", 1.0, [], [0]), ("fill", 50.0, [], [1]), ("use", 50.0, [0], [])],
+        page_size=PAGE,
+        rerun=[True, False, False],
+    )
+    (tmp_path / "hw.toml").write_text(HARDWARE)
+    moves = [Move(0, 0, 4, "host", "out", 1), Move(0, 0, 4, "host", "in", 2)]
+    plan = Plan("by hand", PAGE, 4 * PAGE, 1_000_000, 0, moves)
+    line = timeline(trace, plan, load_hardware(str(tmp_path / "hw.toml")))
+    found = {one["what"]: one["percent_of_ideal"] for one in remedies(line)}
+    best = found["ops that run again (plan --allow recompute)"]
+    assert best == pytest.approx(100 * 101 / 102)
+    header, _ = report_data(line)
+    assert "Ops wait" in header["facts"]["limit"]
+
+
+def test_what_the_ops_wait_for_may_be_the_host(tmp_path: Path) -> None:
+    trace = make_trace(
+        [(0, PAGE, True), (1, PAGE, False)],
+        [("use", 10.0, [0], []), ("back", 10.0, [], [1]), ("update", 1.0, [0, 1], [0])],
+        page_size=PAGE,
+        host_us=[math.nan, math.nan, 30.0],
+    )
+    (tmp_path / "hw.toml").write_text(HARDWARE)
+    moves = [
+        Move(0, 0, 1, "host", "in", 0),
+        Move(0, 0, 1, "host", "out", 1),
+        Move(1, 0, 1, "host", "out", 2),
+    ]
+    start = [StartRun(0, 0, 1, "host")]
+    plan = Plan("by hand", PAGE, 4 * PAGE, 1_000_000, 0, moves, start, host_steps=[2])
+    header, _ = report_data(timeline(trace, plan, load_hardware(str(tmp_path / "hw.toml"))))
+    assert "Ops wait" in header["facts"]["limit"]

@@ -1,5 +1,7 @@
 """``tensorpager show --tensor``: the life of one tensor, and what a plan does with it."""
 
+import json
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -8,7 +10,16 @@ from random import Random
 import numpy as np
 import pytest
 
-from tensorpager.planner.plan import Move
+from tensorpager.planner.hardware import load_hardware
+from tensorpager.planner.plan import (
+    DEVICE,
+    DISCARD,
+    Move,
+    Plan,
+    Recompute,
+    StartRun,
+    plan_to_json,
+)
 from tensorpager.planner.trace import make_trace
 from tensorpager.planner.trace_file import write_trace
 
@@ -98,6 +109,50 @@ def test_what_a_plan_does_with_it(
     assert "Ops that wait for it, 20 µs in all" in text
     assert "40.0 % of its time (by hand)" in text
     assert "never moves it" in run("show", trace_path, "--tensor", 1, *hardware).stdout
+
+
+def test_what_is_made_again_and_what_the_host_steps(tmp_path: Path, machine_path: Path) -> None:
+    """An activation of two pages that leaves without a copy; a weight that the host steps."""
+    trace = make_trace(
+        [(0, 2 * PAGE, False), (1, PAGE, True), (2, PAGE, False)],
+        [
+            ("block.3.forward", 10.0, [], [0]),
+            ("block.3.backward", 10.0, [0], [2]),
+            ("block.3.update", 10.0, [1, 2], [1]),
+        ],
+        page_size=PAGE,
+        names={0: "block.3.out", 1: "block.3.weight"},
+        rerun=[True, False, False],
+        host_us=[math.nan, math.nan, 20.0],
+    )
+    write_trace(tmp_path / "t.parquet", trace)
+    moves = [Move(0, 0, 2, DEVICE, DISCARD, 1), Move(2, 0, 1, "host", "out", 2)]
+    plan = Plan(
+        *("by hand", PAGE, 4 * PAGE, 1_000_000, 0, moves, [StartRun(1, 0, 1, "host")]),
+        recompute=[Recompute(0, 0, 1)],
+        host_steps=[2],
+        hardware=load_hardware(str(machine_path)),
+    )
+    (tmp_path / "p.json").write_text(json.dumps(plan_to_json(plan)))
+    command = ("show", tmp_path / "t.parquet", "--plan", tmp_path / "p.json")
+    out = run_json(*command, "--tensor", "block.3.out")["plan"]
+    assert [(row["op"], row["before_op"]) for row in out["made_again"]] == [(0, 1)]
+    assert (out["host_steps"], out["deferred"]) == ([], [])
+    weight = run_json(*command, "--tensor", "block.3.weight")["plan"]
+    assert [(row["op"], row["end_us"] - row["begin_us"]) for row in weight["host_steps"]] == [
+        (2, 20.0)
+    ]
+    assert weight["residency"][0]["place"] == "host"
+    text = run(*command, "--tensor", "block.3.weight").stdout
+    assert "Steps of the host that use it" in text
+    assert "Made again" in run(*command, "--tensor", "block.3.out").stdout
+    found = run_json(*command)
+    assert found["choices"] == {"rerun_ops": 1, "rerun_us": 10.0, "host_ops": 1, "host_us": 20.0}
+    layer = found["verdict"]["machine"]["layers"][-1]
+    assert (layer["discarded_bytes"], layer["host_steps"]) == (2 * PAGE, 1)
+    text = run(*command).stdout
+    assert "what the plan (by hand) does" in text
+    assert "1 ops may run again" in text
 
 
 def test_plans_that_do_not_fit(

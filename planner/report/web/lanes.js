@@ -3,6 +3,7 @@
 const OP_LANE = 40;
 const LANE = 27;
 const LANE_NAMES = { "host-out": "to host", "disk-out": "to disk", "disk-in": "from disk", "host-in": "from host", "host-step": "by a step of the host", "run-again": "again" };
+const RUN_LABELS = { "host-step": "host's steps", "run-again": "run again" };
 const RUNS = { "host-step": "The host steps", "run-again": "The device runs again" };
 
 function makeLanes(model, view) {
@@ -35,7 +36,8 @@ function makeLanes(model, view) {
     ["op-a", "op"],
     ...(model.hasPlan ? [["stall", "stall: an op waits"]] : []),
     ...(lanes.some((lane) => lane.name.endsWith("out")) ? [["leaving", "page leaves"]] : []),
-    ...(lanes.some((lane) => lane.name.endsWith("in")) ? [["coming", "page comes"]] : []),
+    ...(lanes.some((lane) => lane.name.endsWith("-in")) ? [["coming", "page comes"]] : []),
+    ...(lanes.some((lane) => lane.name in RUNS) ? [["use", "op, again or on the host"]] : []),
   ]);
   return chart;
 }
@@ -72,7 +74,7 @@ function drawLanes(u, ctx, plot, model, view, lanes) {
   };
   name("ops", OP_LANE / 2, colour.ink);
   for (const lane of lanes) {
-    name(LANE_NAMES[lane.name], lane.top + (narrow() ? 12 : 7), colour.ink);
+    name(RUN_LABELS[lane.name] ?? LANE_NAMES[lane.name], lane.top + (narrow() ? 12 : 7), colour.ink);
     if (!narrow()) name(`busy ${lane.facts.busy_share > 0 && lane.facts.busy_share < 0.005 ? "< 1 %" : formatPercent(lane.facts.busy_share, 0)}`, lane.top + 19, colour.soft, 9.5);
   }
   clipToPlot(ctx, plot);
@@ -127,7 +129,7 @@ function drawBars(ctx, plot, model, view, lane) {
   const { bars } = lane;
   const top = plot.top + lane.top * plot.ratio;
   const height = (LANE - 5) * plot.ratio;
-  const tone = lane.name.endsWith("out") ? colour.leaving : colour.coming;
+  const tone = lane.name in RUNS ? colour.use : lane.name.endsWith("out") ? colour.leaving : colour.coming;
   const seams = plot.ratio;
   const fine = makeCoverage(plot);
   const dimmed = view.tensor >= 0 ? 0.35 : 1;

@@ -1,14 +1,14 @@
 // Memory over time, stacked by kind, under the budget.
 
 const MEMORY_HEIGHT = 230;
-const FAR = 2.5; // a budget further above the peak is told, not drawn
+const FAR = 2.5; // a budget further above what is drawn is told, not drawn
 
 function makeMemory(model, view) {
   const kinds = model.curve.kinds;
   const budget = model.facts.hardware?.device_bytes ?? null;
   const peak = model.curve.peak_bytes;
-  const drawn = budget !== null && budget <= peak * FAR;
   const without = unlimited(model);
+  const drawn = budget !== null && budget <= Math.max(peak * FAR, without?.peak ?? 0);
   const top = Math.max(peak, drawn ? budget : 0, without?.peak ?? 0, 1) * 1.1;
   // uPlot fills each curve down to 0: the highest sum first, the others over it.
   const stacked = stack(model, kinds.length);
