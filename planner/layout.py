@@ -15,6 +15,7 @@ from the simulated ones: the simulated order is one in which every wait comes to
 from __future__ import annotations
 
 import math
+from collections import deque
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,6 +32,8 @@ MAX_CELLS = 96 << 20  # frames × slots, two bytes each
 MAX_ORDERS = 7
 MAX_WORK = 8e8  # cells looked at, some 10 ns each: no order is begun that would go beyond
 HEAD_ROWS = 2  # of a stay that are looked up in all frames at once
+_LINGERS = 3  # ops in which what died may still be somebody's, as a trace of accesses counts
+_SETTLING = 2  # iterations before the one that is laid out
 BLOCK = 64  # candidate bases that are looked up together
 
 
@@ -90,13 +93,16 @@ def frames_of(trace: Trace, hardware: Hardware) -> int:
     return int(trace.pages(hardware.page_size).sum() if unlimited else hardware.device_pages)
 
 
-def place(trace: Trace, plan: Plan, simulation: Simulation, frames: int) -> Layout:
-    """Base frames of ``frames`` for ``plan`` as ``simulation`` ran it, with its transfers: perhaps
-    on a smaller device, so that there is some room to place things."""
+def place(trace: Trace, plan: Plan, frames: int, simulation: Simulation | None = None) -> Layout:
+    """Base frames of ``frames`` for ``plan``: for whoever decides moves in the order of the program
+    (:func:`spells_in_order`), or as ``simulation`` ran it, with its transfers."""
     if not trace.ops:
         return Layout(frames, {}, {}, {}, 0)
     max_slots = min(MAX_SLOTS, max(MIN_SLOTS, MAX_CELLS // max(1, frames)))
-    spells = find_spells(trace, plan, simulation)
+    if simulation is None:
+        spells = spells_in_order(trace, plan, frames)
+    else:
+        spells = find_spells(trace, plan, simulation)
     stays = _find_stays(trace, plan, spells, max_slots)
     return _named(trace, frames, stays, _pack(stays, frames))
 
@@ -166,6 +172,10 @@ def find_spells(trace: Trace, plan: Plan, simulation: Simulation) -> _Spells:
     events = _Events(simulation.predicted.iteration_us, trace.ops)
     _add_lives(events, trace, simulation, base, count)
     _add_transfers(events, trace, plan, simulation, base)
+    return _spells_of(events, trace, plan, base, count)
+
+
+def _spells_of(events: _Events, trace: Trace, plan: Plan, base: Ints, count: Ints) -> _Spells:
     page, tick, later, change, move, times_us = events.in_ticks()
     ticks = len(times_us) - 1
     lasting = np.repeat(trace.tensor_persistent, count)
@@ -193,6 +203,90 @@ def find_spells(trace: Trace, plan: Plan, simulation: Simulation) -> _Spells:
         first, last = ins.get(index, (at, at))
         ins[index] = min(first, at), max(last, at)
     return _Spells(ticks, times_us, spell_page[order], begin[order], end[order], ins)
+
+
+def spells_in_order(trace: Trace, plan: Plan, frames: int) -> _Spells:
+    """When pages hold frames for an executor that decides in the order of the program: before op k
+    the moves of k are queued, and whatever leaves gives its frame back at that, whatever comes
+    takes one then, if there are enough, or at one of the next ops. What died with op k − 1 gives
+    its frames back after that, before op k begins. The transfers follow, and wait for each other.
+    """
+    count = trace.pages(plan.page_size)
+    base = np.cumsum(count) - count
+    events = _Events(float(trace.ops), trace.ops)
+    events.add(np.empty(0, np.int64), 0, 0, 0)  # so that there is one
+    order = _Order(trace, plan, frames, base, count)
+    for iteration in range(_SETTLING + 1):
+        order.run(events if iteration == _SETTLING else None)
+    return _spells_of(events, trace, plan, base, count)
+
+
+class _Order:
+    """One iteration after another, as :func:`spells_in_order` says."""
+
+    def __init__(self, trace: Trace, plan: Plan, frames: int, base: Ints, count: Ints) -> None:
+        self._ops = trace.ops
+        self._held = np.repeat(trace.tensor_persistent, count)
+        self._held[_pages_off(plan, trace, base, len(self._held))] = False
+        self._free = frames - int(self._held.sum())
+        self._living = self._held | np.repeat(trace.tensor_persistent, count)
+        self._moves: dict[int, list[int]] = {}
+        self._rows: dict[int, tuple[str, str, slice]] = {}
+        for index, move in enumerate(plan.moves):
+            first = int(base[trace.index_of[move.tensor]]) + move.first_page
+            self._rows[index] = move.action, move.tier, slice(first, first + move.page_count)
+            self._moves.setdefault(move.issue_op, []).append(index)
+        self._born: dict[int, list[slice]] = {}
+        self._dead: dict[int, list[slice]] = {}
+        for tensor in np.flatnonzero(~trace.tensor_persistent).tolist():
+            rows = slice(int(base[tensor]), int(base[tensor] + count[tensor]))
+            self._born.setdefault(int(trace.first_op[tensor]), []).append(rows)
+            last = min(int(trace.last_op[tensor]) + 1 + _LINGERS, trace.ops)
+            self._dead.setdefault(last, []).append(rows)
+        self._waiting: dict[str, deque[int]] = {}
+        self._events: _Events | None = None
+
+    def run(self, events: _Events | None) -> None:
+        self._events = events
+        for op in range(self._ops + 1):
+            # After the last op, but still in this iteration.
+            at = op if op < self._ops else op - 0.3
+            for index in self._moves.get(op, ()):
+                action, tier, rows = self._rows[index]
+                if action == "out":
+                    self._give(rows, at)
+                elif action == "in":
+                    self._waiting.setdefault(tier, deque()).append(index)
+            self._bring(at)
+            for rows in self._dead.get(op, ()):
+                self._give(rows, at + 0.1)
+                self._living[rows] = False
+            self._bring(at + 0.1)
+            for rows in self._born.get(op, ()):
+                self._living[rows] = True
+                self._take(rows.start + np.flatnonzero(~self._held[rows]), at + 0.2, -1)
+
+    def _bring(self, at: float) -> None:
+        for queue in self._waiting.values():
+            while queue:
+                rows = self._rows[queue[0]][2]
+                wanted = rows.start + np.flatnonzero(self._living[rows] & ~self._held[rows])
+                if len(wanted) > self._free:
+                    break
+                self._take(wanted, at, queue.popleft())
+
+    def _take(self, pages: Ints, at: float, move: int) -> None:
+        self._held[pages] = True
+        self._free -= len(pages)
+        if self._events is not None:
+            self._events.add(pages, at, 0, 1, move)
+
+    def _give(self, rows: slice, at: float) -> None:
+        pages = rows.start + np.flatnonzero(self._held[rows])
+        self._held[pages] = False
+        self._free += len(pages)
+        if self._events is not None:
+            self._events.add(pages, at, 0, -1)
 
 
 def _add_lives(

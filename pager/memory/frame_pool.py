@@ -8,15 +8,16 @@ neighbours. Three views of the same runs, always in step:
 - ``_by_size``: (length, start) in order, to find the best fit
 
 A run is ``(start, length)`` and means the frames ``start <= frame < start + length``. Every
-operation costs O(log runs) for each run that it touches. Not thread-safe: the owner of the tier
-is the only caller.
+operation costs O(log runs) for each run that it touches, and a shift in a list of all. Not
+thread-safe: the owner of the tier is the only caller.
 """
 
+from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterator
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
-from sortedcontainers import SortedList  # type: ignore[import-untyped]
 
 Run = tuple[int, int]
 Int32 = npt.NDArray[np.int32]
@@ -30,8 +31,8 @@ class FramePool:
         self._count = 0
         self._free_count = 0
         self._length_of: dict[int, int] = {}
-        self._starts = SortedList()
-        self._by_size = SortedList()
+        self._starts: list[int] = []
+        self._by_size: list[tuple[int, int]] = []
         self.resize(count)
 
     @property
@@ -81,8 +82,8 @@ class FramePool:
     def find_run(self, n: int) -> int | None:
         """Where ``allocate_run`` would claim ``n`` frames; claims nothing."""
         assert n > 0, f"{n} frames"
-        fit: Run | None = next(self._by_size.irange((n, 0)), None)
-        return None if fit is None else fit[1]
+        fit = bisect_left(self._by_size, (n, 0))
+        return self._by_size[fit][1] if fit < len(self._by_size) else None
 
     def allocate_run(self, n: int) -> int | None:
         """Claims ``n`` consecutive frames by best fit; None, and no change, if no run is so long.
@@ -118,13 +119,15 @@ class FramePool:
         end = start + n
         assert start >= 0, f"frame {start}"
         assert end <= self._count, f"frames {start} to {end} of {self._count}"
-        before: int | None = next(self._starts.irange(None, end, (True, False), True), None)
-        before_end = 0 if before is None else before + self._length_of[before]
-        assert before_end <= start, f"frames {start} to {end} freed twice"
+        place = bisect_left(self._starts, end) - 1
         merged_start, merged_end = start, end
-        if before is not None and before_end == start:
-            self._remove_run(before)
-            merged_start = before
+        if place >= 0:
+            before = self._starts[place]
+            before_end = before + self._length_of[before]
+            assert before_end <= start, f"frames {start} to {end} freed twice"
+            if before_end == start:
+                self._remove_run(before)
+                merged_start = before
         if end in self._length_of:
             merged_end = end + self._remove_run(end)
         self._insert_run(merged_start, merged_end - merged_start)
@@ -143,20 +146,22 @@ class FramePool:
 
     def _run_around(self, start: int, n: int) -> Run | None:
         """The free run that holds all of the ``n`` frames from ``start`` on."""
-        found: int | None = next(self._starts.irange(maximum=start, reverse=True), None)
-        if found is None or found + self._length_of[found] < start + n:
+        place = bisect_right(self._starts, start) - 1
+        if place < 0:
             return None
-        return found, self._length_of[found]
+        found = self._starts[place]
+        length = self._length_of[found]
+        return (found, length) if found + length >= start + n else None
 
     def _insert_run(self, start: int, length: int) -> None:
         self._length_of[start] = length
-        self._starts.add(start)
-        self._by_size.add((length, start))
+        insort(self._starts, start)
+        insort(self._by_size, (length, start))
 
     def _remove_run(self, start: int) -> int:
         length = self._length_of.pop(start)
-        self._starts.remove(start)
-        self._by_size.remove((length, start))
+        del self._starts[bisect_left(self._starts, start)]
+        del self._by_size[bisect_left(self._by_size, (length, start))]
         return length
 
 
@@ -171,6 +176,9 @@ def merge(left: Int32, right: Int32) -> Iterator[tuple[int, int, int]]:
     """``(left, right, count)`` for stretches in which both sides are consecutive."""
     if not len(left):
         return
-    cuts = np.flatnonzero((np.diff(left) != 1) | (np.diff(right) != 1)) + 1
-    for start, stop in zip([0, *cuts.tolist()], [*cuts.tolist(), len(left)]):
+    cut = left[1:] - left[:-1] != 1
+    if right is not left:
+        cut |= right[1:] - right[:-1] != 1
+    edges = [0, *(np.flatnonzero(cut) + 1).tolist(), len(left)]
+    for start, stop in pairwise(edges):
         yield int(left[start]), int(right[start]), stop - start

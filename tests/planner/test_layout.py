@@ -40,7 +40,7 @@ STEADY = 4  # iterations that may pass before frames must be right
 def lay_out(trace: Trace, hardware: Hardware, plan: Plan) -> Layout:
     """Base frames for ``plan`` on all of the device."""
     simulation = simulate(trace, hardware, plan, log_transfers=True)
-    return place(trace, plan, simulation, frames_of(trace, hardware))
+    return place(trace, plan, frames_of(trace, hardware), simulation)
 
 
 @dataclass(frozen=True)
@@ -236,7 +236,7 @@ def test_everything_is_placed_where_there_is_room(monkeypatch: pytest.MonkeyPatc
         simulation = simulate(case.trace, case.hardware, case.plan, log_transfers=True)
         if simulation.feasible:
             roomy = 4 * total_pages(case.trace)
-            layout = place(case.trace, case.plan, simulation, roomy)
+            layout = place(case.trace, case.plan, roomy, simulation)
             assert layout.unplaced_pages == 0
             check_layout(case.trace, case.hardware, case.plan, layout, monkeypatch)
 
@@ -253,6 +253,100 @@ def test_slots_of_several_ticks(monkeypatch: pytest.MonkeyPatch) -> None:
             book = check_layout(case.trace, case.hardware, case.plan, layout, monkeypatch)
             checked += book is not None
     assert checked > 20
+
+
+# --- in the order of the program -----------------------------------------------------------------
+
+
+class Executor:
+    """Carries out a plan page by page as the runtime does, and puts pages where a layout says."""
+
+    def __init__(self, trace: Trace, plan: Plan, layout: Layout) -> None:
+        self.trace, self.plan, self.layout = trace, plan, layout
+        self.pages = trace.pages(PAGE).tolist()
+        away = {
+            (run.tensor, page)
+            for run in plan.start
+            for page in range(run.first_page, run.first_page + run.page_count)
+        }
+        self.frame: dict[tuple[int, int], int] = {}
+        for tensor, number in enumerate(trace.tensor_ids.tolist()):
+            if trace.tensor_persistent[tensor]:
+                for page in range(self.pages[tensor]):
+                    if (number, page) not in away:
+                        self.frame[number, page] = layout.start[number] + page
+        self.living = {n for n, p in zip(trace.tensor_ids.tolist(), trace.tensor_persistent) if p}
+        self.queues: dict[str, list[int]] = {"host": [], "disk": []}
+        self.taken = 0
+
+    def iteration(self) -> None:
+        trace = self.trace
+        numbers = trace.tensor_ids.tolist()
+        made = [t for t in range(trace.tensors) if not trace.tensor_persistent[t]]
+        for op in range(trace.ops + 1):
+            for index, move in enumerate(self.plan.moves):
+                if move.issue_op == op and move.action == "out":
+                    for page in range(move.first_page, move.first_page + move.page_count):
+                        self.frame.pop((move.tensor, page), None)
+                elif move.issue_op == op and move.action == "in":
+                    self.queues[move.tier].append(index)
+            self.bring()
+            for tensor in made:
+                if min(int(trace.last_op[tensor]) + 4, trace.ops) == op:
+                    self.living.discard(numbers[tensor])
+                    for page in range(self.pages[tensor]):
+                        self.frame.pop((numbers[tensor], page), None)
+            self.bring()
+            for tensor in made:
+                if int(trace.first_op[tensor]) == op < trace.ops:
+                    self.living.add(numbers[tensor])
+                    for page in range(self.pages[tensor]):
+                        self.put(numbers[tensor], page, self.layout.births[numbers[tensor]])
+            frames = list(self.frame.values())
+            assert len(set(frames)) == len(frames), "two pages in one frame"
+            assert all(0 <= frame < self.layout.frames for frame in frames)
+
+    def bring(self) -> None:
+        for queue in self.queues.values():
+            while queue:
+                move = self.plan.moves[queue[0]]
+                span = range(move.first_page, move.first_page + move.page_count)
+                wanted = [p for p in span if (move.tensor, p) not in self.frame]
+                if move.tensor not in self.living:
+                    wanted = []
+                if len(self.frame) + len(wanted) > self.layout.frames:
+                    break
+                for page in wanted:
+                    self.put(move.tensor, page, self.layout.ins[queue[0]])
+                queue.pop(0)
+
+    def put(self, tensor: int, page: int, base: int) -> None:
+        self.frame[tensor, page] = base + page
+        self.taken += 1
+
+
+def test_in_the_order_of_the_program() -> None:
+    """Each page that comes finds its frame free, in each iteration, where all have a place."""
+    seen: Counter[str] = Counter()
+    for seed in range(400):
+        rng = Random(seed)
+        trace = random_trace(rng, zero_durations=seed % 3 == 0)
+        hardware = random_hardware(rng, trace)
+        try:
+            plan = lp_plan(trace, hardware, quick=True)
+        except (InfeasibleBudget, PolicyRefusal):
+            continue
+        # Room for what came earlier than in the simulated order, and for what has just died.
+        layout = place(trace, plan, frames_of(trace, hardware) + total_pages(trace))
+        if layout.unplaced_pages or not plan.moves:
+            continue
+        executor = Executor(trace, plan, layout)
+        for _ in range(4):
+            executor.iteration()
+        seen["cases"] += 1
+        seen["taken"] += executor.taken
+    assert seen["cases"] > 30
+    assert seen["taken"] > 1000
 
 
 # --- by hand -------------------------------------------------------------------------------------
@@ -330,9 +424,9 @@ def test_what_finds_no_room_is_counted() -> None:
         ],
     )
     simulation = simulate(trace, LINK, plan_of(LINK, [], []), log_transfers=True)
-    layout = place(trace, plan_of(LINK, [], []), simulation, 3)
+    layout = place(trace, plan_of(LINK, [], []), 3, simulation)
     assert layout.unplaced_pages > 0
-    roomy = place(trace, plan_of(LINK, [], []), simulation, 4)
+    roomy = place(trace, plan_of(LINK, [], []), 4, simulation)
     assert roomy.unplaced_pages == 0
 
 
