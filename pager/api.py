@@ -87,6 +87,10 @@ class Pager:
         io_timeout: seconds after which one read or write of the disk that has not returned is given
             up, with a ``PagerError`` that says what was under way; ``inf`` for never. Nothing is
             lost by it, and all goes on when the disk answers again.
+        disk_write_limit: bytes that may be written to the paging file in a day (24 hours from the
+            first iteration on), as ``"500GB"``, so that a drive lasts: once they are, no iteration
+            begins (``DiskWriteLimit``) until the next day. ``stats()["disk_wear"]`` says how fast
+            the drive wears out.
 
     Raises ``InfeasibleBudget``, ``PagerError`` or ``ValueError`` at once for budgets and paths that
     cannot work. Use as a context manager or call :meth:`close`. Not for use in forked children.
@@ -106,10 +110,11 @@ class Pager:
         metrics: bool | None = None,
         io_engine: str = "auto",
         io_timeout: float = 60.0,
+        disk_write_limit: int | str | None = None,
     ) -> None:
         given = check_arguments(
             device_budget, host_budget, disk_budget, disk_path, page_size, dense_reserve, device,
-            policy, metrics, io_engine,
+            policy, metrics, io_engine, disk_write_limit,
         )  # fmt: skip
         self.device, self.page_size, self.policy = given.device, given.page_size, policy
         self.core = core = Core(given, IoWatch(check_timeout(io_timeout)), verify=verify, face=self)

@@ -32,6 +32,7 @@ from .budget.budget import DeviceBudget
 from .devices.choice import make_device
 from .disk.tier import DiskTier
 from .disk.watch import IoWatch, WatchedEngine
+from .disk.wear import Wear
 from .errors import InfeasibleBudget, PagerError
 from .machine.calibration.cache import threads_for
 from .machine.ranks import share_of
@@ -264,6 +265,7 @@ class Core:
                 self.disk.engine = WatchedEngine(self.disk.engine, self.io_watch)
             if self.disk is not None and self.disk.registration is not None:
                 self.backend.register_frames(self.disk.registration)
+            self.wear = Wear(self.disk, given.disk_write_limit)
             self.host = HostTier(given.budget_bytes["host"], size, self.backend)
             undo.callback(self.host.close)
             self.table = PageTable(given.frames, self.device)

@@ -2,7 +2,15 @@
 
 from ..planner.errors import InfeasibleBudget, PagerError, TraceError
 
-__all__ = ["CorruptPage", "HungDisk", "InfeasibleBudget", "PagerError", "TierFull", "TraceError"]
+__all__ = [
+    "CorruptPage",
+    "DiskWriteLimit",
+    "HungDisk",
+    "InfeasibleBudget",
+    "PagerError",
+    "TierFull",
+    "TraceError",
+]
 
 
 class TierFull(PagerError):  # noqa: N818 (public name, fixed by the design)
@@ -30,6 +38,11 @@ class CorruptPage(PagerError):  # noqa: N818
         self.slot = slot
         self.page = page
         self.tensor = tensor
+
+
+class DiskWriteLimit(PagerError):  # noqa: N818
+    """As much as ``disk_write_limit`` was written in a day. No iteration was begun; checkpoints can
+    be saved, and all goes on when the next day begins."""
 
 
 class HungDisk(PagerError):  # noqa: N818

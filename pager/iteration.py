@@ -50,7 +50,8 @@ class Iteration(ContextDecorator):
 
     def begin(self) -> Self:
         """Begin, on this thread. Raises ``PagerError`` if an iteration of this pager is running,
-        and nothing has begun then."""
+        ``DiskWriteLimit`` if as much was written to disk as may be in a day; nothing has begun
+        then."""
         hide_all_from_dynamo()
         pager = self._pager
         pager.check_open()
@@ -62,6 +63,7 @@ class Iteration(ContextDecorator):
                     "runs first: with end(), or with abandon() if its step was cut short"
                 )
             drop(pager)
+        pager.wear.check()
         running = pager.running = self._make_running()
         try:
             running.start()

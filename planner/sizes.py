@@ -8,6 +8,8 @@ for _power, _letter in enumerate("kmgtpe", start=1):
     _UNITS[_letter] = _UNITS[_letter + "b"] = 1000**_power
     _UNITS[_letter + "i"] = _UNITS[_letter + "ib"] = 1024**_power
 
+DAY_SECONDS = 86_400.0
+RATED_BYTES = 600 * 10**12  # of writes: what drives of 1 TB are usually guaranteed for
 _LEAST_US = 1e-3
 _PATTERN = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*([a-zA-Z]*)\s*")
 
@@ -55,3 +57,23 @@ def format_us(us: float) -> str:
         if abs(us) < limit * 0.9995 or unit == "s":
             return f"{us / scale:.3g} {unit}" if abs(us) < scale * 1e3 else f"{us / scale:.0f} s"
     raise AssertionError("unreachable")
+
+
+def years_of_drive(bytes_a_day: float | None) -> float | None:
+    """In how many years a drive rated for ``RATED_BYTES`` has had them; ``None`` for no end."""
+    return RATED_BYTES / bytes_a_day / 365 if bytes_a_day else None
+
+
+def wear(bytes_a_day: float | None) -> str:
+    """What so much writing does to a drive, in words; nothing where there is none."""
+    years = years_of_drive(bytes_a_day)
+    if years is None or not bytes_a_day:
+        return ""
+    drive = f"a drive that is rated for {RATED_BYTES // 10**12} TB of writes"
+    if years >= 100:
+        return f"So little is written to disk that {drive} lasts 100 years and more."
+    amount = (
+        f"{bytes_a_day / 1e12:.3g} TB" if bytes_a_day >= 1e12 else f"{bytes_a_day / 1e9:.3g} GB"
+    )
+    lasts = f"{years:.2g} years" if years >= 1 else f"{365 * years:.3g} days"
+    return f"{amount} a day are written to disk: {drive} lasts {lasts}."

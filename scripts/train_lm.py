@@ -18,7 +18,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 # Read by libraries when they load, hence before the imports below.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -53,6 +53,7 @@ def open_memory(options: Options, stack: ExitStack) -> tuple[Memory, tp.Pager | 
             policy=options.policy,
             device=options.device,
             metrics=options.metrics,
+            disk_write_limit=options.disk_write_limit,
         )
     except (ValueError, OSError) as error:
         raise UsageError(str(error)) from error
@@ -136,19 +137,21 @@ def train(options: Options, ranks: Ranks) -> int:
                 scalars.step(step, losses[-1], rate, step_seconds[-1], stats)
                 peaks = None if stats is None else stats["peak_bytes"]
                 printer.step(step, losses[-1], step_seconds[-1], peaks)
-                stopped = 0 if stop is None else ranks.most(stop.signal)
+                stopped = 0 if stop is None else ranks.most(stop.signal or _WORN * _is_worn(stats))
                 last = stopped or step + 1 == options.steps
                 due = options.save_every and (step + 1) % options.save_every == 0
                 if options.save is not None and (last or due):
                     _save(options.save, trainer, ranks)
                 if stopped:
                     if ranks.is_first:
+                        why = ", as --disk-write-limit is reached," if stopped == _WORN else ""
                         print(
-                            f"train_lm: stopped after step {trainer.next_step} of {options.steps} "
-                            f"and saved; the same command with --resume={options.save} goes on",
+                            f"train_lm: stopped after step {trainer.next_step} of {options.steps}"
+                            f"{why} and saved; the same command with --resume={options.save} goes "
+                            "on",
                             file=sys.stderr,
                         )
-                    return 128 + stopped
+                    return 2 if stopped == _WORN else 128 + stopped
         reports = ranks.all(memory.report())
         sha256 = trainer.parameters_sha256()
     record = make_record(options, first_step, losses, norms, step_seconds, reports, sha256)
@@ -157,6 +160,15 @@ def train(options: Options, ranks: Ranks) -> int:
         if options.json is not None:
             write_json(options.json, record)
     return 0
+
+
+_WORN = 1000  # above all signals: more was written to disk than may be in a day
+
+
+def _is_worn(stats: dict[str, Any] | None) -> bool:
+    """Whether the pager begins no further iteration today."""
+    wear = {"limit": None} if stats is None else stats["disk_wear"]
+    return wear["limit"] is not None and wear["written_today"] >= wear["limit"]
 
 
 def _save(path: Path, trainer: Trainer, ranks: Ranks) -> None:
@@ -179,7 +191,7 @@ def main(arguments: list[str]) -> int:
             return compare(Path(__file__).resolve(), options)
         with ranks_of(options) as ranks:
             return train(options, ranks)
-    except (UsageError, tp.InfeasibleBudget, tp.TierFull) as error:
+    except (UsageError, tp.InfeasibleBudget, tp.TierFull, tp.DiskWriteLimit) as error:
         return _fail(str(error))
     except LostRankError as error:
         _fail(f"stopped, because {error}")

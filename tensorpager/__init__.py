@@ -11,13 +11,21 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .pager.api import Pager
-    from .pager.errors import CorruptPage, InfeasibleBudget, PagerError, TierFull, TraceError
+    from .pager.errors import (
+        CorruptPage,
+        DiskWriteLimit,
+        InfeasibleBudget,
+        PagerError,
+        TierFull,
+        TraceError,
+    )
     from .pager.integrations import hf, lightning
     from .pager.streaming.cross_entropy import linear_cross_entropy
     from .pager.tensor.paged_tensor import PagedTensor
 
 __all__ = [
     "CorruptPage",
+    "DiskWriteLimit",
     "InfeasibleBudget",
     "PagedTensor",
     "Pager",

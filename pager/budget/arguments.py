@@ -29,6 +29,7 @@ class Arguments(NamedTuple):
     reserve: int | None
     frames: int
     disk_path: Path | None
+    disk_write_limit: int | None
     device: torch.device
     metrics: bool
     io_engine: str
@@ -46,6 +47,7 @@ def check_arguments(
     policy: str,
     metrics: bool | None,
     io_engine: str,
+    disk_write_limit: int | str | None,
 ) -> Arguments:
     """Raises ``InfeasibleBudget`` or ``ValueError`` for what cannot work; see ``Pager``."""
     device = resolve(device)
@@ -66,10 +68,18 @@ def check_arguments(
             f"disk_budget={disk_budget!r} needs a disk_path: the folder for the paging file"
         )
     folder = Path(disk_path) if budget_bytes["disk"] and disk_path is not None else None
+    limit = None
+    if disk_write_limit is not None:
+        limit = parse_bytes(disk_write_limit, "disk_write_limit")
+        if folder is None or not limit:
+            raise ValueError(
+                f"disk_write_limit={disk_write_limit!r} is of bytes a day that go to a paging "
+                "file; give disk_budget and disk_path too, and more than 0, or leave it out"
+            )
     if metrics is not None and not isinstance(metrics, bool):
         raise ValueError(f"metrics={metrics!r} must be True, False or None")
     return Arguments(
-        budget_bytes, page_bytes, reserve, frames, folder, device, bool(metrics),
+        budget_bytes, page_bytes, reserve, frames, folder, limit, device, bool(metrics),
         check_name(io_engine), words,
     )  # fmt: skip
 

@@ -29,7 +29,13 @@ GiB = 1 << 30
 def explain(pager: Core, follower: Follower | None) -> str:
     """See ``Pager.explain``."""
     part = ranks.describe(dict(pager.budget_bytes), pager.device.type)
-    said = (pager.about_budgets, part, pager.cut_short, _plan_in_words(pager, follower))
+    said = (
+        pager.about_budgets,
+        part,
+        pager.cut_short,
+        _plan_in_words(pager, follower),
+        pager.wear.in_words(),
+    )
     lines = [line for line in said if line]
     streamed = streamed_names(pager)
     if streamed:

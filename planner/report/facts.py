@@ -7,7 +7,7 @@ from collections import defaultdict
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from ..sizes import format_bytes, format_us
+from ..sizes import DAY_SECONDS, format_bytes, format_us, wear
 from ..timeline import Timeline
 
 if TYPE_CHECKING:
@@ -45,6 +45,7 @@ def facts(line: Timeline, hardware: Hardware | None) -> dict[str, Any]:
         "bound_us": plan_bound_us(line),
         "channels": _channels(line),
         "limit": limit(line),
+        "wear": _wear(line),
         "notes": _notes(line),
     }
 
@@ -78,6 +79,14 @@ def limit(line: Timeline) -> str:
 
 def _percent(share: float) -> str:
     return f"{100 * share:.2g} %" if share < 0.995 else f"{100 * min(share, 1.0):.0f} %"
+
+
+def _wear(line: Timeline) -> str:
+    """What the plan does to a drive, were it followed day and night."""
+    predicted = line.simulation.predicted if line.simulation else None
+    if predicted is None or not predicted.iteration_us:
+        return ""
+    return wear(predicted.disk_bytes_written / predicted.iteration_us * 1e6 * DAY_SECONDS)
 
 
 def _hardware(hardware: Hardware | None) -> dict[str, Any] | None:

@@ -96,6 +96,7 @@ class Options:
     host_budget: str | None
     disk_budget: str | None
     disk_path: Path | None
+    disk_write_limit: str | None
     page_size: str
     policy: str
     needed: int | None
@@ -165,6 +166,11 @@ def _build_parser() -> argparse.ArgumentParser:
     add("--host-budget", metavar="SIZE", help="second tier (default none)")
     add("--disk-budget", metavar="SIZE", help="third tier (default none)")
     add("--disk-path", type=Path, help="folder of the disk tier's file")
+    add(
+        "--disk-write-limit",
+        help="bytes a day that may be written to that file, such as 500GB: then the run saves and "
+        "ends (with --save), or just ends",
+    )
     add("--page-size", default="2MiB", metavar="SIZE", help="default %(default)s")
     add("--policy", choices=("lp", "lru"), default="lp", help="lru: page on demand only")
     add("--needed", metavar="SIZE", help="what 100%% of a budget means")

@@ -462,6 +462,16 @@ def test_a_remedy_that_costs_nothing_is_what_the_trace_permits(tmp_path: Path) -
     assert "Ops wait" in header["facts"]["limit"]
 
 
+def test_what_a_plan_does_to_a_drive_is_told(line: Timeline) -> None:
+    assert report_data(line)[0]["facts"]["wear"] == ""
+    assert line.simulation is not None
+    assert line.simulation.predicted is not None
+    predicted = replace(line.simulation.predicted, disk_bytes_written=PAGE)
+    line = replace(line, simulation=replace(line.simulation, predicted=predicted))
+    wear = report_data(line)[0]["facts"]["wear"]  # 1,000 bytes in 50 µs
+    assert wear.startswith("1.73 TB a day are written to disk")
+
+
 def test_what_the_ops_wait_for_may_be_the_host(tmp_path: Path) -> None:
     trace = make_trace(
         [(0, PAGE, True), (1, PAGE, False)],

@@ -1,8 +1,10 @@
+import re
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tensorpager.planner.sizes import format_bytes, parse_bytes
+from tensorpager.planner.sizes import format_bytes, parse_bytes, wear
 
 
 @pytest.mark.parametrize(
@@ -41,3 +43,17 @@ def test_refuses_other_types(value: object) -> None:
 def test_what_is_formatted_parses_to_nearly_the_same(count: int) -> None:
     again = parse_bytes(format_bytes(count))
     assert abs(again - count) <= max(1, count * 0.006)
+
+
+@pytest.mark.parametrize(
+    ("bytes_a_day", "words"),
+    [
+        (None, ""),
+        (0.0, ""),
+        (1e9, "So little is written"),
+        (100e9, "100 GB a day are written to disk: .* lasts 16 years"),
+        (12e12, r"12 TB a day .* rated for 600 TB of writes lasts 50 days"),
+    ],
+)
+def test_what_writing_does_to_a_drive(bytes_a_day: float | None, words: str) -> None:
+    assert re.match(words or "$", wear(bytes_a_day))

@@ -208,3 +208,17 @@ def test_a_signal_ends_a_run_with_a_checkpoint(tmp_path: Path, number: signal.Si
         assert ended.returncode == 0, ended.stderr
     losses = [json.loads(path.read_text())["losses"] for path in (went_on, whole)]
     assert losses[0] == losses[1][-2:]
+
+
+def test_a_run_that_has_written_enough_saves_and_goes_on_another_day(tmp_path: Path) -> None:
+    saved = tmp_path / "run.pt"
+    disk = ("--device-budget=12MiB", "--disk-budget=64MiB", f"--disk-path={tmp_path}")
+    command = (*SMALL[:3], "--warmup=2", "--page-size=64KiB", *disk, "--policy=lru", "--steps=3")
+    ended = programs.run(str(SCRIPT), *command, f"--save={saved}", "--disk-write-limit=64KiB")
+    assert ended.returncode == 2, ended.stderr
+    assert "stopped after step 1 of 3, as --disk-write-limit is reached, and saved" in ended.stderr
+    ended = programs.run(str(SCRIPT), *command, "--disk-write-limit=64KiB")
+    assert ended.returncode == 2
+    assert "disk_write_limit=65536 (64.00 KiB) a day is reached" in ended.stderr
+    ended = programs.run(str(SCRIPT), *command, f"--resume={saved}", "--disk-write-limit=1TB")
+    assert ended.returncode == 0, ended.stderr

@@ -18,7 +18,7 @@ function makeHead(model) {
     node("div", {}, node("dt", {}, term), node("dd", { class: "figure" }, figure), node("dd", { class: "more" }, more ?? "")),
   ));
   const speed = facts.predicted && formatPercent(facts.ideal_us / Math.max(facts.iteration_us, 1e-9), 1);
-  byId("limit").textContent = speed ? `It runs at ${speed} of the speed that it has where nothing ever waits. ${facts.limit}` : facts.limit;
+  byId("limit").textContent = [speed && `It runs at ${speed} of the speed that it has where nothing ever waits.`, facts.limit, facts.wear].filter(Boolean).join(" ");
   byId("help-block").hidden = model.remedies.length === 0;
   byId("remedies").replaceChildren(...model.remedies.map(({ what, percent_of_ideal: percent }) =>
     node("li", {}, `${what}: `, node("b", {}, `${percent.toFixed(1)} %`)),
