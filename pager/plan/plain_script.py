@@ -1,7 +1,8 @@
 """``tensorpager record`` on a script that knows nothing of us: one iteration of plain PyTorch.
 
 When the script has loaded PyTorch, :func:`watch` registers one of PyTorch's own global hooks: an
-iteration ends with the step of the optimizer that steps last in it. The iteration that is recorded
+iteration ends with the step of the optimizer that steps last in it, or with every so many steps
+where the user says how many. The iteration that is recorded
 runs under a dispatch mode, which sees every op with its operands. A tensor is a storage, as long as
 it lives::
 
@@ -144,6 +145,7 @@ class Watch:
         self._log: _Log | None = None
         self._optimizers: dict[int, torch.optim.Optimizer] = {}
         self._round: list[int] = []  # who has stepped since the iteration began
+        self._steps_done = 0
         self._last: int | None = None  # who steps last in an iteration
         self._roots: dict[torch.nn.Module, None] = {}
         self._steps = register_optimizer_step_post_hook(self._on_step)
@@ -153,6 +155,11 @@ class Watch:
     def _on_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         identity = id(optimizer)
         self._optimizers[identity] = optimizer
+        if self._report.every is not None:
+            self._steps_done += 1
+            if self._steps_done % self._report.every == 0:
+                self._end()
+            return
         if identity in self._round:  # a second time: the iteration before it is over
             if self._last is None:
                 self._completed += 1

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 PATH_VARIABLE = "TENSORPAGER_RECORD"  # where the trace goes; unset: nothing is recorded
 ITERATION_VARIABLE = "TENSORPAGER_RECORD_ITERATION"
+EVERY_VARIABLE = "TENSORPAGER_RECORD_EVERY"  # optimizer steps of an iteration; unset: found out
 REPORT_VARIABLE = "TENSORPAGER_RECORD_REPORT"  # folder of the command, for what became of it
 DEFAULT_ITERATION = 3  # the 1st is metered, the 2nd is the first with optimizer states
 CLAIM = "claim"
@@ -106,9 +107,11 @@ class Report:
 
     _made = 0
 
-    def __init__(self, target: Path, number: int, folder: Path | None) -> None:
+    def __init__(
+        self, target: Path, number: int, folder: Path | None, every: int | None = None
+    ) -> None:
         type(self)._made += 1
-        self.target, self.number = target, number
+        self.target, self.number, self.every = target, number, every
         self._path = folder / f"{os.getpid()}-{self._made}.json" if folder else None
         self._claim = folder / CLAIM if folder else None
 
@@ -118,11 +121,9 @@ class Report:
         path = os.environ.get(PATH_VARIABLE)
         if not path:
             return None
-        text = os.environ.get(ITERATION_VARIABLE, str(DEFAULT_ITERATION))
-        if not text.isdecimal() or int(text) < 1:
-            raise PagerError(f"{ITERATION_VARIABLE}={text!r} is not a whole number ≥ 1")
+        number = _number(ITERATION_VARIABLE) or DEFAULT_ITERATION
         folder = os.environ.get(REPORT_VARIABLE)
-        return cls(Path(path), int(text), Path(folder) if folder else None)
+        return cls(Path(path), number, Path(folder) if folder else None, _number(EVERY_VARIABLE))
 
     def claim(self) -> bool:
         """Whether nobody else of this run has begun to record."""
@@ -150,6 +151,16 @@ class Report:
         self.tell(iterations=iterations, error=reason)
 
 
+def _number(variable: str) -> int | None:
+    """Of the environment, if it is there."""
+    text = os.environ.get(variable)
+    if text is None:
+        return None
+    if not text.isdecimal() or int(text) < 1:
+        raise PagerError(f"{variable}={text!r} is not a whole number ≥ 1")
+    return int(text)
+
+
 def recording_from_environment(recorder: Recorder) -> None:
     """Called for each new Pager: record one of its iterations if the environment says so."""
     report = Report.from_environment()
@@ -175,6 +186,11 @@ class _NumberedIteration:
             self._done = True
             return
         try:
+            if self._report.every is not None:
+                raise PagerError(
+                    "--every is for scripts without a Pager; this one has one, and marks its "
+                    "iterations itself"
+                )
             self._ops = self._recorder.start()
         except Exception as error:
             self._fail(error)

@@ -11,14 +11,21 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import click
 
 from ...planner.commands.failures import CheckFailed
-from ...planner.commands.output import output_path
+from ...planner.commands.options import json_option
+from ...planner.commands.output import emit_json, output_path
 from ...planner.errors import PagerError
-from .record import DEFAULT_ITERATION, ITERATION_VARIABLE, PATH_VARIABLE, REPORT_VARIABLE
+from .record import (
+    DEFAULT_ITERATION,
+    EVERY_VARIABLE,
+    ITERATION_VARIABLE,
+    PATH_VARIABLE,
+    REPORT_VARIABLE,
+)
 
 PASSED_ON = ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2")
 FROM_TERMINAL = ("SIGINT", "SIGQUIT")  # which a terminal sends to the command as well
@@ -41,15 +48,32 @@ FROM_TERMINAL = ("SIGINT", "SIGQUIT")  # which a terminal sends to the command a
     show_default=True,
     help="Which one to record; the first ones are not typical.",
 )
+@click.option(
+    "--every",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Steps of optimizers that make an iteration, in a script without a Pager (default: one of "
+    "each optimizer that steps).",
+)
+@json_option
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
 @click.pass_context
-def record(context: click.Context, output: Path, iteration: int, command: Sequence[str]) -> None:
+def record(
+    context: click.Context,
+    output: Path,
+    iteration: int,
+    every: int | None,
+    as_json: bool,
+    command: Sequence[str],
+) -> None:
     """Run a training script and record one of its iterations.
 
     The script needs no change, and runs to its end. One that pages with tensorpager marks its
     iterations with `with pager.iteration():`. In any other PyTorch script an iteration ends with
-    the step of its optimizer, the last one where there are several; on a GPU use torch.profiler for
-    that, and `tensorpager import`.
+    the step of its optimizer, the last one where there are several, or with every N-th step; on a
+    GPU use torch.profiler for that, and `tensorpager import`.
+
+    With --json what the script prints goes to stderr.
 
     \b
     Example:
@@ -63,17 +87,23 @@ def record(context: click.Context, output: Path, iteration: int, command: Sequen
             ITERATION_VARIABLE: str(iteration),
             REPORT_VARIABLE: folder,
             "PYTHONPATH": _with_watch(Path(folder)),
+            **({} if every is None else {EVERY_VARIABLE: str(every)}),
         }
-        code = _run(command, settings)
+        code = _run(command, settings, sys.stderr if as_json else None)
         reports = _reports(Path(folder))
     written = next((report for report in reports if report.get("written")), None)
+    reason = None if written else f"{output} was not written: {_reason(reports, iteration)}"
+    if as_json:
+        facts = {name: (written or {}).get(name) for name in ("iterations", "ops", "tensors")}
+        facts = {"iteration": facts.pop("iterations"), **facts}
+        content = {"path": str(output), "written": bool(written), "reason": reason, **facts}
+        emit_json({**content, "exit_code": code})
     if written is not None:
-        facts = f"iteration {written['iterations']}, {written['ops']} ops, {written['tensors']}"
-        click.echo(f"tensorpager: wrote {output}: {facts} tensors", err=True)
+        said = f"iteration {written['iterations']}, {written['ops']} ops, {written['tensors']}"
+        click.echo(f"tensorpager: wrote {output}: {said} tensors", err=True)
         context.exit(code)
-    reason = f"{output} was not written: {_reason(reports, iteration)}"
     if code == 0:
-        raise CheckFailed(reason)
+        raise CheckFailed(str(reason))
     click.echo(f"tensorpager record: {reason} (it ended with exit code {code})", err=True)
     context.exit(code)
 
@@ -124,10 +154,10 @@ def _with_watch(folder: Path) -> str:
     return os.pathsep.join([str(folder / "start"), *([before] if before else [])])
 
 
-def _run(command: Sequence[str], settings: dict[str, str]) -> int:
-    """The command's exit code, 128 + n if signal n ended it."""
+def _run(command: Sequence[str], settings: dict[str, str], stdout: IO[str] | None) -> int:
+    """The command's exit code, 128 + n if signal n ended it; it prints to ``stdout``, or ours."""
     try:
-        child = subprocess.Popen(command, env={**os.environ, **settings})
+        child = subprocess.Popen(command, env={**os.environ, **settings}, stdout=stdout)
     except FileNotFoundError as error:
         raise PagerError(
             f"{command[0]}: no such command; write it as in a shell, after '--'"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -185,9 +186,39 @@ def test_a_script_that_knows_nothing_of_us(tmp_path: Path, optimizers: int) -> N
     assert 0 < trace.ideal_us < 600e6
 
 
+def test_every_says_how_many_steps_make_an_iteration(tmp_path: Path) -> None:
+    """Of two optimizers four: two rounds of the loop. The result as JSON, alone on stdout."""
+    (tmp_path / "plain.py").write_text(PLAIN)
+    options = ("--every", 4, "--iteration", 2, "--json", "-o", "t.parquet")
+    ended = run(tmp_path, *options, "--", sys.executable, "plain.py", 4, 2)
+    assert ended.returncode == 0, ended.stderr
+    assert "loss" in ended.stderr
+    trace = read_trace(tmp_path / "t.parquet")
+    assert trace.op_names.count("aten::addmm") == 8
+    assert json.loads(ended.stdout) == {
+        "path": "t.parquet",
+        "written": True,
+        "reason": None,
+        "iteration": 2,
+        "ops": trace.ops,
+        "tensors": trace.tensors,
+        "exit_code": 0,
+    }
+
+
+def test_every_is_not_for_scripts_with_a_pager(tmp_path: Path, script: Path) -> None:
+    ended = run(tmp_path, "--every", 2, "--json", "--", sys.executable, script, 3, 0)
+    assert ended.returncode == 1
+    found = json.loads(ended.stdout)
+    assert (found["written"], found["iteration"], found["exit_code"]) == (False, None, 0)
+    assert "--every is for scripts without a Pager" in found["reason"]
+    assert not (tmp_path / "trace.parquet").exists()
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
+        (["--every", "0", "--", "true"], "--every"),
         (["--", "no-such-program-anywhere"], "no such command"),
         (["--", os.devnull], "cannot be run"),
         (["-o", "/no/such/folder/a.parquet", "--", "true"], "no folder"),
