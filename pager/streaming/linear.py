@@ -12,28 +12,20 @@ Which way a product takes:
 |---|---|
 | takes more than the device budget | slab by slab (``linear_stream.py``) |
 | is in consecutive frames, as nearly always | by a plain view: PyTorch's bits |
-| is in scattered frames | gathered, or where it is: ``kernels/linear_choice.py`` decides |
-| fits, but not beside what others have pinned | slab by slab |
-
-On a CPU scattered frames are gathered unless the copy is larger than all dense memory.
+| is in scattered frames | gathered |
+| fits, but not beside what others have pinned, or a copy has no room | slab by slab |
 """
 
 from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch.autograd import forward_ad
 
-from ...kernels.launch import runs_triton
-from ...kernels.linear import linear_forward
-from ...kernels.linear_choice import choose
-from ...kernels.linear_grad import linear_input_grad
-from ...kernels.paged_matrix import DTYPES, PagedMatrix
 from ..errors import InfeasibleBudget
 from ..tensor.activations import raise_modified
 from ..tensor.dense_run import NOT_QUICK, PLAIN, Operands, run_dense
@@ -192,17 +184,53 @@ def _note_matrix(weight: PagedTensor) -> _Matrix | None:
 
 
 def _product_otherwise(inputs: torch.Tensor, weight: PagedTensor, bias: Any) -> torch.Tensor:
-    """Where no views are at hand: pages are brought in, views made; or it goes on pages."""
-    go_together = inputs.size(-1) == weight.size(1) and inputs.device == weight.device
+    """Where no views are at hand: pages are brought in, views made; or it goes slab by slab."""
+    out = _brought_in(LINEAR, inputs, weight, bias)
+    if out is not NOT_QUICK:
+        return out  # type: ignore[no-any-return]
+    x, b = plain(inputs), plain(bias)
+    flat = product(x.reshape(-1, x.size(-1)), weight, b)
+    return flat.view(*inputs.shape[:-1], weight.size(0))
+
+
+def _brought_in(func: Callable[..., torch.Tensor], *given: Any) -> Any:
+    """``func``, which gives new memory, of a weight (the second of ``given``) that is brought in,
+    and perhaps of other paged operands. In scattered frames they are gathered. ``NOT_QUICK``, and
+    nothing done, where there is no room for the weight beside what others have pinned, or for a
+    copy: from now on it goes slab by slab, one way or the other."""
+    weight = given[1]
+    pager, run = weight._storage.pager, weight._storage.run
+    operands, paged = Operands(pager), [t for t in given if type(t) is PagedTensor]
+    if any(tensor._storage.pager is not pager for tensor in paged):
+        return run_dense(func, PLAIN, given, {})
+    runs = list({t._storage.run.id: t._storage.run for t in paged}.values())
     try:
-        if go_together and _may_be_read_directly(weight):
-            return _forward_on_pages(inputs, weight, bias)
-        return run_dense(LINEAR, PLAIN, (inputs, weight, bias), {})  # type: ignore[no-any-return]
-    except InfeasibleBudget:  # beside what others have pinned
-        weight._storage.run.streamed = True  # from now on: one way or the other
-        x, b = (t.clone() if type(t) is PagedTensor else t for t in (inputs, bias))
-        out = product(x.reshape(-1, x.size(-1)), weight, b)
-        return out.view(*inputs.shape[:-1], weight.size(0))
+        pager.take(runs)
+    except InfeasibleBudget:
+        run.streamed = True
+        return NOT_QUICK
+    try:
+        room = _room_bytes(weight) if run.base < 0 else None
+        if room is not None and weight.numel() * weight.dtype.itemsize > room:
+            run.streamed = True
+            return NOT_QUICK
+        return func(*(operands.dense(t) if type(t) is PagedTensor else t for t in given))
+    except BaseException:
+        withdraw(paged, operands.views)
+        raise
+    finally:
+        pager.release(runs)
+
+
+def _room_bytes(weight: PagedTensor) -> int | None:
+    """Dense memory that a gathered copy may take; ``None`` while the border is not settled. On a
+    CPU how much of it is in use is not known: all that there is beside the arena."""
+    pager = weight._storage.pager
+    if not pager.budget.settled:
+        return None
+    if pager.backend.host_addressable:
+        return pager.budget.reserve
+    return max(0, pager.budget.reserve - pager.backend.dense_now())
 
 
 def _times(rows: torch.Tensor, weight: PagedTensor) -> torch.Tensor:
@@ -235,19 +263,16 @@ def _watch_second_gradient(node: Any, weight: PagedTensor, rows: torch.Tensor, n
 
 
 def _times_whole(rows: torch.Tensor, weight: PagedTensor) -> torch.Tensor:
-    try:
-        if _grad_is_on():
+    if _grad_is_on() or not _is_ours(rows, weight, None):
+        try:
             return rows.mm(weight)
-        if _is_ours(rows, weight, None):
-            out = _on_views_at_hand(_mm, rows, weight)
-            if out is not NOT_QUICK:
-                return out  # type: ignore[no-any-return]
-        if _may_be_read_directly(weight):
-            return _backward_on_pages(rows, weight)
-        return rows.mm(weight)
-    except InfeasibleBudget:
-        weight._storage.run.streamed = True
-        return input_grad(rows, weight)
+        except InfeasibleBudget:
+            weight._storage.run.streamed = True
+            return input_grad(rows, weight)
+    out = _on_views_at_hand(_mm, rows, weight)
+    if out is NOT_QUICK:
+        out = _brought_in(_mm, rows, weight)
+    return input_grad(rows, weight) if out is NOT_QUICK else out
 
 
 def _of_weight(rows: torch.Tensor, inputs: torch.Tensor, metered: Any) -> torch.Tensor:
@@ -309,84 +334,6 @@ def _on_views_at_hand(
     except BaseException:
         tensors = [weight, bias] if paged else [weight]
         withdraw(tensors, [t._view for t in tensors if t._view is not None])
-        raise
-    finally:
-        pager.release(runs)
-
-
-# -- scattered frames ------------------------------------------------------------------------------
-def _may_be_read_directly(weight: PagedTensor) -> bool:
-    """It is not in consecutive frames now, and the kernels on pages can read it."""
-    storage = weight._storage
-    if storage.run.base >= 0 or storage.offset or weight.storage_offset():
-        return False
-    if weight.dtype not in DTYPES or not weight.is_contiguous() or not weight.numel():
-        return False
-    room = _room_bytes(weight)
-    nbytes = weight.numel() * weight.element_size()
-    return runs_triton(weight.device) or (room is not None and nbytes > room)
-
-
-def _room_bytes(weight: PagedTensor) -> int | None:
-    """Dense memory that a gathered copy may take; ``None`` while the border is not settled. On a
-    CPU how much of it is in use is not known: all that there is beside the arena."""
-    pager = weight._storage.pager
-    if not pager.budget.settled:
-        return None
-    if pager.backend.host_addressable:
-        return pager.budget.reserve
-    return max(0, pager.budget.reserve - pager.backend.dense_now())
-
-
-def _forward_on_pages(inputs: torch.Tensor, weight: PagedTensor, bias: Any) -> torch.Tensor:
-    others = [] if bias is None else [bias]
-    with _on_pages(weight, others, inputs.numel() // inputs.size(-1)) as (matrix, given):
-        if not isinstance(matrix, PagedMatrix):
-            return LINEAR(inputs, matrix, *given)
-        x = inputs.reshape(-1, inputs.size(-1)).contiguous()
-        out = x.new_empty(x.size(0), matrix.rows)
-        linear_forward(x, matrix, out, given[0].contiguous() if given else None)
-        return out.view(*inputs.shape[:-1], matrix.rows)
-
-
-def _backward_on_pages(rows: torch.Tensor, weight: PagedTensor) -> torch.Tensor:
-    with _on_pages(weight, [], rows.size(0)) as (matrix, _):
-        if not isinstance(matrix, PagedMatrix):
-            return rows.mm(matrix)
-        out = rows.new_empty(rows.size(0), matrix.columns)
-        linear_input_grad(rows.contiguous(), matrix, out)
-        return out
-
-
-@contextmanager
-def _on_pages(
-    weight: PagedTensor, others: list[torch.Tensor], m: int
-) -> Iterator[tuple[PagedMatrix | torch.Tensor, list[torch.Tensor]]]:
-    """For a product with m rows: the weight on its pages, for a kernel; or a view of them, or a
-    gathered copy. And ``others``, paged or plain operands, plain."""
-    pager, run = weight._storage.pager, weight._storage.run
-    operands, paged = Operands(pager), [weight, *(t for t in others if type(t) is PagedTensor)]
-    runs = list({t._storage.run.id: t._storage.run for t in paged}.values())
-    pager.take(runs)
-    try:
-        n, k = weight.size()
-        consecutive, room = run.base >= 0, _room_bytes(weight)
-        path = choose(
-            *(m, n, k, weight.dtype, consecutive),
-            device_type=weight.device.type,
-            room_bytes=room,
-        )
-        given = [operands.dense(t) if type(t) is PagedTensor else t for t in others]
-        if path != "direct":
-            yield operands.dense(weight), given
-            return
-        with pager.lock:
-            pages = -(-n * k * weight.element_size() // pager.page_size)
-            frames = pager.table.device_frames(run.first, pages)
-        arena = pager.residency.arena
-        yield PagedMatrix(arena, frames, pager.page_size, weight.dtype, n, k), given
-    except BaseException:
-        withdraw(paged, operands.views)
         raise
     finally:
         pager.release(runs)

@@ -36,7 +36,7 @@ from torch.autograd import forward_ad
 
 from ...kernels.launch import runs_triton
 from ...kernels.linear import linear_forward
-from ...kernels.linear_choice import choose
+from ...kernels.linear_choice import reads_directly
 from ...kernels.linear_grad import linear_input_grad, linear_weight_grad
 from ...kernels.paged_matrix import DTYPES
 from ..budget.fits import fits
@@ -367,9 +367,9 @@ def _contiguous_rows(matrix: torch.Tensor) -> torch.Tensor:
 
 
 def _is_read_directly(matrix: Matrix, x: torch.Tensor) -> bool:
-    """Whether the kernel on pages multiplies it with ``x``. Decided as if its frames were
-    scattered, for its bits should not depend on where they are."""
+    """Whether the kernel on pages multiplies it with ``x``, wherever its frames are: bits should
+    not depend on that."""
     if x.dtype is not matrix.dtype or x.dtype not in DTYPES or matrix.begin:
         return False
     shape = (x.size(0), matrix.rows, matrix.columns)
-    return choose(*shape, x.dtype, False, device_type=x.device.type) == "direct"
+    return reads_directly(*shape, x.dtype, device_type=x.device.type)

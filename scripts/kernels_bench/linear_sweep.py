@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from tensorpager.kernels.gather import gather_pages
 from tensorpager.kernels.linear import linear_forward
-from tensorpager.kernels.linear_choice import choose
+from tensorpager.kernels.linear_choice import reads_directly
 
 from .case import Rates, ResultError, Setting
 from .cases_linear import assert_product
@@ -90,8 +90,8 @@ def sweep_products(
 
 
 def judged(row: dict[str, Any], seconds: dict[str, float]) -> dict[str, Any]:
-    """The path that `choose` takes, its share of cuBLAS's speed and of the better path's."""
-    chosen = choose(row["m"], row["n"], row["k"], DTYPE, consecutive=False)
+    """The path that is taken, its share of cuBLAS's speed and of the better path's."""
+    chosen = "direct" if reads_directly(row["m"], row["n"], row["k"], DTYPE) else "gather"
     best = min(seconds["direct"], seconds["gather"])
     return {
         "chosen": chosen,

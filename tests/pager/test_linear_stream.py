@@ -421,16 +421,19 @@ def test_pins_of_others_leave_no_room(tmp_path, one_thread) -> None:
 
 
 def test_scattered_without_room_for_a_copy(tmp_path, one_thread, monkeypatch) -> None:
-    """A whole weight in scattered frames is not gathered: the kernels read it where it is."""
+    """A whole weight in scattered frames streams then, from now on, with the bits of streaming."""
     x, weight, bias, seed = operands()
     with small_pager(tmp_path, frames=60) as pager, scattered(pager.core):
         leaf, inputs = put(pager, weight), x.requires_grad_()
         monkeypatch.setattr(linear_module, "_room_bytes", lambda _: weight.nbytes - 1)
         out = F.linear(inputs, leaf, pager.page(bias))
         (of_x,) = torch.autograd.grad(out, inputs, seed)
-        assert pager.core.gathers == 0
+        assert leaf._storage.run.streamed
         assert torch.allclose(out, F.linear(x, weight, bias), atol=1e-4)
         assert torch.allclose(of_x, seed @ weight, atol=1e-3)
+        again = F.linear(inputs, leaf, pager.page(bias))
+        assert torch.equal(out, again)
+        assert torch.equal(of_x, torch.autograd.grad(again, inputs, seed)[0])
 
 
 # -- training --------------------------------------------------------------------------------------
