@@ -19,7 +19,7 @@ from .options import (
     quick_option,
     trace_argument,
 )
-from .output import Progress, emit, emit_json, progress_bar
+from .output import Progress, emit, emit_json, output_path, progress_bar
 from .tables import PREDICTED, format_percent, format_us, layers_table, pairs, table
 
 if TYPE_CHECKING:
@@ -33,9 +33,22 @@ if TYPE_CHECKING:
 @hardware_options
 @click.option("--policies", metavar="A,B,…", help="Which policies (default: all).")
 @quick_option
+@click.option(
+    "--html",
+    "html_path",
+    metavar="FILE",
+    type=click.Path(path_type=Path),
+    callback=output_path,
+    help="Write a page for the browser too: the policies, and what the fastest one does.",
+)
 @json_option
 def compare(
-    trace_path: Path, machine: Machine, policies: str | None, quick: bool, as_json: bool
+    trace_path: Path,
+    machine: Machine,
+    policies: str | None,
+    quick: bool,
+    html_path: Path | None,
+    as_json: bool,
 ) -> None:
     """Plan with every policy, side by side.
 
@@ -51,7 +64,9 @@ def compare(
     """
     from ..lifetimes import require_working_sets
     from ..registry import CHOOSERS, POLICIES
+    from ..timeline import timeline
     from ..trace_file import read_trace
+    from .html import write_report
 
     trace = read_trace(trace_path)
     names = policy_names(policies) if policies is not None else list(POLICIES)
@@ -60,7 +75,14 @@ def compare(
     hardware = machine.for_trace(trace)
     require_working_sets(trace, hardware)
     with progress_bar() as progress:
-        result = compared(trace, hardware, names, quick=quick, progress=progress)
+        outcomes = planned(trace, hardware, names, quick=quick, progress=progress)
+    result = beside(trace, hardware, outcomes, quick=quick)
+    if html_path is not None:
+        ran = [(one.predicted.iteration_us, one.plan) for one in outcomes if one.predicted]
+        best = min(ran, key=lambda one: one[0])[1] if ran else None
+        line = timeline(trace, best, hardware if best else None)
+        names_of = {"trace": trace_path.name}
+        write_report(html_path, line, hardware, files=names_of, comparison=result)
     if as_json:
         emit_json(result)
         return
@@ -83,31 +105,38 @@ def compare(
         _table(result["policies"]),
         *_reasons(result["policies"]),
         *_decisions(result["policies"]),
+        *([] if html_path is None else ["", f"{html_path}: open it in a browser"]),
     )
 
 
-def compared(
+def planned(
     trace: Trace,
     hardware: Hardware,
     names: list[str],
     *,
     quick: bool,
     progress: Progress | None = None,
-) -> dict[str, Any]:
-    """The comparison as JSON holds it. The bound is a linear program's, whoever plans: the joint
-    one where that was asked for."""
-    from ..lp.policy import bound
-    from ..registry import CHOOSERS
+) -> list[Outcome]:
+    """Of each policy, with its plan."""
     from ..sweep import Task, evaluate
 
-    outcomes = [
+    return [
         evaluate(
             trace,
-            Task(name, hardware, quick, keep_plan=name in CHOOSERS),
+            Task(name, hardware, quick, keep_plan=True),
             _part(progress, name, number, len(names)),
         )
         for number, name in enumerate(names)
     ]
+
+
+def beside(
+    trace: Trace, hardware: Hardware, outcomes: list[Outcome], *, quick: bool
+) -> dict[str, Any]:
+    """The comparison as JSON holds it. The bound is a linear program's, whoever plans: the joint
+    one where that was asked for."""
+    from ..lp.policy import bound
+
     bounds = [outcome.bound_us for outcome in outcomes if outcome.bound_us is not None]
     bound_us = min(bounds) if bounds else bound(trace, hardware, quick=quick)
     return {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -22,6 +23,10 @@ from .options import (
     trace_argument,
 )
 from .output import emit_json, emit_text, progress_bar, whole_file
+
+if TYPE_CHECKING:
+    from ..hardware import Hardware
+    from ..timeline import Timeline
 
 
 @click.command("html", cls=TraceCommand)
@@ -66,9 +71,6 @@ def html(
       tensorpager html trace.parquet plan.json -o report.html
     """
     from ..lifetimes import require_working_sets
-    from ..report.data import report_data
-    from ..report.page import page
-    from ..report.payload import encode
     from ..report.remedies import remedies
     from ..timeline import timeline
     from ..trace_file import read_trace
@@ -83,24 +85,34 @@ def html(
     with progress_bar() as progress:
         comparison = None
         if policies is not None and hardware is not None:
-            from .compare import compared
+            from .compare import beside, planned
 
             require_working_sets(trace, hardware)
             names = policy_names(policies)
-            comparison = compared(trace, hardware, names, quick=quick, progress=progress)
+            outcomes = planned(trace, hardware, names, quick=quick, progress=progress)
+            comparison = beside(trace, hardware, outcomes, quick=quick)
         line = timeline(trace, plan, hardware)
         helpful = remedies(line, progress) if find_remedies else []
         names_of = {"trace": trace_path.name} | ({"plan": plan_path.name} if plan_path else {})
-        header, columns = report_data(
-            line, hardware, files=names_of, comparison=comparison, remedies=helpful
+        size = write_report(
+            output, line, hardware, files=names_of, comparison=comparison, remedies=helpful
         )
-        content = page(encode(header, columns)).encode()
+    if as_json:
+        emit_json({"path": str(output), "ops": trace.ops, "bytes": size})
+        return
+    emit_text(f"{output}: {trace.ops} ops, {format_bytes(size)}; open it in a browser")
+
+
+def write_report(output: Path, line: Timeline, hardware: Hardware | None, **more: Any) -> int:
+    """The page of ``report_data(line, hardware, **more)``, whole or not at all: its bytes."""
+    from ..report.data import report_data
+    from ..report.page import page
+    from ..report.payload import encode
+
+    content = page(encode(*report_data(line, hardware, **more))).encode()
     with whole_file(output) as part:
         part.write_bytes(content)
-    if as_json:
-        emit_json({"path": str(output), "ops": trace.ops, "bytes": len(content)})
-        return
-    emit_text(f"{output}: {trace.ops} ops, {format_bytes(len(content))}; open it in a browser")
+    return len(content)
 
 
 def _require_no_machine_is_needed(plan_path: Path | None, policies: str | None) -> None:

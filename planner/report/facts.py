@@ -78,6 +78,8 @@ def limit(line: Timeline) -> str:
 
 
 def _percent(share: float) -> str:
+    if share < 1e-3:
+        return "less than 0.1 %"
     return f"{100 * share:.2g} %" if share < 0.995 else f"{100 * min(share, 1.0):.0f} %"
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tensorpager.planner.commands.compare import compared
+from tensorpager.planner.commands.compare import beside, planned
 from tensorpager.planner.hardware import Hardware, load_hardware
 from tensorpager.planner.plan import Bound, Move, Plan, StartRun
 from tensorpager.planner.report import rows
@@ -328,12 +328,33 @@ def test_policies_are_compared_where_they_are_asked_for(
     result = run("html", trace_path, *options, "-o", out)
     assert result.exit_code == 0, result.stderr
     header, _ = payload_of(out)
-    expected = compared(weight_trace(), machine, ["lru", "vdnn"], quick=True)
+    outcomes = planned(weight_trace(), machine, ["lru", "vdnn"], quick=True)
+    expected = beside(weight_trace(), machine, outcomes, quick=True)
     for row in expected["policies"]:
         del row["plan_seconds"]
     assert header["comparison"] == expected
     assert header["facts"]["hardware"]["disk_bytes"] is None  # inf
     assert header["facts"]["policy"] is None
+
+
+def test_compare_draws_the_fastest_plan_and_all_policies(
+    trace_path: Path, machine_path: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "compared.html"
+    command = ("compare", trace_path, "--hardware", machine_path, "--quick", "--html", out)
+    result = run(*command, "--policies", "lru,lp")
+    assert result.exit_code == 0, result.stderr
+    assert result.stdout.endswith("open it in a browser\n")
+    header, columns = payload_of(out)
+    speeds = {row["policy"]: row["iteration_us"] for row in header["comparison"]["policies"]}
+    assert set(speeds) == {"lru", "lp"}
+    assert header["facts"]["policy"] == min(speeds, key=lambda name: speeds[name])
+    assert header["facts"]["iteration_us"] == pytest.approx(min(speeds.values()))
+    assert len(columns["move_begin"])
+    small = run(*command, "--policies", "vdnn", "--device-bytes", "4000")
+    assert small.exit_code == 0, small.stderr
+    assert "open it in a browser" in small.stdout
+    assert "folder" in refused(*command[:-1], tmp_path)
 
 
 def test_a_plan_needs_a_machine(

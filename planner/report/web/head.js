@@ -11,7 +11,7 @@ function makeHead(model) {
     plural(facts.ops, "op"),
     plural(facts.tensors, "tensor"),
     `pages of ${shortBytes(facts.page_size)}`,
-    files.plan && `plan ${clean(files.plan)} by ${clean(facts.policy)}, ${plural(facts.moves, "move")}`,
+    model.hasPlan && `plan ${files.plan ? `${clean(files.plan)} ` : ""}by ${clean(facts.policy)}, ${plural(facts.moves, "move")}`,
     facts.hardware && rates(facts.hardware),
   ].filter(Boolean).join(" · ");
   byId("tiles").replaceChildren(...tiles(model).map(([term, figure, more]) =>
