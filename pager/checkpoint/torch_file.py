@@ -21,6 +21,7 @@ from typing import Any, BinaryIO
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from ...planner.shown import what_it_is
 from ..errors import PagerError
 from ..tensor.tensor_bytes import Read, chunks
 from .file import MappedFile, atomic_file, reserve
@@ -118,10 +119,12 @@ def map_torch(path: Path) -> tuple[Any, MappedFile]:
     is not a file of ``torch.save`` or holds more than tensors and plain values."""
     mapped = MappedFile.open(path)
     try:
-        if mapped.bytes(0, min(4, mapped.size)) != b"PK\x03\x04":
+        start = mapped.bytes(0, min(256, mapped.size))
+        if not start.startswith(b"PK\x03\x04"):
             raise PagerError(
-                f"{path} is not a PyTorch checkpoint, or one of a version before 1.6; torch.load "
-                "and torch.save it again, where you trust it"
+                f"{path} is {what_it_is(start)} and not a PyTorch checkpoint, or one of a version "
+                "before 1.6: name a checkpoint, or torch.load and torch.save it again, where you "
+                "trust it"
             )
         _check_byte_order(path)
         with FakeTensorMode():
@@ -132,6 +135,10 @@ def map_torch(path: Path) -> tuple[Any, MappedFile]:
     except Exception as error:  # what a broken file makes PyTorch's unpickler stumble over
         lines = str(error).strip().split("\n")
         reason = " ".join(lines[0].split())[:300] or type(error).__name__
+        if "central directory" in reason:  # which a zip file has at its end
+            raise PagerError(
+                f"{path} is damaged: its end is missing; take an older checkpoint, or copy it again"
+            ) from None
         raise PagerError(
             f"{path} cannot be read as a PyTorch checkpoint of tensors and plain values: {reason}"
         ) from None

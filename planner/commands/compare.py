@@ -60,7 +60,8 @@ def compare(
 
     \b
     Example:
-      tensorpager compare trace.parquet --hardware g10 --device-bytes 50% --policies lru,g10,lp
+      tensorpager compare trace.parquet --hardware g10 --device-bytes 50% \\
+        --policies lru,lp
     """
     from ..lifetimes import require_working_sets
     from ..registry import CHOOSERS, POLICIES

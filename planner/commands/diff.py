@@ -86,6 +86,8 @@ def diff(
 
 def _kind(path: Path) -> str:
     """Told by the file's first bytes, not by its name."""
+    if path.is_dir():
+        raise TraceError(f"{path}: a folder; name the trace or the plan in it")
     with path.open("rb") as file:
         start = file.read(4096)
     if start.startswith(b"PAR1"):

@@ -26,7 +26,7 @@ def import_trace(form: str, file: Path, output: Path, page_size: int, as_json: b
 
     \b
     g10             a workload of the G10 repository, as JSON (.json, .json.gz)
-    torch-profiler  a Chrome trace of torch.profiler, recorded with memory and shapes
+    torch-profiler  a Chrome trace of torch.profiler, with memory and shapes
     torch-snapshot  a CUDA memory snapshot of torch.cuda.memory
 
     \b

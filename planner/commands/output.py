@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 if TYPE_CHECKING:
-    from rich.console import RenderableType
+    from rich.console import Console, RenderableType
 
 Progress = Callable[[str, float], None]
 PIPE_WIDTH = 80
@@ -46,23 +46,22 @@ def emit(*parts: RenderableType) -> None:
 
     They are rendered first and printed by click, which leaves a closed pipe to us.
     """
-    from rich.console import Console
-
-    terminal = sys.stdout.isatty()
-    console = Console(
-        file=StringIO(),
-        force_terminal=terminal,
-        width=shutil.get_terminal_size().columns if terminal else PIPE_WIDTH,
-        markup=False,
-        emoji=False,
-        highlight=False,
-    )
+    console = _console(output_width(), force_terminal=sys.stdout.isatty())
     with console.capture() as capture:
         for part in parts:
             console.print(part)
     lines = (line.rstrip() for line in capture.get().splitlines())
     click.echo("\n".join(lines))
     _add_to_picture(parts)
+
+
+def _console(width: int, **more: Any) -> Console:
+    """Renders text as it is, ``width`` columns wide on whatever terminal: rich takes a dumb one for
+    80 columns unless it is given a height too."""
+    from rich.console import Console
+
+    plain: dict[str, Any] = {"markup": False, "emoji": False, "highlight": False}
+    return Console(file=StringIO(), width=width, height=100, **plain, **more)
 
 
 def _add_to_picture(parts: Sequence[RenderableType]) -> None:
@@ -72,20 +71,10 @@ def _add_to_picture(parts: Sequence[RenderableType]) -> None:
     path = root.params.get("svg") if root is not None else None
     if root is None or path is None:
         return
-    from rich.console import Console
-
     printed = root.ensure_object(list)
     printed.extend(parts)
-    console = Console(
-        file=StringIO(),
-        record=True,
-        force_terminal=True,
-        color_system="truecolor",
-        width=PICTURE_WIDTH,
-        markup=False,
-        emoji=False,
-        highlight=False,
-        no_color=False,
+    console = _console(
+        PICTURE_WIDTH, record=True, force_terminal=True, color_system="truecolor", no_color=False
     )
     for part in printed:
         console.print(part)

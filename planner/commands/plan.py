@@ -66,7 +66,8 @@ def plan(
 
     \b
     Example:
-      tensorpager plan trace.parquet --hardware a100 --device-bytes 50% -o plan.json
+      tensorpager plan trace.parquet --hardware g10 --device-bytes 50% \\
+        -o plan.json
     """
     from ..lifetimes import require_working_sets
     from ..plan import plan_to_json

@@ -105,9 +105,9 @@ def simulate(
     \b
     Example:
       tensorpager simulate trace.parquet plan.json --h2d 1GB
-      tensorpager simulate trace.parquet --hardware g10 --sweep device=50%:100%:3 --quick
-      tensorpager simulate trace.parquet --hardware g10 --sweep link=1GB:16GB:3 --policies lru
-      tensorpager simulate trace.parquet --hardware g10 --target 95% --quick --policies lru
+      tensorpager simulate trace.parquet --hardware g10 --sweep device=50%:100%:3
+      tensorpager simulate trace.parquet --hardware g10 --sweep link=1GB:16GB:3
+      tensorpager simulate trace.parquet --hardware g10 --target 95% --quick
     """
     _refuse_what_plays_no_part(context)
     if machine is None:

@@ -157,7 +157,7 @@ def _print(
             "trace",
             f"{asked.trace_path}, {trace.ops} ops in {format_us(trace.ideal_us)}, peak {peak}",
         ),
-        ("hardware", describe(asked.machine.base)),
+        ("hardware", describe(asked.machine.for_trace(trace))),
         *((f"sweep {axis.name}", _span(axis.labels)) for axis in axes),
     ]
     parts: list[Any] = [pairs(facts)]

@@ -118,7 +118,8 @@ def test_cut_pt_files_are_named(tight_pager: tp.Pager, tmp_path: Path) -> None:
     whole = path.read_bytes()
     for length in (0, 3, 100, 5000, len(whole) - 10):
         path.write_bytes(whole[:length])
-        with pytest.raises(tp.PagerError, match=r"cut\.pt"):
+        says = "damaged: its end is missing" if length > 3 else "not a PyTorch checkpoint"
+        with pytest.raises(tp.PagerError, match=rf"cut\.pt is .*{says}"):
             load(tight_pager.core, path)
     torch.save([1, 2], path)
     with pytest.raises(tp.PagerError, match="not a state dict"):

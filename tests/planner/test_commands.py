@@ -48,6 +48,7 @@ def test_every_command_has_help_with_an_example(name: str) -> None:
     result = run(name, "--help")
     assert result.exit_code == 0
     assert f"tensorpager {name} " in result.stdout.partition("Example:")[2]
+    assert max(map(len, result.stdout.splitlines())) <= 80
 
 
 def test_no_command_is_a_question_for_help() -> None:

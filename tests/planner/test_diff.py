@@ -296,9 +296,10 @@ def test_what_is_no_pair(
     assert "an empty file is neither a trace" in refused("diff", tmp_path / "empty", trace_path)
     (tmp_path / "text").write_text("hello")
     assert "neither a trace (Parquet) nor a plan" in refused("diff", a, tmp_path / "text")
+    assert "a folder; name the trace or the plan in it" in refused("diff", trace_path, tmp_path)
     (tmp_path / "cut.parquet").write_bytes(trace_path.read_bytes()[:100])
     assert "cut.parquet" in refused("diff", trace_path, tmp_path / "cut.parquet")
-    assert "Is a directory" in refused("diff", tmp_path, trace_path)
+    assert "a folder; name the trace" in refused("diff", tmp_path, trace_path)
 
 
 def test_any_name_fits(tmp_path: Path) -> None:

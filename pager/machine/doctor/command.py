@@ -54,7 +54,7 @@ def doctor(
     \b
     Example:
       tensorpager doctor --disk-path /nvme
-      tensorpager doctor --disk-path /nvme --host-budget 64GiB --disk-budget 500GiB
+      tensorpager doctor --disk-path /nvme --host-budget 64GB --disk-budget 500GB
 
     Exits with 1 if there is a problem.
     """
