@@ -48,6 +48,7 @@ from .tensor.module import fill_buffers
 from .tensor.names import name_pages
 from .tensor.open_weights import OpenWeights
 from .tensor.paged_tensor import PagedTensor
+from .tensor.segments import Segments
 from .tensor.slabs import part
 
 ModuleT = TypeVar("ModuleT", bound=torch.nn.Module)
@@ -76,7 +77,9 @@ class Pager:
             that a package adds): ``tensorpager doctor`` says what it has to do without. Default:
             CUDA if there is one.
         policy: ``"lp"`` (the default) plans what each kind of iteration moves, and when; until a
-            plan is there it pages on demand, as ``"lru"`` always does.
+            plan is there it pages on demand, as ``"lru"`` always does. ``"joint"`` plans as
+            ``"lp"`` does, and where that promises to be faster, blocks of the model run again in
+            the backward pass instead of having their activations stored, with the same bits.
         verify: check a checksum on every way in from the host too (disk is always checked).
         metrics: ``True`` publishes what ``tensorpager top`` shows while the training runs, in
             memory that ends with the process, however it ends.
@@ -130,7 +133,8 @@ class Pager:
         self._begun: Iteration | None = None
         self._recorder = recorder = Recorder(core)
         plans = policy != "lru"
-        core.follower = self._follower = Follower(core, recorder) if plans else None
+        segments = Segments(core, saved) if policy == "joint" else None
+        core.follower = self._follower = Follower(core, recorder, segments) if plans else None
         core.cycle = Cycle(core)
         self.metrics = Metrics(core, self._follower)
         guard_data(saved)

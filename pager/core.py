@@ -114,10 +114,11 @@ class Opened(Protocol):
 
 class Saved(Protocol):
     """What autograd saves (``activations.py``). ``skip``: dense storages that live on anyway, and
-    their bytes; ``dense_allowance``: bytes that need no pages."""
+    their bytes; ``dense_allowance``: bytes that need no pages; ``again``: blocks that run again."""
 
     skip: dict[int, tuple[StorageWeakRef, int]]
     dense_allowance: int
+    again: frozenset[str]
 
     def note_buffers(self, module: torch.nn.Module) -> None: ...
     def count(self) -> None: ...

@@ -72,6 +72,7 @@ class ProfileRun:
             id(module),
             torch.is_grad_enabled(),
             module.training,
+            self._pager.saved.again,
             tuple((t.dim(), t.dtype) for t in tensors),
         )
         dims = tuple(size for t in tensors for size in t.shape)

@@ -1,7 +1,8 @@
 """Planning beside the training: ``python -m tensorpager.planner.background``.
 
 One request on stdin (``request.py``), one line of JSON on stdout; nothing is written to disk. The
-answer is ``{"plan": …, "layout": …}``, or ``{"refused": reason, "minimum": bytes or null}`` if no
+answer is ``{"plan": …, "layout": …, "again": …}`` (blocks that should run again, and what an
+iteration takes then, in µs; or null), or ``{"refused": reason, "minimum": bytes or null}`` if no
 plan can work, or ``{"error": reason}`` with exit code 1. What is no request ends with exit code 2
 and one line on stderr.
 
@@ -91,7 +92,12 @@ def _answer(trace: Trace, hardware: Hardware, quick: bool, policy: str) -> dict[
 
         traceback.print_exc()
         return {"error": f"{type(error).__name__}: {error}"}
-    return {"plan": plan_to_json(plan), "layout": layout_to_json(layout)}
+    again = None
+    if policy == "joint" and trace.segments:
+        from .joint.segments import choose  # loads scipy
+
+        again = choose(trace, hardware, plan)
+    return {"plan": plan_to_json(plan), "layout": layout_to_json(layout), "again": again}
 
 
 # --- the process ---------------------------------------------------------------------------------

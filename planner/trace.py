@@ -106,6 +106,12 @@ class Trace:
         np.maximum.at(last, self.access_tensor, self.access_op)
         return last
 
+    def made_by(self, segment: Segment) -> Ints:
+        """Tensors that ``segment`` makes and later ops use."""
+        first, last = self.first_op, self.last_op
+        inside = (segment.first_op <= first) & (first <= segment.last_op)
+        return np.flatnonzero(inside & (last > segment.last_op) & ~self.tensor_persistent)
+
     def pages(self, page_size: int) -> Ints:
         """Pages of each tensor when a page has ``page_size`` bytes, [tensors]."""
         return -(-self.tensor_bytes // page_size)

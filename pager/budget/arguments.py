@@ -16,7 +16,7 @@ from ..machine.free_memory import default_budgets, free_of_device, free_of_host
 from ..machine.ranks import about_share, ranks_sharing, share_of
 
 _MIN_PAGE, _MAX_PAGE = 64 << 10, 16 << 20
-_POLICIES = ("lp", "lru")
+_POLICIES = ("lp", "joint", "lru")
 
 
 class Arguments(NamedTuple):

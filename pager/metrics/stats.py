@@ -47,6 +47,7 @@ def counters(pager: Core, follower: Follower | None) -> dict[str, Any]:
         "live_bytes": pager.space.live_pages * size,
         "faults": residency.faults,
         "overlap_updates": pager.in_backward.updates,
+        **_reruns(follower),
         **_moves(follower),
         "bytes_out": mover.bytes_out,
         "bytes_in": mover.bytes_in,
@@ -103,6 +104,18 @@ def _moves(follower: Follower | None) -> dict[str, int]:
         "departures": follower.departures,
         "planned_iterations": follower.planned_iterations,
         "kinds": len(follower.signatures.all),
+    }
+
+
+def _reruns(follower: Follower | None) -> dict[str, float]:
+    """Blocks that ran again."""
+    segments = follower.segments if follower is not None else None
+    if segments is None:
+        return {"reruns": 0, "recomputed_bytes": 0, "recompute_us": 0.0}
+    return {
+        "reruns": segments.reruns,
+        "recomputed_bytes": segments.nbytes,
+        "recompute_us": segments.seconds * 1e6,
     }
 
 

@@ -67,6 +67,16 @@ class Wait(NamedTuple):
         return self.host_seconds if self.stamps is None else device.elapsed(*self.stamps)
 
 
+class Call(NamedTuple):
+    """A segment (``tensor/segments.py``): accesses ``begin`` to ``end``, exclusive, are a call of
+    ``block``; ``inputs``: keys of what was stored of its arguments."""
+
+    block: str
+    begin: int
+    end: int
+    inputs: Keys
+
+
 class AccessLog:
     """The accesses of one iteration. ``births``: runs born before it. ``times``: seconds at which
     each access began; ``stalls``: position → seconds that it waited for what a plan can bring;
@@ -85,6 +95,8 @@ class AccessLog:
         self.stalls: dict[int, float] = {}
         self.stall_seconds = 0.0
         self.streams: list[StreamAccess] = []
+        self.calls: list[Call] = []
+        self.again: frozenset[str] = frozenset()  # blocks that run again in it
         self.writes: list[tuple[int, int]] = []
         self.deaths: list[tuple[int, int]] = []
         self.newborn: list[Extent] = []

@@ -13,8 +13,10 @@ from ..tensor.names import streamed_names
 if TYPE_CHECKING:
     from ...planner.hardware import Hardware
     from ..core import Core
+    from ..tensor.segments import Segments
     from .compiled_plan import CompiledPlan
     from .follower import Follower
+    from .signatures import StepSignature
 
 _LIMITS = {
     "host-in": "the link into the device",
@@ -67,6 +69,8 @@ def _plan_in_words(pager: Core, follower: Follower | None) -> str:
             f"There is no plan yet: it {state}, of an iteration of {len(signature.keys)} accesses."
         )
     lines = _plan_lines(signature.compiled)
+    if follower.segments is not None:
+        lines.append(_blocks_in_words(signature, follower.segments))
     if signature.measured is not None:
         off = 100 * (signature.measured / signature.compiled.predicted_us - 1)
         lines.append(
@@ -80,6 +84,27 @@ def _plan_in_words(pager: Core, follower: Follower | None) -> str:
             _more(signature.compiled, signature.hardware),
         ]
     return "\n".join(lines)
+
+
+def _blocks_in_words(signature: StepSignature, segments: Segments) -> str:
+    """Which blocks run again in backward, and which cannot."""
+    base = signature.base or signature
+    blocks = {call.block for call in signature.log.calls}
+    again, fixed = signature.log.again, blocks & segments.refused.keys()
+    if again:
+        said = (
+            f"{len(again)} of {len(blocks)} blocks run again in backward instead of having their "
+            f"activations stored ({', '.join(sorted(again))}): without that an iteration takes "
+            f"{base.before_us / 1e3:.1f} ms."
+        )
+    elif base.kept is not None:
+        said = f"The activations of all blocks are stored; {base.kept}."
+    elif base.again:
+        said = f"{len(base.again)} of {len(blocks)} blocks are about to run again in backward."
+    else:
+        said = f"The activations of all {len(blocks)} blocks are stored."
+    why = "".join(f" {block!r} {segments.refused[block]}." for block in sorted(fixed))
+    return said + (f" {len(fixed)} cannot run again:{why}" if why else "")
 
 
 def _plan_lines(compiled: CompiledPlan) -> list[str]:

@@ -31,7 +31,7 @@ from ...planner.hardware import Hardware
 from ...planner.plan import Plan
 from ..errors import HungDisk, PagerError
 from ..memory.space import Extent
-from .access_log import AccessLog, Keys
+from .access_log import AccessLog, Call, Keys
 from .compiled_plan import CompiledPlan
 from .enter_plan import enter_plan
 from .planned import PlannedMoves
@@ -42,10 +42,12 @@ if TYPE_CHECKING:
     from ..core import Core
     from ..machine.calibration.measure import Calibration
     from ..moves.residency import Residency
+    from ..tensor.segments import Segments
 
 _BATCH_SECONDS = 0.008  # of a channel's time: what one transfer moves
 _MOST_BATCH_BYTES = 128 << 20
 _TELLING_SECONDS = 1.0
+_MOST_STRAYS = 2
 _RATES = {
     "host-out": "d2h_bytes_per_s",
     "host-in": "h2d_bytes_per_s",
@@ -57,10 +59,13 @@ _RATES = {
 class Follower:
     """Of one pager. Methods are called with its lock held."""
 
-    def __init__(self, pager: Core, recorder: Recorder) -> None:
+    def __init__(self, pager: Core, recorder: Recorder, segments: Segments | None = None) -> None:
         self._pager = pager
         self.recorder = recorder
         self.signatures = Signatures()
+        self.segments = segments  # where blocks may run again
+        if segments is not None:
+            segments.listener = self
         self.mover = pager.mover
         self.planned = PlannedMoves(pager.residency, pager.mover, recorder.names)
         self.compiled: CompiledPlan | None = None  # that it follows
@@ -71,6 +76,8 @@ class Follower:
         self.last_mode = "demand"
         self.stall_us_last: float | None = None  # of the last iteration
         self._issued = 0
+        self._base: StepSignature | None = None  # of the iteration in which blocks run again
+        self._called: tuple[str, int, Keys] | None = None  # the segment that runs
         self._on_demand = False  # has followed no plan at all
         # The arena is as this plan has it, whose iterations are followed from their begin.
         self._in_state: CompiledPlan | None = None
@@ -91,7 +98,7 @@ class Follower:
         self._poll()
         self._began = time.perf_counter()
         log = self.recorder.open()
-        signature = self.signatures.expected()
+        signature = self._choose(self.signatures.expected(), log)
         compiled = signature.compiled if signature is not None else None
         off = pager.budget.metering or self.mover.error is not None
         if compiled is not None and not off and self._enter(compiled):
@@ -103,6 +110,43 @@ class Follower:
         self._on_demand = self.compiled is None
         if self._on_demand and self.recorder.has_clock:
             log.clock = pager.backend
+
+    def _choose(self, expected: StepSignature | None, log: AccessLog) -> StepSignature | None:
+        """Which blocks run again in the iteration that begins, and what kind it is then."""
+        self._base = self._called = None
+        if self.segments is None:
+            return expected
+        if expected is not None and expected.again:
+            if self.only_if_faster:
+                expected.judge()
+            if self._has_room(expected):
+                log.again = expected.again.difference(self.segments.refused)
+        self.segments.begin(log.again)
+        if not log.again:
+            return expected
+        self._base = expected
+        return self._base.variant if self._base is not None else None
+
+    def _has_room(self, signature: StepSignature) -> bool:
+        """Whether what a block makes as it runs again may be there beside what is dense anyway."""
+        if signature.variant is not None:
+            return True
+        assert signature.recorded is not None
+        budget, trace = self._pager.budget, signature.recorded.trace
+        made = [trace.tensor_bytes[trace.made_by(segment)].sum() for segment in trace.segments]
+        most = int(max(made, default=0))
+        return budget.dense_peak + most <= budget.reserve or budget.can_give(most)
+
+    # Segments tell of their calls, on the thread of the iteration.
+    def segment_begins(self, block: str, inputs: Sequence[Extent]) -> None:
+        if self.log is not None:
+            self._called = block, len(self.log.keys), tuple(run.key for run in inputs)
+
+    def segment_ended(self) -> None:
+        called, self._called = self._called, None
+        if self.log is not None and called is not None:
+            block, begin, inputs = called
+            self.log.calls.append(Call(block, begin, len(self.log.keys), inputs))
 
     def _enter(self, compiled: CompiledPlan) -> bool:
         """Bring the arena into the state in which ``compiled`` begins, if that can be."""
@@ -190,6 +234,8 @@ class Follower:
     def end(self, *, ok: bool) -> None:
         """The iteration is over; ``ok``: it ended by itself."""
         pager, log = self._pager, self.recorder.close()
+        if self.segments is not None:
+            self.segments.end()
         if log is None:
             return
         self.stall_us_last = log.stall_seconds * 1e6
@@ -228,6 +274,7 @@ class Follower:
             signature.seen += 1
             if of_device:
                 signature.samples.append(log.seconds())
+        self._relate(signature)
         self.signatures.came(signature)
         if followed:
             self.planned_iterations += 1
@@ -236,6 +283,18 @@ class Follower:
             signature.demand_stall_us.append(sum(log.stalls.values()) * 1e6)
         if self.mover.error is None and signature.is_due(self.most_plans):
             self._plan(signature)
+
+    def _relate(self, signature: StepSignature) -> None:
+        """Of what kind an iteration was in which blocks were to run again."""
+        base = self._base
+        if base is None or base.variant is signature:
+            return
+        if signature is not base and signature.log.again and signature.is_like(base):
+            signature.base, base.variant = base, signature
+            return
+        base.strays += 1
+        if base.strays > _MOST_STRAYS:
+            base.keep("was of another kind each time")
 
     # -- planning --------------------------------------------------------------------------------
     def _plan(self, signature: StepSignature) -> None:
@@ -256,12 +315,23 @@ class Follower:
         signature.recorded = trace_of_accesses(
             signature.log, signature.seconds(), pager.page_size, str(pager.device),
             pager.residency.pool.count,
+            fixed=self._fixed(signature),
         )  # fmt: skip
         signature.plans += 1
         signature.hardware = hardware
         signature.process = PlanningProcess(
-            signature.recorded.trace, hardware, quick=signature.plans == 1
+            signature.recorded.trace,
+            hardware,
+            quick=signature.plans == 1,
+            policy="lp" if self.segments is None else "joint",
         )
+
+    def _fixed(self, signature: StepSignature) -> set[str]:
+        """Blocks that cannot run again, or of which that is decided already."""
+        calls = {call.block for call in signature.log.calls}
+        if self.segments is None or signature.base is not None or signature.log.again:
+            return calls
+        return calls & self.segments.refused.keys()
 
     def _host_holds_all(self) -> bool:
         """Nothing needs the disk, so no plan writes there: a weight that is only read would be
@@ -359,6 +429,7 @@ class Follower:
         self.pause()
         for signature in self.signatures.all:
             signature.forget_plan()
+            signature.again, signature.variant, signature.kept = frozenset(), None, None
 
     def arena_resized(self) -> None:
         """The border has moved, after new shapes were metered. Plans for more frames than there are

@@ -37,8 +37,13 @@ CANCEL_SECONDS = 10.0  # within which a killed process is gone
 
 
 class Planned(NamedTuple):
+    """``again``: blocks whose activations should rather be made again; an iteration takes
+    ``again_us`` then."""
+
     plan: Plan
     layout: Layout
+    again: frozenset[str] = frozenset()
+    again_us: float = 0.0
 
 
 class PlanRefused(PagerError):  # noqa: N818 (an honest answer of the planner, not a fault)
@@ -167,7 +172,11 @@ def _read(answer: bytes, complaints: bytes, code: int) -> Planned:
         how = f"signal {-code}" if code < 0 else f"exit code {code}"
         raise PagerError(f"the planner died ({how}): {words}")
     try:
-        return Planned(plan_from_json(content["plan"]), layout_from_json(content["layout"]))
+        blocks, again_us = content.get("again") or ((), 0.0)
+        return Planned(
+            plan_from_json(content["plan"]), layout_from_json(content["layout"]),
+            frozenset(blocks), again_us,
+        )  # fmt: skip
     except PlanError as error:
         raise PagerError(f"the planner's answer cannot be read: {error}") from error
 

@@ -32,6 +32,10 @@ class StepSignature:
 
     ``turned_down``: why the latest plan is not followed; another one may be made when ``again_at``
     iterations have been seen.
+
+    ``again``: blocks of the model that run again in iterations of this kind, which are another
+    kind then, ``variant``, whose ``base`` this one is; both have one place in the order of kinds.
+    ``kept``: why they do not, where that has been tried.
     """
 
     def __init__(self, number: int, log: AccessLog) -> None:
@@ -47,6 +51,12 @@ class StepSignature:
         self.turned_down: str | None = None
         self.again_at = 0
         self.plans = 0
+        self.again: frozenset[str] = frozenset()
+        self.before_us = self.again_us = 0.0  # promised without and with ``again``
+        self.variant: StepSignature | None = None
+        self.base: StepSignature | None = None
+        self.strays = 0  # iterations with ``again`` that were of another kind
+        self.kept: str | None = None
         # Of the latest iterations, without stalls: seconds of each access.
         self.samples: deque[list[float]] = deque([log.seconds()], _SAMPLES)
         self.measured_us: deque[float] = deque(maxlen=_SAMPLES)  # of those that followed `compiled`
@@ -80,6 +90,39 @@ class StepSignature:
         """Median µs of the latest iterations that followed the plan."""
         return float(np.median(self.measured_us)) if self.measured_us else None
 
+    # -- blocks that run again -------------------------------------------------------------------
+    def is_like(self, other: StepSignature) -> bool:
+        """Whether both do the same work, but for what runs again: the same calls, on the same
+        parameters and states."""
+        mine, theirs = self._work(), other._work()
+        return mine == theirs
+
+    def _work(self) -> tuple[list[str], set[int]]:
+        facts, used = self.log.facts, {key for keys in self.keys for key in keys}
+        lasting = {k for k in used if k in facts and facts[k].kind in ("parameter", "optimizer")}
+        return [call.block for call in self.log.calls], lasting
+
+    def judge(self) -> None:
+        """Nothing runs again any more if that is not faster: by the plan, or as measured."""
+        variant = self.variant
+        if not self.again or variant is None:
+            return
+        compiled = variant.compiled
+        takes = variant.promised_us(compiled) if compiled is not None else 0.0
+        if variant.measured is not None and len(variant.measured_us) >= _MEASURED:
+            takes = max(takes, variant.measured)
+        if takes > self.before_us:
+            self.keep(f"takes {takes / 1e3:.1f} ms, and without it {self.before_us / 1e3:.1f} ms")
+        elif variant.refused or variant.turned_down:
+            self.keep(f"has no plan: {variant.refused or variant.turned_down}")
+
+    def keep(self, why: str) -> None:
+        """Nothing is to run again in iterations of this kind."""
+        self.kept = f"running {len(self.again)} blocks again was tried: an iteration {why}"
+        self.again = frozenset()
+        if self.variant is not None:
+            self.variant.cancel()
+
     # -- plans -----------------------------------------------------------------------------------
     def is_due(self, most_plans: int) -> bool:
         """Whether a plan is worth its time: the first one, which is a quick one, a full one after
@@ -110,6 +153,13 @@ class StepSignature:
         self.measured_us.clear()
         compiled = CompiledPlan(self.recorded, planned.plan, planned.layout, self.keys)
         no_better = self.no_better(compiled) if only_if_faster else None
+        if planned.again and self.kept is None:
+            least = self.on_demand_us
+            self.before_us = self.promised_us(compiled)
+            if least is not None and only_if_faster:
+                self.before_us = min(self.before_us, least)
+            self.again_us = self.promised_us(compiled) + planned.again_us - compiled.predicted_us
+            self.again = planned.again if self.again_us < self.before_us else self.again
         if no_better is None:
             self.compiled, self.turned_down = compiled, None
             return
@@ -174,10 +224,13 @@ class Signatures:
 
     def came(self, signature: StepSignature) -> None:
         """``signature`` was the latest iteration's. What came only once tells nothing."""
-        self.all.remove(signature)
-        self.all.append(signature)
-        if signature.seen > 1 or not self._history:
-            self._history = [*self._history[1 - _HISTORY :], signature.number]
+        base = signature.base or signature
+        for one in dict.fromkeys((base, signature)):
+            if one in self.all:
+                self.all.remove(one)
+            self.all.append(one)
+        if base.seen > 1 or not self._history:
+            self._history = [*self._history[1 - _HISTORY :], base.number]
 
     def expected(self) -> StepSignature | None:
         """The kind that followed the last time that things went as they do now: after the longest

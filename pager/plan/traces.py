@@ -18,15 +18,15 @@ that.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
-from ...planner.trace import KINDS, READ, READWRITE, WRITE, Floats, Trace
+from ...planner.trace import KINDS, READ, READWRITE, WRITE, Floats, Segment, Trace
 from ...planner.trace_check import number_by_appearance
 from ..memory.space import TRANSIENT_KINDS, Extent
 from ..tensor.names import named_models, named_runs, shared_name
@@ -103,10 +103,17 @@ class Recorded:
 
 
 def trace_of_accesses(
-    log: AccessLog, seconds: Sequence[float], page_size: int, device: str, frames: int
+    log: AccessLog,
+    seconds: Sequence[float],
+    page_size: int,
+    device: str,
+    frames: int,
+    *,
+    fixed: Collection[str] = (),
 ) -> Recorded:
     """``seconds``: of each access. ``frames``: of the device; workspaces are smaller where they
-    would not fit beside what their ops pin."""
+    would not fit beside what their ops pin. ``fixed``: blocks that may not run again; calls of the
+    others are the trace's segments, whose first ops use their inputs."""
     written = set(log.writes)
     late = _late_deaths(log)
     spaces = {
@@ -141,8 +148,18 @@ def trace_of_accesses(
                 pages, kind = log.facts[key]
                 tensors[key] = _Tensor(kind, pages * page_size, key > 0, key=key)
             uses[op, tensors[key]] = READWRITE if (where, key) in written else READ
+    op_at = {where: op for op, (name, where, _) in enumerate(ops) if name != "free"}
+    segments = []
+    for block, begin, end, inputs in log.calls:
+        if block in fixed or end <= begin:
+            continue
+        segments.append(Segment(op_at[begin], op_at[end - 1], block))
+        for key in inputs:
+            if key in tensors:
+                uses.setdefault((op_at[begin], tensors[key]), READ)
     us = np.array([us for _, _, us in ops])
     trace, found = _assemble(uses, [name for name, _, _ in ops], us, page_size, device)
+    trace = replace(trace, segments=tuple(segments)) if segments else trace
     return Recorded(
         trace, [where for _, where, _ in ops], [tensor.key for tensor in found], frozenset(frees)
     )

@@ -61,7 +61,10 @@ class SavedTensors:
     def __init__(self, pager: Core) -> None:
         self._on: _Pair | None = None
         self._pager = pager
-        self._device_type = pager.device.type
+        self.device_type = pager.device.type
+        # A call of a block that says what becomes of what it saves (``segments.py``).
+        self.segment: Any = None
+        self.again: frozenset[str] = frozenset()  # the blocks that do so in this iteration
         self._origins: dict[int, _Origin] = {}
         self.dense_allowance = 0  # bytes that may stay dense because everything fits
         self._dense_bytes = 0  # of these, at most: what died since they were counted is in it
@@ -98,7 +101,7 @@ class SavedTensors:
     def note_buffers(self, module: torch.nn.Module) -> None:
         """Buffers stay dense: they count beside the pages, and are not copied into these."""
         for buffer in module.buffers():
-            if buffer.device.type == self._device_type and type(buffer) is not PagedTensor:
+            if buffer.device.type == self.device_type and type(buffer) is not PagedTensor:
                 memory = buffer.untyped_storage()
                 self.skip[memory._cdata] = StorageWeakRef(memory), memory.nbytes()
         self.count()
@@ -132,6 +135,10 @@ class SavedTensors:
         for pair in reversed(above):
             _push(pair)
 
+    def are_asked(self) -> bool:
+        """Whether these hooks, and nobody else's, are asked on this thread."""
+        return (top := _top()) is not None and _owner(top) is self
+
     def _put_back(self, pair: _Pair) -> None:
         if self._on is not None:  # the iteration has not ended meanwhile
             _push(pair)
@@ -154,7 +161,7 @@ class SavedTensors:
         nbytes = tensor.nbytes if tensor.layout is torch.strided else 0
         if (
             nbytes < THRESHOLD_BYTES
-            or tensor.device.type != self._device_type
+            or tensor.device.type != self.device_type
             or (tensor.is_leaf and tensor.requires_grad)
         ):  # most by far, so without a call: `keep`
             return tensor if tensor.is_leaf else tensor.detach(), tensor._version
@@ -164,19 +171,22 @@ class SavedTensors:
             return tensor.detach(), tensor._version
         if key in self.skip:
             return keep(tensor)
+        if self.segment is not None:
+            return self.segment.pack(tensor, memory)
         whole = memory.nbytes()
         if whole <= _SPARSE_VIEW * nbytes and self._has_room(whole):
             self._dense_bytes += whole
             self._uncounted += 1
             self._dense[key] = StorageWeakRef(memory), whole
             return tensor.detach(), tensor._version  # of a leaf too: it lives as the graph does
-        known = self._known(tensor, memory)
+        known = self.known(tensor, memory)
         if known is not None:
             return known
-        return self._store(tensor, memory, nbytes)
+        return self.store(tensor, memory)
 
     # -- storing ---------------------------------------------------------------------------------
-    def _known(self, tensor: torch.Tensor, memory: torch.UntypedStorage) -> PagedTensor | None:
+    def known(self, tensor: torch.Tensor, memory: torch.UntypedStorage) -> PagedTensor | None:
+        """Where its bytes are stored already, if they are."""
         origin = self._origins.get(memory._cdata)
         if origin is None or origin.version != tensor._version:
             return None
@@ -189,8 +199,9 @@ class SavedTensors:
             return None
         return PagedTensor.over(storage, tensor)
 
-    def _store(self, tensor: torch.Tensor, memory: torch.UntypedStorage, nbytes: int) -> Any:
-        whole = memory.nbytes()
+    def store(self, tensor: torch.Tensor, memory: torch.UntypedStorage) -> Any:
+        """In new pages, with all that shares its memory."""
+        whole, nbytes = memory.nbytes(), tensor.nbytes
         if whole > _SPARSE_VIEW * nbytes:
             return self._store_range(tensor, nbytes)
         source = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(memory)
@@ -227,6 +238,8 @@ def unpack(packed: Any) -> torch.Tensor:
     """What was packed, unless it was changed since."""
     if type(packed) is PagedTensor:
         return packed
+    if type(packed) is not tuple:  # of a segment that has to run again
+        return unpack(packed.give())
     if len(packed) == 3:
         return _give_weight(*packed)
     tensor: torch.Tensor
