@@ -27,7 +27,7 @@ _WAYS = {
     "host-in": "from host",
     "disk-in": "from disk",
 }
-_LEAST_WIDTH, _MOST_WIDTH = 40, 120
+_LEAST_WIDTH, _WIDE, _MOST_WIDTH = 40, 64, 120
 Tier = tuple[int, ...]  # bytes: used by pages now; at most so far; budget
 
 
@@ -92,13 +92,17 @@ def _tiers(record: Snapshot, screen: Screen) -> Iterator[Text]:
         if tier[-1]:
             dense = record["dense_peak_bytes"] if name == "device" else 0
             used, peak, budget = map(format_bytes, tier)
-            amounts = f" {used:>11} of {budget:>11}, peak {peak:>11}"
+            amounts = f" {used:>11} of {budget:>11}"
+            if screen.columns >= _WIDE:
+                amounts += f", peak {peak:>11}"
             width = max(8, screen.columns - 7 - len(amounts))
             cells = bar(tier, dense, width)
             yield Text.assemble(f"{name:<7}", cells, amounts)
     arena = format_bytes(record["arena_bytes"])
     beside = format_bytes(record["dense_peak_bytes"])
     legend = f"█ pages (arena {arena})  ▓ dense, {beside} at most  | peak"
+    if screen.columns < _WIDE:
+        legend = f"█ pages  ▓ dense, {beside} at most  | peak"
     yield Text(f"       {legend}", style="dim")
 
 

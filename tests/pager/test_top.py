@@ -308,6 +308,14 @@ def test_a_bar_is_as_wide_as_it_should_be() -> None:
         assert len(bar((used, peak, 100), dense, 20).plain) == 20
 
 
+def test_a_narrow_frame_leaves_out_what_has_no_room() -> None:
+    training = Training(1, "1", a_snapshot())
+    wide, narrow = (frame(training, History(training.latest), Screen(n)).plain for n in (80, 50))
+    assert ", peak " in wide
+    assert ", peak " not in narrow
+    assert "…" not in "".join(narrow.splitlines()[2:7])
+
+
 @pytest.mark.parametrize("width", [1, 40, 80, 300])
 def test_a_frame_of_extreme_values_fits(width: int) -> None:
     most = (1 << 64) - 1
