@@ -8,6 +8,7 @@ the pages that hold its rows and no other: all others may be off the device (fra
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +21,7 @@ __all__ = ["gather_rows", "pages_of_rows"]
 
 TILE_WORDS = 2048
 REFERENCE_ELEMENTS = 1 << 20  # of a temporary
+REFERENCE_BLOCKS = 1 << 13  # that are placed at a time
 
 
 def pages_of_rows(
@@ -172,50 +174,53 @@ def gather_rows_reference(
 
 def row_blocks(
     table: Paged, rows: torch.Tensor, dense: torch.Tensor
-) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
     """What a reference copies: rows as the largest blocks that divide both a row and a page.
 
     rows : int64 [n]. dense : [n, D], whose row i goes with row rows[i] of the table.
 
-    Returns, for each run of rows, the arena as [blocks, elements], which of those blocks, in
-    order, and the same part of `dense` as [blocks, elements]. Raises IndexError for a row that the
-    table has not, ValueError for one on a page off the device.
+    Yields, for each run of rows, the arena as [blocks, elements], which of those blocks, in
+    order, and the same part of `dense` as [blocks, elements]. Raises before the first one:
+    IndexError for a row that the table has not, ValueError for one on a page off the device.
     """
     row_numel, itemsize = dense.shape[1], table.dtype.itemsize
+    frames = upload(torch.from_numpy(table.frames), rows.device).long()
+    for some in rows.split(REFERENCE_BLOCKS):
+        _check_rows(table, frames, some, row_numel)
+    block_bytes = math.gcd(row_numel * itemsize, table.page_bytes)
+    elements = block_bytes // itemsize
+    blocks = table.arena.view(table.dtype).view(-1, elements)
+    per_row, per_page = row_numel // elements, table.page_bytes // block_bytes
+    step = max(1, min(REFERENCE_ELEMENTS // row_numel, REFERENCE_BLOCKS // per_row))
+    within = torch.arange(per_row, device=rows.device)
+    for some, part in zip(rows.split(step), dense.split(step), strict=True):
+        block = (some.unsqueeze(1) * per_row + within).view(-1)
+        numbers = frames[block // per_page] * per_page + block % per_page
+        yield blocks, numbers, part.view(-1, elements)
+
+
+def _check_rows(table: Paged, frames: torch.Tensor, rows: torch.Tensor, row_numel: int) -> None:
+    """That the table has these rows, on pages in the arena."""
     table_rows = table.numel // row_numel
     outside = (rows < 0) | (rows >= table_rows)
     if outside.any():
         row = int(rows[outside][0])
         raise IndexError(f"row {row} is looked up, but the table has rows 0 to {table_rows - 1}")
-    block_bytes = math.gcd(row_numel * itemsize, table.page_bytes)
-    elements = block_bytes // itemsize
-    blocks = table.arena.view(table.dtype).view(-1, elements)
-    per_row, per_page = row_numel // elements, table.page_bytes // block_bytes
-    step = max(1, REFERENCE_ELEMENTS // row_numel)
-    frames = upload(torch.from_numpy(table.frames), rows.device).long()
-    return [
-        (blocks, _place_blocks(table, frames, some, per_row, per_page), part.view(-1, elements))
-        for some, part in zip(rows.split(step), dense.split(step), strict=True)
-    ]
-
-
-def _place_blocks(
-    table: Paged, frames: torch.Tensor, rows: torch.Tensor, per_row: int, per_page: int
-) -> torch.Tensor:
-    """Numbers, in the arena, of the blocks of `rows`."""
-    block = (rows.unsqueeze(1) * per_row + torch.arange(per_row, device=rows.device)).view(-1)
-    page = block // per_page
-    frame = frames[page]
+    row_bytes = row_numel * table.dtype.itemsize
     frames_in_arena = table.arena.numel() // table.page_bytes
-    outside = (frame < 0) | (frame >= frames_in_arena)
-    if outside.any():
-        bad = int(outside.int().argmax())
-        raise ValueError(
-            f"row {int(block[bad]) // per_row} is on page {int(page[bad])}, which is in frame "
-            f"{int(frame[bad])}, but the arena has {frames_in_arena} frames; bring the page in "
-            "first (-1 means not on the device)"
-        )
-    return frame * per_page + block % per_page
+    first = rows * row_bytes // table.page_bytes
+    last = ((rows + 1) * row_bytes - 1) // table.page_bytes
+    for step in range(int((last - first).max()) + 1 if len(rows) else 0):
+        page = torch.minimum(first + step, last)
+        frame = frames[page]
+        outside = (frame < 0) | (frame >= frames_in_arena)
+        if outside.any():
+            bad = int(outside.int().argmax())
+            raise ValueError(
+                f"row {int(rows[bad])} is on page {int(page[bad])}, which is in frame "
+                f"{int(frame[bad])}, but the arena has {frames_in_arena} frames; bring the page in "
+                "first (-1 means not on the device)"
+            )
 
 
 def frame_table(table: Paged, frame_of: torch.Tensor | None) -> torch.Tensor:

@@ -13,13 +13,14 @@ is settled, it is the frames that there are, and both numbers are the same.
 There are two numbers because there are two questions:
 
 * :func:`fits`: *may* this be whole? For what has other bits slab by slab (products, reductions,
-  halves, random numbers), or needs other dense memory (embeddings and their gradients): it is whole
+  halves, random numbers), or takes other dense memory (gradients of embeddings): it is whole
   where that is possible, so that results are PyTorch's own.
 * :func:`frames_anyway`: does being whole cost *nothing*? For what has the same bits either way
-  (copies, elementwise ops). In a metered iteration, which finds the smallest budget, it takes no
-  more frames than other ops need.
+  (copies, elementwise ops, lookups). In a metered iteration, which finds the smallest budget, it
+  takes no more frames than other ops need.
 
-What is streamed in a metered iteration because it does not fit is noted, see ``placement.py``.
+A reduction that is streamed in a metered iteration because it does not fit is noted
+(``DeviceBudget.in_slabs``).
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from ...planner.sizes import format_bytes
 from ..errors import TierFull
 
 if TYPE_CHECKING:
-    from ..memory.space import Space
+    from ..memory.space import Extent, Space
     from .budget import DeviceBudget
 
 
@@ -45,9 +46,32 @@ def most_frames(budget: DeviceBudget, dense_bytes: int = 0) -> int:
     return max(0, budget.bytes - beside) // budget.page_size
 
 
-def fits(budget: DeviceBudget, pages: int, *, share: int = 1, dense_bytes: int = 0) -> bool:
-    """Whether ``pages`` may be on the device at once, in 1 / ``share`` of all frames."""
-    return pages * share <= most_frames(budget, dense_bytes)
+def fits(budget: DeviceBudget, pages: int, *, dense_bytes: int = 0) -> bool:
+    """Whether ``pages`` may be on the device at once."""
+    return pages <= most_frames(budget, dense_bytes)
+
+
+def streams(
+    budget: DeviceBudget, run: Extent, *, gradient_bytes: int, dense_bytes: int | None = None
+) -> bool:
+    """The verdict on a weight or a table (``placement.py``): whether it goes slab by slab.
+
+    Who asks first makes it: ``run`` streams if its pages do not fit beside a dense gradient of it,
+    which training with a whole one needs, or what was in use before. Where ``dense_bytes``, that
+    are needed either way, take more than the budget by themselves, streaming would not help, and no
+    verdict is made: the ordinary way then says which budget would.
+    """
+    known = budget.placement.known(run)
+    if known is not None:
+        return known
+    if budget.inferring:  # nothing is known of the training that may come
+        return run.count > 1 and not fits(budget, run.count)
+    beside = max(gradient_bytes, budget.dense_so_far())
+    whole = run.count == 1 or fits(budget, run.count, dense_bytes=beside)
+    if not whole and dense_bytes is not None and dense_bytes > budget.bytes:
+        return False
+    budget.placement.judge(run, streamed=not whole)
+    return not whole
 
 
 def frames_anyway(budget: DeviceBudget) -> int:

@@ -210,15 +210,15 @@ class Placement:
         bytes; ``rest``: of the small ones. The next iteration begins with those that this one has
         made. It has each until it has made one in its place; or, of those made after the step at
         ``step``, which may stay for good (an average of weights), until then at least. The peak
-        that this gives."""
-        when, level = self._timeline
+        that this gives, by the verdicts that hold now."""
+        when = self._timeline[0]
         if not len(when):
             return 0
         mine = living[0] >= when[0]
         self._left = np.minimum(living[0][mine], step), living[1][mine]
         self._rest = max(0, rest - int(self._left[1].sum()))
         self._beside = np.array([self.left_at(moment) for moment in when], np.int64)
-        return self._dense + int((level + self._beside).max()) - int(level.max())
+        return self._dense_with(self._wholes())
 
     def left_at(self, moment: float) -> int:
         """Bytes of these that the next iteration has beside its own at the same place."""
@@ -228,10 +228,13 @@ class Placement:
     def choices(self, rigid: int) -> list[Choice]:
         """From as many whole as there are to none, the largest first to stream, equal ones
         together. ``rigid``: frames that other ops need."""
-        wholes = [weight for weight in self.weights.values() if not weight.run.streamed]
+        wholes = self._wholes()
         sizes = sorted({weight.run.count for weight in wholes}, reverse=True)
         fewer = ([w for w in wholes if w.run.count < size] for size in sizes)
         return [self._choice(some, rigid) for some in (wholes, *fewer)]
+
+    def _wholes(self) -> list[Weight]:
+        return [weight for weight in self.weights.values() if not weight.run.streamed]
 
     def _choice(self, whole: list[Weight], rigid: int) -> Choice:
         frames = rigid
@@ -281,78 +284,3 @@ def _life(when: Any, grown: Any, gradient: _Gradient) -> tuple[int, int]:
 
 def _end(gradient: _Gradient) -> None:
     gradient.ended = min(gradient.ended, time.perf_counter())
-
-
-# -- tables, and reductions ------------------------------------------------------------------------
-class _Streamed(NamedTuple):
-    """``pages`` on the device at once, and ``more_dense`` bytes from ``began`` to ``ended``
-    (``time.perf_counter``), would be needed by what is whole where ``limit_bytes`` fit beside the
-    reserve."""
-
-    pages: int
-    limit_bytes: int
-    more_dense: int
-    began: float
-    ended: float
-
-
-class WholeNeeds:
-    """What is no weight of a linear and was streamed in a metered iteration because it did not fit,
-    and what it takes where it does.
-
-    Under a larger budget it may be whole, and take so much more that this budget is too small
-    again. So whoever streams notes it here, and the budget that is named works for what is whole
-    under it. What one notes does not depend on timing, only the dense bytes that were in use
-    meanwhile are looked up by time."""
-
-    def __init__(self, page_size: int) -> None:
-        self._page_size = page_size
-        self._fresh: list[_Streamed] = []  # noted since dense memory was last looked at
-        self._known: dict[tuple[int, int], int] = {}  # pages and limit → dense bytes
-
-    def clear(self) -> None:
-        self._fresh.clear()
-        self._known.clear()
-
-    def note(
-        self,
-        pages: int,
-        *,
-        share: int = 1,
-        more_dense: int = 0,
-        began: float = 0.0,
-        ended: float = 0.0,
-    ) -> None:
-        """Something was streamed that would be whole where ``fits.fits(pager.budget, pages,
-        share=share)``; whole, it takes ``pages`` at once, and ``more_dense`` bytes more than were
-        in use from ``began`` to ``ended``."""
-        limit = pages * share * self._page_size
-        self._fresh.append(_Streamed(pages, limit, more_dense, began, ended))
-
-    def measure(self, timeline: Timeline, baseline: int, peak: int) -> None:
-        """Look up dense bytes in use. ``peak``: at most, for where no timeline is kept."""
-        when, current = timeline
-        for entry in self._fresh:
-            dense = 0
-            if entry.more_dense:
-                level = peak
-                if len(when):
-                    first = max(0, int(np.searchsorted(when, entry.began, "right")) - 1)
-                    last = int(np.searchsorted(when, entry.ended, "right"))
-                    level = baseline + int(current[first : max(last, first + 1)].max())
-                dense = level + entry.more_dense
-            key = entry.pages, entry.limit_bytes
-            self._known[key] = max(self._known.get(key, 0), dense)
-        self._fresh.clear()
-
-    def least(self, dense: int, frames: int, reserve: int) -> tuple[int, int]:
-        """Dense bytes and frames of the smallest budget that works, if ``dense`` and ``frames`` are
-        what is needed where all that was noted streams. ``reserve``: a fixed one, or 0."""
-        while True:
-            budget_bytes = max(dense, reserve) + frames * self._page_size
-            fit = [e for e in self._known.items() if e[0][1] <= budget_bytes - reserve]
-            more_dense = max([dense, *(whole_dense for _, whole_dense in fit)])
-            more_frames = max([frames, *(pages for (pages, _), _ in fit)])
-            if (more_dense, more_frames) == (dense, frames):
-                return dense, frames
-            dense, frames = more_dense, more_frames

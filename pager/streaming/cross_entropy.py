@@ -24,7 +24,15 @@ from ..tensor.dispatcher import hide_from_dynamo
 from ..tensor.operands import begin_of
 from ..tensor.paged_tensor import PagedTensor, direct_view
 from ..tensor.slabs import cut, fair_share, put_bytes, walk
-from .tables import is_large, is_table, new_gradient, row_bytes
+from .tables import (
+    has_room,
+    is_large,
+    is_read_by_rows,
+    is_table,
+    new_gradient,
+    noted_as,
+    row_bytes,
+)
 
 T = TypeVar("T")
 Slab = tuple[int, int]
@@ -111,7 +119,6 @@ class _PagedHead:
         self._bias = None if bias is None else bias.detach()
         self._version = weight._version
         self._slabs = equal_slabs(weight.size(0), _slab_rows(weight))
-        self._large = type(weight) is PagedTensor and is_large(weight)
         self._wants = weight.requires_grad, bias is not None and bias.requires_grad
         self._of_weight: torch.Tensor | None = None
         self._of_bias: torch.Tensor | None = None
@@ -152,11 +159,7 @@ class _PagedHead:
         weight, bias = self._weight, self._bias
         if wants_weight:
             if self._of_weight is None:
-                self._of_weight = (
-                    new_gradient(weight)
-                    if self._large
-                    else torch.empty(weight.size(), dtype=weight.dtype, device=weight.device)
-                )
+                self._of_weight = _new_gradient(weight)
             of_slab = (d_logits.t() @ hidden).to(weight.dtype)
             if type(self._of_weight) is PagedTensor:
                 source = of_slab.reshape(-1).view(torch.uint8)
@@ -211,8 +214,20 @@ class _PagedHead:
             self._of_weight = self._of_bias = None
 
 
+def _new_gradient(weight: torch.Tensor) -> torch.Tensor:
+    if type(weight) is not PagedTensor:
+        return torch.empty(weight.size(), dtype=weight.dtype, device=weight.device)
+    if is_large(weight) or not has_room(weight):
+        return new_gradient(weight)
+    found = torch.empty(weight.size(), dtype=weight.dtype, device=weight.device)
+    pager = weight._storage.pager
+    if pager.metering_this() and weight._storage.run.count > 1:
+        pager.budget.placement.note_gradient(noted_as(weight), found)
+    return found
+
+
 def _walk(weight: PagedTensor, order: Sequence[Slab]) -> Generator[torch.Tensor, None, None]:
-    if is_large(weight) and is_table(weight):
+    if is_read_by_rows(weight) and is_table(weight):
         yield from _through_the_arena(weight, order)
         return
     pager, run = weight._storage.pager, weight._storage.run

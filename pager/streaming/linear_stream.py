@@ -39,7 +39,7 @@ from ...kernels.linear import linear_forward
 from ...kernels.linear_choice import reads_directly
 from ...kernels.linear_grad import linear_input_grad, linear_weight_grad
 from ...kernels.paged_matrix import DTYPES
-from ..budget.fits import fits
+from ..budget.fits import streams
 from ..budget.placement import Taken, Weight
 from ..tensor.paged_tensor import PagedTensor
 from .rows import Matrix
@@ -51,28 +51,15 @@ _functorch_level = torch._C._functorch.peek_interpreter_stack
 
 
 def is_streamed(inputs: torch.Tensor, weight: PagedTensor) -> bool:
-    """Whether a linear reads ``weight`` slab by slab, by the verdict on it (``placement.py``).
-
-    The first linear makes one: it streams if its pages do not fit (``fits.py``) beside a dense
-    gradient of it, which training with a whole one needs, or what was in use before. Where the
-    inputs and the result, which are dense, take more than the budget by themselves, streaming would
-    not help: the ordinary way then says which budget would.
-    """
-    run, pager = weight._storage.run, weight._storage.pager
-    budget = pager.budget
-    known = budget.placement.known(run)
-    if known is not None:
-        return known
-    if pager.inferring:  # nothing is known of the training that may come
-        return run.count > 1 and not fits(budget, run.count)
+    """Whether a linear reads ``weight`` slab by slab, by the verdict on it. Its inputs and its
+    result are dense in any way."""
     own = weight.numel() * weight.dtype.itemsize if weight.requires_grad else 0
-    whole = run.count == 1 or fits(budget, run.count, dense_bytes=max(own, budget.dense_so_far()))
     columns = max(1, weight.size(-1))
     dense = inputs.numel() * (columns + weight.numel() // columns) // columns
-    if not whole and dense * inputs.element_size() > budget.bytes:
-        return False
-    budget.placement.judge(run, streamed=not whole)
-    return not whole
+    return streams(
+        weight._storage.pager.budget, weight._storage.run, gradient_bytes=own,
+        dense_bytes=dense * inputs.element_size(),
+    )  # fmt: skip
 
 
 # -- whole ones, while an iteration is metered (``placement.py``) ----------------------------------

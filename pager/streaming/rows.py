@@ -80,14 +80,13 @@ class Matrix(NamedTuple):
         write: bool = False,
         frames: int | None = None,
         block: int | None = None,
-        noted: bool = True,
     ) -> Generator[HeldRows, None, None]:
         """One slab after another, each held until the next is asked for. ``frames``, ``block``: as
-        :meth:`slabs` has them, if not a fair share and a block; ``noted``: see ``slabs.stream``."""
+        :meth:`slabs` has them, if not a fair share and a block."""
         frames = fair_share(self.storage.pager) if frames is None else frames
         slabs = list(self.slabs(frames, self.block_rows if block is None else block))
         ranges = [(self.byte(first), self.byte(stop)) for first, stop in slabs]
-        with closing(walk(self.storage, ranges, write=write, noted=noted)) as held:
+        with closing(walk(self.storage, ranges, write=write)) as held:
             for (first, stop), some in zip(slabs, held):
                 yield HeldRows(self, first, stop, some)
 

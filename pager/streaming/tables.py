@@ -1,15 +1,17 @@
 """A large table: only the pages of the rows looked up are brought in; its gradient is in pages.
 
-A table that takes more than a share of the arena is not pinned as a whole. The pages of the rows
+A table that takes more than a share of the arena is not held as a whole. The pages of the rows
 that are looked up come in groups, as many at once as may be held, and the next group is read ahead
 (``slabs.stream``). ::
 
     rows wanted   | 3   4 | 91    92 93 |      sorted; a row may straddle two pages
     pages         | 0   1 | 17       18 |      two groups, of two pages each
 
-A dense gradient would be as large as the table. Here no more than a slab of it is on the device at
-a time, and autograd's own sums of such gradients (a table that is used twice in a graph) give pages
-again, while ``param.grad += gradient`` is an ordinary op, which ``page_run.py`` does in slabs.
+A dense gradient is as large as the table. Where the table streams, by the verdict on it
+(``placement.py``), and so has no room for that, the gradient is in pages: no more than a slab of it
+is on the device at a time, and autograd's own sums of such gradients (a table that is used twice in
+a graph) give pages again, while ``param.grad += gradient`` is an ordinary op, which ``page_run.py``
+does in slabs.
 
 PyTorch's own way of ``F.embedding`` pins the whole table. Smaller tables, and calls that somebody
 wants to see or to change the ops of, go that way. A gradient is sparse, exactly as PyTorch's own,
@@ -18,6 +20,8 @@ if asked for.
 
 from __future__ import annotations
 
+import math
+import time
 import weakref
 from collections.abc import Generator
 from contextlib import closing
@@ -34,8 +38,15 @@ from ...kernels.fill import fill_pages
 from ...kernels.launch import upload
 from ...kernels.pieces import Paged
 from ...kernels.row_sums import RowGroups, add_rows, group_rows
-from ...kernels.rows import gather_rows, pages_of_rows, row_blocks
-from ..budget.fits import fits
+from ...kernels.rows import (
+    REFERENCE_BLOCKS,
+    REFERENCE_ELEMENTS,
+    gather_rows,
+    pages_of_rows,
+    row_blocks,
+)
+from ..budget.fits import fits, frames_anyway, streams
+from ..budget.placement import Taken, Weight
 from ..core import PagedStorage
 from ..tensor.dispatcher import serve_call, serve_op
 from ..tensor.operands import begin_of, operand, slabs
@@ -47,34 +58,54 @@ aten = torch.ops.aten
 _modes = torch._C._len_torch_dispatch_stack
 _functorch_level = torch._C._functorch.peek_interpreter_stack
 _CHUNK_ELEMENTS = 1 << 20  # of a temporary
+_SUM_ELEMENTS = 1 << 16  # of another one
 
 Int64 = npt.NDArray[np.int64]
 
-_large: weakref.WeakSet[PagedStorage] = weakref.WeakSet()
 _gradients: weakref.WeakSet[PagedStorage] = weakref.WeakSet()
 
 
-def is_large(table: PagedTensor) -> bool:
-    """Whether rows of ``table`` are brought in by themselves, and its gradient goes into pages.
+def is_read_by_rows(table: PagedTensor) -> bool:
+    """Whether the rows that are looked up are brought in by themselves. They have the same bits
+    either way, so a table is whole where that takes no room that others may want."""
+    pager, run = table._storage.pager, table._storage.run
+    if pager.fits or run.small is not None:
+        return False
+    return run.count * TABLE_SHARE > frames_anyway(pager.budget)
 
-    What was large stays so, whatever becomes of the arena: dense memory that an iteration did not
-    need when it was measured must not be needed later. Nothing is while all fits.
-    """
-    storage = table._storage
-    pager = storage.pager
-    if pager.fits or storage.run.small is not None:
+
+def is_large(table: PagedTensor, lookups: int = 0) -> bool:
+    """Whether its gradient, of so many ``lookups``, goes into pages, by the verdict on ``table``.
+    Nothing is large while all fits; nor is what would take more dense memory in pages."""
+    pager, run = table._storage.pager, table._storage.run
+    own = table.numel() * table.dtype.itemsize
+    if pager.fits or run.small is not None:
         return False
-    if storage in _large:
-        return True
-    if fits(pager.budget, storage.run.count, share=TABLE_SHARE):
+    if run.streamed is None and lookups and _streaming_takes(table, lookups) >= own:
         return False
-    _large.add(storage)
-    return True
+    return streams(pager.budget, run, gradient_bytes=own)
 
 
 def can_be_whole(table: PagedTensor) -> bool:
     """Whether all of it can be on the device at once."""
     return fits(table._storage.pager.budget, table._storage.run.count)
+
+
+def has_room(table: PagedTensor) -> bool:
+    """Whether a dense gradient of ``table``, which is not large, finds room. In a metered iteration
+    it may not; then the table streams from now on."""
+    pager, run = table._storage.pager, table._storage.run
+    if not pager.metering_this() or run.count == 1:
+        return True
+    if pager.budget.finds_room(0, table.numel() * table.dtype.itemsize):
+        return True
+    pager.budget.placement.stream(run)
+    return False
+
+
+def noted_as(table: PagedTensor) -> Weight:
+    """What is known of it in this metered iteration."""
+    return table._storage.pager.budget.placement.weight(table._storage.run, _pages_of_row(table))
 
 
 def is_table(tensor: PagedTensor) -> bool:
@@ -97,8 +128,12 @@ def row_bytes(table: torch.Tensor) -> int:
 
 def pages_at_once(table: PagedTensor) -> int:
     """Pages to hold at a time: a fair share, and enough for any one row."""
-    size = table._storage.pager.page_size
-    return max(fair_share(table._storage.pager), (row_bytes(table) - 2) // size + 2)
+    return max(fair_share(table._storage.pager), _pages_of_row(table))
+
+
+def _pages_of_row(table: PagedTensor) -> int:
+    """At most."""
+    return (row_bytes(table) - 2) // table._storage.pager.page_size + 2
 
 
 # -- groups of rows --------------------------------------------------------------------------------
@@ -219,17 +254,18 @@ def embedding_gradient(
     ids, starts = grouped.ids.numpy(), grouped.starts.tolist()
     grouped = grouped.to(table.device)
     pager, size = table._storage.pager, table._storage.pager.page_size
-    zeroed = 0  # pages
+    zeroed, step = 0, _rows_at_once(table)  # pages, rows
     matrix, most = Matrix.of(gradient), pages_at_once(table)
-    with closing(matrix.walk(write=True, frames=most, block=1, noted=False)) as row_slabs:
+    with closing(matrix.walk(write=True, frames=most, block=1)) as row_slabs:
         for slab in row_slabs:
             first_page = slab.held.low // size
             fresh = slab.held.frames[zeroed - first_page :]
             zeroed = first_page + len(slab.held.frames)
             frames = upload(torch.from_numpy(fresh.copy()), table.device)
             fill_pages(pager.residency.arena, frames, size, 0)
-            a, b = np.searchsorted(ids, [slab.first, slab.stop]).tolist()
-            if a < b:
+            begin, end = np.searchsorted(ids, [slab.first, slab.stop]).tolist()
+            for a in range(begin, end, step):
+                b = min(a + step, end)
                 some = RowGroups(
                     grouped.ids[a:b],
                     grouped.order[starts[a] : starts[b]],
@@ -300,15 +336,20 @@ def embedding(
     """
     if type(weight) is not PagedTensor or max_norm is not None:
         return NotImplemented
-    if not is_table(weight) or not is_large(weight) or not _are_indices(indices, weight):
+    if not is_table(weight) or not _are_indices(indices, weight):
         return NotImplemented
     padding = _padding(padding_idx, weight.size(0))
     if padding is None or _is_watched(weight):
         return NotImplemented
+    differentiated = torch.is_grad_enabled() and weight.requires_grad
+    large = differentiated and not sparse and is_large(weight, indices.numel())
+    metered = weight._storage.pager.metering_this() and weight._storage.run.count > 1
+    if not large and not metered and not is_read_by_rows(weight):
+        return NotImplemented
     if type(indices) is PagedTensor:
         indices = indices.detach().to_dense()
     indices = indices.long()
-    if torch.is_grad_enabled() and weight.requires_grad:
+    if differentiated:
         return _Lookup.apply(weight, indices, padding, scale_grad_by_freq, sparse)  # type: ignore[no-untyped-call]
     return look_up(weight, indices)
 
@@ -369,9 +410,50 @@ class _Lookup(torch.autograd.Function):
         elif torch.is_grad_enabled():  # its own history is wanted: only a dense one can have it
             of_weight = aten.embedding_dense_backward(grad, indices, rows, *options)
         else:
-            flat = grad.reshape(-1, grad.size(-1)).contiguous()
-            of_weight = embedding_gradient(ctx.table, flat, indices, *options)
+            of_weight = _gradient(ctx.table, grad, indices, *options)
         return of_weight, None, None, None, None
+
+
+def _gradient(table: PagedTensor, grad: torch.Tensor, indices: torch.Tensor, *options: Any) -> Any:
+    """Dense, or in pages where the table streams."""
+    flat = grad.reshape(-1, grad.size(-1)).contiguous()
+    may_stream = table._storage.run.streamed is not None
+    whole = not is_large(table, len(flat)) and (not may_stream or has_room(table))
+    began = time.perf_counter()
+    if whole:
+        found = torch.ops.aten.embedding_dense_backward(flat, indices, table.size(0), *options)
+    else:
+        found = embedding_gradient(table, flat, indices, *options)
+    pager = table._storage.pager
+    if may_stream and pager.metering_this() and table._storage.run.count > 1:
+        # What a stream takes is counted in one way, whether it is seen to stream or not.
+        noted = noted_as(table)
+        taken = Taken(0, _streaming_takes(table, len(flat)), None if whole else 0)
+        pager.budget.placement.note_product(noted, began, taken)
+        if whole:
+            pager.budget.placement.note_gradient(noted, found)
+    return found
+
+
+def _rows_at_once(table: PagedTensor) -> int:
+    """That are summed together, in a temporary of their size. (In half precision that widens all
+    values once more, so all rows of a slab are.)"""
+    half = table.dtype.itemsize < torch.float32.itemsize
+    return table.size(0) if half else max(1, _SUM_ELEMENTS // table.size(1))
+
+
+def _streaming_takes(table: PagedTensor, lookups: int) -> int:
+    """Dense bytes that :func:`embedding_gradient` takes, at most: of each lookup its place among
+    the others, and in half precision its values as float32; of the rows that are summed together
+    their sums, what was there before, and where their blocks are."""
+    rows, columns = min(lookups, _rows_at_once(table)), table.size(1)
+    per_row = row_bytes(table) // math.gcd(row_bytes(table), table._storage.pager.page_size)
+    blocks = 48 * min(rows * per_row, max(per_row, REFERENCE_BLOCKS))
+    sums = (rows + 1) * columns * max(table.dtype.itemsize, torch.float32.itemsize)
+    if table.dtype.itemsize >= torch.float32.itemsize:
+        return 48 * lookups + 2 * sums + blocks
+    wide = min(lookups * columns, max(lookups, REFERENCE_ELEMENTS)) * torch.float32.itemsize
+    return 48 * lookups + max(2 * sums + wide, 3 * sums + blocks)
 
 
 # -- ops below autograd ----------------------------------------------------------------------------
@@ -437,7 +519,7 @@ def _sparse_mask(table: Any, mask: Any) -> Any:
 
 
 def _are_rows_of(values: Any, table: Any) -> bool:
-    """Whether ``values`` is sparse, whole rows each, like the large ``table``."""
+    """Whether ``values`` is sparse, whole rows each, like ``table``, which is read by rows."""
     return (
         type(values) is torch.Tensor
         and values.layout is torch.sparse_coo
@@ -446,7 +528,7 @@ def _are_rows_of(values: Any, table: Any) -> bool:
         and values.sparse_dim() == 1
         and values.device == table.device
         and is_table(table)
-        and is_large(table)
+        and is_read_by_rows(table)
     )
 
 

@@ -91,7 +91,7 @@ def _write(pager: Core, storage: PagedStorage, source: torch.Tensor) -> None:
             in_parts = True
     if in_parts:
         needs = residency.needs
-        put_bytes(storage, source, begin, noted=True)
+        put_bytes(storage, source, begin)
         if not pager.budget.metering:
             residency.needs = max(needs[0], 1), max(needs[1], 1)  # a page at a time would do
         return

@@ -204,7 +204,7 @@ def _walk(
 ) -> Iterator[Slab]:
     borders = [(start, min(start + step, numel)) for start in range(0, numel, step)]
     wanted = ([c.pages(*border) for c in columns if c.is_paged] for border in borders)
-    with closing(stream(pager, wanted, noted=True)) as pinned:
+    with closing(stream(pager, wanted)) as pinned:
         for (start, stop), frames in zip(borders, pinned):
             there = iter(frames)
             found = iter([c.operand(start, stop, there) for c in columns])

@@ -226,7 +226,7 @@ def _has_to_be_whole(pager: Core, tensors: Iterable[Any]) -> bool:
     if fits(pager.budget, pages):
         return True
     if pager.metering_this():
-        pager.budget.whole_needs.note(pages)
+        pager.budget.in_slabs.add(pages)
     return False
 
 

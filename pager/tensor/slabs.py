@@ -24,7 +24,6 @@ they do for other writes.
 from __future__ import annotations
 
 import itertools
-import time
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
@@ -100,62 +99,41 @@ def part(
 
 
 # -- streams -------------------------------------------------------------------------------------
-def stream(
-    pager: Core, slabs: Iterable[Sequence[Pages]], *, noted: bool = False
-) -> Generator[list[Int32], None, None]:
+def stream(pager: Core, slabs: Iterable[Sequence[Pages]]) -> Generator[list[Int32], None, None]:
     """Pin the pages of one slab after another; for each, the frames of each of its ``Pages``.
 
     What is yielded holds until the next slab is asked for, or the stream is closed (leaving a
     ``for`` loop does that). The slab after the one in use is read ahead, so ``slabs`` is one ahead
-    too. ``noted``: who streams has said what it would take whole (``placement.py``); else it is a
-    table, and said here. Raises as :func:`part` does, with nothing pinned.
+    too. Raises as :func:`part` does, with nothing pinned.
     """
     pager.check_open()
-    began = time.perf_counter()
     todo = iter(slabs)
     wanted, upcoming = next(todo, None), next(todo, None)
     if wanted is None:
         return
-    first = wanted
-    two = [[pages.part for pages in slab] for slab in (first, upcoming or ())]
-    writes = [pages.write for pages in first]
+    two = [[pages.part for pages in slab] for slab in (wanted, upcoming or ())]
+    writes = [pages.write for pages in wanted]
     with reading_ahead(pager) as ahead, _workspace(pager, two, writes) as frames_kept:
         with pager.lock:
             frames_kept.coming(two[0])
-        try:
-            while wanted is not None:
-                parts = [pages.part for pages in wanted]
-                written = [pages.part for pages in wanted if pages.write]
-                with pager.lock, pager.waiting(own=True):
-                    ahead.take()
-                frames = pager.take_parts(parts, written, streamed=True)
-                brought = frames_kept.newest
-                try:
-                    if upcoming is not None:
-                        next_parts = [pages.part for pages in upcoming]
-                        with pager.lock:
-                            frames_kept.coming(next_parts)
-                            ahead.ask(next_parts)
-                    yield frames
-                finally:
-                    pager.release_parts(parts)
-                    ahead.leave(brought)
-                wanted, upcoming = upcoming, None if upcoming is None else next(todo, None)
-        finally:
-            if pager.metering_this() and not noted:
-                _note_whole_need(pager, first, began)
-
-
-def _note_whole_need(pager: Core, slab: Sequence[Pages], began: float) -> None:
-    """Whole, a table is held, and its gradient is dense."""
-    for (run, _), _ in slab:
-        pager.budget.whole_needs.note(
-            run.count,
-            share=TABLE_SHARE,
-            more_dense=run.nbytes if run.kind == "gradient" else 0,
-            began=began,
-            ended=time.perf_counter(),
-        )
+        while wanted is not None:
+            parts = [pages.part for pages in wanted]
+            written = [pages.part for pages in wanted if pages.write]
+            with pager.lock, pager.waiting(own=True):
+                ahead.take()
+            frames = pager.take_parts(parts, written, streamed=True)
+            brought = frames_kept.newest
+            try:
+                if upcoming is not None:
+                    next_parts = [pages.part for pages in upcoming]
+                    with pager.lock:
+                        frames_kept.coming(next_parts)
+                        ahead.ask(next_parts)
+                yield frames
+            finally:
+                pager.release_parts(parts)
+                ahead.leave(brought)
+            wanted, upcoming = upcoming, None if upcoming is None else next(todo, None)
 
 
 # -- stretches of one storage ----------------------------------------------------------------------
@@ -202,12 +180,11 @@ def walk(
     ranges: Sequence[tuple[int, int]],
     *,
     write: bool = False,
-    noted: bool = False,
 ) -> Generator[Held, None, None]:
     """A stream through bytes ``low … high`` of a storage's run, one range after another."""
     size = storage.pager.page_size
     pages = ([pages_of(storage, range(a // size, -(-b // size)), write=write)] for a, b in ranges)
-    with closing(stream(storage.pager, pages, noted=noted)) as pinned:
+    with closing(stream(storage.pager, pages)) as pinned:
         for (low, high), (frames,) in zip(ranges, pinned):
             yield Held(storage, low, high, frames)
 
@@ -218,14 +195,12 @@ def cut(low: int, high: int, pages: int, size: int) -> list[tuple[int, int]]:
     return list(itertools.pairwise([low, *inner, high]))
 
 
-def put_bytes(
-    storage: PagedStorage, source: torch.Tensor, low: int = 0, *, noted: bool = False
-) -> None:
+def put_bytes(storage: PagedStorage, source: torch.Tensor, low: int = 0) -> None:
     """``source``, uint8, becomes the bytes from ``low`` on, as many pages at a time as may be held.
     Raises ``InfeasibleBudget`` if not one page has room."""
     pager = storage.pager
     ranges = cut(low, low + source.numel(), max(1, fair_share(pager)), pager.page_size)
-    with closing(walk(storage, ranges, write=True, noted=noted)) as held:
+    with closing(walk(storage, ranges, write=True)) as held:
         for some in held:
             some.put(source[some.low - low : some.high - low], some.low)
 
