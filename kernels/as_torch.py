@@ -4,8 +4,8 @@ On an accelerator each element is computed by itself, so the bits are those of t
 CPU they are too, if the op is cut where PyTorch cuts it itself, or nowhere that matters
 (``cpu_split.py``).
 
-Arguments of an op are passed by the names that its schema has for them; those of a ``_foreach_*``
-are lists of one.
+Arguments of an op are passed by the names that its schema has for them; those of an op on lists
+(``_foreach_*``) are lists of one.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 from .cpu_split import Place, Run, block_of, runs
 from .pieces import Operand, Paged, memory_of, stretches
 
-__all__ = ["MOVES", "can_be_cut", "name_of", "operands_of", "result_dtype", "run_as_torch"]
+__all__ = ["can_be_cut", "is_of_lists", "name_of", "operands_of", "result_dtype", "run_as_torch"]
 
 Given = Mapping[str, Any]
 
@@ -66,7 +66,7 @@ def run_as_torch(
             else:
                 made = func(**here)
                 if out is not None:
-                    used[0].copy_(made[0] if _is_of_lists(func) else made)
+                    used[0].copy_(made[0] if is_of_lists(func) else made)
             if padded:
                 parts[0].copy_(used[0][: stop - start])
         place = place._replace(first=place.first + count)
@@ -97,7 +97,7 @@ def operands_of(func: Any, given: Given) -> dict[str, Any]:
     """Its tensors that are read or written element by element; of lists of one the elements."""
     found: dict[str, Any] = {}
     for name, value in given.items():
-        if _is_of_lists(func):
+        if is_of_lists(func):
             value = value[0] if isinstance(value, list | tuple) and value else None
         if isinstance(value, Paged) or (isinstance(value, torch.Tensor) and value.dim()):
             found[name] = value
@@ -105,12 +105,12 @@ def operands_of(func: Any, given: Given) -> dict[str, Any]:
 
 
 @cache
-def _is_of_lists(func: Any) -> bool:
-    return bool(func._schema.name.startswith("aten::_foreach_"))
+def is_of_lists(func: Any) -> bool:
+    return bool(func._schema.name.startswith(("aten::_foreach_", "aten::_amp_foreach_")))
 
 
 def _with(func: Any, given: Given, tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-    lists = _is_of_lists(func)
+    lists = is_of_lists(func)
     return {**given, **{name: [x] if lists else x for name, x in tensors.items()}}
 
 
@@ -186,7 +186,7 @@ def _sample(func: Any, kinds: Kinds, tensors: Sequence[torch.Tensor], number: fl
     result = func(**_with(func, given, operands))
     if result is None:  # of lists, in place
         return operands["self"]
-    return result[0] if _is_of_lists(func) else result
+    return result[0] if is_of_lists(func) else result
 
 
 @cache

@@ -19,7 +19,14 @@ from typing import Any
 
 import torch
 
-from ...kernels.as_torch import can_be_cut, name_of, operands_of, result_dtype, run_as_torch
+from ...kernels.as_torch import (
+    can_be_cut,
+    is_of_lists,
+    name_of,
+    operands_of,
+    result_dtype,
+    run_as_torch,
+)
 from ...kernels.cpu_split import Place
 from ...kernels.pieces import Operand
 from .paged_tensor import PagedTensor, plain_copy
@@ -36,6 +43,7 @@ _ARITHMETIC = frozenset(
         "add", "sub", "rsub", "mul", "div", "addcmul", "addcdiv", "lerp",
         "sqrt", "rsqrt", "reciprocal", "neg", "abs", "sign",
         "maximum", "minimum", "clamp", "clamp_min", "clamp_max", "where",
+        "_amp_foreach_non_finite_check_and_unscale",
     }
 )  # fmt: skip
 
@@ -82,14 +90,17 @@ def _is_served(func: Any) -> bool:
     if any(a.is_out or a.name == "rounding_mode" for a in func._schema.arguments):
         return False
     name = name_of(func)
-    moves = name in ("zero", "fill", "copy") and _writes(func)
+    moves = name in ("zero", "fill", "copy") and "self" in _written(func)
     return name in _ARITHMETIC or func in _COPIES or moves
 
 
 @cache
-def _writes(func: Any) -> bool:
-    alias = func._schema.arguments[0].alias_info
-    return alias is not None and bool(alias.is_write)
+def _written(func: Any) -> frozenset[str]:
+    """Names of the arguments that it writes to."""
+    arguments = func._schema.arguments
+    return frozenset(
+        a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write
+    )
 
 
 @cache
@@ -109,7 +120,7 @@ def elementwise_call(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> 
     if not _is_served(func):
         return None
     given = bind(func, args, kwargs)
-    in_place, lists = _writes(func), func._schema.name.startswith("aten::_foreach_")
+    in_place, lists = "self" in _written(func), is_of_lists(func)
     tensors: dict[str, Any] = operands_of(func, given)
     for name, value in given.items():
         if isinstance(value, list | tuple) and (
@@ -122,7 +133,7 @@ def elementwise_call(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> 
         return None
     for name, value in given.items():
         if isinstance(value, torch.Tensor) and name not in tensors:
-            if not _is_near(value, lead):
+            if not _is_near(value, lead) or (type(value) is PagedTensor and name in _written(func)):
                 return None
             given[name] = plain_copy(value) if type(value) is PagedTensor else value
     if func in _COPIES:

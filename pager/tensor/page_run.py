@@ -63,7 +63,6 @@ _FUNCTIONS: dict[Any, tuple[tuple[str, ...], tuple[Any, ...]]] = {
 }
 _LISTS = (aten._foreach_norm.Scalar, aten._foreach_max.default)
 _AT_ONCE = 1 << 20  # elements, of which a reduction may make a copy in another dtype
-_UNSCALE = aten._amp_foreach_non_finite_check_and_unscale_.default
 # In place, element by element in memory order, each by itself; see `_fill_in_slabs`.
 _BY_STRETCH = (aten.normal_.default, aten.uniform_.default, aten.erfinv_.default)
 
@@ -123,31 +122,11 @@ class Reduction:
         return value.to(self.dtype)
 
 
-@dataclass(frozen=True, eq=False)
-class Unscale:
-    """``tensor *= inv_scale``; ``found_inf`` becomes 1 if an element is not finite."""
-
-    tensor: PagedTensor
-    found_inf: torch.Tensor
-    inv_scale: torch.Tensor
-    result = None
-
-    @property
-    def tensors(self) -> tuple[torch.Tensor, ...]:
-        return (self.tensor,)
-
-    def run(self, operands: Sequence[Operand], place: Place | None = None) -> None:
-        views = [view for (view,) in stretches(operands)]
-        _UNSCALE(views, self.found_inf, self.inv_scale)
-
-
-Call = Elementwise | Reduction | Unscale
+Call = Elementwise | Reduction
 
 
 def call_of(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Call | None:
     """How an op runs on pages (of a list op: with lists of one element)."""
-    if func is _UNSCALE:
-        return _unscale_of(args, kwargs)
     if func in _HOW or func in _FUNCTIONS:
         return _reduction_of(func, args, kwargs)
     return elementwise_call(func, args, kwargs)
@@ -182,19 +161,6 @@ def _reduction_of(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Red
     if not isinstance(p, int | float) or not (dtype is tensor.dtype or from_half):
         return None
     return Reduction(_HOW.get(func, "norm"), tensor, float(p), dtype, func in _LISTS)
-
-
-def _unscale_of(args: Sequence[Any], kwargs: dict[str, Any]) -> Unscale | None:
-    """GradScaler's check of one paged gradient (a list of one)."""
-    tensors, *scalars = args
-    if kwargs or len(tensors) != 1 or not _is_float(tensors[0]):
-        return None
-    for scalar in scalars:
-        if type(scalar) is not torch.Tensor or scalar.dtype is not torch.float32:
-            return None
-        if scalar.numel() != 1 or scalar.device.type != tensors[0].device.type:
-            return None
-    return Unscale(tensors[0], *scalars)
 
 
 # -- on pages that are pinned ----------------------------------------------------------------------
