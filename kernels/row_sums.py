@@ -1,7 +1,7 @@
 """Gradients of an embedding: one sum for each distinct row that was looked up.
 
 The dense gradient [V, D] of a table larger than memory cannot exist; what exists is one summed row
-for each distinct row, as a compact [u, D] or added into pages.
+for each distinct row, added into pages.
 
 Sums are in a fixed order: one program for each distinct row adds its gradients one after another,
 as they stand in the batch, in fp32 (fp64 for fp64). Nothing is atomic, so runs agree to the bit. In
@@ -22,7 +22,7 @@ from .masked import load_floats, store_floats
 from .pieces import Paged, dtype_name
 from .rows import REFERENCE_ELEMENTS, check_table, frame_table, row_blocks
 
-__all__ = ["RowGroups", "add_rows", "group_rows", "sum_rows"]
+__all__ = ["RowGroups", "add_rows", "group_rows"]
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
@@ -112,91 +112,6 @@ def _row_sum(
 
 
 @triton.jit(
-    do_not_specialize=["row_numel", "tiles_per_row"],
-    do_not_specialize_on_alignment=["grad_ptr", "order_ptr", "starts_ptr", "out_ptr"],
-)
-def _sum_rows_kernel(
-    grad_ptr,
-    order_ptr,
-    starts_ptr,
-    out_ptr,
-    row_numel,
-    tiles_per_row,
-    COMPUTE: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    TOGETHER: tl.constexpr,
-    BY_FREQUENCY: tl.constexpr,
-):
-    """One tile of one distinct row."""
-    row = tl.program_id(0) // tiles_per_row
-    columns = tl.program_id(0) % tiles_per_row * COLUMNS + tl.arange(0, COLUMNS)
-    mask = columns // TOGETHER < row_numel // TOGETHER
-    begin, end = tl.load(starts_ptr + row), tl.load(starts_ptr + row + 1)
-    total = _row_sum(
-        *(grad_ptr, order_ptr, begin, end, row_numel, columns, mask),
-        *(COMPUTE, TOGETHER > 1, BY_FREQUENCY),
-    )
-    out_dtype: tl.constexpr = out_ptr.dtype.element_ty
-    size: tl.constexpr = out_dtype.primitive_bitwidth // 8
-    address = out_ptr.to(tl.int64) + row.to(tl.int64) * row_numel * size
-    store_floats(address, columns, total, mask, out_dtype, TOGETHER > 1)
-
-
-def sum_rows(
-    grad_out: torch.Tensor,
-    groups: RowGroups,
-    out: torch.Tensor,
-    scale_grad_by_freq: bool = False,
-) -> None:
-    """The compact gradient of an embedding: out[k] = sum of grad_out where row ids[k] stands.
-
-    grad_out : [n, D], fp32, fp16, bf16 or fp64, contiguous.
-    groups : `group_rows` of the n lookups, on the same device.
-    out : [u, D], fp64 where grad_out is and else fp32, fp16 or bf16, contiguous. Rounded once,
-        after the sum in fp32 (fp64).
-    scale_grad_by_freq : each gradient times 1 / (how often its row stands in the batch).
-
-    On CUDA queued on the current stream of grad_out's device without waiting. Raises ValueError for
-    arguments that are not as above, before anything is written.
-    """
-    _check_sum(grad_out, groups, "out", out.dtype)
-    shape = (groups.ids.numel(), grad_out.shape[1])
-    if tuple(out.shape) != shape or not out.is_contiguous() or out.device != grad_out.device:
-        raise ValueError(
-            f"out is {tuple(out.shape)} with stride {out.stride()} on {out.device}; pass {shape}, "
-            f"contiguous, on {grad_out.device}"
-        )
-    if not out.numel():
-        return
-    if not use_triton(grad_out):
-        sum_rows_reference(grad_out, groups, out, scale_grad_by_freq)
-        return
-    tiles_per_row, constants = _sum_tile(grad_out, out.dtype, grad_out, out)
-    launch(
-        _sum_rows_kernel,
-        out.shape[0] * tiles_per_row,
-        grad_out,
-        groups.order,
-        groups.starts,
-        out,
-        out.shape[1],
-        tiles_per_row,
-        **constants,
-        BY_FREQUENCY=scale_grad_by_freq,
-    )
-
-
-def sum_rows_reference(
-    grad_out: torch.Tensor,
-    groups: RowGroups,
-    out: torch.Tensor,
-    scale_grad_by_freq: bool = False,
-) -> None:
-    """`sum_rows` in plain torch."""
-    out.copy_(_summed(grad_out, groups, scale_grad_by_freq))
-
-
-@triton.jit(
     do_not_specialize=["row_numel", "tiles_per_row", "page_shift"],
     do_not_specialize_on_alignment=[
         *("arena_ptr", "frame_of_ptr", "grad_ptr", "ids_ptr", "order_ptr", "starts_ptr")
@@ -269,7 +184,9 @@ def add_rows(
 ) -> None:
     """Add an embedding's gradient into pages: target[ids[k]] += sum where row ids[k] stands.
 
-    grad_out, groups, scale_grad_by_freq : as for `sum_rows`, on the arena's device.
+    grad_out : [n, D], fp32, fp16, bf16 or fp64, contiguous, on the arena's device.
+    groups : `group_rows` of the n lookups, on the same device.
+    scale_grad_by_freq : each gradient times 1 / (how often its row stands in the batch).
     target : V * D elements, fp64 where grad_out is and else fp32, fp16 or bf16. Rounded once, after
         the sum in fp32 (fp64). Frames of pages that hold no row of `groups` may be -1.
     frame_of : int32 [pages] on the arena's device, target.frames as they stand there; without it
@@ -281,13 +198,13 @@ def add_rows(
     before an error.
     """
     check_table("target", target, "grad_out", grad_out)
-    _check_sum(grad_out, groups, "target", target.dtype)
+    _check_sum(grad_out, groups, target.dtype)
     if not groups.ids.numel() or not grad_out.numel():
         return
     if not use_triton(target.arena):
         add_rows_reference(grad_out, groups, target, None, scale_grad_by_freq)
         return
-    tiles_per_row, constants = _sum_tile(grad_out, target.dtype, grad_out)
+    tiles_per_row, constants = _sum_tile(grad_out, target.dtype)
     launch(
         _add_rows_kernel,
         groups.ids.numel() * tiles_per_row,
@@ -320,17 +237,15 @@ def add_rows_reference(
         blocks.index_copy_(0, numbers, old.add_(part).to(blocks.dtype))
 
 
-def _sum_tile(
-    grad_out: torch.Tensor, dtype: torch.dtype, *dense: torch.Tensor
-) -> tuple[int, dict[str, Any]]:
+def _sum_tile(grad_out: torch.Tensor, dtype: torch.dtype) -> tuple[int, dict[str, Any]]:
     """Tiles in a row, and the constants of a launch over tiles of at most 4 KiB.
 
-    dtype : of what is written. dense : tensors read or written, at any address.
+    dtype : of what is written.
     """
     row_numel = grad_out.shape[1]
     columns = 128 if row_numel <= 256 else (512 if dtype == torch.float64 else 1024)
     together = 16 // min(grad_out.element_size(), dtype.itemsize)
-    aligned = row_numel % together == 0 and all(x.data_ptr() % 16 == 0 for x in dense)
+    aligned = row_numel % together == 0 and grad_out.data_ptr() % 16 == 0
     constants = {
         "COMPUTE": tl.float64 if dtype == torch.float64 else tl.float32,
         "COLUMNS": columns,
@@ -359,7 +274,7 @@ def _summed(grad_out: torch.Tensor, groups: RowGroups, by_frequency: bool) -> to
     return torch.cat([summed(part.float()) for part in grad_out.split(step, dim=1)], dim=1)
 
 
-def _check_sum(grad_out: torch.Tensor, groups: RowGroups, name: str, dtype: torch.dtype) -> None:
+def _check_sum(grad_out: torch.Tensor, groups: RowGroups, dtype: torch.dtype) -> None:
     if grad_out.dim() != 2 or grad_out.shape[0] != groups.lookups or not grad_out.is_contiguous():
         raise ValueError(
             f"grad_out is {tuple(grad_out.shape)} with stride {grad_out.stride()}; pass "
@@ -373,6 +288,6 @@ def _check_sum(grad_out: torch.Tensor, groups: RowGroups, name: str, dtype: torc
     for kind in (grad_out.dtype, dtype):
         if kind not in FLOATS or (kind == torch.float64) != (grad_out.dtype == torch.float64):
             raise ValueError(
-                f"grad_out is {grad_out.dtype}, {name} {dtype}; use float32, float16 and bfloat16 "
+                f"grad_out is {grad_out.dtype}, target {dtype}; use float32, float16 and bfloat16 "
                 "in any mixture, or float64 for both"
             )

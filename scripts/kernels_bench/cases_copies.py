@@ -9,7 +9,7 @@ from tensorpager.kernels.checksum import page_checksums
 from tensorpager.kernels.fill import fill_pages
 from tensorpager.kernels.gather import gather_pages
 from tensorpager.kernels.move import move_pages, slide_pages
-from tensorpager.kernels.row_sums import add_rows, group_rows, sum_rows
+from tensorpager.kernels.row_sums import add_rows, group_rows
 from tensorpager.kernels.rows import gather_rows
 from tensorpager.kernels.scatter import scatter_pages
 
@@ -170,32 +170,6 @@ def _lookups(setting: Setting, lookups: int, distinct: int) -> torch.Tensor:
     return numbers[torch.randperm(lookups, generator=generator)]
 
 
-def _sum_rows(setting: Setting) -> Job:
-    grad, count, width = _rows(setting, torch.float32)
-    distinct = max(1, count // 4)
-    lookups = _lookups(setting, count, distinct)
-    groups = group_rows(lookups).to(grad.device)
-    indices = lookups.to(grad.device)
-    out = torch.full((distinct, width), torch.nan, device=setting.device)
-
-    def peer() -> torch.Tensor:
-        backward = torch.ops.aten.embedding_dense_backward
-        return backward(grad, indices, distinct, -1, False)
-
-    def compare() -> None:
-        exact = torch.zeros(distinct, width, dtype=torch.float64, device=setting.device)
-        magnitude = exact.clone().index_add_(0, indices, grad.double().abs())
-        exact.index_add_(0, indices, grad.double())
-        close("sums", out, exact, SUM_ERROR * magnitude.view(-1))
-
-    return Job(
-        run=lambda: sum_rows(grad, groups, out),
-        peer=peer,
-        compare=compare,
-        work=Work(grad.nbytes + out.nbytes + groups.order.nbytes),
-    )
-
-
 def _add_rows(setting: Setting) -> Job:
     table, count, width = _rows(setting, torch.float32)
     distinct = max(1, count // 2)
@@ -228,6 +202,5 @@ COPIES = (
     Case("fill", frozenset({"fill.fill_pages"}), "fill_", _fill),
     Case("checksum", frozenset({"checksum.page_checksums"}), "", _checksum),
     Case("gather_rows", frozenset({"rows.gather_rows"}), "F.embedding", _gather_rows),
-    Case("sum_rows", frozenset({"row_sums.sum_rows"}), "embedding backward", _sum_rows),
     Case("add_rows", frozenset({"row_sums.add_rows"}), "index_add_", _add_rows),
 )

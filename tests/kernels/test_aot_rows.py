@@ -18,7 +18,6 @@ from tensorpager.kernels.softmax_slabs import new_state
 pytestmark = pytest.mark.aot
 GATED = {
     "rows.gather_rows",
-    "row_sums.sum_rows",
     "row_sums.add_rows",
     "softmax_slabs.softmax_update",
     "softmax_slabs.softmax_grad",
@@ -58,11 +57,6 @@ def _gather(module: Any, dtype: torch.dtype, row: int) -> None:
     module.gather_rows(_table(dtype, row), INDICES, torch.empty(3, row, dtype=dtype))
 
 
-def _sum(module: Any, dtype: torch.dtype, row: int) -> None:
-    grad, out = torch.empty(3, row, dtype=dtype), torch.empty(2, row, dtype=dtype)
-    module.sum_rows(grad, group_rows(INDICES), out)
-
-
 def _add(module: Any, dtype: torch.dtype, row: int) -> None:
     grad = torch.empty(3, row, dtype=dtype)
     module.add_rows(grad, group_rows(INDICES), _table(dtype, row), None, row == 1000)
@@ -79,7 +73,6 @@ def _grad(module: Any, dtype: torch.dtype, row: int) -> None:
 
 GATES = {
     "rows.gather_rows": Gate(_gather, loads=8, stores=8, scalars=13),
-    "row_sums.sum_rows": Gate(_sum, loads=4, stores=1, scalars=6),
     "row_sums.add_rows": Gate(_add, loads=6, stores=2, scalars=9),
     "softmax_slabs.softmax_update": Gate(_update, loads=2, stores=0, scalars=5, narrow_stores=4),
     "softmax_slabs.softmax_grad": Gate(_grad, loads=2, stores=2, scalars=5),
@@ -171,12 +164,12 @@ def test_few_variants() -> None:
 
 
 def test_gate_notices_rows_without_alignment() -> None:
-    aligned = _variants("row_sums.sum_rows")["fp32"]
+    aligned = _variants("row_sums.add_rows")["fp32"]
     constants = tuple((k, 1 if k == "TOGETHER" else v) for k, v in aligned.constants)
     code = compile_variant(replace(aligned, constants=constants), TARGETS["sm_90"])
     assert code.wide_loads() == 0
     with pytest.raises(AssertionError):
-        _check(code, GATES["row_sums.sum_rows"], 32)
+        _check(code, GATES["row_sums.add_rows"], 32)
 
 
 def test_gate_notices_spills() -> None:

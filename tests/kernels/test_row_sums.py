@@ -4,14 +4,10 @@ import numpy as np
 import pytest
 import torch
 from page_suite import Backend, Guarded
-from paged_table import Table
+from paged_table import PAGE, Table
 
-from tensorpager.kernels.row_sums import (
-    RowGroups,
-    add_rows,
-    group_rows,
-    sum_rows,
-)
+from tensorpager.kernels.pieces import Paged
+from tensorpager.kernels.row_sums import RowGroups, add_rows, group_rows
 
 FP32, FP16, BF16, FP64 = torch.float32, torch.float16, torch.bfloat16, torch.float64
 PADDING = 2
@@ -74,21 +70,25 @@ def _sum(
     grad: torch.Tensor,
     dtype: torch.dtype,
     by_frequency: bool = False,
-    offset: int = 0,
 ) -> torch.Tensor:
+    """The sums alone: what is added to a table of zeros."""
     groups = _groups(rows, backend)
     grad = grad.to(backend.device)
-    nbytes = groups.ids.numel() * grad.shape[1] * dtype.itemsize
-    out = Guarded(nbytes, backend, offset=offset)
-    result = out.tensor.view(dtype).view(groups.ids.numel(), grad.shape[1])
+    shape = max(rows, default=0) + 1, grad.shape[1]
+    numel = shape[0] * shape[1]
+    pages = -(-numel * dtype.itemsize // PAGE)
+    memory = Guarded(pages * PAGE, backend)
+    memory.tensor.zero_()
+    target = Paged(memory.tensor, np.arange(pages, dtype=np.int32), PAGE, dtype, numel)
+    frame_of = backend.frames(list(range(pages)))
     backend.run(
-        sum_rows,
-        *(grad, groups, result, by_frequency),
-        reads=[grad, *_tables(groups)],
-        writes=[out.tensor],
+        add_rows,
+        *(grad, groups, target, frame_of, by_frequency),
+        reads=[grad, frame_of, memory.tensor, *_tables(groups)],
+        writes=[memory.tensor],
     )
-    out.assert_is(out.bytes())
-    return result.cpu()
+    memory.assert_is(memory.bytes())
+    return memory.tensor.view(dtype)[:numel].view(shape)[groups.ids].cpu()
 
 
 @cases
@@ -181,13 +181,6 @@ def test_bits_of_torch_on_a_cpu(by_frequency: bool) -> None:
     assert torch.equal(found, dense[[3, 7, 9]])
 
 
-def test_unaligned_result(backend: Backend) -> None:
-    rows = [3, 7, 3]
-    grad = _gradients(rows, 64, FP32)
-    expected = torch.stack([*_in_order(rows, grad).values()])
-    assert torch.equal(_sum(backend, rows, grad, FP32, offset=4), expected)
-
-
 def test_infinities_and_nans_stay_in_their_rows(backend: Backend) -> None:
     rows = [3, 7, 3, 9]
     grad = torch.ones(4, 8)
@@ -223,19 +216,21 @@ def test_groups() -> None:
 
 
 @pytest.mark.parametrize(
-    ("grad", "out", "message"),
+    ("grad", "dtype", "message"),
     [
-        (torch.ones(2, 8), torch.ones(2, 8), r"pass \[3, D\]"),
-        (torch.ones(8, 3).t(), torch.ones(2, 8), "contiguous"),
-        (torch.ones(3, 8), torch.ones(3, 8), r"pass \(2, 8\)"),
-        (torch.ones(3, 8), torch.ones(2, 8).double(), "float64 for both"),
-        (torch.ones(3, 8).double(), torch.ones(2, 8), "float64 for both"),
-        (torch.ones(3, 8).long(), torch.ones(2, 8), "in any mixture"),
+        (torch.ones(2, 8), FP32, r"pass \[3, D\]"),
+        (torch.ones(8, 3).t(), FP32, "contiguous"),
+        (torch.ones(3, 8), FP64, "float64 for both"),
+        (torch.ones(3, 8).double(), FP32, "float64 for both"),
+        (torch.ones(3, 8).long(), FP32, "in any mixture"),
     ],
 )
-def test_wrong_arguments(grad: torch.Tensor, out: torch.Tensor, message: str) -> None:
+def test_wrong_arguments(grad: torch.Tensor, dtype: torch.dtype, message: str) -> None:
+    target = Table(Backend("reference"), (4, 8), dtype, needed=[1, 3])
+    before = target.memory.bytes()
     with pytest.raises(ValueError, match=message):
-        sum_rows(grad, group_rows(torch.tensor([1, 3, 1])), out)
+        add_rows(grad, group_rows(torch.tensor([1, 3, 1])), target.paged)
+    target.memory.assert_is(before)
 
 
 def test_errors_leave_pages_alone() -> None:
