@@ -92,7 +92,7 @@ ROOMS = (
 PLANNER_ROOMS = (
     "errors", "sizes", "shown", "hardware", "trace", "plan", "simulation", "lifetimes", "iteration",
     "trace_check", "trace_file", "request", "simulator", "validator", "policies", "lp", "joint",
-    "registry", "layout", "timeline", "tier_usage", "reuse", "sweep", "target", "background",
+    "registry", "layout", "timeline", "tier_usage", "sweep", "target", "background",
     "packing", "offsets", "importers", "difference", "perfetto", "report", "commands",
 )  # fmt: skip
 

@@ -39,7 +39,6 @@ def overview(
         "",
         *_idle(found["idle"], view),
         *_idle_note(found["idle"], view),
-        *_reuse(found, view),
         *(_hottest(found) if by == BY[0] else _hot_groups(found)),
     ]
 
@@ -247,7 +246,7 @@ def _hottest(found: dict[str, Any]) -> list[Any]:
     return ["", heading("Hottest tensors (most bytes accessed)"), named_table(heads, rows)]
 
 
-# --- idle time and reuse ----------------------------------------------------------------------
+# --- idle time -------------------------------------------------------------------------------
 
 
 def _idle(idle: dict[str, Any], view: View) -> list[Any]:
@@ -293,30 +292,3 @@ def _range(lower: float, upper: float | None) -> str:
     return (
         f"under {format_us(upper)}" if lower == 0 else f"{format_us(lower)} to {format_us(upper)}"
     )
-
-
-def _reuse(found: dict[str, Any], view: View) -> list[Any]:
-    reuse = found["reuse"]
-    if not reuse["uses"]:
-        return []
-    smallest, machine = found["working_set"]["page_bytes"], view.hardware
-    own = None if machine is None else machine.device_bytes
-    rows = [
-        (
-            format_bytes(line["device_bytes"]),
-            f"{100 * line['share_of_peak']:.0f} %",
-            f"{100 * line['share_of_uses']:.1f} %",
-            f"{100 * line['share_of_bytes']:.1f} %",
-            format_bytes(line["fetched_page_bytes"]),
-            bar(line["fetched_page_bytes"], reuse["page_bytes"]),
-            "working set"
-            if line["device_bytes"] == smallest
-            else "this device"
-            if line["device_bytes"] == own
-            else "",
-        )
-        for line in reuse["lru_devices"]
-    ]
-    heads = ("LRU device", "of peak", "found", "of bytes", "fetched", "<", "<")
-    title = f"Reuse: what a device that keeps what was used last finds, of {reuse['uses']} uses"
-    return ["", heading(title), table(heads, rows)]

@@ -2,7 +2,7 @@
 
 Bytes are the tensors' own; where whole pages are meant, the name says ``page_bytes``, or that it is
 a device's size. ``chosen`` tensors, all or those of some kinds, are what peaks, idle periods and
-lists are of; ops, working sets and reuses are always of the whole trace.
+lists are of; ops and working sets are always of the whole trace.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from ..hardware import Hardware
 from ..joint.layers import decided
 from ..lifetimes import gap_bytes, gaps, idle_us, live_pages, working_set_pages
 from ..plan import Plan
-from ..reuse import reuses
 from ..sweep import Task, evaluate
 from ..trace import KINDS, WRITE, Bools, Floats, Ints, Trace
 from .chart import fullest
@@ -28,7 +27,6 @@ from .show_link import hideable_bytes
 EDGES_US = (0.0, 1e2, 1e3, 1e4, 1e5, 1e6)
 MOST_PLANNED_OPS = 5000  # in some seconds
 MOMENTS = 200  # of the memory over time in the JSON
-DEVICE_SHARES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)  # of the peak
 
 
 class View:
@@ -116,7 +114,6 @@ def summary(view: View, top: int, by: str = "tensor") -> dict[str, Any]:
         "read_only": _read_only(view),
         "choices": _choices(trace),
         "idle": _idle(view),
-        "reuse": _reuse(view, int(need[needy])),
         "over_time": _over_time(view),
         "largest": _tensors(view, trace.tensor_bytes, touched, top),
         "hottest": _tensors(view, touched, touched, top),
@@ -270,32 +267,6 @@ def _idle(view: View) -> dict[str, Any]:
         "link_bytes": None if rate is None or rate == np.inf else int(rate * ideal / 1e6),
         "by_length": lines,
     }
-
-
-def _reuse(view: View, working_set: int) -> dict[str, Any]:
-    """What share of the uses that could find their pages would find them on LRU devices of several
-    sizes, and what the others fetch. Sizes under the largest working set run nothing."""
-    trace, page_size = view.trace, view.page_size
-    found = reuses(trace, page_size)
-    peak = int(live_pages(trace, page_size).max()) * page_size
-    sizes = {working_set} | {int(share * peak) for share in DEVICE_SHARES}
-    if view.hardware is not None:
-        sizes.add(int(min(view.hardware.device_bytes, peak)))
-    total = int(found.pages.sum())
-    rows = []
-    for size in sorted(size for size in sizes if size >= working_set):
-        hit = found.found_in(size // page_size)
-        pages = int(found.pages[hit].sum())
-        rows.append(
-            {
-                "device_bytes": size,
-                "share_of_peak": size / peak if peak else 1.0,
-                "share_of_uses": float(hit.mean()) if len(hit) else 1.0,
-                "share_of_bytes": pages / total if total else 1.0,
-                "fetched_page_bytes": (total - pages) * page_size,
-            }
-        )
-    return {"uses": len(found.op), "page_bytes": total * page_size, "lru_devices": rows}
 
 
 def _over_time(view: View) -> dict[str, Any]:

@@ -124,23 +124,6 @@ def test_show_says_what_makes_the_peak(trace_path: Path) -> None:
     }
 
 
-def test_show_says_what_lru_devices_find(trace_path: Path) -> None:
-    """The weight is found again at the next iteration's begin by every device; in between by one
-    that holds the activation too."""
-    reuse = run_json("show", trace_path)["reuse"]
-    assert (reuse["uses"], reuse["page_bytes"]) == (2, 4 * PAGE)
-    small, *_, large = reuse["lru_devices"]
-    assert small == {
-        "device_bytes": 4 * PAGE,
-        "share_of_peak": 2 / 3,
-        "share_of_uses": 0.5,
-        "share_of_bytes": 0.5,
-        "fetched_page_bytes": 2 * PAGE,
-    }
-    assert (large["device_bytes"], large["share_of_uses"]) == (6 * PAGE, 1.0)
-    assert large["fetched_page_bytes"] == 0
-
-
 def test_show_sets_idle_bytes_against_a_link(trace_path: Path, machine_path: Path) -> None:
     """A page takes 10 µs each way, and the weight is idle for 10 µs."""
     idle = run_json("show", trace_path)["idle"]
