@@ -113,6 +113,20 @@ class FramePool:
             self._insert_run(start + n, run_start + run_length - start - n)
         self._free_count -= n
 
+    def take_all(self, frames: Int32) -> bool:
+        """Claims exactly ``frames``, in order, if all of them are free and none comes twice; False,
+        and no change, otherwise."""
+        if len(frames) and int(frames[-1]) >= self._count:
+            return False
+        runs = [(start, n) for start, _, n in merge(frames, frames)]
+        if not all(self.is_free(start, n) for start, n in runs):
+            return False
+        if any(start + n > after for (start, n), (after, _) in pairwise(runs)):
+            return False
+        for start, n in runs:
+            self.take(start, n)
+        return True
+
     def free(self, start: int, n: int) -> None:
         """Gives back the ``n`` frames from ``start`` on, none of which may be free."""
         assert n > 0, f"{n} frames"

@@ -79,6 +79,13 @@ class PageTable:
         self.flags[rows] = 0
         self.pages.free(first, count)
 
+    def end(self, first: int, count: int, base: int) -> None:
+        """:meth:`release` of pages that are DIRTY, in the frames from ``base`` on, which are empty
+        then; the caller gives these back."""
+        self.frame[first : first + count] = NONE
+        self.frame_page[base : base + count] = NONE
+        self.release(first, count)
+
     def _grow(self, more: int) -> None:
         total = self.pages.count + more
         for name in ("frame", "host", "disk", "owner"):
@@ -113,13 +120,14 @@ class PageTable:
         self.flags[blank] = LIVE | DIRTY
         self.version[blank] += 1
 
-    def bear(self, first: int, count: int, base: int) -> None:
-        """BLANK → DIRTY: all pages of a run that has none anywhere are in frames from ``base``
-        on."""
+    def bear(self, first: int, pages: Int32, base: int) -> None:
+        """BLANK → DIRTY: all ``pages`` of a run, from ``first`` on, which has none anywhere, are in
+        frames from ``base`` on."""
+        count = len(pages)
         rows, frames = slice(first, first + count), slice(base, base + count)
         assert (self.frame_page[frames] < 0).all()
-        self.frame[rows] = np.arange(base, base + count, dtype=np.int32)
-        self.frame_page[frames] = np.arange(first, first + count, dtype=np.int32)
+        self.frame[rows] = pages + np.int32(base - first)
+        self.frame_page[frames] = pages
         self.flags[rows] = LIVE | DIRTY
         self.version[rows] += 1
 

@@ -160,8 +160,8 @@ class Space:
             self.passed_in_slabs.add(f"{run.kind} of {run.nbytes} bytes")
 
     def drain(self) -> Iterator[Extent]:
-        """Runs that nobody refers to any more. The caller gives back their frames and slots,
-        then calls :meth:`forget`."""
+        """Runs that nobody refers to any more. The caller gives back their frames, slots and
+        virtual pages, then calls :meth:`forget`."""
         while self.dead:
             run, offset, nbytes, clock = self.dead.popleft()
             run.storages -= 1
@@ -172,7 +172,6 @@ class Space:
                 yield run
 
     def forget(self, run: Extent) -> None:
-        self.table.release(run.first, run.count)
         del self.runs[run.id]
         self._free_ids.append(run.id)
         if run.small is not None:

@@ -761,20 +761,21 @@ class Residency:
             self.settle(run)
 
     # -- for planned moves -----------------------------------------------------------------------
-    def place_at(self, run: Extent, base: int) -> bool:
-        """Put a run that was never written into the frames from ``base`` on, if they are free."""
+    def place_at(self, run: Extent, base: int, *, reached: bool = False) -> bool:
+        """Put a run that was never written into the frames from ``base`` on, if they are free.
+        ``reached``: nothing goes on in these any more."""
         if base < 0 or base + run.count > self.pool.count:
             return False
         if not self.pool.is_free(base, run.count):
             return False
         size = self.page_size
         self.pool.take(base, run.count)
-        if self.mover.tickets.any:
+        if not reached and self.mover.tickets.any:
             self.reach(run.pages - np.int32(run.first - base))
         with self.backend.on_compute():  # also where its maker writes it: on that stream
             if not run.overwritten:
                 self.arena[base * size : (base + run.count) * size].zero_()
-        self.table.bear(run.first, run.count, base)
+        self.table.bear(run.first, run.pages, base)
         run.base = -1 if self.scattered and run.count > 1 else base
         run.generation = next(generations)
         run.settled = run.kind != "parameter"  # one may not be written at any time
@@ -783,9 +784,8 @@ class Residency:
 
     def is_blank(self, run: Extent) -> bool:
         """Nothing was ever written to ``run``: it has no page anywhere."""
-        rows = slice(run.first, run.first + run.count)
-        flags = self.table.flags[rows]
-        return bool(flags[0] & BLANK) and bool((flags & BLANK).all())
+        flags = self.table.flags[run.first : run.first + run.count]
+        return bool(flags[0] & BLANK) and (run.count == 1 or bool((flags & BLANK).all()))
 
     # -- writes and ends -------------------------------------------------------------------------
     def written(self, run: Extent, pages: Int32 | None = None) -> None:
@@ -808,14 +808,22 @@ class Residency:
             return
         ended, self._held_dead = [*self._held_dead, *self.space.drain()], []
         for run in ended:
-            if run.parts or run.pins or self.mover.pending(run.pages):
+            if run.parts or run.pins:
                 self._held_dead.append(run)
-                continue
-            self.mover.slots.void_copies(run.pages)
-            resident = run.pages[self.table.frame[run.pages] >= 0]
-            if len(resident):
-                self.mover.give_frames(self.table.unplace(resident))
-            self.space.forget(run)
+            elif run.settled and run.base >= 0 and not self.mover.slots.holds_some:
+                # Most by far: all of it is in these frames, and nowhere else.
+                self.table.end(run.first, run.count, run.base)
+                self.pool.free(run.base, run.count)
+                self.space.forget(run)
+            elif self.mover.pending(run.pages):
+                self._held_dead.append(run)
+            else:
+                self.mover.slots.void_copies(run.pages)
+                resident = run.pages[self.table.frame[run.pages] >= 0]
+                if len(resident):
+                    self.mover.give_frames(self.table.unplace(resident))
+                self.table.release(run.first, run.count)
+                self.space.forget(run)
 
 
 def _pages_in(pins: Sequence[Pin]) -> int:

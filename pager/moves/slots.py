@@ -138,6 +138,11 @@ class Slots:
         """The same of runs of slots."""
         self.hold(futures, {tier: expand(its) for tier, its in runs.items()})
 
+    @property
+    def holds_some(self) -> bool:
+        """:meth:`hold` has some."""
+        return bool(self._held)
+
     def held(self, tier: str) -> Int32:
         """Slots, or frames, of :meth:`hold`."""
         found = [slots[tier] for _, slots in self._held if tier in slots]

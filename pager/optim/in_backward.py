@@ -52,6 +52,7 @@ from .step_need import peak_of_results, probe_step, steppable
 if TYPE_CHECKING:
     from ..core import Core
 
+_SMALL = 64  # of such gradients have room in one page
 _WATCHED_STEPS = 2
 _REMEDY = "pass overlap=False to pager.optimizer"
 _USED = "gradients are used between backward and step()"
@@ -166,7 +167,7 @@ class InBackward:
 
     def page_grad(self, parameter: torch.Tensor) -> None:
         """Post-accumulate hook: ``parameter`` is updated at once, where that is allowed, or else
-        its dense gradient moves into pages."""
+        its dense gradient moves into pages, unless it is much smaller than one."""
         pager = self.pager
         if pager.fits or self.update(parameter):
             return
@@ -176,6 +177,8 @@ class InBackward:
         if type(grad) is PagedTensor:
             return
         if grad.layout is torch.strided and pager.closed_reason is None:
+            if _SMALL * grad.nbytes <= pager.page_size and not self._watch:
+                return  # dense: a copy and its bookkeeping cost more than such ones free
             if pager.metering_this() and type(parameter) is PagedTensor:
                 pager.budget.placement.note_total(parameter._storage.run, grad)
             parameter.grad = None

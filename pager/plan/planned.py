@@ -185,6 +185,8 @@ class PlannedMoves:
         """Frames are taken, the planned ones where that is possible, for what has a copy in
         ``tier``; what comes at one point of the program comes together. ``leaving``: runs with
         pages that have yet to leave."""
+        if self._bring_as_planned(tier, queue, leaving):
+            return
         coming = _Coming(self._mover, tier)
         while queue:
             job = queue[0]
@@ -196,6 +198,33 @@ class PlannedMoves:
                     break
             queue.popleft()
         coming.begin()
+
+    def _bring_as_planned(self, tier: str, queue: deque[Job], leaving: set[Extent]) -> bool:
+        """All of ``queue`` at once, into the frames of the plan. ``False``, and nothing done, where
+        one of these is not free, or a run has other pages there, or is in use in parts."""
+        if len(queue) < 2 or self._residency.workspaces:
+            return False
+        table, runs = self._table, set()
+        pages, frames = [], []
+        for action, run in queue:
+            if run in runs or run in leaving or run.parts is not None or action.base < 0:
+                return False
+            if not self._names.is_live(run) or action.pages != run.count:
+                return False
+            runs.add(run)
+            pages.append(run.pages)
+            frames.append(run.pages + np.int32(action.base - run.first))
+        several, their = np.concatenate(pages), np.concatenate(frames)
+        if not (table.frame[several] < 0).all() or (table.flags[several] & BLANK).any():
+            return False
+        if not (self._mover.slots.of(tier, several) >= 0).all():
+            return False
+        if not self._residency.pool.take_all(np.sort(their)):
+            return False
+        self.prefetched += len(queue)
+        queue.clear()
+        self._mover.bring(tier, several, their)
+        return True
 
     def _find_frames(self, job: Job, coming: _Coming) -> bool:
         """For what ``job`` brings; whether there were enough."""
@@ -298,7 +327,7 @@ class PlannedMoves:
         base = planned if free else pool.find_run(run.count)
         if base is None or not residency.reach_at_once(run.pages - np.int32(run.first - base)):
             return False
-        return residency.place_at(run, base) and run.base >= 0
+        return residency.place_at(run, base, reached=True) and run.base >= 0
 
     def make_windows(self, runs: Sequence[Extent]) -> None:
         """So that runs which are faulted in find room in one piece without evicting anything, if

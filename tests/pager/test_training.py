@@ -44,6 +44,29 @@ def test_disk_tier(one_thread, tmp_path) -> None:
         assert pager.stats()["disk_bytes_written"] > 0
 
 
+def test_gradients_much_smaller_than_a_page_stay_dense(same) -> None:
+    """They are clipped and added to beside those in pages, and count as dense memory."""
+
+    def script(world: World) -> object:
+        model = world.module(mlp())
+        optimizer = world.optimizer(torch.optim.AdamW(model.parameters(), lr=1e-2))
+        norms = []
+        for _ in range(6):
+            with world.iteration():
+                for _ in range(2):
+                    loss_of(model).backward()
+                if world.pager is not None and not world.pager.core.fits:
+                    for parameter in model.parameters():
+                        small = 64 * parameter.nbytes <= world.pager.page_size
+                        assert (type(parameter.grad) is torch.Tensor) is small
+                norms.append(nn.utils.clip_grad_norm_(model.parameters(), 0.1))
+                optimizer.step()
+                optimizer.zero_grad()
+        return norms, model, optimizer
+
+    same(script)
+
+
 # -- making models and optimizers ----------------------------------------------------------------
 def test_meta_model_initialised_in_place(same) -> None:
     def script(world: World) -> object:
