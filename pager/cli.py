@@ -18,6 +18,7 @@ COMMANDS = {
     "doctor": ".machine.doctor.command:doctor",
     "bench-io": ".machine.bench_command:bench_io",
     "record": ".plan.record_command:record",
+    "estimate": ".plan.estimate_command:estimate",
     "top": ".metrics.top_command:top",
     "import": "..planner.commands.import_trace:import_trace",
     "show": "..planner.commands.show:show",

@@ -83,6 +83,34 @@ def _pages(nbytes: float, page_size: int) -> float:
     return math.inf if math.isinf(nbytes) else int(nbytes) // int(page_size)
 
 
+@dataclass(frozen=True)
+class Compute:
+    """What a device computes: floating-point operations per second in 16 bits (products summed in
+    32) and in 32 bits, and bytes per second of its memory, by data sheet; and the shares of these
+    that large products and elementwise kernels reach. Plans do not need it, estimates do."""
+
+    flops_per_s: float
+    flops_32_per_s: float
+    memory_bytes_per_s: float
+    flops_share: float = 0.55
+    memory_share: float = 0.85
+
+    def __post_init__(self) -> None:
+        for name, value in asdict(self).items():
+            if isinstance(value, bool) or not isinstance(value, int | float):
+                raise HardwareError(f"compute.{name} = {shown(value)} is not a number")
+            if not 0 < value < math.inf or (name.endswith("share") and value > 1):
+                raise HardwareError(f"compute.{name} = {shown(value)} is not possible")
+
+    def seconds(self, flops: float, nbytes: float, itemsize: int) -> float:
+        """A roofline: of an op with elements of ``itemsize`` bytes."""
+        peak = self.flops_per_s if itemsize <= 2 else self.flops_32_per_s
+        return max(
+            flops / (peak * self.flops_share),
+            nbytes / (self.memory_bytes_per_s * self.memory_share),
+        )
+
+
 GiB, GB = 1 << 30, 10**9
 PRESETS = {
     # As G10's authors assume, with our page size.
@@ -101,8 +129,30 @@ PRESETS = {
     "gh200": Hardware(
         94 * GB, 440 * GB, 4000 * GB, 297e9, 375e9, 12e9, 8e9, 10.0, host_adam_bytes_per_s=350e9
     ),
+    # What a process gets of 32, 180 and 192 GB; PCIe 5 x16 each.
+    "rtx5090": Hardware(32 * GB, 120 * GB, 4000 * GB, 55e9, 55e9, 12e9, 8e9, 10.0),
+    "b200": Hardware(
+        179 * GB, 1000 * GB, 4000 * GB, 55e9, 55e9, 12e9, 8e9, 10.0, host_adam_bytes_per_s=200e9
+    ),
+    "mi300x": Hardware(
+        191 * GB, 1000 * GB, 4000 * GB, 55e9, 55e9, 12e9, 8e9, 10.0, host_adam_bytes_per_s=200e9
+    ),
     "cpu": Hardware(8 * GiB, 16 * GiB, math.inf, 8e9, 8e9, 2e9, 1.5e9, 5.0),
 }
+# Dense 16-bit and 32-bit operations and memory, from the data sheets of the 24 GB RTX 4090, the
+# 40 GB A100, H100, H200 and B200 as SXM; eight cores with AVX2 and two channels of memory.
+COMPUTE = {
+    "a100": Compute(312e12, 19.5e12, 1.555e12),
+    "h100": Compute(989e12, 67e12, 3.35e12),
+    "h200": Compute(989e12, 67e12, 4.8e12),
+    "gh200": Compute(989e12, 67e12, 4.0e12),
+    "b200": Compute(2250e12, 75e12, 7.7e12),
+    "rtx4090": Compute(165.2e12, 82.6e12, 1.008e12),
+    "rtx5090": Compute(209.5e12, 104.8e12, 1.792e12),
+    "mi300x": Compute(1307e12, 163.4e12, 5.3e12),
+    "cpu": Compute(1e12, 1e12, 60e9),
+}
+COMPUTE |= {"g10": COMPUTE["a100"], "rtx4090-64": COMPUTE["rtx4090"], "h100-of-8": COMPUTE["h100"]}
 
 
 def load_hardware(name_or_path: str | Path) -> Hardware:
@@ -127,8 +177,31 @@ def load_hardware(name_or_path: str | Path) -> Hardware:
     return decode_hardware(content, text)
 
 
+def load_compute(name_or_path: str | Path) -> Compute:
+    """Of a preset, or of the table ``[compute]`` in a TOML file. Raises ``HardwareError``."""
+    text = str(name_or_path)
+    if text in COMPUTE:
+        return COMPUTE[text]
+    load_hardware(text)  # says what is wrong with the file
+    found = tomllib.loads(Path(text).read_text()).get("compute")
+    if not isinstance(found, dict):
+        raise HardwareError(
+            f"--hardware {text}: there is no table [compute] with flops_per_s, flops_32_per_s and "
+            "memory_bytes_per_s of the device, which an estimate needs"
+        )
+    known = [item.name for item in fields(Compute)]
+    for name in [*(n for n in found if n not in known), *(n for n in known[:3] if n not in found)]:
+        what = "unknown" if name in found else "missing"
+        raise HardwareError(f"--hardware {text}: compute.{name} is {what} ({', '.join(known)})")
+    try:
+        return Compute(**found)
+    except HardwareError as error:
+        raise HardwareError(f"--hardware {text}: {error}") from error
+
+
 def decode_hardware(content: bytes, where: str) -> Hardware:
-    """The machine in a TOML file's bytes. ``HardwareError`` names ``where`` and the reason."""
+    """The machine in a TOML file's bytes; its table ``[compute]`` is for :func:`load_compute`.
+    ``HardwareError`` names ``where`` and the reason."""
     if not content.strip():
         raise HardwareError(
             f'--hardware {where}: an empty file; it says at least device_bytes = "24GiB"'
@@ -137,7 +210,7 @@ def decode_hardware(content: bytes, where: str) -> Hardware:
         document = tomllib.loads(content.decode())
     except (ValueError, RecursionError) as error:  # a number of 5,000 digits is a ValueError
         raise HardwareError(f"--hardware {where}: not TOML ({error})") from error
-    return from_mapping(document, where)
+    return from_mapping({k: v for k, v in document.items() if k != "compute"}, where)
 
 
 MAX_TEXT = 80  # characters of a size

@@ -92,6 +92,7 @@ def _note(line: str) -> str:
 NOT_RUN = {
     "/nvme": "names a drive of yours",
     "train.py": "runs a script of yours",
+    "tensorpager estimate": "describes a model of yours",
     "tensorpager top": "looks at a training of yours",
     " import ": "reads a recording of yours",
     "--join": "reads a recording of yours",

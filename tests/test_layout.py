@@ -90,9 +90,10 @@ ROOMS = (
 
 # The same of the planner.
 PLANNER_ROOMS = (
-    "errors", "sizes", "shown", "hardware", "trace", "plan", "simulation", "lifetimes", "iteration",
-    "trace_check", "trace_file", "request", "simulator", "validator", "policies", "lp", "joint",
-    "registry", "layout", "timeline", "tier_usage", "sweep", "target", "background",
+    "errors", "sizes", "shown", "hardware", "trace", "plan", "simulation", "lifetimes",
+    "buckets", "iteration", "trace_check", "trace_file", "request", "simulator", "validator",
+    "policies", "lp", "joint",
+    "registry", "layout", "timeline", "tier_usage", "sweep", "target", "outlook", "background",
     "packing", "offsets", "importers", "difference", "perfetto", "report", "commands",
 )  # fmt: skip
 

@@ -25,7 +25,10 @@ from torch.nn.modules.module import (
     register_module_forward_hook,
     register_module_forward_pre_hook,
 )
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .record import Report, write
@@ -36,6 +39,7 @@ if TYPE_CHECKING:
 PAGE_SIZE = 2 << 20
 SMALL_PAGE, SMALL_MODEL = 1 << 16, 1 << 28  # bytes: smaller pages below that much in all
 SOURCE = "tensorpager, plain PyTorch"
+HOST_BYTES_PER_S = 50e9  # that an update on the host reads and writes, as hardware files assume
 
 
 class _Storage:
@@ -51,23 +55,45 @@ class _Storage:
         self.kind = "input" if before else "activation"
 
 
-class _Log(TorchDispatchMode):
-    """Of one iteration: ops with their durations, what they read and what they wrote."""
+class IterationLog(TorchDispatchMode):
+    """Of one iteration: ops with their durations, what they read and what they wrote, and which
+    may run again; the blocks of the model; the steps of optimizers."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.ops: list[tuple[str, float, list[int], list[int]]] = []
+        self.rerun: list[bool] = []
         self.storages: list[_Storage] = []
-        self.modules: list[tuple[torch.nn.Module, str]] = []  # that run now
-        self.paths: dict[torch.nn.Module, str] = {}
+        self.segments: list[tuple[int, int, str]] = []
+        self.steps: list[tuple[int, int, torch.optim.Optimizer]] = []  # first op, end
         self.foreign: set[str] = set()  # devices whose work runs later
+        self._modules: list[tuple[torch.nn.Module, str, int]] = []  # that run now, since which op
+        self._paths: dict[torch.nn.Module, str] = {}
+        self._roots: dict[torch.nn.Module, None] = {}
         self._known: dict[int, _Storage] = {}
+        self._stepping: tuple[int, torch.optim.Optimizer] | None = None
         self._last = time.perf_counter()
 
+    def start(self) -> None:
+        self._hooks = [
+            register_module_forward_pre_hook(self._enter),
+            register_module_forward_hook(self._leave, always_call=True),
+            register_optimizer_step_pre_hook(self._step_begins),
+        ]
+        self.__enter__()  # type: ignore[no-untyped-call]
+
+    def stop(self) -> None:
+        self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        for hook in self._hooks:
+            hook.remove()
+
+    # -- ops -------------------------------------------------------------------------------------
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if func.namespace in _NO_OPS:
+            return func(*args, **kwargs)
         reads: list[int] = []
         writes: list[int] = []
         for argument, value in _arguments(func, args, kwargs):
@@ -80,14 +106,26 @@ class _Log(TorchDispatchMode):
                     if changed:
                         writes.append(number)
         result = func(*args, **kwargs)
+        pure = not func._schema.is_mutable and _UNSAID not in func._schema.name
+        self.rerun.append(pure and self._stepping is None and not _in_backward())
         for tensor in _tensors(result):
             number = self._number(tensor, before=False)
             if number >= 0 and number not in reads:
                 writes.append(number)
-        now = time.perf_counter()
-        self.ops.append((func._schema.name, (now - self._last) * 1e6, reads, writes))
-        self._last = now
+        us = self.op_us(func, args, kwargs, result)
+        self.ops.append((func._schema.name, us, reads, writes))
         return result
+
+    def op_us(self, func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> float:
+        """What the op took, µs."""
+        now = time.perf_counter()
+        us, self._last = (now - self._last) * 1e6, now
+        return us
+
+    def update_us(self, us: float, nbytes: int) -> float:
+        """What an update took whose ops took ``us`` in all, and that is ``nbytes`` of reading and
+        writing."""
+        return us
 
     def _number(self, tensor: torch.Tensor, *, before: bool) -> int:
         """Of the tensor's storage; −1 where it has none, or an empty one."""
@@ -105,17 +143,158 @@ class _Log(TorchDispatchMode):
             known = _Storage(len(self.storages), storage, before=before)
             self._known[address] = known
             self.storages.append(known)
-            if not before and self.modules:
-                known.name = f"{self.modules[-1][1]}:out.{len(self.ops)}"
+            if not before and self._modules:
+                known.name = f"{self._modules[-1][1]}:out.{len(self.ops)}"
         return known.number
 
-    def name(self, tensor: torch.Tensor | None, name: str, kind: str) -> None:
+    # -- modules and steps -----------------------------------------------------------------------
+    def _enter(self, module: torch.nn.Module, inputs: Any) -> None:
+        if not self._modules:
+            self._roots[module] = None
+            for path, inner in module.named_modules():
+                self._paths.setdefault(inner, path)
+        path = self._paths.get(module) or type(module).__name__
+        self._modules.append((module, path, len(self.ops)))
+
+    def _leave(self, module: torch.nn.Module, inputs: Any, output: Any) -> None:
+        if not self._modules or self._modules[-1][0] is not module:
+            return
+        _, path, first = self._modules.pop()
+        # Blocks are what a model has a list of.
+        if path.rpartition(".")[2].isdecimal() and first < len(self.ops) and not _in_backward():
+            self.segments.append((first, len(self.ops) - 1, path))
+
+    def _step_begins(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        self._stepping = len(self.ops), optimizer
+
+    def step_ended(self) -> None:
+        if self._stepping is not None:
+            first, optimizer = self._stepping
+            self.steps.append((first, len(self.ops), optimizer))
+            self._stepping = None
+
+    # -- the trace -------------------------------------------------------------------------------
+    def _name(self, tensor: torch.Tensor | None, name: str, kind: str) -> _Storage | None:
         """Called when the iteration is over, of what is still there."""
         if tensor is None:
-            return
-        number = self._known.get(tensor.untyped_storage()._cdata)
-        if number is not None and not number.reference.expired():
-            number.name, number.kind = name, kind
+            return None
+        known = self._known.get(tensor.untyped_storage()._cdata)
+        if known is None or known.reference.expired():
+            return None
+        known.name, known.kind = name, kind
+        return known
+
+    def _name_all(self) -> dict[int, str]:
+        """Parameters, gradients and states by their names. Gives the parameter's of each."""
+        named = {p: path for root in self._roots for path, p in root.named_parameters()}
+        for root in self._roots:
+            for path, buffer in root.named_buffers():
+                self._name(buffer, path, "input")
+        owned: list[tuple[_Storage | None, str]] = []
+        for _, _, optimizer in self.steps:
+            parameters = [p for group in optimizer.param_groups for p in group["params"]]
+            for number, parameter in enumerate(parameters):
+                path = named.setdefault(parameter, f"parameter.{number}")
+                for state, value in optimizer.state.get(parameter, {}).items():
+                    if isinstance(value, torch.Tensor):
+                        owned.append((self._name(value, f"{path}.{state}", "optimizer"), path))
+        for parameter, path in named.items():
+            owned.append((self._name(parameter, path, "parameter"), path))
+            owned.append((self._name(parameter.grad, f"{path}.grad", "gradient"), path))
+        return {storage.number: path for storage, path in owned if storage is not None}
+
+    def trace(
+        self, *, host_bytes_per_s: float, source: str, metadata: dict[str, Any] | None = None
+    ) -> Trace:
+        """What lives on is persistent. What a step does for one parameter is one op."""
+        from ...planner.trace import make_trace
+
+        owners = self._name_all()
+        ops, rerun, host, place = self._with_updates(owners, host_bytes_per_s)
+        nbytes = sum(one.nbytes for one in self.storages if one.before)
+        return make_trace(
+            [
+                (one.number, one.nbytes, one.before and not one.reference.expired())
+                for one in self.storages
+            ],
+            ops,
+            page_size=PAGE_SIZE if nbytes >= SMALL_MODEL else SMALL_PAGE,
+            names={one.number: one.name for one in self.storages if one.name is not None},
+            kinds={one.number: one.kind for one in self.storages},
+            source=source,
+            device="cpu",
+            metadata={"torch": torch.__version__, **(metadata or {})},
+            rerun=rerun,
+            host_us=host,
+            segments=[(place[first], place[last], name) for first, last, name in self.segments],
+        )
+
+    def _with_updates(self, owners: dict[int, str], host_bytes_per_s: float) -> Any:
+        """Ops, which may run again, what the host takes for them, and where each op is now. Ops of
+        a step that are for one parameter become one, which is what a kernel of ours does, without
+        what lives inside of it only. Where an op is for several parameters nothing changes."""
+        group: dict[int, tuple[str, bool]] = {}  # op → of which parameter, can the host do it
+        for first, end, optimizer in self.steps:
+            of = [
+                {owners[n] for n in (*op[2], *op[3]) if n in owners} for op in self.ops[first:end]
+            ]
+            if any(len(names) > 1 for names in of):
+                continue
+            hosted, current = type(optimizer) in _HOSTED, ""
+            for op, names in enumerate(of, first):
+                current = next(iter(names), current)
+                if current:
+                    group[op] = current, hosted
+        used: dict[int, set[Any]] = {}
+        for op, (_, _, reads, writes) in enumerate(self.ops):
+            for number in (*reads, *writes):
+                used.setdefault(number, set()).add(group.get(op, op))
+        inside = {
+            number
+            for number, by in used.items()
+            if number not in owners and len(by) == 1 and isinstance(next(iter(by)), tuple)
+        }
+        # Counters of steps are scalars of the host.
+        inside |= {number for number in owners if self.storages[number].nbytes <= _SCALAR}
+        ops: list[tuple[str, float, list[int], list[int]]] = []
+        rerun: list[bool] = []
+        host: list[float | None] = []
+        place: list[int] = []
+        last: tuple[str, bool] | None = None
+        for op, (name, us, reads, writes) in enumerate(self.ops):
+            mine = group.get(op)
+            if mine is not None:
+                reads = [n for n in reads if n not in inside]
+                writes = [n for n in writes if n not in inside]
+                if mine == last:
+                    _, before, old_reads, old_writes = ops[-1]
+                    reads = list(dict.fromkeys((*old_reads, *reads)))
+                    writes = list(dict.fromkeys((*old_writes, *writes)))
+                    ops[-1] = f"update.{mine[0]}", before + us, reads, writes
+                else:
+                    ops.append((f"update.{mine[0]}", us, reads, writes))
+                    rerun.append(False)
+                    host.append(None)
+                nbytes = sum(self.storages[n].nbytes for n in (*reads, *writes))
+                ops[-1] = ops[-1][0], self.update_us(ops[-1][1], nbytes), reads, writes
+                host[-1] = 1e6 * nbytes / host_bytes_per_s if mine[1] else None
+            else:
+                ops.append((name, us, reads, writes))
+                rerun.append(self.rerun[op])
+                host.append(None)
+            last = mine
+            place.append(len(ops) - 1)
+        return ops, rerun, host, place
+
+
+_HOSTED = (torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD)
+_SCALAR = 8  # bytes
+_NO_OPS = ("prim", "profiler")  # questions about a tensor, marks of the profiler
+_UNSAID = "batch_norm"  # some of these change statistics without saying so
+
+
+def _in_backward() -> bool:
+    return torch._C._current_autograd_node() is not None
 
 
 def _arguments(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -142,19 +321,17 @@ class Watch:
     def __init__(self, report: Report) -> None:
         self._report = report
         self._completed = 0
-        self._log: _Log | None = None
-        self._optimizers: dict[int, torch.optim.Optimizer] = {}
+        self._log: IterationLog | None = None
         self._round: list[int] = []  # who has stepped since the iteration began
         self._steps_done = 0
         self._last: int | None = None  # who steps last in an iteration
-        self._roots: dict[torch.nn.Module, None] = {}
         self._steps = register_optimizer_step_post_hook(self._on_step)
-        self._calls: list[Any] = []
         report.tell(iterations=0)
 
     def _on_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         identity = id(optimizer)
-        self._optimizers[identity] = optimizer
+        if self._log is not None:
+            self._log.step_ended()
         if self._report.every is not None:
             self._steps_done += 1
             if self._steps_done % self._report.every == 0:
@@ -168,49 +345,24 @@ class Watch:
         if identity == self._last:
             self._end()
 
-    # -- modules, while one is recorded ------------------------------------------------------
-    def _enter(self, module: torch.nn.Module, inputs: Any) -> None:
-        log = self._log
-        if log is None:
-            return
-        if not log.modules:
-            self._roots[module] = None
-            for path, inner in module.named_modules():
-                log.paths.setdefault(inner, path)
-        log.modules.append((module, log.paths.get(module) or type(module).__name__))
-
-    def _leave(self, module: torch.nn.Module, inputs: Any, output: Any) -> None:
-        log = self._log
-        if log is not None and log.modules and log.modules[-1][0] is module:
-            log.modules.pop()
-
-    # -- iterations --------------------------------------------------------------------------
     def _end(self) -> None:
         self._completed += 1
         log, self._log = self._log, None
         if log is not None:
-            log.__exit__(None, None, None)  # type: ignore[no-untyped-call]
-            self._stop()
+            log.stop()
+            self._steps.remove()
             self._finish(log)
         elif _pages():
-            self._stop()
+            self._steps.remove()
         elif self._completed + 1 < self._report.number:
             self._report.tell(iterations=self._completed)
         elif self._report.claim():
-            self._calls = [
-                register_module_forward_pre_hook(self._enter),
-                register_module_forward_hook(self._leave, always_call=True),
-            ]
-            self._log = _Log()
-            self._log.__enter__()  # type: ignore[no-untyped-call]
+            self._log = IterationLog()
+            self._log.start()
         else:
-            self._stop()
+            self._steps.remove()
 
-    def _stop(self) -> None:
-        for hook in (self._steps, *self._calls):
-            hook.remove()
-
-    def _finish(self, log: _Log) -> None:
+    def _finish(self, log: IterationLog) -> None:
         try:
             if log.foreign:
                 raise RuntimeError(
@@ -218,47 +370,13 @@ class Watch:
                     "use torch.profiler there (profile_memory=True, record_shapes=True) and "
                     "'tensorpager import torch-profiler', or train with a Pager"
                 )
-            trace = write(self._report.target, self._trace(log))
+            made = log.trace(host_bytes_per_s=HOST_BYTES_PER_S, source=SOURCE)
+            trace = write(self._report.target, made)
             self._report.tell(
                 iterations=self._completed, written=True, ops=trace.ops, tensors=trace.tensors
             )
         except Exception as error:
             self._report.fail(error, self._completed)
-
-    def _trace(self, log: _Log) -> Trace:
-        """Parameters, gradients and states by their names; what lives on is persistent."""
-        from ...planner.trace import make_trace
-
-        named = {
-            parameter: path for root in self._roots for path, parameter in root.named_parameters()
-        }
-        for root in self._roots:
-            for path, buffer in root.named_buffers():
-                log.name(buffer, path, "input")
-        for optimizer in self._optimizers.values():
-            parameters = [p for group in optimizer.param_groups for p in group["params"]]
-            for number, parameter in enumerate(parameters):
-                path = named.setdefault(parameter, f"parameter.{number}")
-                for state, value in optimizer.state.get(parameter, {}).items():
-                    if isinstance(value, torch.Tensor):
-                        log.name(value, f"{path}.{state}", "optimizer")
-        for parameter, path in named.items():
-            log.name(parameter, path, "parameter")
-            log.name(parameter.grad, f"{path}.grad", "gradient")
-        nbytes = sum(one.nbytes for one in log.storages if one.before)
-        return make_trace(
-            [
-                (one.number, one.nbytes, one.before and not one.reference.expired())
-                for one in log.storages
-            ],
-            log.ops,
-            page_size=PAGE_SIZE if nbytes >= SMALL_MODEL else SMALL_PAGE,
-            names={one.number: one.name for one in log.storages if one.name is not None},
-            kinds={one.number: one.kind for one in log.storages},
-            source=SOURCE,
-            device="cpu",
-            metadata={"torch": torch.__version__},
-        )
 
 
 def _pages() -> bool:

@@ -8,13 +8,14 @@ import re
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from ..errors import InfeasibleBudget, PolicyRefusal
 from ..hardware import Hardware
+from ..lifetimes import live_pages
 from ..lp.policy import bound as bound_of_moves
 from ..lp.policy import plan as plan_moves
 from ..lp.program import Unsolved
@@ -27,7 +28,7 @@ from .program import Shares, solve_joint
 
 Progress = Callable[[str, float], None]
 ALLOWED = ("move", "recompute", "host-step")
-MAX_STEPS, MERGED_STEPS, QUICK_STEPS = 1200, 500, 300
+MAX_STEPS, MERGED_STEPS, QUICK_STEPS, BOUND_STEPS = 1200, 500, 300, 150
 MOST_OPS = 2500  # of a trace whose choices are carried out
 MOST_REMAKES = 4000  # of the largest by pages and time; a bound counts the others as never there
 CHEAP_SHARE = 0.1  # of a segment's time: an op that takes less is cheap to run again
@@ -58,6 +59,43 @@ def plan(
     if not remakes and not units:
         return replace(plan_moves(trace, hardware, quick=quick, progress=progress), policy="joint")
     return _Search(trace, hardware, uses, remakes, units, quick, progress).run()
+
+
+@dataclass(frozen=True)
+class Best:
+    """What the program says of a machine: no plan with what is allowed is faster. Shares of what it
+    decides: ``recompute_us`` more on the device, ``host_us`` of updates on the host."""
+
+    iteration_us: float
+    recompute_us: float = 0.0
+    host_us: float = 0.0
+
+
+class Bounds:
+    """Bounds of one trace on several machines, without any plan."""
+
+    def __init__(self, trace: Trace) -> None:
+        self._trace, self._uses = trace, Uses(trace)
+        self._remakes = _largest(trace, find_remakes(trace, self._uses))
+        self._units = find_units(trace, self._uses)
+
+    def best(self, hardware: Hardware, allow: Sequence[str] = ALLOWED) -> Best | None:
+        """``None`` where nothing runs. Raises ``Unsolved``."""
+        trace = self._trace
+        if live_pages(trace, hardware.page_size).max(initial=0) <= hardware.device_pages:
+            return Best(trace.ideal_us)
+        remakes = self._remakes if "recompute" in allow else []
+        units = self._units if "host-step" in allow and hardware.host_pages else []
+        shares = solve_joint(
+            trace, hardware, self._uses, remakes, units, steps=BOUND_STEPS, time_limit_s=SECONDS
+        )
+        if shares is None:
+            return None
+        return Best(
+            shares.iteration_us,
+            float(sum(share * each.us for share, each in zip(shares.remakes, remakes))),
+            float(sum(share * unit.host_us for share, unit in zip(shares.units, units))),
+        )
 
 
 class _Search:

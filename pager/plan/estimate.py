@@ -1,0 +1,385 @@
+"""One training iteration of a model that need not fit, seen without running it.
+
+Tensors are fake: they have shapes and no bytes (``FakeTensorMode``). The log that records plain
+PyTorch (``plain_script.py``) records them as well, so the trace is that of a recording on the CPU.
+How long an op takes is a roofline: its floating-point operations, by PyTorch's own formulas, over
+what the device reaches, or its bytes over the memory's rate, whichever is more.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils.flop_counter import flop_registry
+
+from ...planner.hardware import Compute
+from ..errors import PagerError
+from .plain_script import IterationLog, _tensors
+
+if TYPE_CHECKING:
+    from ...planner.trace import Trace
+
+SOURCE = "tensorpager estimate"
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "adamw": lambda parameters: torch.optim.AdamW(parameters, foreach=False),
+    "adam": lambda parameters: torch.optim.Adam(parameters, foreach=False),
+    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1, foreach=False),
+    "sgd-momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, foreach=False),
+}
+aten = torch.ops.aten
+# The CPU's attention does what the GPU's does, and has no formula of its own.
+SAME_FLOPS = {
+    aten._scaled_dot_product_flash_attention_for_cpu: (
+        aten._scaled_dot_product_flash_attention, 3,
+    ),
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: (
+        aten._scaled_dot_product_flash_attention_backward, 4,
+    ),
+}  # fmt: skip
+
+
+# -- the model -----------------------------------------------------------------------------------
+@dataclass
+class Training:
+    """A model and what it is given in an iteration, all fake. ``call`` gives the loss."""
+
+    name: str
+    module: torch.nn.Module
+    call: Callable[[], torch.Tensor]
+    tokens: int  # of an iteration; samples where the model has none
+    unit: str = "tokens"
+
+
+def training_of_hf(path: Path, batch: int, seq: int, dtype: str | None) -> Training:
+    """The language model that a Hugging Face configuration describes. Within a fake mode."""
+    try:
+        content = json.loads(path.read_bytes())
+    except OSError as error:
+        raise PagerError(f"--hf {path}: cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise PagerError(f"--hf {path}: not JSON ({error}); it is a model's config.json") from error
+    if not isinstance(content, dict) or not isinstance(content.get("model_type"), str):
+        raise PagerError(
+            f"--hf {path}: no Hugging Face configuration, which has a model_type; for another "
+            "model write FILE.py:function"
+        )
+    try:
+        from transformers import AutoConfig, AutoModelForCausalLM
+    except ImportError as error:
+        raise PagerError(
+            f"--hf needs transformers: pip install 'tensorpager[hf]' ({error})"
+        ) from error
+    kind = content.pop("model_type")
+    try:
+        config = AutoConfig.for_model(kind, **content)
+        if type(config) not in AutoModelForCausalLM._model_mapping:
+            raise PagerError(
+                f"--hf {path}: model_type {kind!r} is no causal language model, the only kind that "
+                "is known here; write FILE.py:function with a function that returns the module"
+            )
+        wanted = DTYPES.get(dtype or "", torch.float32 if dtype else None)
+        module = AutoModelForCausalLM.from_config(
+            config, dtype=wanted or getattr(config, "dtype", None) or torch.float32
+        )
+    except PagerError:
+        raise
+    except Exception as error:
+        raise PagerError(f"--hf {path}: transformers refuses it: {_line(error)}") from error
+    longest = getattr(config, "max_position_embeddings", None)
+    if isinstance(longest, int) and seq > longest:
+        raise PagerError(
+            f"--seq {seq} is more than the {longest} positions of {path}; lower --seq, or raise "
+            "max_position_embeddings"
+        )
+    tokens = torch.zeros(batch, seq, dtype=torch.int64)
+    return Training(
+        f"{type(module).__name__} of {path}",
+        module,
+        lambda: module(input_ids=tokens, labels=tokens).loss,
+        batch * seq,
+    )
+
+
+def training_of_function(target: str, batch: int, seq: int | None, dtype: str | None) -> Training:
+    """What ``FILE.py:function`` returns: a module, or a module and its inputs. Within a fake mode.
+
+    The loss is what the module returns if that is one number, its ``loss`` if there is one, the
+    cross entropy of logits that tokens were given for, and otherwise the mean of the squares.
+    """
+    made = _called(target)
+    module, inputs = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
+    if not isinstance(module, torch.nn.Module):
+        raise PagerError(
+            f"{target} returned {type(made).__name__}; it returns a torch.nn.Module, or a module "
+            "and a tuple or dict of its inputs"
+        )
+    _without_meta(module)
+    if dtype is not None:
+        module.to(DTYPES.get(dtype, torch.float32))
+    if inputs is None:
+        inputs = _inputs(target, module, batch, seq)
+    if isinstance(inputs, torch.Tensor):
+        inputs = (inputs,)
+    if isinstance(inputs, dict):
+        inputs = {name: _from_meta(value) for name, value in inputs.items()}
+    else:
+        inputs = tuple(_from_meta(value) for value in inputs)
+    first = next(iter(inputs.values() if isinstance(inputs, dict) else inputs), None)
+    has_tokens = isinstance(first, torch.Tensor) and not first.is_floating_point()
+
+    def call() -> torch.Tensor:
+        output = module(**inputs) if isinstance(inputs, dict) else module(*inputs)
+        return _loss(target, output, first if has_tokens else None)
+
+    count = first.numel() if has_tokens and first is not None else batch
+    return Training(target, module, call, count, "tokens" if has_tokens else "samples")
+
+
+def _called(target: str) -> Any:
+    path, _, function = target.rpartition(":")
+    if not path.endswith(".py") or not function.isidentifier():
+        raise PagerError(f"{target}: write FILE.py:function, or --hf CONFIG.json")
+    if not Path(path).is_file():
+        raise PagerError(f"{target}: there is no file {path}")
+    spec = importlib.util.spec_from_file_location(Path(path).stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    loaded = importlib.util.module_from_spec(spec)
+    sys.path.insert(0, str(Path(path).parent.absolute()))
+    try:
+        sys.modules[spec.name] = loaded
+        spec.loader.exec_module(loaded)
+        found = getattr(loaded, function, None)
+        if not callable(found):
+            raise PagerError(f"{target}: {path} has no function {function}")
+        return found()
+    except PagerError:
+        raise
+    except Exception as error:
+        raise PagerError(f"{target} failed: {_line(error)}") from error
+    finally:
+        sys.path.pop(0)
+
+
+def _line(error: BaseException) -> str:
+    text = " ".join(str(error).split()) or "no reason given"
+    return f"{type(error).__name__}: {text[:300]}"
+
+
+def _without_meta(module: torch.nn.Module) -> None:
+    """Fake parameters and buffers of the CPU in place of those of the meta device; what is shared
+    stays shared."""
+    made: dict[int, torch.Tensor] = {}
+
+    def instead(tensor: torch.Tensor) -> torch.Tensor:
+        if id(tensor) not in made:
+            new = _from_meta(tensor.detach())
+            if isinstance(tensor, torch.nn.Parameter):
+                new = torch.nn.Parameter(new, requires_grad=tensor.requires_grad)
+            made[id(tensor)] = new
+        return made[id(tensor)]
+
+    for inner in module.modules():
+        for held in (inner._parameters, inner._buffers):
+            for name, tensor in held.items():
+                if tensor is not None:
+                    held[name] = instead(tensor)  # type: ignore[assignment]
+
+
+def _from_meta(value: Any) -> Any:
+    if isinstance(value, torch.Tensor) and value.device.type != "cpu":
+        return torch.empty_like(value, device="cpu")
+    return value
+
+
+def _inputs(target: str, module: torch.nn.Module, batch: int, seq: int | None) -> Any:
+    """Tokens where there is an embedding, and features for a first linear layer."""
+    for inner in module.modules():
+        if isinstance(inner, torch.nn.Embedding):
+            return torch.zeros(batch, seq or 1, dtype=torch.int64)
+        if isinstance(inner, torch.nn.Linear):
+            shape = (batch, inner.in_features) if seq is None else (batch, seq, inner.in_features)
+            return torch.zeros(shape, dtype=inner.weight.dtype)
+    raise PagerError(
+        f"{target}: what the module takes cannot be guessed without an Embedding or a Linear; let "
+        "the function return the module and a tuple of its inputs"
+    )
+
+
+def _loss(target: str, output: Any, tokens: torch.Tensor | None) -> torch.Tensor:
+    loss = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
+    if isinstance(loss, torch.Tensor):
+        return loss
+    if isinstance(output, tuple | list) and output:
+        output = output[0]
+    if not isinstance(output, torch.Tensor):
+        raise PagerError(
+            f"{target}: its module returned {type(output).__name__}; it returns a tensor, or "
+            "something with a loss"
+        )
+    if output.numel() == 1:
+        return output.squeeze()
+    if tokens is not None and output.dim() == 3 and output.shape[:2] == tokens.shape:
+        return torch.nn.functional.cross_entropy(output.flatten(0, 1).float(), tokens.flatten())
+    return output.float().square().mean()
+
+
+# -- the run -------------------------------------------------------------------------------------
+# What ops allocate inside and give back, which a run with fake tensors cannot see, as a share of
+# their operands' bytes, in 32 and in 16 bits, and what takes a few megabytes at most. Measured on
+# the CPU (tests/pager/test_estimate.py does it again). Elementwise ops need nothing.
+WORKSPACES = {
+    "logsumexp": (1.0, 1.0),
+    "native_dropout": (1.0, 1.0),
+    "mean": (0.0, 2.0),
+    "mse_loss": (0.5, 1.5),
+    "_fused_rms_norm": (1.0, 5.0),
+    "convolution": (1.9, 1.9),
+    "convolution_backward": (1.0, 1.3),
+    "scatter": (0.0, 2.0),
+}
+NOTHING_INSIDE = frozenset(
+    """
+    mm addmm bmm baddbmm _softmax _softmax_backward_data _log_softmax _log_softmax_backward_data
+    nll_loss_forward nll_loss_backward embedding embedding_dense_backward native_layer_norm
+    native_layer_norm_backward sum amax cat stack clone _to_copy index index_select gather
+    slice_backward select_backward constant_pad_nd cumsum topk sort argmax linalg_vector_norm norm
+    _scaled_dot_product_flash_attention_for_cpu native_batch_norm max_pool2d_with_indices
+    _scaled_dot_product_flash_attention_for_cpu_backward _adaptive_avg_pool2d repeat tril copy_
+    mse_loss_backward zeros ones full empty new_ones new_zeros new_full ones_like zeros_like
+    full_like empty_like arange scalar_tensor lift_fresh _local_scalar_dense _unsafe_view view
+    detach alias is_nonzero all any _reshape_alias fill_ zero_
+    """.split()  # noqa: SIM905
+)
+
+
+class _Log(IterationLog):
+    """Of fake tensors: ops take what a device would take for them."""
+
+    def __init__(self, compute: Compute) -> None:
+        super().__init__()
+        self.flops = 0
+        self.unknown: Counter[str] = Counter()  # ops that may allocate inside → how often
+        self._compute = compute
+        self._inside = -1  # the storage of what the op allocates inside
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        self._inside = -1
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        if self._inside >= 0:
+            self.ops[-1][3].append(self._inside)
+        return result
+
+    def op_us(self, func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> float:
+        if func.is_view or func.namespace != "aten":
+            return 0.0
+        results = list(_tensors(result))
+        operands = [*_tensors(list(args)), *_tensors(list(kwargs.values()))]
+        wide = max((t.itemsize for t in operands if t.is_floating_point()), default=4)
+        self._look_inside(func, wide > 2, operands)
+        flops = _flops(func, args, kwargs, result)
+        self.flops += flops
+        nbytes = sum(t.numel() * t.itemsize for t in (*operands, *results))
+        return 1e6 * self._compute.seconds(flops, nbytes, wide)
+
+    def update_us(self, us: float, nbytes: int) -> float:
+        return 1e6 * self._compute.seconds(0, nbytes, 4)
+
+    def _look_inside(self, func: Any, wide: bool, operands: list[torch.Tensor]) -> None:
+        name = func._schema.name.removeprefix("aten::")
+        if name in WORKSPACES:
+            share = WORKSPACES[name][0 if wide else 1]
+            nbytes = int(share * sum(t.numel() * t.itemsize for t in operands))
+            if nbytes:
+                space = torch.empty(nbytes, dtype=torch.uint8)
+                self._inside = self._number(space, before=False)
+                self.storages[self._inside].kind = "workspace"
+        elif name not in NOTHING_INSIDE and torch.Tag.pointwise not in func.tags:
+            self.unknown[func._schema.name] += 1
+
+
+def _flops(func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> int:
+    packet = func._overloadpacket
+    if packet in SAME_FLOPS:
+        packet, count = SAME_FLOPS[packet]
+        args, kwargs = args[:count], {}
+    formula = flop_registry.get(packet)
+    return 0 if formula is None else int(formula(*args, **kwargs, out_val=result))
+
+
+@contextmanager
+def fake() -> Iterator[None]:
+    """Tensors made inside have no bytes."""
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.device("cpu"):
+        yield
+
+
+@dataclass(frozen=True)
+class Iteration:
+    """``trace`` of version 2; ``flops`` of it; ``unknown``: ops that may allocate inside what is
+    not in the trace, and how often they run."""
+
+    trace: Trace
+    flops: int
+    unknown: dict[str, int]
+
+
+def fake_iteration(
+    training: Training,
+    optimizer: str,
+    compute: Compute,
+    host_bytes_per_s: float,
+    *,
+    autocast: bool = False,
+) -> Iteration:
+    """An iteration that is not the first one: the optimizer has its states. Within a fake mode.
+
+    Raises ``PagerError`` if the model cannot run without values, or has nothing to train."""
+    parameters = [p for p in training.module.parameters() if p.requires_grad]
+    if not parameters:
+        raise PagerError(f"{training.name} has no parameter that is trained")
+    made = OPTIMIZERS[optimizer](parameters)
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter)
+    training.module.train()
+    log = _Log(compute)
+    try:
+        made.step()
+        log.start()
+        ended = register_optimizer_step_post_hook(lambda *_: log.step_ended())
+        try:
+            made.zero_grad()
+            with torch.autocast("cpu", torch.bfloat16) if autocast else nullcontext():
+                loss = training.call()
+            loss.backward()
+            made.step()
+        finally:
+            ended.remove()
+            log.stop()
+        trace = log.trace(
+            host_bytes_per_s=host_bytes_per_s,
+            source=SOURCE,
+            metadata={"models": [type(training.module).__name__], "flops": log.flops},
+        )
+    except PagerError:
+        raise
+    except Exception as error:
+        raise PagerError(
+            f"{training.name} cannot be run with tensors that have no values: {_line(error)}; "
+            "'tensorpager record' records a real run"
+        ) from error
+    return Iteration(trace, log.flops, dict(log.unknown))

@@ -1,0 +1,321 @@
+"""``tensorpager estimate``: what a training will need and how fast it can be, before it is run."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from ...planner.commands.failures import CheckFailed
+from ...planner.commands.options import F, Machine, hardware_options, json_option
+from ...planner.commands.output import emit, emit_json, output_path, progress_bar, whole_file
+from ...planner.commands.tables import format_percent, format_us, pairs, table
+from ...planner.hardware import describe, load_compute
+from ...planner.sizes import format_bytes
+
+if TYPE_CHECKING:
+    from ...planner.hardware import Hardware
+    from ...planner.joint.policy import Best
+    from ...planner.outlook import Outlook
+    from ...planner.trace import Trace
+    from .estimate import Iteration, Training
+
+DTYPES = ("bfloat16", "float16", "float32", "autocast")
+OPTIMIZERS = ("adamw", "adam", "sgd", "sgd-momentum")
+PLANNED_OPS = 1200  # of a trace that --plan plans, if it has more
+PAGE_SIZE = 2 << 20
+
+
+def _file(name: str, help_text: str) -> Callable[[F], F]:
+    kind = click.Path(path_type=Path)
+    return click.option(
+        f"--{name}", f"{name}_path", type=kind, callback=output_path, help=help_text
+    )
+
+
+@click.command()
+@click.argument("function", required=False, metavar="[FILE.py:function]")
+@click.option("--hf", type=click.Path(path_type=Path), help="A Hugging Face model's config.json.")
+@click.option("--batch", type=click.IntRange(min=1), default=1, show_default=True)
+@click.option(
+    "--seq", type=click.IntRange(min=1), help="Tokens of a sequence.  [default: 2048 with --hf]"
+)
+@click.option(
+    "--dtype",
+    type=click.Choice(DTYPES),
+    help="Of the parameters (default: what the model says); autocast: float32, computed in "
+    "bfloat16.",
+)
+@click.option("--optimizer", type=click.Choice(OPTIMIZERS), default="adamw", show_default=True)
+@hardware_options
+@_file("out", "Write the iteration as a trace, for the other commands.")
+@_file("plan", "Plan for --hardware too, which takes a minute or two; needs --out.")
+@_file("html", "Write what is printed as a page for the browser.")
+@json_option
+def estimate(
+    function: str | None,
+    hf: Path | None,
+    batch: int,
+    seq: int | None,
+    dtype: str | None,
+    optimizer: str,
+    machine: Machine,
+    out_path: Path | None,
+    plan_path: Path | None,
+    html_path: Path | None,
+    as_json: bool,
+) -> None:
+    """Say what training a model needs and how fast it can be, before it is run.
+
+    The model need not fit into this machine: nothing is computed, and no memory is taken. It is the
+    language model of a Hugging Face configuration, or what a function of yours returns: a module on
+    the meta device, or the module and a tuple or dict of its inputs.
+
+    An iteration is recorded with tensors that have shapes only. Times are a roofline of the device,
+    speeds are bounds: no plan with these budgets is faster. A trace from `--out` has the ops of a
+    recorded one; with `--plan` neighbouring ops are joined if there are more than 1200.
+
+    \b
+    Example:
+      tensorpager estimate --hf config.json --seq 4096 --hardware rtx4090
+      tensorpager estimate model.py:make --batch 8 --hardware h100 --out trace.parquet
+
+    Exits with 1 if some op alone needs more than the device has.
+    """
+    if (function is None) == (hf is None):
+        raise click.UsageError(
+            "name a model: --hf CONFIG.json or FILE.py:function, one of the two."
+        )
+    if plan_path is not None and out_path is None:
+        raise click.UsageError("--plan is for a trace: add --out TRACE.")
+    compute = load_compute(machine.name)
+    with progress_bar() as progress:
+        if progress is not None:
+            progress("an iteration without values", 0.0)
+        from ...planner.outlook import outlook
+        from .estimate import fake, fake_iteration, training_of_function, training_of_hf
+
+        with fake():
+            kind = "float32" if dtype == "autocast" else dtype
+            if hf is not None:
+                training = training_of_hf(hf, batch, seq or 2048, kind)
+            else:
+                training = training_of_function(str(function), batch, seq, kind)
+            rate = machine.base.host_adam_bytes_per_s
+            iteration = fake_iteration(
+                training, optimizer, compute, rate, autocast=dtype == "autocast"
+            )
+        trace = iteration.trace
+        hardware = _hardware(machine, trace)
+        found = outlook(trace, hardware, progress)
+    made = _written(trace, hardware, out_path, plan_path)
+    answer = _answer(training, iteration, hardware, found)
+    answer |= {"plan": made} if made else {}
+    parts = _parts(training, optimizer, answer, hardware, found)
+    if html_path is not None:
+        _write_html(html_path, parts)
+    if as_json:
+        emit_json(answer)
+    else:
+        emit(*parts)
+    if found.smallest_bytes > hardware.device_bytes:
+        raise CheckFailed(
+            f"op '{found.smallest_op}' alone needs {format_bytes(found.smallest_bytes)}, more than "
+            f"the device's {format_bytes(hardware.device_bytes)}; lower --batch or --seq"
+        )
+
+
+def _hardware(machine: Machine, trace: Trace) -> Hardware:
+    """Small models have small pages, unless others were asked for."""
+    base = machine.base
+    if base.page_size == PAGE_SIZE:
+        base = base.with_(page_size=trace.page_size)
+    return Machine(base, machine.share, machine.name).for_trace(trace)
+
+
+def _written(
+    trace: Trace, hardware: Hardware, out_path: Path | None, plan_path: Path | None
+) -> dict[str, Any] | None:
+    """Trace and plan, if they are wanted; what the machine model says of the plan."""
+    import json
+
+    from ...planner.buckets import bucketed
+    from ...planner.commands.plan import checked
+    from ...planner.commands.tables import predicted_json
+    from ...planner.plan import plan_to_json
+    from ...planner.registry import make_plan
+    from ...planner.trace_file import write_trace
+
+    if out_path is None:
+        return None
+    if plan_path is None:
+        write_trace(out_path, trace)
+        return None
+    if trace.ops > PLANNED_OPS:
+        trace = bucketed(trace, PLANNED_OPS)
+    trace = write_trace(out_path, trace)
+    with progress_bar() as progress:
+        plan = checked(trace, hardware, make_plan("joint", trace, hardware, progress=progress))
+    with whole_file(plan_path) as part:
+        part.write_text(json.dumps(plan_to_json(plan), allow_nan=False) + "\n")
+    return predicted_json(plan.predicted)
+
+
+# -- the answer ----------------------------------------------------------------------------------
+def _answer(
+    training: Training, iteration: Iteration, hardware: Hardware, found: Outlook
+) -> dict[str, Any]:
+    trace = iteration.trace
+
+    def speed(best: Best | None) -> dict[str, Any]:
+        if best is None:
+            return dict.fromkeys(("iteration_us", "percent_of_ideal", "per_second"))
+        return {
+            "iteration_us": best.iteration_us,
+            "percent_of_ideal": 100 * found.ideal_us / best.iteration_us,
+            "per_second": 1e6 * training.tokens / best.iteration_us,
+            "recompute_us": best.recompute_us,
+            "host_us": best.host_us,
+        }
+
+    points = [*found.points, *([found.with_disk] if found.with_disk else [])]
+    return {
+        "model": training.name,
+        "parameters": sum(p.numel() for p in training.module.parameters()),
+        "ops": trace.ops,
+        "flops": iteration.flops,
+        "ideal_us": found.ideal_us,
+        training.unit: training.tokens,
+        "need_bytes": found.need_bytes,
+        "peak_bytes": found.peak_bytes,
+        "fits": found.fits,
+        "smallest_device_bytes": found.smallest_bytes,
+        "speeds": [
+            {
+                "device_bytes": int(point.hardware.device_bytes),
+                "host_bytes": _whole(point.hardware.host_bytes),
+                "disk_bytes": _whole(point.hardware.disk_bytes),
+                **speed(point.best),
+            }
+            for point in points
+        ],
+        "mechanisms": {name: speed(best) for name, best in found.mechanisms.items()},
+        "best_choice": _best_choice(found),
+        "pager": {f"{tier}_budget": _size(nbytes, tier) for tier, nbytes in found.budgets.items()},
+        "unknown_workspaces": iteration.unknown,
+    }
+
+
+def _whole(nbytes: float) -> int | None:
+    return None if math.isinf(nbytes) else int(nbytes)
+
+
+def _best_choice(found: Outlook) -> str | None:
+    """Of the mechanisms one at a time the one that does most; the first within a thousandth."""
+    times = {
+        name: best.iteration_us
+        for name, best in found.mechanisms.items()
+        if best is not None and name != "all three"
+    }
+    least = min(times.values(), default=0.0)
+    return next((name for name, us in times.items() if us <= 1.001 * least), None)
+
+
+def _size(nbytes: int, tier: str) -> str:
+    """As ``Pager`` takes it: the device's rounded down, the others up."""
+    unit, name = (1 << 30, "GiB") if nbytes >= 1 << 34 else (1 << 20, "MiB")
+    count = nbytes / unit * (10 if name == "GiB" else 1)
+    whole = math.floor(count) if tier == "device" else math.ceil(count)
+    return f"{whole / 10:g}GiB" if name == "GiB" else f"{whole}MiB"
+
+
+def _parts(
+    training: Training,
+    optimizer: str,
+    answer: dict[str, Any],
+    hardware: Hardware,
+    found: Outlook,
+) -> list[Any]:
+    ideal, unit = found.ideal_us, training.unit
+    heading = [
+        ("model", f"{training.name}, {answer['parameters'] / 1e9:.3g} billion parameters"),
+        ("iteration", f"{training.tokens} {unit}, {answer['ops']} ops, {optimizer}"),
+        ("hardware", describe(hardware)),
+        (
+            "ideal",
+            f"{format_us(ideal)}, {1e6 * training.tokens / ideal:,.0f} {unit}/s, if it fitted"
+            if ideal
+            else "no time at all",
+        ),
+    ]
+    need = [(kind, format_bytes(nbytes)) for kind, nbytes in found.need_bytes.items()]
+    parts: list[Any] = [
+        pairs(heading),
+        "",
+        table(("<kind", "most at once"), [*need, ("all", format_bytes(found.peak_bytes))]),
+        "",
+        f"smallest device budget: {format_bytes(found.smallest_bytes)} ({found.smallest_op})",
+    ]
+    if found.fits:
+        parts.append("all of it fits on the device: nothing has to move")
+    if answer["speeds"]:
+        rows = [_row(speed) for speed in answer["speeds"]]
+        heads = ("device", "host", "disk", "% ideal", f"{unit}/s", "run again", "host steps")
+        parts += ["", table(heads, rows, title="speed, at best")]
+        rows = [
+            (name, format_percent(one["percent_of_ideal"]), _rate(one))
+            for name, one in answer["mechanisms"].items()
+        ]
+        largest = format_bytes(answer["speeds"][0]["device_bytes"])
+        title = f"what does how much, with {largest}"
+        parts += ["", table(("<allowed", "% ideal", f"{unit}/s"), rows, title=title)]
+        parts.append(f"best single choice: {answer['best_choice']}")
+    if found.smallest_bytes <= hardware.device_bytes:
+        arguments = ", ".join(
+            f'{name}="{size}"'
+            for name, size in answer["pager"].items()
+            if not size.startswith("0M")
+        )
+        more = ', disk_path="…"' if found.budgets["disk"] else ""
+        parts += ["", f"tp.Pager({arguments}{more})"]
+    if "plan" in answer:
+        plan = answer["plan"]
+        parts.append(
+            f"planned: {format_us(plan['iteration_us'])}, "
+            f"{format_percent(plan['percent_of_ideal'])} of the ideal"
+        )
+    if answer["unknown_workspaces"]:
+        names = ", ".join(sorted(answer["unknown_workspaces"]))
+        parts += ["", f"not known what these allocate inside: {names}"]
+    return parts
+
+
+def _row(speed: dict[str, Any]) -> tuple[str, ...]:
+    sizes = (speed[f"{tier}_bytes"] for tier in ("device", "host", "disk"))
+    return (
+        *("no limit" if size is None else format_bytes(size) for size in sizes),
+        "no plan" if speed["iteration_us"] is None else f"{speed['percent_of_ideal']:.1f}",
+        _rate(speed),
+        format_us(speed.get("recompute_us") or 0.0),
+        format_us(speed.get("host_us") or 0.0),
+    )
+
+
+def _rate(speed: dict[str, Any]) -> str:
+    return "" if speed["per_second"] is None else f"{speed['per_second']:,.0f}"
+
+
+def _write_html(path: Path, parts: list[Any]) -> None:
+    """One file that needs no network."""
+    from io import StringIO
+
+    from rich.console import Console
+
+    console = Console(file=StringIO(), record=True, width=100, markup=False, highlight=False)
+    for part in parts:
+        console.print(part)
+    with whole_file(path) as part:
+        part.write_text(console.export_html(inline_styles=True), encoding="utf-8")

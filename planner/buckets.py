@@ -1,0 +1,176 @@
+"""A trace with fewer ops: neighbours joined, so that thousands of ops can be planned in seconds.
+
+Ops of a bucket are of the same blocks of the model, and all or none of them may run again, or the
+host can do all or none. What lives inside of one bucket only is no tensor any more. Its bytes
+are in the bucket's workspace, as far as they are above what else is there, so the peak of a bucket
+is that of its ops, or a little more. Updates of large parameters are cut into slabs, as the host
+takes them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from .lifetimes import live_pages
+from .trace import READ, WRITE, Trace, make_trace
+
+SLAB_BYTES = 256_000_000  # of parameter that one op updates
+TOGETHER = SLAB_BYTES / 2  # of parameters whose updates are joined
+SMALL_US = 1e-9  # as good as nothing
+
+
+@dataclass
+class _Bucket:
+    """``ops`` that were joined, what they take together, and how they use tensors."""
+
+    ops: list[int]
+    us: float = 0.0
+    modes: dict[int, int] = field(default_factory=dict)  # tensor → READ | WRITE
+
+
+def bucketed(trace: Trace, most_ops: int) -> Trace:
+    """The same iteration in about ``most_ops`` ops, or in as many as it has if these are fewer.
+    Bounds and plans are for the new trace."""
+    low, high = 0.0, max(trace.ideal_us, SMALL_US)
+    groups = _groups(trace, 0.0)
+    most_ops = max(most_ops, 2 * len(_groups(trace, high)))  # no bucket is half of the model
+    if len(groups) > most_ops:
+        for _ in range(24):
+            limit = (low + high) / 2
+            if len(_groups(trace, limit)) > most_ops:
+                low = limit
+            else:
+                high = limit
+        groups = _groups(trace, high)
+    return _joined(trace, groups)
+
+
+def _groups(trace: Trace, limit_us: float) -> list[list[int]]:
+    """Ops together as long as they take no longer than ``limit_us``."""
+    blocks: list[tuple[int, ...]] = [() for _ in range(trace.ops)]
+    for number, (first, last, _) in enumerate(trace.segments):
+        for op in range(first, last + 1):
+            blocks[op] = (*blocks[op], number)
+    host = ~np.isnan(trace.op_host_us)
+    kinds = list(zip(trace.op_rerun.tolist(), host.tolist(), blocks))
+    weights = _updated_bytes(trace)
+    groups: list[list[int]] = []
+    size, limit = 0.0, 0.0
+    for op, us in enumerate(trace.op_duration_us.tolist()):
+        mine, limit = (weights[op], TOGETHER) if host[op] else (us, max(limit_us, SMALL_US))
+        if groups and kinds[op] == kinds[op - 1] and size + mine <= limit:
+            groups[-1].append(op)
+            size += mine
+        else:
+            groups.append([op])
+            size = mine
+    return groups
+
+
+def _updated_bytes(trace: Trace) -> list[int]:
+    """Bytes of parameters that each op writes."""
+    found = [0] * trace.ops
+    for op, tensor, mode in zip(*(c.tolist() for c in _columns(trace))):
+        if mode & WRITE and trace.tensor_kinds[tensor] == "parameter":
+            found[op] += int(trace.tensor_bytes[tensor])
+    return found
+
+
+def _columns(trace: Trace) -> tuple[Any, ...]:
+    return trace.access_op, trace.access_tensor, trace.access_mode
+
+
+def _joined(trace: Trace, groups: list[list[int]]) -> Trace:
+    buckets = [_Bucket(ops, float(trace.op_duration_us[ops].sum())) for ops in groups]
+    at = np.repeat(np.arange(len(groups)), [len(ops) for ops in groups])
+    rows = zip(at[trace.access_op].tolist(), *(c.tolist() for c in _columns(trace)[1:]))
+    inner = (at[trace.first_op] == at[trace.last_op]) & ~trace.tensor_persistent
+    # What is only written in an op, and was never there before, is read by none of the bucket.
+    for bucket, tensor, mode in rows:
+        modes = buckets[bucket].modes
+        if tensor not in modes:
+            modes[tensor] = mode
+        elif modes[tensor] != WRITE:
+            modes[tensor] |= mode
+    tensors = [
+        (i, nbytes, lasting)
+        for i, (nbytes, lasting) in enumerate(
+            zip(trace.tensor_bytes.tolist(), trace.tensor_persistent.tolist())
+        )
+    ]
+    names = {i: name for i, name in enumerate(trace.tensor_names) if name is not None}
+    kinds = dict(enumerate(trace.tensor_kinds))
+    first, last = at[trace.first_op], at[trace.last_op]
+    alive = np.zeros(len(groups) + 1)  # bytes of what is not inside of one bucket only
+    sizes = trace.pages(trace.page_size) * trace.page_size
+    for tensor in np.flatnonzero(~inner).tolist():
+        lasting = bool(trace.tensor_persistent[tensor])
+        alive[0 if lasting else first[tensor]] += sizes[tensor]
+        alive[len(groups) if lasting else last[tensor] + 1] -= sizes[tensor]
+    alive = np.cumsum(alive)
+    peaks = live_pages(trace, trace.page_size) * trace.page_size
+    ops: list[tuple[str, float, list[int], list[int]]] = []
+    rerun, host, slabs, place = [], [], [], []
+    for number, bucket in enumerate(buckets):
+        reads = [t for t, mode in bucket.modes.items() if mode & READ and not inner[t]]
+        writes = [t for t, mode in bucket.modes.items() if mode & WRITE and not inner[t]]
+        beside = int(peaks[bucket.ops].max() - alive[number])
+        if beside > 0:
+            workspace = len(tensors)
+            tensors.append((workspace, beside, False))
+            kinds[workspace] = "workspace"
+            writes.append(workspace)
+        us = float(trace.op_host_us[bucket.ops].sum())
+        weights = [trace.tensor_bytes[t] for t in writes if kinds[t] == "parameter"]
+        count = 1 if np.isnan(us) else max(1, -(-int(max(weights, default=0)) // SLAB_BYTES))
+        place.append(len(ops))
+        for slab in range(count):
+            ops.append((_name(trace, bucket.ops), bucket.us / count, reads, writes))
+            rerun.append(bool(trace.op_rerun[bucket.ops].all()))
+            host.append(None if np.isnan(us) else us / count)
+            slabs.append((slab, count))
+    segments = [(place[at[a]], place[at[b]], name) for a, b, name in trace.segments]
+    made = make_trace(
+        tensors,
+        ops,
+        page_size=trace.page_size,
+        names=names,
+        kinds=kinds,
+        source=trace.source,
+        device=trace.device,
+        metadata=trace.metadata | {"joined_from_ops": trace.ops},
+        rerun=rerun,
+        host_us=host,
+        segments=segments,
+    )
+    return _in_slabs(made, slabs)
+
+
+def _name(trace: Trace, ops: list[int]) -> str:
+    """The longest op's, after the block that it is in."""
+    longest = max(ops, key=lambda op: float(trace.op_duration_us[op]))
+    around = [s for s in trace.segments if s.first_op <= longest <= s.last_op]
+    inner = min(around, key=lambda s: s.last_op - s.first_op, default=None)
+    return trace.op_names[longest] if inner is None else f"{inner.name}.{trace.op_names[longest]}"
+
+
+def _in_slabs(trace: Trace, slabs: list[tuple[int, int]]) -> Trace:
+    """Slab ``k`` of ``n`` accesses the ``k``-th part of the pages of each tensor."""
+    if all(count == 1 for _, count in slabs):
+        return trace
+    slab, count = np.array(slabs, np.int64)[trace.access_op].T
+    pages = trace.access_page_count
+    first = pages * slab // count
+    length = pages * (slab + 1) // count - first
+    kept = length > 0
+    return replace(
+        trace,
+        access_op=trace.access_op[kept],
+        access_tensor=trace.access_tensor[kept],
+        access_mode=trace.access_mode[kept],
+        access_first_page=first[kept],
+        access_page_count=length[kept],
+    )

@@ -1,0 +1,382 @@
+"""Iterations of fake tensors: as those that are recorded, and needing no memory."""
+
+from __future__ import annotations
+
+import json
+import resource
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from click.testing import CliRunner
+
+from tensorpager.pager.cli import main
+from tensorpager.pager.devices.dense_allocator import Account, DenseAllocator
+from tensorpager.pager.errors import PagerError
+from tensorpager.pager.plan.estimate import (
+    NOTHING_INSIDE,
+    WORKSPACES,
+    Iteration,
+    fake,
+    fake_iteration,
+    training_of_function,
+    training_of_hf,
+)
+from tensorpager.pager.plan.plain_script import Watch
+from tensorpager.pager.plan.record import Report
+from tensorpager.planner.hardware import COMPUTE, PRESETS, Compute, load_compute
+from tensorpager.planner.lifetimes import live_pages
+from tensorpager.planner.trace import Trace
+from tensorpager.planner.trace_file import read_trace
+
+transformers = pytest.importorskip("transformers")
+
+TINY = {
+    "vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2,
+}  # fmt: skip
+LLAMA_8B = {
+    "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336,
+    "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8,
+    "max_position_embeddings": 131072, "dtype": "bfloat16",
+}  # fmt: skip
+COMPUTER = Compute(1e12, 0.5e12, 1e10, 1.0, 1.0)
+MODULE = """
+import torch
+
+def model():
+    with torch.device("meta"):
+        made = torch.nn.Sequential(
+            torch.nn.Linear(256, 512), torch.nn.ReLU(), torch.nn.Linear(512, 256)
+        )
+    return made
+
+def tied():
+    with torch.device("meta"):
+        head = torch.nn.Linear(32, 100, bias=False)
+        made = torch.nn.Sequential(torch.nn.Embedding(100, 32), head)
+    made[1].weight = made[0].weight
+    return made
+
+def fed():
+    return torch.nn.Bilinear(8, 8, 4), (torch.zeros(3, 8), torch.zeros(3, 8, device="meta"))
+
+def number():
+    return 7
+
+def broken():
+    raise ValueError("no such\\nthing")
+
+def by_value():
+    class Peek(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = torch.nn.Linear(8, 8)
+        def forward(self, x):
+            return self.layer(x) if x.sum().item() > 0 else x
+    return Peek()
+"""
+
+
+@pytest.fixture
+def module(tmp_path: Path) -> Path:
+    path = tmp_path / "module.py"
+    path.write_text(MODULE)
+    return path
+
+
+def llama(folder: Path, **changes: Any) -> Path:
+    path = folder / "config.json"
+    path.write_text(transformers.LlamaConfig(**changes).to_json_string())
+    return path
+
+
+def of_function(target: str, batch: int = 4, seq: int | None = None) -> Iteration:
+    with fake():
+        training = training_of_function(target, batch, seq, None)
+        return fake_iteration(training, "adamw", COMPUTER, 1e9)
+
+
+def bytes_of_kinds(trace: Trace) -> Counter[str]:
+    found: Counter[str] = Counter()
+    for kind, nbytes in zip(trace.tensor_kinds, trace.tensor_bytes.tolist()):
+        found[kind] += nbytes
+    return found
+
+
+# -- against a recording ---------------------------------------------------------------------------
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd-momentum"])
+def test_as_the_same_training_recorded(tmp_path: Path, optimizer: str) -> None:
+    config = llama(tmp_path, **TINY)
+    with fake():
+        training = training_of_hf(config, 2, 64, None)
+        estimated = fake_iteration(training, optimizer, COMPUTER, 1e9).trace
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**TINY)).train()
+    made: torch.optim.Optimizer = torch.optim.AdamW(model.parameters())
+    if optimizer != "adamw":
+        made = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    Watch(Report(tmp_path / "recorded.parquet", 3, None))
+    tokens = torch.randint(0, TINY["vocab_size"], (2, 64))
+    for _ in range(4):
+        model(input_ids=tokens, labels=tokens).loss.backward()
+        made.step()
+        made.zero_grad()
+    recorded = read_trace(tmp_path / "recorded.parquet")
+    assert estimated.op_names == recorded.op_names
+    assert estimated.op_rerun.tolist() == recorded.op_rerun.tolist()
+    assert estimated.segments == recorded.segments
+    assert [s.name for s in estimated.segments] == ["model.layers.0", "model.layers.1"]
+    assert estimated.tensor_names == recorded.tensor_names
+    ours, theirs = bytes_of_kinds(estimated), bytes_of_kinds(recorded)
+    assert ours.keys() == theirs.keys()
+    for kind, nbytes in ours.items():
+        assert nbytes == pytest.approx(theirs[kind], rel=0.05), kind
+    peaks = [live_pages(trace, 1).max() for trace in (estimated, recorded)]
+    assert peaks[0] == pytest.approx(peaks[1], rel=0.1)
+
+
+def test_an_update_is_one_op_that_the_host_can_take(module: Path) -> None:
+    trace = of_function(f"{module}:model").trace
+    updates = [name for name in trace.op_names if name.startswith("update.")]
+    assert updates == ["update.0.weight", "update.0.bias", "update.2.weight", "update.2.bias"]
+    op = trace.op_names.index("update.0.weight")
+    rows = trace.access_op == op
+    names = {
+        trace.tensor_names[t]: m for t, m in zip(trace.access_tensor[rows], trace.access_mode[rows])
+    }
+    assert names == {
+        "0.weight": 3, "0.weight.grad": 1, "0.weight.exp_avg": 3, "0.weight.exp_avg_sq": 3,
+    }  # fmt: skip
+    assert trace.op_host_us[op] == pytest.approx(28 * 256 * 512 / 1e9 * 1e6)
+    assert not trace.op_rerun[op]
+    assert np.isnan(trace.op_host_us[trace.op_names.index("aten::addmm")])
+
+
+def test_times_are_a_roofline(module: Path) -> None:
+    found = of_function(f"{module}:model", batch=1024)
+    trace = found.trace
+    first = trace.op_names.index("aten::addmm")
+    assert trace.op_duration_us[first] == pytest.approx(2 * 1024 * 256 * 512 / 0.5e12 * 1e6)
+    relu = trace.op_names.index("aten::relu")
+    assert trace.op_duration_us[relu] == pytest.approx(2 * 4 * 1024 * 512 / 1e10 * 1e6)
+    assert trace.op_duration_us[trace.op_names.index("aten::t")] == 0
+    assert found.flops == 2 * 1024 * 256 * 512 * 5  # all products but that for the input's gradient
+
+
+def test_eight_billion_parameters_take_no_memory(tmp_path: Path) -> None:
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with fake():
+        training = training_of_hf(llama(tmp_path, **LLAMA_8B), 1, 4096, None)
+        found = fake_iteration(training, "adamw", COMPUTE["rtx4090"], 50e9)
+    taken = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+    assert taken < 1 << 20  # KiB
+    kinds = bytes_of_kinds(found.trace)
+    assert kinds["parameter"] == 2 * 8_030_261_248
+    assert kinds["gradient"] == kinds["parameter"]
+    assert kinds["optimizer"] == 2 * kinds["parameter"]
+    tokens = 4096
+    attention = 32 * 12 * tokens * tokens * 4096  # not halved for the causal mask
+    assert found.flops == pytest.approx(6 * 7.5e9 * tokens + attention, rel=0.1)
+    assert found.unknown == {}
+
+
+@pytest.mark.slow  # 40 s of the processor
+def test_eight_billion_parameters_on_a_card(tmp_path: Path) -> None:
+    config = llama(tmp_path, **LLAMA_8B)
+    words = ["estimate", "--hf", str(config), "--seq", "4096", "--hardware", "rtx4090", "--json"]
+    result = CliRunner().invoke(main, words)
+    assert result.exit_code == 0, result.stderr
+    answer = json.loads(result.stdout)
+    assert len(answer["speeds"]) == 5
+    assert all(50 < speed["percent_of_ideal"] < 110 for speed in answer["speeds"][:4])
+    assert answer["best_choice"] == "moves, host steps"
+
+
+# -- models by functions -----------------------------------------------------------------------
+def test_what_is_shared_stays_shared(module: Path) -> None:
+    trace = of_function(f"{module}:tied", seq=5).trace
+    assert trace.tensor_kinds.count("parameter") == 1
+    assert "aten::nll_loss_forward" in trace.op_names  # cross entropy of the tokens
+
+
+def test_inputs_of_the_function(module: Path) -> None:
+    assert "aten::_trilinear" in of_function(f"{module}:fed").trace.op_names
+
+
+@pytest.mark.parametrize(
+    ("what", "says"),
+    [
+        ("number", "returned int"),
+        ("broken", "failed: ValueError: no such thing"),
+        ("by_value", "cannot be run with tensors that have no values"),
+        ("nothing", "has no function nothing"),
+    ],
+)
+def test_functions_that_are_no_model(module: Path, what: str, says: str) -> None:
+    with pytest.raises(PagerError, match=says) as caught:
+        of_function(f"{module}:{what}")
+    assert "\n" not in str(caught.value)
+
+
+# -- what ops allocate inside ------------------------------------------------------------------
+def test_workspaces_are_what_ops_allocate(allocator: DenseAllocator) -> None:
+    aten = torch.ops.aten
+    account = Account(allocator)
+
+    def inside(op: Any, *operands: Any) -> float:
+        """Bytes at the peak beyond the results, as a share of the operands'."""
+        op(*operands)
+        account.reset()
+        result = op(*operands)
+        nbytes = sum(t.numel() * t.itemsize for t in operands if isinstance(t, torch.Tensor))
+        share = (account.peak - account.current) / nbytes
+        del result
+        return share
+
+    try:
+        for column, dtype in enumerate((torch.float32, torch.bfloat16)):
+            x, y = torch.randn(2, 1024, 1024).to(dtype)
+            cases = {
+                "logsumexp": (aten.logsumexp, x, [1]),
+                "native_dropout": (aten.native_dropout, x, 0.1, True),
+                "mean": (aten.mean, x, [1], True),
+                "mse_loss": (aten.mse_loss, x, y),
+                "_softmax": (aten._softmax, x, 1, False),
+                "_log_softmax": (aten._log_softmax, x, 1, False),
+                "sum": (aten.sum, x, [0], True),
+                "cat": (lambda a, b: aten.cat([a, b]), x, y),
+            }
+            for name, (op, *operands) in cases.items():
+                assert (name in WORKSPACES) != (name in NOTHING_INSIDE)
+                share = WORKSPACES.get(name, (0.0, 0.0))[column]
+                assert inside(op, *operands) == pytest.approx(share, abs=0.1), (name, dtype)
+    finally:
+        account.close()
+
+
+def test_what_is_inside_is_in_the_trace_and_what_is_not_known_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "module.py"
+    path.write_text(
+        "import torch\n"
+        "class Odd(torch.nn.Module):\n"
+        "    def __init__(self):\n"
+        "        super().__init__()\n"
+        "        self.layer = torch.nn.Linear(64, 64)\n"
+        "    def forward(self, x):\n"
+        "        y = self.layer(x)\n"
+        "        return torch.logsumexp(y, 1) + torch.linalg.svdvals(y).sum()\n"
+        "make = Odd\n"
+    )
+    found = of_function(f"{path}:make", batch=64)
+    assert "aten::_linalg_svd" in found.unknown
+    kinds = bytes_of_kinds(found.trace)
+    assert kinds["workspace"] == 64 * 64 * 4
+
+
+# -- the command ---------------------------------------------------------------------------------
+def test_the_answer(module: Path, tmp_path: Path) -> None:
+    out, page = tmp_path / "trace.parquet", tmp_path / "page.html"
+    words = ["estimate", f"{module}:model", "--batch", "512", "--hardware", "cpu"]
+    words += ["--device-bytes", "60%", "--out", str(out), "--html", str(page)]
+    result = CliRunner().invoke(main, [*words, "--json"])
+    assert result.exit_code == 0, result.stderr
+    answer = json.loads(result.stdout)
+    weights = 4 * (256 * 512 + 512 + 512 * 256 + 256)
+    assert answer["need_bytes"]["parameter"] == weights
+    assert answer["need_bytes"]["optimizer"] == 2 * weights
+    assert answer["smallest_device_bytes"] < answer["peak_bytes"]
+    assert not answer["fits"]
+    sizes = [speed["device_bytes"] for speed in answer["speeds"]]
+    assert sizes[:4] == sorted(sizes[:4], reverse=True)
+    assert sizes[3] == answer["smallest_device_bytes"]
+    assert len(sizes) == 5
+    assert answer["speeds"][4]["host_bytes"] < answer["speeds"][0]["host_bytes"]
+    assert set(answer["pager"]) == {"device_budget", "host_budget", "disk_budget"}
+    trace = read_trace(out)
+    assert trace.ops == answer["ops"]
+    assert trace.has_choices
+    assert "tp.Pager(" in page.read_text()
+    assert "http" not in page.read_text()
+    printed = CliRunner().invoke(main, words)
+    assert "best single choice:" in printed.stdout
+    assert max(map(len, printed.stdout.splitlines())) <= 80
+
+
+def test_a_plan(module: Path, tmp_path: Path) -> None:
+    out, plan = tmp_path / "trace.parquet", tmp_path / "plan.json"
+    words = ["estimate", f"{module}:model", "--batch", "512", "--hardware", "cpu"]
+    words += ["--device-bytes", "60%", "--out", str(out), "--plan", str(plan), "--json"]
+    result = CliRunner().invoke(main, words)
+    assert result.exit_code == 0, result.stderr
+    assert json.loads(plan.read_text())["trace_sha256"] == read_trace(out).sha256
+    assert json.loads(result.stdout)["plan"]["percent_of_ideal"] > 0
+
+
+def test_a_device_that_is_too_small(module: Path) -> None:
+    words = ["estimate", f"{module}:model", "--hardware", "cpu", "--device-bytes", "64KiB"]
+    result = CliRunner().invoke(main, words)
+    assert result.exit_code == 1
+    assert "lower --batch or --seq" in result.stderr
+    assert "smallest device budget" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ([], "one of the two"),
+        (["a.py:f", "--hf", "c.json"], "one of the two"),
+        (["missing.py:f"], "no file missing.py"),
+        (["module"], "write FILE.py:function"),
+        (["--hf", "missing.json"], "cannot be read"),
+        (["--hf", "list.json"], "model_type"),
+        (["--hf", "text.json"], "not JSON"),
+        (["--hf", "odd.json"], "transformers refuses it"),
+        (["--hf", "vision.json"], "no causal language model"),
+        (["--hf", "short.json", "--seq", "64"], "more than the 32 positions"),
+        (["module.py:model", "--plan", "p.json"], "--out"),
+        (["module.py:model", "--hardware", "rtx9"], "no preset"),
+        (["module.py:model", "--hardware", "plain.toml"], "[compute]"),
+        (["module.py:model", "--hardware", "odd.toml"], "compute.flops is unknown"),
+    ],
+)
+def test_bad_input_is_one_line(
+    module: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], says: str
+) -> None:
+    monkeypatch.chdir(module.parent)
+    for name, text in {
+        "list.json": "[]",
+        "text.json": "model",
+        "odd.json": '{"model_type": "no-such-model"}',
+        "vision.json": '{"model_type": "vit"}',
+        "short.json": '{"model_type": "llama", "max_position_embeddings": 32}',
+        "plain.toml": 'device_bytes = "1GiB"\n',
+        "odd.toml": 'device_bytes = "1GiB"\n[compute]\nflops = 1\n',
+    }.items():
+        Path(name).write_text(text)
+    hardware = [] if "--hardware" in words else ["--hardware", "cpu"]
+    result = CliRunner().invoke(main, ["estimate", *words, *hardware])
+    assert result.exit_code == 2, result.output
+    assert says in result.stderr
+    assert len(result.stderr.splitlines()) == 1
+
+
+def test_without_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = llama(tmp_path, **TINY)
+    monkeypatch.setitem(__import__("sys").modules, "transformers", None)
+    result = CliRunner().invoke(main, ["estimate", "--hf", str(config), "--hardware", "cpu"])
+    assert result.exit_code == 2
+    assert "pip install 'tensorpager[hf]'" in result.stderr
+
+
+def test_every_preset_computes(tmp_path: Path) -> None:
+    assert COMPUTE.keys() == PRESETS.keys()
+    path = tmp_path / "mine.toml"
+    path.write_text(
+        'device_bytes = "1GiB"\n[compute]\nflops_per_s = 2e12\nflops_32_per_s = 1e12\n'
+        "memory_bytes_per_s = 1e11\n"
+    )
+    assert load_compute(path) == Compute(2e12, 1e12, 1e11)
