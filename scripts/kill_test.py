@@ -59,6 +59,7 @@ TRAINING = ("--preset=mini", f"--steps={STEPS}", "--page-size=64KiB")
 BUDGETS = ("--device-budget=4MiB", "--host-budget=512KiB", f"--disk-budget={DISK_BYTES}")
 GONE_SECONDS = 2.0  # within which the kernel and a worker that was being forked let go of the file
 WORKERS_SECONDS = 30.0  # workers look for their parent every 5 s
+OTHERS_SECONDS = 60.0  # what other programs have in shared memory meanwhile goes away by then
 PAUSE_SECONDS = 1.0  # of the bystander between steps, to leave time for the others
 GOLDEN = 0.618034  # its multiples, less whole numbers, are spread evenly, however many there are
 Say = Callable[[str], None]
@@ -287,6 +288,7 @@ class KillTest:
         if not wait_until(lambda: not any(map(session, leaders)), WORKERS_SECONDS):
             alive = {leader: left for leader in leaders if (left := session(leader))}
             self.found.problems.append(f"processes that live on, by run's process: {alive}")
+        wait_until(lambda: not names(self.watched) - before, OTHERS_SECONDS)
         if left := names(self.watched) - before:
             self.found.problems.append(f"left behind: {sorted(left)}")
         self.found.seconds = round(time.monotonic() - began, 1)
