@@ -47,7 +47,7 @@ from lm.summary import exit_code, summarise, verdicts
 
 MOST_SHARES = 2.5  # of its share of the time that is left, one child takes no more
 
-CPU_MODES = ("plain", "planned", "overlap", "demand", "checkpoint", "save_on_cpu", "fsdp2")
+CPU_MODES = ("plain", "planned", "joint", "overlap", "demand", "checkpoint", "save_on_cpu", "fsdp2")
 MODES = (*CPU_MODES, "torchao", "bitsandbytes")
 
 

@@ -81,7 +81,7 @@ class Segments:
         self._blocks = {}
         enter, leave = (_Hook(weakref.WeakMethod(call)) for call in (self._enter, self._leave))
         for prefix, model in named_models(self._pager):
-            for path, block in _repeated(model, prefix):
+            for path, block in repeated(model, prefix):
                 self._blocks.setdefault(id(block), (weakref.ref(block), path))
                 # Hooks for the time of the iteration: whoever copies or saves a model between
                 # iterations finds none. The last before, and the first after the block's own.
@@ -182,7 +182,7 @@ class _Hook:
         return _Hook, ()
 
 
-def _repeated(module: torch.nn.Module, prefix: str) -> Iterator[tuple[str, torch.nn.Module]]:
+def repeated(module: torch.nn.Module, prefix: str) -> Iterator[tuple[str, torch.nn.Module]]:
     """The outermost modules below ``module`` with parts and parameters of which there are several
     of one class beside each other, and their paths."""
     children = [(n, child) for n, child in module.named_children() if _is_large(child)]
@@ -192,7 +192,7 @@ def _repeated(module: torch.nn.Module, prefix: str) -> Iterator[tuple[str, torch
             if not isinstance(child, torch.jit.ScriptModule) and child._compiled_call_impl is None:
                 yield prefix + name, child
         else:
-            yield from _repeated(child, f"{prefix}{name}.")
+            yield from repeated(child, f"{prefix}{name}.")
 
 
 def _is_large(module: torch.nn.Module) -> bool:

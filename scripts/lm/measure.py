@@ -26,7 +26,7 @@ from .report import write_json
 from .slow_disk import slow_down
 from .trainer import Trainer
 
-PLANNED = ("planned", "overlap")
+PLANNED = ("planned", "joint", "overlap")
 OURS = (*PLANNED, "demand")
 
 WARM_UP_STEPS = 3
@@ -131,7 +131,7 @@ def open_memory(spec: Spec, options: Options, stack: ExitStack) -> tuple[Memory,
         disk_budget=spec.budgets["disk"],
         disk_path=spec.disk_path,
         page_size=spec.page_size,
-        policy="lp" if mode in PLANNED else "lru",
+        policy="joint" if mode == "joint" else "lp" if mode in PLANNED else "lru",
         device=options.device,
     )
     stack.enter_context(pager)

@@ -172,7 +172,10 @@ def _build_parser() -> argparse.ArgumentParser:
         "ends (with --save), or just ends",
     )
     add("--page-size", default="2MiB", metavar="SIZE", help="default %(default)s")
-    add("--policy", choices=("lp", "lru"), default="lp", help="lru: page on demand only")
+    add(
+        "--policy", choices=("lp", "joint", "lru"), default="lp",
+        help="joint: blocks may run again in backward; lru: page on demand only",
+    )  # fmt: skip
     add("--needed", metavar="SIZE", help="what 100%% of a budget means")
     add("--no-pager", dest="pager", action="store_false", help="plain PyTorch; measures the need")
     add("--compare", action="store_true", help="plain, then paged, each in a process of its own")

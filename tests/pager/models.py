@@ -13,7 +13,9 @@ from torch.nn import functional as F
 
 import tensorpager as tp
 from tensorpager.pager.debug.check import check_invariants
+from tensorpager.pager.tensor.names import named_models
 from tensorpager.pager.tensor.paged_tensor import dense_twin
+from tensorpager.pager.tensor.segments import repeated
 
 SEED = 7
 PAGE_BYTES = 64 << 10
@@ -180,12 +182,13 @@ def beside_a_model(script: Script) -> Script:
     return pressed
 
 
-def run_again(core: Any, *blocks: str) -> None:
-    """From now on ``blocks`` run again in each iteration, whatever that promises."""
+def run_again(core: Any) -> None:
+    """From now on all blocks run again in each iteration, whatever that promises."""
     follower = core.follower
 
     def choose(expected: Any, log: Any) -> Any:
-        log.again = frozenset(blocks)
+        models = named_models(core)
+        log.again = frozenset(path for at, model in models for path, _ in repeated(model, at))
         follower.segments.begin(log.again)
         return expected
 

@@ -48,6 +48,7 @@ class Job:
     disk_rate: float = 0.0
     plans: int = 1  # at most, of each kind of iteration: the first one is the quick one
     more: tuple[str, ...] = ()  # flags of train_lm.py
+    again: bool = False  # all blocks run again in backward
 
 
 @dataclass
@@ -211,7 +212,7 @@ def _use_matrix_library(rows: int, width: int) -> None:
 
 def _train(job: Job) -> None:
     """In the child. What is loaded late by the libraries is loaded before it says "ready"."""
-    sys.path[:0] = [str(ROOT / "scripts")]
+    sys.path[:0] = [str(ROOT / "scripts"), str(ROOT)]
     import torch
     from lm.data import load_corpus
     from lm.measure import load_libraries
@@ -222,6 +223,7 @@ def _train(job: Job) -> None:
     from lm.trainer import Trainer
 
     import tensorpager as tp
+    from tests.pager.models import run_again
 
     torch.set_num_threads(1)
     options = parse_options([f"--preset={job.preset}", "--clip=0", "--no-pager", *job.more])
@@ -238,11 +240,14 @@ def _train(job: Job) -> None:
         disk_path=job.disk_path if job.disk else None,
         page_size=job.page_size,
         device="cpu",
+        policy="joint" if job.again else "lp",
     ) as pager:
         arena = pager.core.backend.address, pager.core.backend.arena.numel()
         if pager.core.follower is not None:
             pager.core.follower.most_plans = job.plans
             pager.core.follower.only_if_faster = False
+        if job.again:
+            run_again(pager.core)
         host = pager.core.host.view(0, 1).ctypes.data if job.host else 0
         _say(places={"arena": arena, "host": (host, pager.core.host.capacity_bytes)})
         if pager.core.disk is not None and job.disk_rate:
@@ -253,8 +258,9 @@ def _train(job: Job) -> None:
             losses.append(trainer.step())
             pager.plan()  # waits for plans that are being made
         stats = pager.stats()
-        wanted = ("planned_iterations", "prefetches", "peak_bytes", "budget_bytes", "channel_bytes")
-        report = {name: stats[name] for name in (*wanted, "arena_bytes", "dense_peak_bytes")}
+        wanted = ["planned_iterations", "prefetches", "peak_bytes", "budget_bytes", "channel_bytes"]
+        wanted += ["arena_bytes", "dense_peak_bytes", "reruns"]
+        report = {name: stats[name] for name in wanted}
         _say(report={**report, "losses": losses})
         sys.stdin.read()  # until everything has been looked at
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from .. import programs
-from .outside import Job, watch
+from .outside import Job, Peaks, watch
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "scripts" / "train_lm.py"
@@ -80,7 +80,7 @@ ALLOWANCE = 12 * MIB
 EXTENTS = 64 << 10  # blocks in which a file system notes which blocks a file has: 4 KiB seen
 
 
-def check_planned(job: Job) -> None:
+def check_planned(job: Job) -> Peaks:
     """Training reaches planned mode and no tier exceeds its budget at any time of its life."""
     peaks = watch(job)
     said = peaks.report
@@ -94,10 +94,15 @@ def check_planned(job: Job) -> None:
     memory = job.device + job.host
     assert peaks.arena + peaks.host <= peaks.private <= memory + ALLOWANCE
     assert peaks.both <= memory + ALLOWANCE + peaks.file
+    return peaks
 
 
-def test_planned_training_stays_inside_every_budget(tmp_path: Path) -> None:
-    check_planned(Job("tiny", 9 * MIB, 2 * MIB, 32 * MIB, str(tmp_path), 64 << 10, steps=5))
+@pytest.mark.parametrize("again", [False, True])
+def test_planned_training_stays_inside_every_budget(tmp_path: Path, again: bool) -> None:
+    peaks = check_planned(
+        Job("tiny", 9 * MIB, 2 * MIB, 32 * MIB, str(tmp_path), 64 << 10, steps=5, again=again)
+    )
+    assert (peaks.report["reruns"] > 0) is again
 
 
 @pytest.mark.slow

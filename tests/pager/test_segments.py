@@ -77,7 +77,7 @@ def training(count: int = 8, make: Any = Block, loss: Any = None) -> Any:
 
 def again_pager(**options: Any) -> tp.Pager:
     pager = planned_pager(**({"policy": "joint", "frames": 60} | options))
-    run_again(pager.core, *ALL)
+    run_again(pager.core)
     return pager
 
 
@@ -98,7 +98,7 @@ def test_nothing_of_a_block_is_stored_in_forward(one_thread) -> None:
     for again in (False, True):
         with planned_pager(policy="joint", frames=400) as pager:
             if again:
-                run_again(pager.core, *ALL)
+                run_again(pager.core)
             model = pager.page_module(Net())
             with pager.iteration():
                 loss = model(torch.randn(ROWS, 32)).square().mean()

@@ -48,5 +48,7 @@ def test_same_bits_no_race_nothing_left(
         assert outcome.stats["bytes_out"] > 0
     if "disk_budget" in case.tiers:
         assert outcome.stats["disk_bytes_written"] > 0
+    if name.startswith("again"):
+        assert outcome.stats["reruns"] > 0
     if name == "activations":
         assert outcome.stats["activation pages"] > 0

@@ -18,12 +18,24 @@ import tensorpager as tp
 from tensorpager.pager.debug.chaos import chaos, scattered
 from tensorpager.pager.debug.check import check_invariants
 
+from ..pager.models import run_again
 from .device import NAME, Machine, on
 
 PAGE_BYTES = 64 << 10
 WIDTH = 256  # each matrix in the middle takes 4 pages, an AdamW step of one touches 16
 HOST = {"host_budget": "32MiB"}
 DISK = {"host_budget": "512KiB", "disk_budget": "32MiB"}
+
+
+def again(core: Any) -> Any:
+    """All blocks run again in backward."""
+    run_again(core)
+    return nullcontext()
+
+
+def both(core: Any) -> Any:
+    run_again(core)
+    return chaos(core)
 
 
 @dataclass(frozen=True)
@@ -73,6 +85,8 @@ CASES = {
     "shapes": Case(batches=(32, 64)),
     "reading": Case(frames=18, policy="lp", steps=2, body="deep"),
     "reading from disk": Case(frames=18, policy="lp", tiers=DISK, steps=2, body="deep"),
+    "again": Case(policy="joint", steps=5, frames=60, batches=(512,), around=again),
+    "again under chaos": Case(policy="joint", frames=160, steps=2, batches=(512,), around=both),
     "chaos": Case(frames=100, steps=2, around=chaos),
 }
 
