@@ -19,8 +19,9 @@ import itertools
 import os
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -70,7 +71,8 @@ class DiskTier:
         self.directory = os.path.abspath(directory)
         self._slot_bytes(capacity_bytes)
         self.slots = FramePool(capacity_bytes // page_size)
-        self.bytes_written = 0
+        self.bytes_written = 0  # of pages
+        self.bytes_measured = 0  # written to find out how fast the disk is
         self.bytes_read = 0
         self.rereads = 0  # pages that were wrong when read once, and right when read again
         self._lock = threading.Lock()
@@ -272,6 +274,17 @@ class DiskTier:
         self.engine.write(buffers, task.first_slot * self.page_size)
         with self._lock:
             self.bytes_written += task.page_count * self.page_size
+
+    @contextmanager
+    def measuring(self) -> Iterator[None]:
+        """What is written inside counts as ``bytes_measured``. No page may be on its way."""
+        before = self.bytes_written
+        try:
+            yield
+        finally:
+            with self._lock:
+                self.bytes_measured += self.bytes_written - before
+                self.bytes_written = before
 
     def _read_task(self, task: Task) -> None:
         buffers = task.buffers

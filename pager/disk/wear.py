@@ -43,7 +43,8 @@ class Wear:
 
     @property
     def _written(self) -> int:
-        return self._disk.bytes_written if self._disk is not None else 0
+        disk = self._disk
+        return disk.bytes_written + disk.bytes_measured if disk is not None else 0
 
     def figures(self) -> dict[str, Any]:
         """``bytes_a_day``: at the rate since the first iteration began, ``None`` until then.

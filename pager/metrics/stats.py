@@ -52,6 +52,7 @@ def counters(pager: Core, follower: Follower | None) -> dict[str, Any]:
         "bytes_out": mover.bytes_out,
         "bytes_in": mover.bytes_in,
         "disk_bytes_written": pager.disk.bytes_written if pager.disk else 0,
+        "calibration_bytes_written": pager.disk.bytes_measured if pager.disk else 0,
         "disk_wear": pager.wear.figures(),
         "disk_engine": pager.disk.describe() if pager.disk else None,
         "io_retries": pager.io_watch.retries + (pager.disk.rereads if pager.disk else 0),

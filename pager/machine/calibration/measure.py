@@ -16,7 +16,7 @@ import math
 import mmap
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -140,7 +140,8 @@ def measure(
     waiter = Waiter(watch or IoWatch(math.inf))
     try:
         waiter.watch.refuse_if_hung()
-        return _measure(backend, host, disk, page_size, waiter, hold_back)
+        with nullcontext() if disk is None else disk.measuring():
+            return _measure(backend, host, disk, page_size, waiter, hold_back)
     except HungDisk as error:
         assert disk is not None
         raise HungDisk(
