@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..errors import PlanError
-from ..hardware import PRESETS
+from ..hardware import COMPUTE
+from .tables import short
 
 if TYPE_CHECKING:
     from ..hardware import Hardware
@@ -50,14 +52,30 @@ def require_same_trace(plan: Plan, plan_path: Path, trace: Trace, trace_path: Pa
 
 
 def durations_row(trace: Trace, machine: Machine) -> list[tuple[str, str]]:
-    """For a heading: whether the ops' durations are of another kind of machine than the preset."""
-    computes = {name: "cpu" if name == "cpu" else "gpu" for name in PRESETS}.get(machine.name)
-    recorded = trace.device.partition(":")[0].lower()
-    if computes is None or not recorded or (recorded == "cpu") == (computes == "cpu"):
+    """For a heading: whether the ops' durations are of another machine than the preset, and how
+    many times as fast that computes by data sheets, in 16 and in 32 bits."""
+    recorded = trace.device.strip()
+    if machine.name not in COMPUTE or not recorded:
         return []
-    other = (
-        "ops are faster there, and its link hides less"
-        if computes == "gpu"
-        else "ops are slower there"
-    )
-    return [("durations", f"as recorded on {recorded}, not on {machine.name}: {other}")]
+    there, here = COMPUTE[machine.name], COMPUTE.get(_preset_of(recorded) or "")
+    if here is None:  # some GPU
+        if machine.name != "cpu" and recorded.lower() != "cpu":
+            return []
+        how = "ops are slower there" if machine.name == "cpu" else "its link hides less"
+    elif here == there:
+        return []
+    else:
+        slow, fast = sorted(
+            (there.flops_per_s / here.flops_per_s, there.flops_32_per_s / here.flops_32_per_s)
+        )
+        ratio = f"{slow:.3g}" if fast < 1.05 * slow else f"{slow:.3g} to {fast:.3g}"
+        how = f"that computes {ratio} times as fast by data sheet, so its link hides "
+        how += "more" if fast < 1 else "less"
+    return [("durations", f"as recorded on {short(recorded)}, not on {machine.name}: {how}")]
+
+
+def _preset_of(device: str) -> str | None:
+    """The preset that a device's name speaks of: ``NVIDIA GeForce RTX 4090`` is ``rtx4090``."""
+    name = re.sub(r"[^a-z0-9]", "", device.lower())
+    known = [preset for preset in COMPUTE if preset in name and (preset != "cpu" or name == "cpu")]
+    return max(known, key=len, default=None)

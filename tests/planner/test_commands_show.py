@@ -344,8 +344,19 @@ def test_the_sample_stands_for_a_trace_anywhere_on_the_line() -> None:
     assert "no such file" in refused("show", "--exampl.parquet".strip("-"))
 
 
-def test_durations_of_another_kind_of_machine_are_told() -> None:
-    told = "as recorded on cpu, not on a100: ops are faster there"
-    assert told in " ".join(run("show", "--example", "--hardware", "a100").stdout.split())
-    for machine in ((), ("--hardware", "cpu")):
-        assert "durations" not in run("show", "--example", *machine).stdout
+def test_durations_of_another_machine_are_told_with_the_ratio(tmp_path: Path) -> None:
+    """By data sheet: 312 and 19.5 TFLOP/s for an A100, 1 for the CPU, 165.2 and 82.6 for a 4090."""
+
+    def told(device: str, machine: str) -> str:
+        path = tmp_path / "t.parquet"
+        write_trace(path, replace(weight_trace(), device=device))
+        return " ".join(run("show", path, "--hardware", machine).stdout.split())
+
+    said = "as recorded on cpu, not on a100: that computes 19.5 to 312 times as fast by data sheet"
+    assert said in told("cpu", "a100")
+    said = told("NVIDIA GeForce RTX 4090", "a100")
+    assert "not on a100: that computes 0.236 to 1.89 times as fast by data sheet" in said
+    assert "hides more" in told("NVIDIA H200", "a100")
+    assert "as recorded on cuda:0, not on cpu: ops are slower there" in told("cuda:0", "cpu")
+    for device, machine in (("cuda:0", "a100"), ("cpu", "cpu"), ("A100", "g10"), ("", "a100")):
+        assert "as recorded on" not in told(device, machine)
