@@ -81,7 +81,7 @@ def estimate(
     \b
     Example:
       tensorpager estimate --hf config.json --seq 4096 --hardware rtx4090
-      tensorpager estimate model.py:make --batch 8 --hardware h100 --out trace.parquet
+      tensorpager estimate model.py:make --batch 8 --hardware h100 --out t.parquet
 
     Exits with 1 if some op alone needs more than the device has.
     """

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from ..hardware import PRESETS, describe
+from ..hardware import describe
 from ..sizes import format_bytes
 from ..trace import WRITE
 from .chart import MemoryChart
@@ -277,7 +277,9 @@ def _hidden(line: dict[str, Any]) -> str:
 
 def _idle_note(idle: dict[str, Any], view: View) -> list[str]:
     if view.hardware is None:
-        return [f"--hardware {'|'.join(PRESETS)} says how much of that its link could hide."]
+        return [
+            "--hardware NAME says how much of that its link could hide (show --help lists them)."
+        ]
     if idle["link_bytes"] is None:
         return []
     return [
