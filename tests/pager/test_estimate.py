@@ -182,6 +182,10 @@ def test_eight_billion_parameters_take_no_memory(tmp_path: Path) -> None:
     attention = 32 * 12 * tokens * tokens * 4096  # not halved for the causal mask
     assert found.flops == pytest.approx(6 * 7.5e9 * tokens + attention, rel=0.1)
     assert found.unknown == {}
+    backward = "aten::_scaled_dot_product_flash_attention_for_cpu_backward"
+    op = found.trace.op_names.index(backward)  # in 16 bits, though its sums are in 32
+    flops = 10 * tokens * tokens * 4096
+    assert found.trace.op_duration_us[op] == pytest.approx(flops / (0.55 * 165.2e12) * 1e6)
 
 
 @pytest.mark.slow  # 40 s of the processor
