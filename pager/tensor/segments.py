@@ -30,6 +30,7 @@ from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
+from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.weak import TensorWeakRef
@@ -112,6 +113,12 @@ class Segments:
         if self._now is not None or not (
             torch.is_grad_enabled() and self._pager.in_iteration() and saved.are_asked()
         ):
+            return
+        if get_eval_frame_callback() not in (
+            None,
+            False,
+        ):  # what is compiled there would run as it is here
+            self.refused[path] = "runs inside of torch.compile"
             return
         values, spec = tree_flatten((args, kwargs))
         reason = next((said for value in values if (said := self._cannot_keep(value))), None)

@@ -333,6 +333,17 @@ def test_arguments_that_cannot_be_kept(one_thread, more: Any, reason: str) -> No
         assert pager.core.follower.segments.refused == {"blocks.0": reason}
 
 
+def test_inside_of_torch_compile_all_is_stored(one_thread) -> None:
+    def script(world: World) -> object:
+        model = world.module(Net())
+        compiled = torch.compile(model, backend="eager")
+        return steps(world, model, 3, lambda _: compiled(torch.randn(ROWS, 32)).square().mean())
+
+    with again_pager() as pager:
+        compare_runs(script, World(pager), must_move=False)
+        assert pager.stats()["reruns"] == 0
+
+
 def test_what_is_filled_once_is_no_reason(one_thread) -> None:
     class Cached(nn.Module):
         table: torch.Tensor | None = None
