@@ -69,7 +69,8 @@ def _paragraphs(text: str) -> Iterator[str]:
         lines = paragraph.splitlines()
         as_it_is = lines[0] == "\b"
         if as_it_is and lines[1] == "Example:":
-            yield from _examples(textwrap.dedent("\n".join(lines[2:])).splitlines())
+            joined = re.sub(r" \\\n\s*", " ", textwrap.dedent("\n".join(lines[2:])))
+            yield from _examples(joined.splitlines())
         elif as_it_is:
             yield "```text\n" + "\n".join(lines[1:]) + "\n```\n"
         else:
