@@ -279,7 +279,10 @@ class Follower:
         if followed:
             self.planned_iterations += 1
             signature.measured_us.append((log.ended - self._began) * 1e6)
+            if self.only_if_faster:
+                signature.leave_if_slower()
         elif self._on_demand:
+            signature.demand_us.append((log.ended - self._began) * 1e6)
             signature.demand_stall_us.append(sum(log.stalls.values()) * 1e6)
         if self.mover.error is None and signature.is_due(self.most_plans):
             self._plan(signature)

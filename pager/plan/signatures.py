@@ -21,6 +21,7 @@ _RECORDED = 2  # iterations before the first plan: what happens once would be ta
 _AGAIN = 2  # times as many iterations seen, until there is another plan after one turned down
 _MEASURED = 3  # iterations that follow a plan before it is judged
 _OFF_BY = 0.05
+_SLOWER = 1.02  # times what iterations on demand take: a plan is left
 _SAMPLES = 5
 _MOST_KINDS = 8
 _HISTORY = 256
@@ -60,7 +61,8 @@ class StepSignature:
         # Of the latest iterations, without stalls: seconds of each access.
         self.samples: deque[list[float]] = deque([log.seconds()], _SAMPLES)
         self.measured_us: deque[float] = deque(maxlen=_SAMPLES)  # of those that followed `compiled`
-        self.demand_stall_us: deque[float] = deque(maxlen=_SAMPLES)  # of those that followed none
+        self.demand_us: deque[float] = deque(maxlen=_SAMPLES)  # of those that followed none
+        self.demand_stall_us: deque[float] = deque(maxlen=_SAMPLES)
 
     def seconds(self) -> list[float]:
         """Of each access, in the fastest iteration. What an access takes once, or now and then (a
@@ -131,7 +133,8 @@ class StepSignature:
             return False
         if self.compiled is None:
             return bool(self.keys) and self.seen >= max(_RECORDED, self.again_at)
-        if self.measured is None or len(self.measured_us) < _MEASURED:
+        enough = _MEASURED if self.plans == 1 else _SAMPLES
+        if self.measured is None or len(self.measured_us) < enough:
             return False
         predicted = self.compiled.predicted_us
         return self.plans == 1 or abs(self.measured - predicted) > _OFF_BY * predicted
@@ -176,12 +179,29 @@ class StepSignature:
             f"pages in when an op needs them takes {measured / 1e3:.1f} ms"
         )
 
+    def leave_if_slower(self) -> None:
+        """The plan is given up for good if iterations that follow it take longer than those on demand
+        did, and it was made anew once from what was measured: by the medians of both, and their
+        fastest ones, so that one slow moment of the machine decides nothing."""
+        planned, on_demand = self.measured_us, self.demand_us
+        if self.compiled is None or self.plans < 2 or not on_demand or len(planned) < _SAMPLES:
+            return
+        takes, before = float(np.median(planned)), float(np.median(on_demand))
+        if takes <= _SLOWER * before or min(planned) <= min(on_demand):
+            return
+        self.cancel()
+        self.compiled = None
+        self.refused = (
+            f"the one that was followed took {takes / 1e3:.1f} ms an iteration, and bringing pages "
+            f"in when an op needs them takes {before / 1e3:.1f} ms"
+        )
+
     def arena_has(self, nbytes: int) -> None:
         """The device has so many bytes for pages now."""
         planned_bytes = self.hardware.device_bytes if self.hardware is not None else None
         if planned_bytes == nbytes:
             return
-        self.demand_stall_us.clear()
+        self._forget_demand()
         if planned_bytes is None or planned_bytes > nbytes:
             self.forget_plan()
         elif self.process is None:
@@ -193,6 +213,10 @@ class StepSignature:
         self.compiled = self.refused = self.turned_down = None
         self.plans = self.again_at = 0
         self.measured_us.clear()
+        self._forget_demand()
+
+    def _forget_demand(self) -> None:
+        self.demand_us.clear()
         self.demand_stall_us.clear()
 
     def cancel(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -12,6 +12,7 @@ from torch import nn
 
 import tensorpager as tp
 from tensorpager.pager.plan.access_log import AccessLog
+from tensorpager.pager.plan.compiled_plan import CompiledPlan
 from tensorpager.pager.plan.signatures import StepSignature
 from tensorpager.planner.hardware import Hardware
 
@@ -96,6 +97,46 @@ def test_a_plan_that_promises_less_than_demand_gives_is_not_followed(monkeypatch
             3,
             4,
         )  # the first one was metered
+
+
+@pytest.mark.parametrize(
+    ("planned", "plans", "is_left"),
+    [
+        ([103.0] * 5, 2, True),
+        ([101.0] * 5, 2, False),  # as fast, but for a little
+        ([103.0] * 4, 2, False),  # not known yet
+        ([103.0] * 5, 1, False),  # it is made anew first
+        ([98.0, 103.0, 103.0, 150.0, 150.0], 2, False),  # the machine was slow for a moment
+    ],
+)
+def test_a_plan_is_left_that_takes_longer(planned, plans, is_left) -> None:
+    signature = signature_of([[1.0]])
+    signature.compiled, signature.plans = cast("CompiledPlan", object()), plans
+    signature.demand_us.extend([99.0, 100.0, 100.0, 120.0, 120.0])
+    signature.measured_us.extend(planned)
+    signature.leave_if_slower()
+    assert (signature.compiled is None) == is_left == (signature.refused is not None)
+    assert not is_left or not signature.is_due(4)
+
+
+def test_a_training_goes_on_without_a_plan_that_takes_longer(monkeypatch) -> None:
+    """It promises to wait for nothing, and each iteration that follows it is held up."""
+    with make_pager(policy="lp") as pager:
+        on_machine(pager, monkeypatch, host=MANY, disk=MANY)
+        follower = pager.core.follower
+        enter = follower._enter
+
+        def held_up(compiled: CompiledPlan) -> bool:
+            time.sleep(0.3)
+            return enter(compiled)
+
+        monkeypatch.setattr(follower, "_enter", held_up)
+        model = pager.page_module(mlp(depth=6))
+        modes = generate(pager, model, 14)  # 3 on demand, 3 and 6 with the two plans
+        assert modes.count("planned") >= 6
+        assert modes[-1] == "demand"
+        assert "There is no plan" in pager.explain()
+        assert "the one that was followed took" in pager.explain()
 
 
 def test_read_only_weights_are_not_written_to_the_disk(monkeypatch, tmp_path) -> None:
