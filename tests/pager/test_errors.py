@@ -32,6 +32,7 @@ def exceptions() -> list[type[BaseException]]:
 def made(kind: type[BaseException]) -> BaseException:
     """One with a value for each argument that has no default."""
     if "__init__" not in vars(kind) and kind.__init__ in (
+        BaseException.__init__,
         Exception.__init__,
         *(base.__init__ for base in (RuntimeError, ValueError)),
     ):

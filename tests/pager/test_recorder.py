@@ -202,7 +202,7 @@ def test_small_tensors_share_a_page_under_one_name_with_all_members_listed(trace
     assert sorted(members) == ["0.bias", "2.bias", "4.bias", "6.bias", "6.weight"]
     assert trace.tensor_bytes[index_of(trace, small[0])] == PAGE_BYTES
     grads = [m for m in trace.metadata["shared"].values() if m[0].endswith(".grad")]
-    assert [sorted(m) for m in grads] == [[f"{name}.grad" for name in sorted(members)]]
+    assert grads == [["6.weight.grad"]]  # those of the biases are dense: too small for pages
 
 
 def test_dense_ops_are_recorded_too(trace: Trace) -> None:

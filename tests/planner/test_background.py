@@ -79,7 +79,7 @@ def test_the_same_plan_as_in_this_process() -> None:
     assert done.stdout.count(b"\n") == 1
     answer = json.loads(done.stdout)
     assert answer == json.loads(
-        json.dumps({"plan": plan_to_json(plan), "layout": layout_to_json(layout)})
+        json.dumps({"plan": plan_to_json(plan), "layout": layout_to_json(layout), "again": None})
     )
     assert layout_from_json(answer["layout"]) == layout
     assert list(plan_from_json(answer["plan"]).moves) == list(plan.moves)

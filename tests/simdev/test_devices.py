@@ -60,7 +60,7 @@ def train(
     pager: tp.Pager | None, *, aside: bool = False, steps: int = 3
 ) -> tuple[list[float], list[torch.Tensor]]:
     """``aside``: forward and backward on a stream of the user's own, in every other step only the
-    former."""
+    former; gradients end there too, behind the optimizer, as plain PyTorch wants it of a program."""
     net = transformer()
     if pager is not None:
         pager.page_module(net)
@@ -80,7 +80,8 @@ def train(
             if not step % 2:
                 loss.backward()
             optimizer.step()
-            optimizer.zero_grad()
+            with on_another(side) if aside else nullcontext():
+                optimizer.zero_grad()
         losses.append(loss.item())
         if pager is not None:
             check_invariants(pager.core)
