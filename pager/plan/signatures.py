@@ -180,9 +180,9 @@ class StepSignature:
         )
 
     def leave_if_slower(self) -> None:
-        """The plan is given up for good if iterations that follow it take longer than those on demand
-        did, and it was made anew once from what was measured: by the medians of both, and their
-        fastest ones, so that one slow moment of the machine decides nothing."""
+        """The plan is given up for good if iterations that follow it take longer than those on
+        demand did, and it was made anew once from what was measured: by the medians of both, and
+        their fastest ones, so that one slow moment of the machine decides nothing."""
         planned, on_demand = self.measured_us, self.demand_us
         if self.compiled is None or self.plans < 2 or not on_demand or len(planned) < _SAMPLES:
             return

@@ -60,7 +60,7 @@ def train(
     pager: tp.Pager | None, *, aside: bool = False, steps: int = 3
 ) -> tuple[list[float], list[torch.Tensor]]:
     """``aside``: forward and backward on a stream of the user's own, in every other step only the
-    former; gradients end there too, behind the optimizer, as plain PyTorch wants it of a program."""
+    former; gradients end there too, behind the optimizer, as plain PyTorch wants it."""
     net = transformer()
     if pager is not None:
         pager.page_module(net)
