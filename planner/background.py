@@ -44,14 +44,15 @@ def plan_with_layout(
     Prefetches fill the device to the last frame, so some stays may find none. The executor places
     those when they come, and moves others aside for it, which is in the way of others again: so
     where a plan for a little less of the device waits hardly longer, and has a place for more, it
-    is taken.
+    is taken. A quick plan is not made several times for that, nor one for a CPU, where the planner
+    takes cores from the training, and moving frames aside costs little.
 
     Raises what the policy raises: ``InfeasibleBudget``, ``PolicyRefusal``.
     """
     frames = frames_of(trace, hardware)
     plan = _plan(trace, hardware, quick, policy)
     layout, least_us = place(trace, plan, frames), _us(plan)
-    for share in SPARE_SHARES:
+    for share in () if quick or trace.device == "cpu" else SPARE_SHARES:
         if not layout.unplaced_pages or frames < share:
             break
         less = hardware.with_(device_bytes=(frames - frames // share) * hardware.page_size)

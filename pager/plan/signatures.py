@@ -184,7 +184,8 @@ class StepSignature:
         demand did, and it was made anew once from what was measured: by the medians of both, and
         their fastest ones, so that one slow moment of the machine decides nothing."""
         planned, on_demand = self.measured_us, self.demand_us
-        if self.compiled is None or self.plans < 2 or not on_demand or len(planned) < _SAMPLES:
+        made = self.plans - (self.process is not None)
+        if self.compiled is None or made < 2 or not on_demand or len(planned) < _SAMPLES:
             return
         takes, before = float(np.median(planned)), float(np.median(on_demand))
         if takes <= _SLOWER * before or min(planned) <= min(on_demand):

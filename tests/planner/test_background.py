@@ -11,6 +11,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 from random import Random
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tensorpager.planner import background
 from tensorpager.planner.background import plan_with_layout
 from tensorpager.planner.errors import InfeasibleBudget, PagerError
 from tensorpager.planner.hardware import Hardware, from_mapping
@@ -69,6 +71,36 @@ def ask(request: bytes, **options: Any) -> subprocess.CompletedProcess[bytes]:
 def request_for(trace: Trace, hardware: Hardware, **changes: Any) -> bytes:
     options = {"quick": True, "policy": "lp", "parent_pid": os.getpid()} | changes
     return write_request(trace, hardware, **options)
+
+
+@pytest.mark.parametrize(
+    ("device", "quick", "cost", "spared"),
+    [
+        ("cuda:0", False, 1.01, True),
+        ("cuda:0", False, 1.02, False),  # it would wait for that
+        ("cuda:0", True, 1.0, False),
+        ("cpu", False, 1.0, False),
+    ],
+)
+def test_frames_are_spared_where_that_costs_nothing(
+    monkeypatch: pytest.MonkeyPatch, device: str, quick: bool, cost: float, spared: bool
+) -> None:
+    """The plan for all 64 frames has no place for one page, the one for 63 has."""
+    trace, hardware = replace(layers(6), device=device), machine(64)
+
+    def plan(trace: Trace, hardware: Hardware, *_: Any) -> Any:
+        frames = hardware.device_bytes // hardware.page_size
+        us = 100.0 if frames == 64 else 100.0 * cost
+        return SimpleNamespace(frames=frames, predicted=SimpleNamespace(iteration_us=us))
+
+    monkeypatch.setattr(background, "_plan", plan)
+    monkeypatch.setattr(
+        background,
+        "place",
+        lambda trace, plan, frames: SimpleNamespace(unplaced_pages=plan.frames - 63),
+    )
+    found: Any = plan_with_layout(trace, hardware, quick=quick)[0]
+    assert found.frames == (63 if spared else 64)
 
 
 def test_the_same_plan_as_in_this_process() -> None:
