@@ -204,6 +204,12 @@ class PlannedMoves:
         one of these is not free, or a run has other pages there, or is in use in parts."""
         if len(queue) < 2 or self._residency.workspaces:
             return False
+        first = queue[0]  # while its frames are not free, each access comes here again
+        if not (
+            self._is_inside(first.run, first.action.base)
+            and self._residency.pool.is_free(first.action.base, first.run.count)
+        ):
+            return False
         table, runs = self._table, set()
         pages, frames = [], []
         for action, run in queue:

@@ -61,13 +61,7 @@ def _made_again(line: Timeline, tensor: int) -> list[dict[str, Any]]:
     """When ops that run again write it."""
     reruns = [] if line.simulation is None else line.simulation.reruns
     return [
-        {
-            "op": run.op,
-            "op_name": line.trace.op_names[run.op],
-            "before_op": run.before_op,
-            "begin_us": run.begin_us,
-            "end_us": run.end_us,
-        }
+        _when(line, run) | {"before_op": run.before_op}
         for run in reruns
         if tensor in _tensors_of(line.trace, run.op, WRITE)
     ]
@@ -76,16 +70,17 @@ def _made_again(line: Timeline, tensor: int) -> list[dict[str, Any]]:
 def _host_steps(line: Timeline, tensor: int) -> list[dict[str, Any]]:
     """When the host steps it, or uses it for a step."""
     runs = [] if line.simulation is None else line.simulation.host_runs
-    return [
-        {
-            "op": run.op,
-            "op_name": line.trace.op_names[run.op],
-            "begin_us": run.begin_us,
-            "end_us": run.end_us,
-        }
-        for run in runs
-        if tensor in _tensors_of(line.trace, run.op)
-    ]
+    return [_when(line, run) for run in runs if tensor in _tensors_of(line.trace, run.op)]
+
+
+def _when(line: Timeline, run: Any) -> dict[str, Any]:
+    """What runs, and when: of an op that runs again, or of a step of the host."""
+    return {
+        "op": run.op,
+        "op_name": line.trace.op_names[run.op],
+        "begin_us": run.begin_us,
+        "end_us": run.end_us,
+    }
 
 
 def _accesses(line: Timeline, rows: Any, page_size: int) -> list[dict[str, Any]]:

@@ -6,6 +6,7 @@ book keeps who is where.
 """
 
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 from random import Random
 from typing import Any
@@ -214,9 +215,9 @@ def test_no_two_pages_share_a_frame(monkeypatch: pytest.MonkeyPatch) -> None:
     assert min(seen["in"], seen["birth"], seen["around"]) > 50
 
 
-def test_plans_of_the_linear_program(monkeypatch: pytest.MonkeyPatch) -> None:
-    checked = 0
-    for seed in range(60):
+def planned(count: int) -> Iterator[tuple[Trace, Hardware, Plan]]:
+    """Random traces and machines for which there is a plan."""
+    for seed in range(count):
         rng = Random(seed)
         trace = random_trace(rng, zero_durations=seed % 3 == 0)
         hardware = random_hardware(rng, trace)
@@ -224,6 +225,12 @@ def test_plans_of_the_linear_program(monkeypatch: pytest.MonkeyPatch) -> None:
             plan = lp_plan(trace, hardware, quick=True)
         except (InfeasibleBudget, PolicyRefusal):
             continue
+        yield trace, hardware, plan
+
+
+def test_plans_of_the_linear_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    checked = 0
+    for trace, hardware, plan in planned(60):
         book = check_layout(trace, hardware, plan, lay_out(trace, hardware, plan), monkeypatch)
         checked += book is not None and bool(plan.moves)
     assert checked > 10
@@ -328,14 +335,7 @@ class Executor:
 def test_in_the_order_of_the_program() -> None:
     """Each page that comes finds its frame free, in each iteration, where all have a place."""
     seen: Counter[str] = Counter()
-    for seed in range(400):
-        rng = Random(seed)
-        trace = random_trace(rng, zero_durations=seed % 3 == 0)
-        hardware = random_hardware(rng, trace)
-        try:
-            plan = lp_plan(trace, hardware, quick=True)
-        except (InfeasibleBudget, PolicyRefusal):
-            continue
+    for trace, hardware, plan in planned(400):
         # Room for what came earlier than in the simulated order, and for what has just died.
         layout = place(trace, plan, frames_of(trace, hardware) + total_pages(trace))
         if layout.unplaced_pages or not plan.moves:
