@@ -225,11 +225,13 @@ class Core:
         self.stepping = self.inside = self.inferring = self.fits = False
         self.after_op: Callable[[], None] | None = None
         self.watch: Watcher | None = None
+        self.before_write: Callable[[Sequence[Extent]], None] | None = None
         self.sees_ops = False
         self.on_iteration: list[IterationListener] = []
         self.running: Any = None  # the iteration (``iteration.py``)
         self.on_forward: list[Callable[[torch.nn.Module, bool], None]] = []
         self.on_close: list[Callable[[], None]] = []  # the latest first, when the pager closes
+        self.on_ended: list[Callable[[], None]] = []  # when all is learned of an iteration
         self.cut_short: str | None = None
         self.replaced: dict[int, tuple[Any, Any]] = {}
         self.iterations = self.gathers = 0
@@ -363,6 +365,8 @@ class Core:
     def will_write(self, extents: Sequence[Extent]) -> None:
         """Bytes of ``extents``, which are held, are about to change: copies below are void. For
         those who learn of it after they took them."""
+        if self.before_write is not None:
+            self.before_write(extents)
         watch, fresh = self.watcher(), []
         for extent in extents:
             extent.writes += 1
@@ -397,6 +401,8 @@ class Core:
         """What :meth:`hold_parts` begins with. ``streamed``: what is not held of their extents is
         the first to leave from now on."""
         self.check_open()
+        if write and self.before_write is not None:
+            self.before_write([extent for extent, _ in write])
         with self.lock:
             turns = self.turns
             if not turns.is_home():

@@ -179,6 +179,8 @@ class Running:
             raise
         pager.cut_short = None
         pager.iterations += 1
+        for ended in pager.on_ended:
+            ended()
         self._metrics.end()
 
     def cut(self, error: BaseException | None, how: str = "abandon()") -> None:

@@ -76,6 +76,8 @@ def note_replicas(pager: Core) -> None:
     ddp: Any = DistributedDataParallel._active_ddp_module
     if ddp is None:
         return
+    if ddp.training and ddp.require_backward_grad_sync and torch.is_grad_enabled():
+        _note_meeting(pager, ddp)
     known = _buckets.get(ddp)
     if known is not None and known._cdata in pager.saved.skip:
         if pager.inside and ddp._has_rebuilt_buckets and ddp not in _rebuilt:
@@ -97,6 +99,15 @@ def note_replicas(pager: Core) -> None:
             paged.in_backward.stop(
                 "DistributedDataParallel reduces gradients after they are accumulated"
             )
+
+
+def _note_meeting(pager: Core, ddp: Any) -> None:
+    from .agreement import note_meeting, plan_together, timeout_of  # torch.distributed
+
+    if not getattr(ddp._join_config, "enable", False):  # ranks may run out of data then
+        ranks = torch.distributed.get_process_group_ranks(ddp.process_group)
+        plan_together(pager, ranks, timeout_of(ddp.process_group))
+        note_meeting(pager)
 
 
 def _reduced(ddp: Any) -> list[torch.Tensor]:

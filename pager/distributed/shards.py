@@ -34,6 +34,7 @@ from ..tensor.dispatcher import serve_kind
 from ..tensor.new_pages import copy_in, empty_like_geometry
 from ..tensor.op_info import OpInfo
 from ..tensor.paged_tensor import PagedTensor
+from .agreement import note_meeting, plan_together, timeout_of
 
 if TYPE_CHECKING:
     from ..core import Core
@@ -79,6 +80,9 @@ def page_shards(pager: Core, module: torch.nn.Module) -> None:
                 "use fully_shard without offload_policy"
             )
     names = {id(parameter): name for name, parameter in module.named_parameters()}
+    meshes = {_ranks_of(param) for _, param in fsdp_params(module)}
+    if len(meshes) == 1:  # else who meets whom differs from gather to gather
+        plan_together(pager, meshes.pop(), timeout_of(None))
     hooked = set()
     for child, param in fsdp_params(module):
         sharded: Any = param.sharded_param
@@ -88,6 +92,11 @@ def page_shards(pager: Core, module: torch.nn.Module) -> None:
         if child not in hooked:
             hooked.add(child)
             child.register_forward_pre_hook(_LeaveGathered(pager))
+
+
+def _ranks_of(param: FSDPParam) -> tuple[int, ...]:
+    mesh: Any = param.mesh_info.mesh
+    return tuple(sorted(map(int, mesh.mesh.flatten())))
 
 
 def _page(pager: Core, param: FSDPParam, label: str) -> None:
@@ -167,6 +176,7 @@ class _LeaveGathered:
         pager = self._pager() if self._pager is not None else None
         if pager is None:
             return
+        note_meeting(pager)
         skip = pager.saved.skip
         for owner, param in fsdp_params(module):
             if owner is module:

@@ -23,7 +23,7 @@ import warnings
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
@@ -56,14 +56,27 @@ _RATES = {
 }
 
 
+class Others(Protocol):
+    """Ranks that this one plans together with (``distributed/agreement.py``): whether all may
+    follow plans in the next iteration, and take those that have been made."""
+
+    @property
+    def may_follow(self) -> bool: ...
+    @property
+    def may_take(self) -> bool: ...
+
+
 class Follower:
-    """Of one pager. Methods are called with its lock held."""
+    """Of one pager. Methods are called with its lock held. ``learned``: the kind of the latest
+    iteration, if that told anything."""
 
     def __init__(self, pager: Core, recorder: Recorder, segments: Segments | None = None) -> None:
         self._pager = pager
         self.recorder = recorder
         self.signatures = Signatures()
         self.segments = segments  # where blocks may run again
+        self.others: Others | None = None
+        self.learned: StepSignature | None = None
         if segments is not None:
             segments.listener = self
         self.mover = pager.mover
@@ -95,12 +108,15 @@ class Follower:
         """An iteration begins; it is expected to be of the kind that came here before."""
         pager = self._pager
         pager.residency.collect()
-        self._poll()
+        others, self.learned = self.others, None
+        if others is None or others.may_take:
+            self._poll()
         self._began = time.perf_counter()
         log = self.recorder.open()
         signature = self._choose(self.signatures.expected(), log)
         compiled = signature.compiled if signature is not None else None
         off = pager.budget.metering or self.mover.error is not None
+        off = off or (others is not None and not others.may_follow)
         if compiled is not None and not off and self._enter(compiled):
             self._in_state = compiled
             self._follow(compiled, 0)
@@ -288,8 +304,9 @@ class Follower:
             if not planning:
                 signature.demand_us.append((log.ended - self._began) * 1e6)
             signature.demand_stall_us.append(sum(log.stalls.values()) * 1e6)
-        if self.mover.error is None and signature.is_due(self.most_plans):
-            self._plan(signature)
+        self.learned = signature
+        if self.others is None:
+            self.plan_if_due()
 
     def _relate(self, signature: StepSignature) -> None:
         """Of what kind an iteration was in which blocks were to run again."""
@@ -304,8 +321,48 @@ class Follower:
             base.keep("was of another kind each time")
 
     # -- planning --------------------------------------------------------------------------------
-    def _plan(self, signature: StepSignature) -> None:
-        """Start to plan ``signature`` beside the training."""
+    def is_due(self) -> bool:
+        """Whether the latest iteration's kind should be planned."""
+        signature = self.learned
+        return (
+            signature is not None and self.mover.error is None and signature.is_due(self.most_plans)
+        )
+
+    def plan_if_due(self, *, with_others: bool = False) -> None:
+        """Plan the latest iteration's kind, if it should be; ``with_others``: also if its plan is
+        a quick one."""
+        kind = self.learned
+        if self.is_due() or (
+            with_others and kind is not None and kind.compiled is not None and kind.plans == 1
+        ):
+            assert kind is not None
+            self._plan(kind)
+
+    def plan_quickly(self, kind: StepSignature | None) -> None:
+        """Others wait for a plan of ``kind``: start to make a quick one, unless one is made."""
+        if kind is None or kind.compiled is not None or kind.refused is not None or not kind.keys:
+            return
+        if kind.process is not None:
+            if kind.plans == 1:
+                return
+            kind.cancel()
+        self._plan(kind, quick=True)
+
+    def to_come(self) -> StepSignature | None:
+        """The kind of the next iteration, as far as can be told."""
+        expected = self.signatures.expected()
+        if expected is not None and expected.again and expected.variant is not None:
+            return expected.variant
+        return expected
+
+    @property
+    def is_planning(self) -> bool:
+        """A plan is being made."""
+        processes = (signature.process for signature in self.signatures.all)
+        return any(process is not None and not process.done() for process in processes)
+
+    def _plan(self, signature: StepSignature, *, quick: bool = False) -> None:
+        """Start to plan ``signature`` beside the training; the first plan is always a quick one."""
         from .planning import PlanningProcess
         from .traces import trace_of_accesses
 
@@ -329,7 +386,7 @@ class Follower:
         signature.process = PlanningProcess(
             signature.recorded.trace,
             hardware,
-            quick=signature.plans == 1,
+            quick=quick or signature.plans == 1,
             policy="lp" if self.segments is None else "joint",
         )
 
@@ -364,29 +421,42 @@ class Follower:
 
     def hardware(self) -> Hardware:
         """This machine as the planner sees it: measured channels, the tiers as they are now."""
-        from ..machine.calibration.measure import calibrate, hardware
+        from ..machine.calibration.measure import hardware
 
         pager = self._pager
-        if self._calibration is None:
-            self.mover.drain()
-            self._calibration = calibrate(
-                backend=pager.backend,
-                host=pager.host,
-                disk=pager.disk,
-                page_size=pager.page_size,
-                watch=pager.io_watch,
-                hold_back=pager.mover.slots.hold_back,
-            )
-            self._size_batches(self._calibration)
+        calibration = self._calibration or self.calibrate()
         size = pager.page_size
         machine = hardware(
-            self._calibration,
+            calibration,
             device_bytes=pager.residency.pool.count * size,
             host_bytes=pager.host.slots.count * size,
             disk_bytes=pager.disk.slots.count * size if pager.disk is not None else 0,
             page_size=size,
         )
         return machine.with_(**self._rates_in_training(machine))
+
+    @property
+    def is_calibrated(self) -> bool:
+        return self._calibration is not None
+
+    def calibrate(self, *, fresh: bool = False) -> Calibration:
+        """Measure the channels, or take what was measured within a week unless it has to be
+        ``fresh``."""
+        from ..machine.calibration.measure import calibrate
+
+        pager = self._pager
+        self.mover.drain()
+        found = self._calibration = calibrate(
+            backend=pager.backend,
+            host=pager.host,
+            disk=pager.disk,
+            page_size=pager.page_size,
+            watch=pager.io_watch,
+            hold_back=pager.mover.slots.hold_back,
+            fresh=fresh,
+        )
+        self._size_batches(found)
+        return found
 
     def _rates_in_training(self, machine: Hardware) -> dict[str, float]:
         """Rates that channels had beside the training, where they have moved enough to tell: ops

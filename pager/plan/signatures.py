@@ -49,6 +49,7 @@ class StepSignature:
         self.hardware: Hardware | None = None  # it was, or is being, planned for
         self.process: PlanningProcess | None = None
         self.refused: str | None = None  # why there is no plan
+        self.left = False  # for good, a plan that was followed
         self.turned_down: str | None = None
         self.again_at = 0
         self.plans = 0
@@ -190,12 +191,15 @@ class StepSignature:
         takes, before = float(np.median(planned)), float(np.median(on_demand))
         if takes <= _SLOWER * before or min(planned) <= min(on_demand):
             return
-        self.cancel()
-        self.compiled = None
-        self.refused = (
+        self.leave(
             f"the one that was followed took {takes / 1e3:.1f} ms an iteration, and bringing pages "
             f"in when an op needs them takes {before / 1e3:.1f} ms"
         )
+
+    def leave(self, why: str) -> None:
+        """No plan is followed any more in iterations of this kind."""
+        self.cancel()
+        self.compiled, self.refused, self.left = None, why, True
 
     def arena_has(self, nbytes: int) -> None:
         """The device has so many bytes for pages now."""
@@ -208,11 +212,13 @@ class StepSignature:
         elif self.process is None:
             self.plans = min(self.plans, 1)
             self.refused = self.turned_down = None
+            self.left = False
 
     def forget_plan(self) -> None:
         self.cancel()
         self.compiled = self.refused = self.turned_down = None
         self.plans = self.again_at = 0
+        self.left = False
         self.measured_us.clear()
         self._forget_demand()
 

@@ -34,7 +34,7 @@ import tensorpager as tp
 from tensorpager.pager.debug.check import check_invariants
 from tensorpager.pager.tensor.paged_tensor import dense_twin
 
-STEPS = 5
+STEPS = 6  # so that ranks follow a plan in the last one
 PAGE_BYTES = 64 << 10
 RANK_BYTES = {"device": 2 << 20, "host": 1 << 20, "disk": 8 << 20}  # far less than all together
 TIMEOUT = timedelta(seconds=300)  # of a rank that is gone; generous, as machines are busy
@@ -202,6 +202,72 @@ def collectives(folder: Path) -> Found:
     return found
 
 
+SLOW_UNTIL, LEAVES_IN, TOGETHER_STEPS = 7, 12, 15
+
+
+def together(folder: Path) -> Found:
+    """Which iterations followed a plan, where the planner of rank 1 is slow at first, and rank 0
+    leaves its plan in the end."""
+    expected = train_together(None, {})
+    found: Found = {"measured": 0, "modes": []}
+    with make_pager(folder, "lp") as pager:
+        losses, parameters = train_together(pager, found)
+        stats, found["said"] = pager.stats(), pager.explain()
+    peak, budget = stats["peak_bytes"], stats["budget_bytes"]
+    found["within"] = all(peak[tier] <= budget[tier] for tier in budget)
+    found["same"] = losses == expected[0] and all(map(torch.equal, parameters, expected[1]))
+    return found
+
+
+def train_together(pager: tp.Pager | None, found: Found) -> tuple[list[float], list[torch.Tensor]]:
+    """The losses of this rank, and all parameters at the end; ``found``: how it went."""
+    model, rank, follower = sharded(make_model()), dist.get_rank(), None
+    if pager is not None:
+        pager.page_module(model)
+    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
+    if pager is not None:
+        optimizer, follower = pager.optimizer(optimizer), pager.core.follower
+        assert follower is not None
+        _watch_planning(follower, found)
+    data, losses = torch.Generator().manual_seed(rank), []
+    for step in range(TOGETHER_STEPS):
+        with pager.iteration() if pager is not None else nullcontext():
+            inputs = torch.randn(32, 128, generator=data)
+            labels = torch.randint(10, (32,), generator=data)
+            loss = F.cross_entropy(model(inputs), labels)
+            loss.backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+            optimizer.zero_grad()
+            if follower is not None and step == LEAVES_IN and rank == 0:
+                follower.signatures.all[-1].leave("it took longer")
+        losses.append(loss.item())
+        if pager is not None and follower is not None:
+            found["modes"].append(follower.last_mode)
+            follower.wait_for_plans()
+            check_invariants(pager.core)
+    return losses, [whole(parameter) for parameter in model.parameters()]
+
+
+def _watch_planning(follower: Any, found: Found) -> None:
+    """Counts how often channels are measured; on rank 1 no plan is there before ``SLOW_UNTIL``."""
+    calibrate, plan = follower.calibrate, follower._plan
+
+    def counted(*, fresh: bool = False) -> Any:
+        found["measured"] += 1
+        found["fresh"] = fresh
+        return calibrate(fresh=fresh)
+
+    def planned_late(kind: Any, **options: Any) -> None:
+        plan(kind, **options)
+        done = kind.process.done
+        kind.process.done = lambda: done() and len(found["modes"]) >= SLOW_UNTIL
+
+    follower.only_if_faster = False
+    follower.calibrate = counted
+    if dist.get_rank() == 1:
+        follower._plan = planned_late
+
+
 def run(out: Path, kinds: list[str], policies: list[str], cases: Cases) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=TIMEOUT)
@@ -215,9 +281,15 @@ def run(out: Path, kinds: list[str], policies: list[str], cases: Cases) -> None:
         dist.destroy_process_group()
 
 
-def fork_ranks(ranks: int, body: Callable[[], object], local: int | None = None) -> int:
+def fork_ranks(
+    ranks: int,
+    body: Callable[[], object],
+    local: int | None = None,
+    peaks: dict[int, int] | None = None,
+) -> int:
     """What ``torchrun`` does, with PyTorch loaded once: ``body`` on each rank, ``local`` of them on
-    a node. The exit code of the first that fails."""
+    a node. The exit code of the first that fails. ``peaks``: filled with the most memory that each
+    rank had, in bytes, as the kernel counted."""
     for module in ("torch._dynamo", "torch.distributed.fsdp"):  # which each rank would load else
         importlib.import_module(module)
     local = local or ranks
@@ -250,9 +322,11 @@ def fork_ranks(ranks: int, body: Callable[[], object], local: int | None = None)
     worst = 0
     end = time.monotonic() + TIMEOUT.total_seconds() + 60
     while children:
-        pid, status = os.waitpid(-1, os.WNOHANG)
+        pid, status, usage = os.wait4(-1, os.WNOHANG)
         if pid:
-            del children[pid]
+            rank = children.pop(pid)
+            if peaks is not None:
+                peaks[rank] = usage.ru_maxrss << 10
             worst = worst or os.waitstatus_to_exitcode(status)
         if worst or time.monotonic() > end:  # the others wait for it in vain
             for child in children:
@@ -279,4 +353,4 @@ def main(cases: Cases) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main({"refusals": refusals, "collectives": collectives}))
+    sys.exit(main({"refusals": refusals, "collectives": collectives, "together": together}))

@@ -13,6 +13,7 @@ from tensorpager.pager.machine import ranks
 from tensorpager.planner.sizes import parse_bytes
 
 from .. import programs
+from .distributed_worker import LEAVES_IN, SLOW_UNTIL
 
 WORKER = Path(__file__).with_name("distributed_worker.py")
 MiB = 1 << 20
@@ -66,6 +67,25 @@ def test_replicas_that_fit(tmp_path: Path) -> None:
         assert run["opened"] == 10
         assert run["same_figures"]
         assert run["same_tensors"]
+
+
+def test_ranks_enter_and_leave_plans_together(tmp_path: Path) -> None:
+    """No rank follows its plan before the slowest planner is done, nor after one has left; the
+    channels are measured by both at once. Bits are plain FSDP2's, budgets hold."""
+    first, second = (found["together"] for found in fork(tmp_path, 2, "together"))
+    for found in (first, second):
+        assert found["same"]
+        assert found["within"]
+        assert found["measured"] == 1
+        assert found["fresh"]
+        begin, end = SLOW_UNTIL, LEAVES_IN
+        assert found["modes"] == first["modes"]
+        entered = found["modes"].index("planned")
+        assert entered >= begin
+        assert found["modes"][entered : end + 1] == ["planned"] * (end + 1 - entered)
+        assert set(found["modes"][end + 1 :]) == {"demand"}
+    assert "it took longer" in first["said"]
+    assert "another rank has left its plan" in second["said"]
 
 
 @pytest.mark.slow

@@ -24,6 +24,7 @@ from .... import __version__
 from ...devices.allocator_build import private_folder
 from ...disk.batch import THREADS
 from ...disk.mounts import mount_of, text_of
+from ..ranks import ranks_on_node
 
 if TYPE_CHECKING:
     import torch
@@ -44,6 +45,8 @@ def machine_key(device: torch.device, disk: DiskTier | None, page_size: int) -> 
         "device": _cpu_name() if device.type == "cpu" else _accelerator_name(device),
         "page_size": page_size,
     }
+    if ranks_on_node() > 1:  # each has a part of these rates
+        key["ranks"] = ranks_on_node()
     if disk is not None:
         for name, value in folder_key(disk.directory).items():
             key[f"disk_{name}"] = value

@@ -103,6 +103,11 @@ def calibrate(
     return measured
 
 
+def is_known(backend: Device, disk: DiskTier | None, page_size: int) -> bool:
+    """Whether :func:`calibrate` has nothing to measure."""
+    return _from_cache(cache.machine_key(backend.device, disk, page_size), disk) is not None
+
+
 def _from_cache(key: cache.Key, disk: DiskTier | None) -> Calibration | None:
     values = cache.load(key)
     if values is None:
