@@ -91,8 +91,8 @@ ROOMS = (
 # The same of the planner.
 PLANNER_ROOMS = (
     "errors", "sizes", "shown", "hardware", "trace", "plan", "simulation", "lifetimes",
-    "buckets", "iteration", "trace_check", "trace_file", "request", "simulator", "validator",
-    "policies", "lp", "joint",
+    "buckets", "ranks", "iteration", "trace_check", "trace_file", "request", "simulator",
+    "validator", "policies", "lp", "joint",
     "registry", "layout", "timeline", "tier_usage", "sweep", "target", "outlook", "background",
     "packing", "offsets", "importers", "difference", "perfetto", "report", "commands",
 )  # fmt: skip

@@ -22,6 +22,7 @@ from .options import (
     trace_argument,
 )
 from .output import emit, emit_json, output_path
+from .ranks import Fleet, fleet_options, run_ranks
 from .sweep import Asked, run_sweep
 from .tables import format_share, format_us, pairs, predicted_json, predicted_table, table
 from .target import percent, run_target
@@ -72,6 +73,7 @@ if TYPE_CHECKING:
     show_default=True,
     help="How many of PLAN's longest stalls to list.",
 )
+@fleet_options
 @json_option
 @click.pass_context
 def simulate(
@@ -86,6 +88,7 @@ def simulate(
     jobs: int | None,
     csv_path: Path | None,
     stalls: int,
+    fleet: Fleet | None,
     as_json: bool,
 ) -> None:
     """Run a plan through the machine model, or ask what other machines would do.
@@ -100,6 +103,10 @@ def simulate(
 
     With --target the least device memory with which a policy reaches that share of the ideal speed.
 
+    With --ranks what 1, 2, 4, … N devices do under FSDP2, each on as much as TRACE: speed and cost,
+    with pages moved and without. --hardware is a node then: each rank has its own device and link,
+    and all of a node share its host memory and disk.
+
     Exits with 1 if nothing is feasible, or no policy reaches the target.
 
     \b
@@ -108,6 +115,7 @@ def simulate(
       tensorpager simulate trace.parquet --hardware g10 --sweep device=50%:100%:3
       tensorpager simulate trace.parquet --hardware g10 --sweep link=1GB:16GB:3
       tensorpager simulate trace.parquet --hardware g10 --target 95% --quick
+      tensorpager simulate trace.parquet --hardware h100 --ranks 64 --nodes 8
     """
     _refuse_what_plays_no_part(context)
     if machine is None:
@@ -121,12 +129,16 @@ def simulate(
         return
     from ..trace_file import read_trace
 
-    names = policy_names("lp,lru" if policies is None else policies)
+    usual = "lp,lru" if fleet is None else "lp"
+    names = policy_names(usual if policies is None else policies)
     trace, plan = read_trace(trace_path), None
     if plan_path is not None:
         plan = read_plan_for(plan_path, trace, trace_path, machine.base)
         names = [plan.policy]
     asked = Asked(trace_path, trace, machine, names, quick, jobs, plan)
+    if fleet is not None:
+        run_ranks(asked, fleet, csv_path, as_json)
+        return
     if target is None:
         run_sweep(asked, axes, csv_path, as_json)
         return
@@ -157,6 +169,13 @@ def _refuse_what_plays_no_part(context: click.Context) -> None:
             )
         if not sweeps and given & {"jobs", "csv_path"}:
             raise click.UsageError("--jobs and --csv are for --sweep and --target.")
+    if "ranks" in given:
+        for name in ("axes", "target", "plan_path", "jobs"):
+            if name in given:
+                shown = {"axes": "--sweep", "plan_path": "PLAN"}.get(name, f"--{name}")
+                raise click.UsageError(
+                    f"--ranks plans for each number of ranks; leave out {shown}."
+                )
     if "stalls" in given and (sweeps or "plan_path" not in given):
         raise click.UsageError("--stalls is for a PLAN on one machine.")
 

@@ -1,0 +1,270 @@
+"""``tensorpager simulate --ranks``: speed and cost against the number of devices."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import wraps
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from ..hardware import describe
+from ..sizes import format_bytes
+from .failures import CheckFailed
+from .options import F, limit, rate
+from .output import emit, emit_json, progress_bar
+from .sweep import Asked, write_csv
+from .tables import format_us, pairs, table
+
+if TYPE_CHECKING:
+    from ..hardware import Hardware
+    from ..ranks import Cluster
+
+PLANNED_OPS = 400  # of each rank's trace, if it has more
+
+
+@dataclass(frozen=True)
+class Fleet:
+    """Up to ``ranks`` devices on up to ``nodes`` nodes, and what connects them; see
+    ``planner.ranks.Cluster``. ``tokens`` of the trace's iteration and ``price`` of a device's hour,
+    if they are known."""
+
+    ranks: int
+    nodes: int
+    fabric: float
+    network: float
+    latency_us: float
+    host: float
+    tokens: int | None = None
+    price: float | None = None
+
+    def cluster(self, ranks: int) -> Cluster:
+        """``ranks`` of them, on as few nodes as they fit."""
+        from ..ranks import Cluster
+
+        nodes = -(-ranks // (self.ranks // self.nodes))
+        return Cluster(ranks, nodes, self.fabric, self.network, self.latency_us, self.host)
+
+    @property
+    def counts(self) -> list[int]:
+        """1, 2, 4, … and all: those that full nodes, or a part of one, have."""
+        each = self.ranks // self.nodes
+        counts = {1 << power for power in range(self.ranks.bit_length())} | {each, self.ranks}
+        return sorted(n for n in counts if n <= each or (n <= self.ranks and n % each == 0))
+
+
+_NETWORK = [
+    click.option(
+        "--nodes", type=click.IntRange(min=1), default=1, help="Nodes that --ranks are on."
+    ),
+    click.option(
+        "--fabric", type=rate, metavar="RATE", default="300GB", help="Device to device in a node."
+    ),
+    click.option(
+        "--network", type=rate, metavar="RATE", default="50GB", help="Node to node, each way."
+    ),
+    click.option(
+        "--network-latency-us",
+        "latency_us",
+        type=click.FloatRange(min=0),
+        metavar="US",
+        default=10.0,
+        help="Of each step of a collective.",
+    ),
+    click.option(
+        "--host-rate",
+        "host",
+        type=limit,
+        metavar="RATE",
+        default="inf",
+        help="What all links of a node move together (default: no limit).",
+    ),
+]
+_COST = [
+    click.option(
+        "--tokens", type=click.IntRange(min=1), help="Of TRACE's iteration, for tokens/s."
+    ),
+    click.option(
+        "--price", type=click.FloatRange(min=0), help="Of a device's hour, for the cost of tokens."
+    ),
+]
+
+
+def ranks_option(help_text: str) -> Callable[[F], F]:
+    return click.option("--ranks", type=click.IntRange(min=1), metavar="N", help=help_text)
+
+
+def fleet_options(command: F) -> F:
+    """``--ranks`` and what goes with it; the command gets a ``Fleet`` as ``fleet``, or ``None``."""
+    return _with_fleet(
+        command, [*_NETWORK, *_COST], "Devices that train together, up to this many."
+    )
+
+
+def network_options(command: F) -> F:
+    """The same without costs, for one number of ranks."""
+    return _with_fleet(command, _NETWORK, "Devices that train together, by FSDP2.")
+
+
+def _with_fleet(command: F, options: list[Callable[[Any], Any]], help_text: str) -> F:
+    names = ("nodes", "fabric", "network", "latency_us", "host", "tokens", "price")
+
+    @wraps(command)
+    def with_fleet(ranks: int | None, **values: Any) -> Any:
+        given = {name: values.pop(name) for name in names if name in values}
+        if ranks is None:
+            source = click.get_current_context().get_parameter_source
+            changed = [n for n in given if source(n) is click.core.ParameterSource.COMMANDLINE]
+            if changed:
+                shown = {"latency_us": "network-latency-us", "host": "host-rate"}
+                name = shown.get(changed[0], changed[0])
+                raise click.UsageError(
+                    f"--{name} is of several devices; say how many with --ranks."
+                )
+            return command(fleet=None, **values)
+        fleet = Fleet(ranks, **given)
+        if fleet.ranks % fleet.nodes:
+            raise click.UsageError(
+                f"--ranks {ranks} cannot be spread evenly over --nodes {fleet.nodes}; give a "
+                "multiple of it."
+            )
+        return command(fleet=fleet, **values)
+
+    wrapped: Any = with_fleet
+    for option in reversed([ranks_option(help_text), *options]):
+        wrapped = option(wrapped)
+    return wrapped  # type: ignore[no-any-return]
+
+
+def run_ranks(asked: Asked, fleet: Fleet, csv_path: Path | None, as_json: bool) -> None:
+    """Plan one rank's iteration for each number of ranks, and print what all of them reach.
+
+    Raises ``CheckFailed``, after all is printed, if no number of devices can run it."""
+    node = asked.machine.for_trace(asked.trace)
+    rows = []
+    with progress_bar() as progress:
+        for done, count in enumerate(fleet.counts):
+            if progress is not None:
+                progress(f"{count} ranks", done / len(fleet.counts))
+            rows += _rows(asked, fleet, count, node)
+    if csv_path is not None:
+        write_csv(csv_path, rows)
+    if as_json:
+        emit_json({"trace": str(asked.trace_path), "points": rows})
+    else:
+        _print(asked, fleet, node, rows, csv_path)
+    if all(row["iteration_us"] is None for row in rows):
+        raise CheckFailed(f"no number of devices up to {fleet.ranks} runs it: {rows[0]['reason']}")
+
+
+def _rows(asked: Asked, fleet: Fleet, count: int, node: Hardware) -> list[dict[str, Any]]:
+    """Without paging, and with each policy."""
+    from ..buckets import bucketed
+    from ..lifetimes import live_pages
+    from ..ranks import rank_trace
+    from ..sweep import Task, evaluate
+
+    cluster = fleet.cluster(count)
+    trace = rank_trace(asked.trace, cluster)
+    hardware = cluster.part_of(node)
+    page = hardware.page_size
+    need = int(live_pages(trace, page).max(initial=0)) * page
+    fits = need <= hardware.device_bytes
+
+    def row(policy: str, us: float | None, reason: str = "") -> dict[str, Any]:
+        return {
+            "ranks": count,
+            "nodes": cluster.nodes,
+            "policy": policy,
+            "need_bytes": need,
+            "device_bytes": _number(hardware.device_bytes),
+            "host_bytes": _number(hardware.host_bytes),
+            "disk_bytes": _number(hardware.disk_bytes),
+            "ideal_us": trace.ideal_us,
+            "iteration_us": us,
+            "percent_of_ideal": 100 * trace.ideal_us / us if us else None,
+            "times_one_device": count * asked.trace.ideal_us / us if us else None,
+            "cost": us / asked.trace.ideal_us if us and asked.trace.ideal_us else None,
+            "tokens_per_s": 1e6 * count * fleet.tokens / us if us and fleet.tokens else None,
+            "price_per_million_tokens": _price(fleet, us),
+            "reason": reason,
+        }
+
+    reason = "" if fits else f"it needs {format_bytes(need)} of each device"
+    found = [row("without paging", trace.ideal_us if fits else None, reason)]
+    if fits:
+        return [*found, *(row(policy, trace.ideal_us) for policy in asked.policies)]
+    joined = bucketed(trace, PLANNED_OPS) if trace.ops > PLANNED_OPS else trace
+    for policy in asked.policies:
+        outcome = evaluate(joined, Task(policy, hardware, asked.quick))
+        predicted = outcome.predicted
+        found.append(row(policy, predicted.iteration_us if predicted else None, outcome.reason))
+    return found
+
+
+def _number(nbytes: float) -> float | str:
+    return "inf" if math.isinf(nbytes) else int(nbytes)
+
+
+def _price(fleet: Fleet, us: float | None) -> float | None:
+    if us is None or fleet.price is None or fleet.tokens is None:
+        return None
+    return fleet.price * us / 3.6e9 / fleet.tokens * 1e6
+
+
+def _print(
+    asked: Asked,
+    fleet: Fleet,
+    node: Hardware,
+    rows: list[dict[str, Any]],
+    csv_path: Path | None,
+) -> None:
+    ideal = asked.trace.ideal_us
+    emit(
+        pairs(
+            [
+                ("trace", f"{asked.trace_path}, {asked.trace.ops} ops, {format_us(ideal)}"),
+                ("a node", describe(node)),
+                (
+                    "network",
+                    f"{fleet.fabric / 1e9:g} GB/s in a node, {fleet.network / 1e9:g} GB/s between "
+                    f"nodes, {fleet.latency_us:g} µs a step",
+                ),
+            ]
+        ),
+        "",
+    )
+    heads = ["devices", "nodes", "each needs", "<", "iteration", "% ideal", "speed", "cost"]
+    rates = fleet.tokens is not None
+    prices = rates and fleet.price is not None
+    heads += ["tokens/s"] if rates else []
+    heads += ["price/1M"] if prices else []
+    cells = []
+    for row in rows:
+        us = row["iteration_us"]
+        line = [
+            str(row["ranks"]),
+            str(row["nodes"]),
+            format_bytes(row["need_bytes"]),
+            row["policy"],
+        ]
+        if us is None:
+            line += ["does not run" if row["policy"] != "without paging" else "does not fit"]
+            line += [""] * (len(heads) - len(line))
+        else:
+            line += [format_us(us), f"{row['percent_of_ideal']:.1f}"]
+            line += [f"{row['times_one_device']:.2f} ×", f"{row['cost']:.2f}"]
+            line += [f"{row['tokens_per_s']:,.0f}"] if rates else []
+            line += [f"{row['price_per_million_tokens']:.4f}"] if prices else []
+        cells.append(line)
+    emit(table(heads, cells, title="speed and cost by number of devices"))
+    emit(
+        "",
+        "speed: times one device that everything fits on; cost: device time for the same work, by "
+        "that of this one",
+    )
+    if csv_path is not None:
+        emit(f"written: {csv_path}")

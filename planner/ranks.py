@@ -1,0 +1,309 @@
+"""Several devices: what one rank of FSDP2 does of a trace's iteration, and what that takes.
+
+Each rank trains on as much as the trace does, so N ranks do N times the work in an iteration. Of
+every parameter, its gradient and its states a rank holds an N-th, rounded up. The parameters of a
+block (``layers.7.…``: the first number in their names) are gathered together, those of no block as
+the root's group::
+
+    network   gather 1 | gather 2 |          reduce 2 | gather 1 | reduce 1
+    compute            | block 1  | block 2 | backward 2          | backward 1 | update (1/N)
+
+The gather of the next block is begun when a block begins, so two are on the device at a time; after
+its forward pass a block is given up, and gathered anew for the backward pass; the root stays. A
+whole gradient is there until the backward pass of its block has ended, and is reduced then. What
+the network takes beyond what is computed meanwhile is an op of its own, "wait for …".
+
+*The network*: rings. A collective of S bytes takes N − 1 steps of ``latency_us`` and moves
+S (N − 1) / N through the slowest of its links: the device's own within a node, the node's where
+there are several. *A node*: ranks share its host memory and its disk; each has a link of its own,
+and all links together move at most what host memory does.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from .hardware import Hardware
+from .trace import READ, WRITE, Trace, make_trace
+
+_BLOCK = re.compile(r"^(.*?\.?\d+)\.")
+ROOT = "root"
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """``ranks`` on ``nodes`` nodes, equally many on each. Rates in bytes a second: ``fabric`` of a
+    device to others of its node, ``network`` of a node to others, ``host`` of a node's memory,
+    which all its links share (``inf``: enough for all). Raises ``ValueError`` otherwise."""
+
+    ranks: int
+    nodes: int = 1
+    fabric: float = 300e9
+    network: float = 50e9
+    latency_us: float = 10.0
+    host: float = float("inf")
+
+    def __post_init__(self) -> None:
+        if self.ranks < 1 or self.nodes < 1 or self.ranks % self.nodes:
+            raise ValueError(
+                f"{self.ranks} ranks cannot be spread evenly over {self.nodes} nodes; give a "
+                "number of ranks that the nodes divide"
+            )
+
+    @property
+    def per_node(self) -> int:
+        return self.ranks // self.nodes
+
+    def collective_us(self, nbytes: float) -> float:
+        """An all-gather or a reduce-scatter of ``nbytes`` in all."""
+        if self.ranks == 1:
+            return 0.0
+        rate = self.fabric if self.nodes == 1 else min(self.fabric, self.network)
+        share = (self.ranks - 1) / self.ranks
+        return (self.ranks - 1) * self.latency_us + nbytes * share / rate * 1e6
+
+    def part_of(self, node: Hardware) -> Hardware:
+        """What one rank has of ``node``, whose device and link are each rank's own, while all ranks
+        of the node move as much as it does."""
+        count = self.per_node
+        link = self.host / (2 * count)  # both directions at a time
+        return node.with_(
+            host_bytes=node.host_bytes / count,
+            disk_bytes=node.disk_bytes / count,
+            d2h_bytes_per_s=min(node.d2h_bytes_per_s, link),
+            h2d_bytes_per_s=min(node.h2d_bytes_per_s, link),
+            disk_read_bytes_per_s=node.disk_read_bytes_per_s / count,
+            disk_write_bytes_per_s=node.disk_write_bytes_per_s / count,
+            host_adam_bytes_per_s=node.host_adam_bytes_per_s / count,
+        )
+
+
+@dataclass
+class _Stay:
+    """The parameters of a group are gathered, for ops ``first`` to ``last``."""
+
+    group: str
+    first: int
+    last: int
+    nbytes: int = 0
+    shards: list[int] = field(default_factory=list)
+
+
+def rank_trace(trace: Trace, cluster: Cluster) -> Trace:
+    """The iteration of one of the ranks; of one rank alone the same one."""
+    return trace if cluster.ranks == 1 else _Rank(trace, cluster).made()
+
+
+def group_of(name: str | None) -> str:
+    """The block that a parameter, gradient or state of this name belongs to."""
+    found = _BLOCK.match(name or "")
+    return found.group(1) if found and " +" not in (name or "") else ROOT
+
+
+class _Rank:
+    def __init__(self, trace: Trace, cluster: Cluster) -> None:
+        self.trace, self.cluster = trace, cluster
+        kinds = trace.tensor_kinds
+        self.groups = {
+            tensor: group_of(trace.tensor_names[tensor])
+            for tensor in range(trace.tensors)
+            if kinds[tensor] in ("parameter", "gradient", "optimizer")
+        }
+        self.uses: list[dict[int, int]] = [{} for _ in range(trace.ops)]
+        for op, tensor, mode in zip(
+            trace.access_op.tolist(), trace.access_tensor.tolist(), trace.access_mode.tolist()
+        ):
+            self.uses[op][tensor] = self.uses[op].get(tensor, 0) | mode
+        # Ops that work on shards: updates, and what is done with gradients once they are reduced.
+        self.on_shards = [self._updates(uses) for uses in self.uses]
+        self.stays = self._stays()
+        self.reduced = self._reduced()
+        for op, uses in enumerate(self.uses):
+            mine = {kinds[tensor] for tensor in uses if kinds[tensor] != "workspace"}
+            if mine == {"gradient"} and all(
+                op > self.reduced.get(t, op) for t in uses if kinds[t] == "gradient"
+            ):
+                self.on_shards[op] = True
+
+    def _updates(self, uses: dict[int, int]) -> bool:
+        kinds = self.trace.tensor_kinds
+        return any(
+            kinds[t] == "optimizer" or (kinds[t] == "parameter" and mode & WRITE)
+            for t, mode in uses.items()
+        )
+
+    def _of_kind(self, op: int, kind: str) -> list[int]:
+        kinds = self.trace.tensor_kinds
+        return [tensor for tensor in self.uses[op] if kinds[tensor] == kind]
+
+    def _stays(self) -> list[_Stay]:
+        """In the order of their begin. The backward pass begins with the first gradient."""
+        trace = self.trace
+        grads = [op for op in range(trace.ops) if self._of_kind(op, "gradient")]
+        backward = next((op for op in grads if not self.on_shards[op]), trace.ops)
+        open_: _Stay | None = None
+        root: _Stay | None = None
+        found: list[_Stay] = []
+        for op in range(trace.ops):
+            if self.on_shards[op]:
+                continue
+            for tensor in self._of_kind(op, "parameter"):
+                group = self.groups[tensor]
+                if group == ROOT:
+                    if root is None:
+                        root = _Stay(ROOT, op, op)
+                        found.append(root)
+                    root.last = op
+                    continue
+                turns = open_ is not None and open_.first < backward <= op
+                if open_ is None or open_.group != group or turns:
+                    open_ = _Stay(group, op, op)
+                    found.append(open_)
+                open_.last = op
+        sizes: dict[str, list[int]] = defaultdict(list)
+        for tensor, group in self.groups.items():
+            if trace.tensor_kinds[tensor] == "parameter":
+                sizes[group].append(tensor)
+        for stay in found:
+            stay.shards = sizes[stay.group]
+            stay.nbytes = int(trace.tensor_bytes[stay.shards].sum())
+        return found
+
+    def _reduced(self) -> dict[int, int]:
+        """Gradient → the op after which it is reduced: the end of its block's backward pass, or
+        what comes before its first use by an update."""
+        trace = self.trace
+        updated: dict[int, int] = {}
+        for op, uses in enumerate(self.uses):
+            for tensor in uses if self.on_shards[op] else ():
+                updated.setdefault(tensor, op)
+        ends = {stay.group: stay.last for stay in self.stays}
+        grads = [t for t in self.groups if trace.tensor_kinds[t] == "gradient"]
+        for tensor in grads:
+            group = self.groups[tensor]
+            ends[group] = max(ends.get(group, 0), int(trace.first_op[tensor]))
+        return {
+            tensor: min(ends[self.groups[tensor]], updated.get(tensor, trace.ops) - 1)
+            for tensor in grads
+        }
+
+    # -- the rank's iteration --------------------------------------------------------------------
+    def made(self) -> Trace:
+        trace, count = self.trace, self.cluster.ranks
+        self.ops: list[tuple[str, float, list[int], list[int]]] = []
+        self.rerun: list[bool] = []
+        self.host_us: list[float | None] = []
+        self.now = self.network = 0.0  # µs: compute, and until when the network is busy
+        self.arrives: dict[int, float] = {}  # stay → when it has been gathered
+        reduced_at: dict[int, float] = {}
+        leaving: dict[int, list[int]] = defaultdict(list)
+        for tensor, op in self.reduced.items():
+            leaving[op].append(tensor)
+        begins: dict[int, list[int]] = defaultdict(list)
+        for number, stay in enumerate(self.stays):
+            begins[stay.first].append(number)
+        place: list[int] = []  # of each op of the trace
+        for op in range(trace.ops):
+            for number in begins[op]:
+                self._begin_stay(number)
+            late = max((reduced_at.get(t, 0.0) for t in self.uses[op] if self.on_shards[op]),
+                       default=0.0)  # fmt: skip
+            if late > self.now:
+                waited = [t for t in self.uses[op] if reduced_at.get(t, 0.0) > self.now]
+                self._add("wait for reduced gradients", late - self.now, waited, [])
+            place.append(len(self.ops))
+            self._add_op(op)
+            if leaving[op]:
+                done = self._reduce(leaving[op])
+                reduced_at |= dict.fromkeys(leaving[op], done)
+            for number, stay in enumerate(self.stays):
+                if stay.last == op:
+                    self.arrives.pop(number, None)
+        sizes = [int(nbytes) for nbytes in trace.tensor_bytes]
+        tensors = [
+            (t, -(-size // count) if t in self.groups else size, bool(trace.tensor_persistent[t]))
+            for t, size in enumerate(sizes)
+        ]
+        tensors += [(trace.tensors + t, sizes[t], False) for t in self.reduced]
+        tensors += [(self._gathered(n), stay.nbytes, False) for n, stay in enumerate(self.stays)]
+        names = {t: name for t, name in enumerate(trace.tensor_names) if name}
+        names |= {
+            trace.tensors + t: f"{trace.name_of(t)} before it is reduced" for t in self.reduced
+        }
+        names |= {self._gathered(n): f"{s.group} gathered" for n, s in enumerate(self.stays)}
+        kinds = dict(enumerate(trace.tensor_kinds))
+        kinds |= {trace.tensors + t: "workspace" for t in self.reduced}
+        kinds |= {self._gathered(n): "workspace" for n in range(len(self.stays))}
+        return make_trace(
+            tensors,
+            self.ops,
+            page_size=trace.page_size,
+            names=names,
+            kinds=kinds,
+            source=trace.source,
+            device=trace.device,
+            metadata={**trace.metadata, "ranks": count, "nodes": self.cluster.nodes},
+            rerun=self.rerun,
+            host_us=self.host_us,
+            segments=[(place[first], place[last], name) for first, last, name in trace.segments],
+        )
+
+    def _gathered(self, number: int) -> int:
+        return 2 * self.trace.tensors + number
+
+    def _add(self, name: str, us: float, reads: Iterable[int], writes: Iterable[int]) -> None:
+        held = [self._gathered(number) for number in self.arrives]
+        self.ops.append((name, us, list(reads), [*writes, *held]))
+        self.rerun.append(name.startswith(("gather", "wait for weights")))
+        self.host_us.append(None)
+        self.now += us
+
+    def _gather(self, number: int) -> None:
+        if number in self.arrives:
+            return
+        stay = self.stays[number]
+        self.network = max(self.network, self.now) + self.cluster.collective_us(stay.nbytes)
+        self.arrives[number] = self.network
+        self._add(f"gather {stay.group}", 0.0, stay.shards, [])
+
+    def _begin_stay(self, number: int) -> None:
+        """Its weights are waited for, and the next block's gather begins."""
+        self._gather(number)
+        late = self.arrives[number] - self.now
+        if late > 0:
+            self._add(f"wait for weights of {self.stays[number].group}", late, [], [])
+        following = range(number + 1, len(self.stays))
+        coming = next((n for n in following if self.stays[n].group != ROOT), None)
+        if coming is not None and self.stays[coming].group != self.stays[number].group:
+            self._gather(coming)
+
+    def _add_op(self, op: int) -> None:
+        trace, shards = self.trace, self.on_shards[op]
+        reads, writes = [], []
+        for tensor, mode in self.uses[op].items():
+            kind = trace.tensor_kinds[tensor]
+            if kind == "parameter" and not shards:
+                continue  # what was gathered is used
+            whole = kind == "gradient" and not shards and op <= self.reduced[tensor]
+            target = trace.tensors + tensor if whole else tensor
+            reads += [target] if mode & READ else []
+            writes += [target] if mode & WRITE else []
+        share = self.cluster.ranks if shards else 1
+        self._add(trace.op_names[op], float(trace.op_duration_us[op]) / share, reads, writes)
+        self.rerun[-1] = bool(trace.op_rerun[op])
+        host_us = float(trace.op_host_us[op])
+        self.host_us[-1] = None if np.isnan(host_us) else host_us / share
+
+    def _reduce(self, grads: list[int]) -> float:
+        """Whole gradients become shards; when that is done."""
+        trace = self.trace
+        nbytes = sum(int(trace.tensor_bytes[tensor]) for tensor in grads)
+        self.network = max(self.network, self.now) + self.cluster.collective_us(nbytes)
+        groups = ", ".join(dict.fromkeys(self.groups[tensor] for tensor in grads))
+        self._add(f"reduce {groups}", 0.0, [trace.tensors + t for t in grads], grads)
+        return self.network

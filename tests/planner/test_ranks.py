@@ -1,0 +1,174 @@
+"""One of several ranks: its shards, what it gathers and reduces, and what the network takes."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tensorpager.planner.hardware import Hardware
+from tensorpager.planner.lifetimes import live_pages
+from tensorpager.planner.ranks import Cluster, group_of, rank_trace
+from tensorpager.planner.simulator import simulate
+from tensorpager.planner.sweep import Task, evaluate
+from tensorpager.planner.trace import Trace, make_trace
+from tensorpager.planner.trace_file import read_trace, write_trace
+from tensorpager.planner.validator import validate
+
+from .command_line import refused, run, run_json
+
+PAGE = 1024
+BLOCKS, BLOCK_BYTES, HEAD_BYTES = 4, 64 * PAGE, 8 * PAGE
+OP_US = 100.0
+
+
+def training() -> Trace:
+    """Blocks of one weight and a head: forward, backward, and updates with one state each."""
+    names = [*(f"blocks.{n}.weight" for n in range(BLOCKS)), "head.weight"]
+    count = len(names)
+    sizes = [*[BLOCK_BYTES] * BLOCKS, HEAD_BYTES]
+    tensors, kinds, called = [], {}, {}
+    for kind, (offset, lasting, suffix) in {
+        "parameter": (0, True, ""),
+        "gradient": (count, False, ".grad"),
+        "optimizer": (2 * count, True, ".exp_avg"),
+    }.items():
+        for n, name in enumerate(names):
+            tensors.append((offset + n, sizes[n], lasting))
+            kinds[offset + n], called[offset + n] = kind, name + suffix
+    saved = 3 * count
+    tensors += [(saved + n, 16 * PAGE, False) for n in range(count)]
+    ops = [("forward", OP_US, [n], [saved + n]) for n in range(count)]
+    ops += [("backward", 2 * OP_US, [n, saved + n], [count + n]) for n in reversed(range(count))]
+    ops += [
+        ("update", OP_US, [n, count + n, 2 * count + n], [n, 2 * count + n]) for n in range(count)
+    ]
+    return make_trace(tensors, ops, page_size=PAGE, kinds=kinds, names=called)
+
+
+def fast(ranks: int, nodes: int = 1) -> Cluster:
+    return Cluster(ranks, nodes, fabric=1e18, network=1e18, latency_us=0.0)
+
+
+def test_groups_are_the_numbered_blocks() -> None:
+    assert group_of("model.layers.12.mlp.up.weight") == "model.layers.12"
+    assert group_of("0.weight") == "0"
+    assert group_of("embed.weight") == group_of(None) == "root"
+    assert group_of("blocks.0.norm.weight +49 more") == "root", "they share pages"
+
+
+def test_one_rank_is_the_trace_itself() -> None:
+    trace = training()
+    assert rank_trace(trace, Cluster(1)) is trace
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 8])
+def test_a_rank_has_its_part_and_gathers_the_blocks(ranks: int, tmp_path: Path) -> None:
+    trace = training()
+    rank = rank_trace(trace, fast(ranks))
+    sizes = dict(zip(rank.tensor_names, rank.tensor_bytes.tolist()))
+    assert sizes["blocks.0.weight"] == math.ceil(BLOCK_BYTES / ranks)
+    assert sizes["blocks.0.weight.grad"] == sizes["blocks.0.weight.exp_avg"]
+    assert sizes["blocks.0.weight.grad before it is reduced"] == BLOCK_BYTES
+    assert sizes["blocks.0 gathered"] == BLOCK_BYTES
+    gathers = Counter(name for name in rank.op_names if name.startswith("gather"))
+    blocks = {f"gather blocks.{n}": 2 for n in range(BLOCKS)}  # forward, backward
+    assert gathers == {**blocks, "gather root": 1}
+    reduced = [name for name in rank.op_names if name.startswith("reduce")]
+    assert reduced == ["reduce root", *(f"reduce blocks.{n}" for n in (3, 2, 1, 0))]
+    assert not any(name.startswith("wait") for name in rank.op_names)
+    # Computing takes as long, updates an N-th; a written file is a valid trace.
+    assert rank.ideal_us == pytest.approx(15 * OP_US + 5 * OP_US / ranks)
+    write_trace(tmp_path / "rank.parquet", rank)
+    assert read_trace(tmp_path / "rank.parquet").ops == rank.ops
+
+
+def test_two_blocks_are_gathered_at_a_time() -> None:
+    """One that is used, the next one, and the root, which stays."""
+    rank = rank_trace(training(), fast(1024))
+    gathered = [bool(name and name.endswith("gathered")) for name in rank.tensor_names]
+    most = int(live_pages(rank, PAGE, np.array(gathered)).max()) * PAGE
+    assert most == 2 * BLOCK_BYTES + HEAD_BYTES
+
+
+def test_the_network_is_waited_for_where_it_takes_longer_than_the_ops() -> None:
+    trace, base = training(), 15 * OP_US + 5 * OP_US / 2
+    slow = Cluster(2, fabric=BLOCK_BYTES / 2 / (3 * OP_US) * 1e6, latency_us=0.0)
+    assert slow.collective_us(BLOCK_BYTES) == pytest.approx(3 * OP_US)
+    rank = rank_trace(trace, slow)
+    waits = {
+        name: us for name, us in zip(rank.op_names, rank.op_duration_us) if name.startswith("wait")
+    }
+    assert rank.ideal_us > base + sum(waits.values()) - 1e-6
+    assert waits["wait for weights of blocks.1"] == pytest.approx(2 * OP_US), "hidden by one op"
+    ideal = [rank_trace(trace, Cluster(2, fabric=rate)).ideal_us for rate in (1e9, 1e10, 1e12)]
+    assert ideal == sorted(ideal, reverse=True)
+
+
+def test_ranks_of_a_node_share_host_and_disk() -> None:
+    node = Hardware(1 << 30, 8 << 30, 80 << 30, 50e9, 50e9, 8e9, 4e9, host_adam_bytes_per_s=80e9)
+    part = Cluster(16, 2, host=160e9).part_of(node)
+    assert part.device_bytes == node.device_bytes
+    assert (part.host_bytes, part.disk_bytes) == (1 << 30, 10 << 30)
+    assert (part.disk_read_bytes_per_s, part.disk_write_bytes_per_s) == (1e9, 0.5e9)
+    assert part.h2d_bytes_per_s == part.d2h_bytes_per_s == 10e9
+    assert part.host_adam_bytes_per_s == 10e9
+    assert Cluster(16, 16).part_of(node) == node
+    with pytest.raises(ValueError, match="7 ranks cannot be spread evenly over 2 nodes"):
+        Cluster(7, 2)
+
+
+def test_between_nodes_the_slower_link_decides() -> None:
+    one, two = Cluster(8, 1, 300e9, 50e9, 10.0), Cluster(8, 2, 300e9, 50e9, 10.0)
+    assert one.collective_us(8e6) == pytest.approx(70 + 7e6 / 300e9 * 1e6)
+    assert two.collective_us(8e6) == pytest.approx(70 + 7e6 / 50e9 * 1e6)
+    assert Cluster(1).collective_us(8e6) == 0
+
+
+def test_plans_for_a_rank_run_by_simulator_and_validator() -> None:
+    rank = rank_trace(training(), Cluster(2, fabric=1e9))
+    peak = int(live_pages(rank, PAGE).max())
+    hardware = Hardware(int(0.85 * peak) * PAGE, 1 << 30, 0, 1e9, 1e9, page_size=PAGE)
+    outcome = evaluate(rank, Task("lp", hardware, quick=True, keep_plan=True))
+    assert outcome.plan is not None, outcome.reason
+    assert simulate(rank, hardware, outcome.plan).feasible
+    assert validate(rank, hardware, outcome.plan).feasible
+
+
+def test_the_command(tmp_path: Path) -> None:
+    path = tmp_path / "trace.parquet"
+    write_trace(path, training())
+    given = [str(path), "--hardware", "cpu", "--page-size", str(PAGE), "--device-bytes", "60%"]
+    asked = ["simulate", *given, "--ranks", "4", "--nodes", "2", "--tokens", "100"]
+    points = run_json(*asked, "--price", "2")["points"]
+    assert [point["ranks"] for point in points if point["policy"] == "lp"] == [1, 2, 4]
+    assert [point["nodes"] for point in points if point["policy"] == "lp"] == [1, 1, 2]
+    first = points[0]
+    assert first["policy"] == "without paging"
+    assert first["iteration_us"] is None
+    assert "of each device" in first["reason"]
+    for point in points:
+        if us := point["iteration_us"]:
+            assert point["tokens_per_s"] == pytest.approx(1e6 * point["ranks"] * 100 / us)
+            assert point["price_per_million_tokens"] == pytest.approx(2 * us / 3600e6 / 100 * 1e6)
+            assert point["cost"] == pytest.approx(us / training().ideal_us)
+    assert points[-1]["need_bytes"] < first["need_bytes"]
+    text = run(*asked).stdout
+    assert "does not fit" in text
+    assert "speed and cost by number of devices" in text
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--ranks", "3", "--nodes", "2"], "cannot be spread evenly over --nodes 2"),
+        (["--network", "1GB"], "say how many with --ranks"),
+        (["--ranks", "2", "--target", "90%"], "leave out --target"),
+        (["--ranks", "2", "--sweep", "device=50%:100%:2"], "leave out --sweep"),
+    ],
+)
+def test_what_does_not_go_together(options: list[str], said: str) -> None:
+    assert said in refused("simulate", "--example", "--hardware", "cpu", *options)
