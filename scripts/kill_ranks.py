@@ -124,8 +124,10 @@ def die_in(phase: str, parallel: str, rank: int, local: int, saved: Path) -> Non
         before(together, "_messages")  # the first rank waits for this one's shards
 
 
-def run(ranks: int, parallel: str, killed: int, phase: str, whole: str) -> dict[str, Any]:
-    """One kill. ``faults``: what was not as it must be."""
+def run(
+    ranks: int, parallel: str, killed: int, phase: str, whole: dict[str, Any]
+) -> dict[str, Any]:
+    """One kill. ``faults``: what was not as it must be. ``whole``: what nobody interrupted."""
     with tempfile.TemporaryDirectory(prefix="kill_ranks-") as name:
         folder = Path(name)
         saved, record = folder / "saved.pt", folder / "run.json"
@@ -153,18 +155,33 @@ def run(ranks: int, parallel: str, killed: int, phase: str, whole: str) -> dict[
             if not record.exists():
                 said = [(folder / f"rank-{rank}.log").read_text()[-300:] for rank in codes]
                 faults.append(f"the ranks that went on from step {step} ended with {codes}: {said}")
-            elif json.loads(record.read_text())["final_parameters_sha256"] != whole:
-                faults.append(f"the ranks that went on from step {step} have other weights")
+            else:
+                faults += differences(json.loads(record.read_text()), whole, step)
     seconds = max(at for _, at in ended.values()) - when
     return {"ranks": ranks, "parallel": parallel, "killed": killed, "phase": phase,
             "seconds_until_all_ended": round(seconds, 1), "faults": faults}  # fmt: skip
 
 
-def uninterrupted(ranks: int, parallel: str) -> str:
-    """The hash of the weights at the end."""
+def differences(again: dict[str, Any], whole: dict[str, Any], step: int) -> list[str]:
+    """Where a training that went on from ``step`` left the one that nobody interrupted, if it did:
+    the gradient's norm comes before the weights that it changes, these before the next loss."""
+    if again["final_parameters_sha256"] == whole["final_parameters_sha256"]:
+        return []
+    said = [f"the ranks that went on from step {step} have other weights"]
+    for what in ("losses", "gradient_norms"):
+        pairs = enumerate(zip(again[what], whole[what][step:]), step)
+        at = next((f"at step {n}: {one}, not {other}" for n, (one, other) in pairs if one != other),
+                  "nowhere")  # fmt: skip
+        said.append(f"{what} differ first {at}")
+    return said
+
+
+def uninterrupted(ranks: int, parallel: str) -> dict[str, Any]:
+    """What the training records that nobody interrupts."""
     with tempfile.TemporaryDirectory(prefix="kill_ranks-") as name:
         start(ranks, parallel, Path(name), [f"--json={name}/run.json"], (-1, ""))
-        return str(json.loads(Path(name, "run.json").read_text())["final_parameters_sha256"])
+        found: dict[str, Any] = json.loads(Path(name, "run.json").read_text())
+        return found
 
 
 def main() -> int:

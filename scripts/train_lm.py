@@ -191,7 +191,7 @@ def main(arguments: list[str]) -> int:
             return compare(Path(__file__).resolve(), options)
         with ranks_of(options) as ranks:
             return train(options, ranks)
-    except (UsageError, tp.InfeasibleBudget, tp.TierFull, tp.DiskWriteLimit) as error:
+    except (UsageError, tp.PagerError) as error:
         return _fail(str(error))
     except LostRankError as error:
         _fail(f"stopped, because {error}")

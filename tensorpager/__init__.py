@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .pager.api import Pager
+    from .pager.checkpoint import dcp
     from .pager.errors import (
         CorruptPage,
         DiskWriteLimit,
@@ -33,6 +34,7 @@ __all__ = [
     "TierFull",
     "TraceError",
     "__version__",
+    "dcp",
     "hf",
     "lightning",
     "linear_cross_entropy",
@@ -46,6 +48,7 @@ _HOMES = {
 
 
 _MODULES = {  # for other libraries, which they import
+    "dcp": ".pager.checkpoint.dcp",
     "hf": ".pager.integrations.hf",
     "lightning": ".pager.integrations.lightning",
 }

@@ -69,7 +69,7 @@ def atomic_file(path: Path) -> Iterator[BinaryIO]:
         if name is not None:
             with suppress(FileNotFoundError):
                 os.unlink(name)
-    _sync_folder(folder)
+    sync_folder(folder)
 
 
 def reserve(file: BinaryIO, nbytes: int) -> None:
@@ -128,7 +128,7 @@ def _link(descriptor: int, path: Path) -> Path:
     return name
 
 
-def _sync_folder(folder: Path) -> None:
+def sync_folder(folder: Path) -> None:
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)

@@ -16,7 +16,7 @@ import sys
 import zipfile
 import zlib
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -38,10 +38,11 @@ def save_torch(path: Path, content: Any, read: Read = chunks) -> None:
     for tensor in tensors_of(content):
         refuse_odd(tensor, os.fspath(path))
     with atomic_file(path) as file:
-        _write(file, content, path, read)
+        write_torch(file, content, path, read)
 
 
-def _write(file: BinaryIO, content: Any, path: Path, read: Read) -> None:
+def write_torch(file: Any, content: Any, path: Path, read: Read) -> None:
+    """:func:`save_torch` into a file that is open; of ``content`` that may be so saved."""
     mode = FakeTensorMode()
 
     def hole(tensor: torch.Tensor) -> torch.Tensor:
@@ -79,7 +80,7 @@ def _write(file: BinaryIO, content: Any, path: Path, read: Read) -> None:
     _set_sums(file, sums)
 
 
-def _set_sums(file: BinaryIO, sums: dict[int, int]) -> None:
+def _set_sums(file: Any, sums: dict[int, int]) -> None:
     """Put the check sums of records, by their offsets, where the container says the holes' own.
 
     A zip file has it in the central directory (16 bytes into an entry that starts ``PK 1 2``), and
@@ -109,7 +110,7 @@ def _set_sums(file: BinaryIO, sums: dict[int, int]) -> None:
         position += 46 + sum(lengths)
 
 
-def _put(file: BinaryIO, position: int, value: bytes) -> None:
+def _put(file: Any, position: int, value: bytes) -> None:
     file.seek(position)
     file.write(value)
 

@@ -9,7 +9,7 @@ pickling) are done here too.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -25,6 +25,9 @@ from .slabs import fair_share
 
 if TYPE_CHECKING:
     from ..core import Core
+    from ..devices.device import Bytes
+    from ..memory.page_table import Int32
+    from ..memory.space import Extent
 
 aten = torch.ops.aten
 
@@ -89,7 +92,7 @@ def _chunks_in_pages(elements: PagedTensor) -> Iterator[memoryview]:
         raise
     except PagerError:  # the disk fails, or has just begun to
         pass
-    yield from _unmoved_chunks(elements, done)
+    yield from unmoved_chunks(elements, done)
 
 
 def _moved_chunks(elements: PagedTensor) -> Iterator[memoryview]:
@@ -111,9 +114,16 @@ def _bytes_of(flat: torch.Tensor) -> memoryview:
 
 
 # -- without moving a page -------------------------------------------------------------------------
-def _unmoved_chunks(elements: PagedTensor, done: int = 0) -> Iterator[memoryview]:
+def unmoved_chunks(
+    elements: PagedTensor,
+    done: int = 0,
+    *,
+    copy: Callable[[Extent, Int32, Bytes], None] | None = None,
+    most_bytes: int = BUFFER_BYTES,
+) -> Iterator[memoryview]:
     """The bytes of ``elements``, one-dimensional, from ``done`` on, in pieces that are valid until
-    the next one is asked for.
+    the next one is asked for. ``copy``: puts some pages of an extent into memory, by default as
+    they are now.
 
     Raises ``PagerError``, which names the tensor, if its only copy is on a disk that cannot be
     read, ``CorruptPage`` and ``HungDisk``.
@@ -123,14 +133,18 @@ def _unmoved_chunks(elements: PagedTensor, done: int = 0) -> Iterator[memoryview
     pager.check_open()
     begin = begin_of(elements) + done
     end = begin_of(elements) + elements.numel() * elements.element_size()
-    step = max(1, BUFFER_BYTES // size)
+    step = max(1, most_bytes // size)
     buffer = np.empty(min(step, -(-end // size)) * size, np.uint8)
     for first in range(begin // size, -(-end // size), step):
         pages = run.pages[first : min(first + step, -(-end // size))]
         try:
-            with pager.lock:
-                pager.residency.let_go()
-                pager.mover.copy_of(pages, buffer[: len(pages) * size])
+            out = buffer[: len(pages) * size]
+            if copy is not None:
+                copy(run, pages, out)
+            else:
+                with pager.lock:
+                    pager.residency.let_go()
+                    pager.mover.copy_of(pages, out)
         except (CorruptPage, HungDisk):  # which name it themselves
             raise
         except PagerError as error:
@@ -141,7 +155,7 @@ def _unmoved_chunks(elements: PagedTensor, done: int = 0) -> Iterator[memoryview
 
 def copy_unmoved(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """What ``func`` gives, an op that copies a PagedTensor into plain memory and takes no frame for
-    it; ``NotImplemented`` for other ops. Raises as :func:`_unmoved_chunks`."""
+    it; ``NotImplemented`` for other ops. Raises as :func:`unmoved_chunks`."""
     if func is aten.copy_.default:
         target, source, *rest = args
         if type(source) is not PagedTensor or type(target) is PagedTensor:
@@ -165,7 +179,7 @@ def _unmoved_copy(tensor: PagedTensor) -> torch.Tensor:
     span = PagedTensor(tensor._storage, (count,), (1,), int(tensor.storage_offset()), tensor.dtype)
     elements = torch.empty(count, dtype=tensor.dtype)
     target, at = elements.view(torch.uint8), 0
-    for chunk in _unmoved_chunks(span):
+    for chunk in unmoved_chunks(span):
         target[at : at + len(chunk)] = torch.frombuffer(chunk, dtype=torch.uint8)
         at += len(chunk)
     dense = as_lazy(elements.as_strided(tensor.size(), tensor.stride()), tensor)

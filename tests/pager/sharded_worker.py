@@ -188,6 +188,52 @@ def load_all(folder: Path) -> Found:
     return found
 
 
+def chain(folder: Path) -> Found:
+    """Load what other ranks have saved by DCP, compare, and save it for the next."""
+    number = len(list(folder.glob("chain-*")))
+    dist.barrier()
+    found: Found = {}
+
+    def load(models: Models, reader: Any) -> bool:
+        model, optimizer = get_state_dict(*models)
+        dcp.load({"model": model, "optimizer": optimizer}, storage_reader=reader)
+        set_state_dict(*models, model_state_dict=model, optim_state_dict=optimizer)
+        return same(values(models), torch.load(folder / "chain.pt", weights_only=True))
+
+    before = folder / f"chain-{number - 1}"
+    with make_pager(folder, "lru") as pager:
+        models = paged(pager)
+        train(pager, models, range(1 if number else 3))
+        if number:
+            found["same"] = load(models, tp.dcp.Reader(before))
+        elif (expected := values(models)) and dist.get_rank() == 0:
+            torch.save([value.clone() for value in expected], folder / "chain.pt")
+        model, optimizer = get_state_dict(*models)
+        state = {"model": model, "optimizer": optimizer}
+        if number == 1:  # beside a step of training
+            expected_loss = train(pager, models, range(7, 8))
+            load(models, tp.dcp.Reader(before))
+            model, optimizer = get_state_dict(*models)
+            state = {"model": model, "optimizer": optimizer}
+            writer, group = (
+                tp.dcp.Writer(folder / f"chain-{number}"),
+                dist.new_group(backend="gloo"),
+            )
+            future: Any = dcp.async_save(state, storage_writer=writer, process_group=group)
+            found["training"] = train(pager, models, range(7, 8)) == expected_loss
+            future.result()
+        else:
+            dcp.save(state, storage_writer=tp.dcp.Writer(folder / f"chain-{number}"))
+        stats = pager.stats()
+        peak, budget = stats["peak_bytes"], stats["budget_bytes"]
+        found["within"] = all(peak[tier] <= budget[tier] for tier in peak)
+    bare = sharded(make_model())
+    models = bare, torch.optim.AdamW(bare.parameters(), lr=1e-2, foreach=False)
+    train(None, models, range(1))
+    found["plain"] = load(models, dcp.FileSystemReader(folder / f"chain-{number}"))
+    return found
+
+
 # -- when it cannot be saved ---------------------------------------------------------------------
 def failures(folder: Path) -> Found:
     """What each rank is told; and what is left on disk."""
@@ -318,7 +364,8 @@ def unsuitable(folder: Path) -> Found:
 
 CASES = {
     "resume": resume, "resume_8bit": resume_8bit, "columns": columns, "save_all": save_all,
-    "load_all": load_all, "failures": failures, "overlap": overlap, "unsuitable": unsuitable,
+    "load_all": load_all, "chain": chain, "failures": failures, "overlap": overlap,
+    "unsuitable": unsuitable,
 }  # fmt: skip
 
 if __name__ == "__main__":

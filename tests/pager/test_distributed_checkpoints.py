@@ -136,6 +136,23 @@ def test_other_numbers_of_ranks(tmp_path: Path) -> None:
             assert_same(plain(values(paged, optimizer)), expected)
 
 
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable or uninitialized")
+def test_dcp_on_4_2_1_and_3_ranks(tmp_path: Path) -> None:
+    """Each loads what those before have saved, two of them while they train on; so does plain FSDP2
+    on as many, and a plain process at the end."""
+    for number, ranks in enumerate((4, 2, 1, 3)):
+        for found in ranks_do(tmp_path, ranks, "chain"):
+            told = found["chain"]
+            assert told.keys() == {"plain", "within", *(["same"] if number else []),
+                                   *(["training"] if number == 1 else [])}  # fmt: skip
+            assert all(told.values()), (ranks, told)
+    twin = make_model()
+    dcp.load({"model": twin.state_dict()}, checkpoint_id=tmp_path / "chain-3")
+    expected = torch.load(tmp_path / "chain.pt", weights_only=True)
+    assert_same(plain(list(twin.parameters())), expected[: len(list(twin.parameters()))])
+
+
 def values(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     states = [v for p in model.parameters() for _, v in sorted(optimizer.state[p].items())]
     return [*model.parameters(), *states]

@@ -231,6 +231,59 @@ def _worker(parent: int, rank: int) -> int:
 
 
 @pytest.mark.slow
+def test_each_rank_takes_its_part_of_the_budgets_as_the_kernel_counts(tmp_path: Path) -> None:
+    """And a tenth, above what ranks take that train a model of no size without a pager."""
+    device, host = 200 << 20, 80 << 20
+    tiny = ["--preset=tiny", "--batch=4", "--seq=64", "--steps=2", "--no-pager"]
+    paged = ["--preset=10m", "--batch=4", "--seq=64", "--steps=3", f"--device-budget={device}",
+             f"--host-budget={host}", "--disk-budget=1GiB", f"--disk-path={tmp_path}"]  # fmt: skip
+    done = programs.run(str(WORKER), "2", "2", json.dumps([tiny, paged]))
+    assert done.returncode == 0, done.stderr[-3000:]
+    before, peaks = (json.loads(line) for line in done.stdout.splitlines() if line.startswith("{"))
+    for rank in ("0", "1"):
+        assert before[rank] < peaks[rank] <= before[rank] + 1.1 * (device + host) / 2, rank
+
+
+FULL_DISK = """
+import errno, json, os, sys
+from pathlib import Path
+sys.path[:0] = sys.argv[1:3]
+import kill_ranks, train_lm
+from tests.pager.faulty_engine import break_disk
+real = train_lm.open_memory
+def full_on_rank_1(options, stack):
+    memory, pager = real(options, stack)
+    if os.environ["RANK"] == "1":
+        break_disk(pager).fail("write", errno.ENOSPC)
+    return memory, pager
+train_lm.open_memory = full_on_rank_1
+folder = Path(sys.argv[3])
+ended = kill_ranks.start(2, "fsdp2", folder, [], (-1, ""))
+print(json.dumps({rank: [code, (folder / f"rank-{rank}.log").read_text()]
+                  for rank, (code, _) in ended.items()}))
+"""
+
+
+@pytest.mark.slow
+def test_a_full_disk_on_one_rank_stops_all_with_its_error(tmp_path: Path) -> None:
+    scripts = SCRIPT.parent
+    done = programs.run("-c", FULL_DISK, str(scripts), str(scripts.parent), str(tmp_path))
+    assert done.returncode == 0, done.stderr[-3000:]
+    ended = json.loads(done.stdout.splitlines()[-1])
+    said = {
+        rank: [line for line in log.splitlines() if line.startswith("train_lm: ")]
+        for rank, (_, log) in ended.items()
+    }
+    assert [code for code, _ in ended.values()] != [0, 0]
+    assert len(said["0"]) == len(said["1"]) == 1, ended
+    assert said["1"][0].startswith("train_lm: rank 1: ")
+    assert "No space left on device" in said["1"][0]
+    assert said["0"][0].startswith("train_lm: rank 0: stopped, because rank 1: ")
+    assert "No space left on device" in said["0"][0]
+    assert {path.suffix for path in tmp_path.iterdir()} == {".log"}
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("killed", [0, 1])
 def test_a_rank_that_is_killed_is_named_by_the_other(killed: int, tmp_path: Path) -> None:
     saved = tmp_path / "saved.pt"
