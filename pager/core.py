@@ -191,7 +191,9 @@ class Core:
     it was. ``after_op``: called when an access has ended. ``watch``, ``follower``, ``on_iteration``
     look on. ``sees_ops``: the ops of the program are wanted one by one, and none that we make of
     them. ``on_forward``: called as a paged model runs, with it and whether it is the first time.
-    ``page_grad``: hook of a parameter whose gradient is there.
+    ``page_grad``: hook of a parameter whose gradient is there. ``before_write``: told of extents
+    that are about to be written, without the lock, while a save goes on beside the training.
+    ``on_ended``: called when an iteration has ended well and all is learned of it.
     """
 
     saved: Saved
@@ -231,7 +233,7 @@ class Core:
         self.running: Any = None  # the iteration (``iteration.py``)
         self.on_forward: list[Callable[[torch.nn.Module, bool], None]] = []
         self.on_close: list[Callable[[], None]] = []  # the latest first, when the pager closes
-        self.on_ended: list[Callable[[], None]] = []  # when all is learned of an iteration
+        self.on_ended: list[Callable[[], None]] = []
         self.cut_short: str | None = None
         self.replaced: dict[int, tuple[Any, Any]] = {}
         self.iterations = self.gathers = 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,7 @@ import click
 from ...planner.commands.failures import CheckFailed
 from ...planner.commands.options import F, Machine, hardware_options, json_option
 from ...planner.commands.output import emit, emit_json, output_path, progress_bar, whole_file
+from ...planner.commands.ranks import Fleet, network_options
 from ...planner.commands.tables import format_percent, format_us, pairs, table
 from ...planner.hardware import describe, load_compute
 from ...planner.sizes import format_bytes
@@ -51,6 +53,7 @@ def _file(name: str, help_text: str) -> Callable[[F], F]:
 )
 @click.option("--optimizer", type=click.Choice(OPTIMIZERS), default="adamw", show_default=True)
 @hardware_options
+@network_options
 @_file("out", "Write the iteration as a trace, for the other commands.")
 @_file("plan", "Plan for --hardware too, which takes a minute or two; needs --out.")
 @_file("html", "Write what is printed as a page for the browser.")
@@ -66,6 +69,7 @@ def estimate(
     out_path: Path | None,
     plan_path: Path | None,
     html_path: Path | None,
+    fleet: Fleet | None,
     as_json: bool,
 ) -> None:
     """Say what training a model needs and how fast it can be, before it is run.
@@ -77,6 +81,10 @@ def estimate(
     An iteration is recorded with tensors that have shapes only. Times are a roofline of the device,
     speeds are bounds: no plan with these budgets is faster. A trace from `--out` has the ops of a
     recorded one; with `--plan` neighbouring ops are joined if there are more than 1200.
+
+    With `--ranks` it is one of N devices that train together by FSDP2, each on `--batch`: what it
+    holds, gathers and waits for the network. `--hardware` is a node then, whose ranks share host
+    memory and disk; tokens are those of all ranks.
 
     \b
     Example:
@@ -108,8 +116,15 @@ def estimate(
             iteration = fake_iteration(
                 training, optimizer, compute, rate, autocast=dtype == "autocast"
             )
+        hardware = _hardware(machine, iteration.trace)
+        if fleet is not None:
+            from ...planner.ranks import rank_trace
+
+            cluster = fleet.cluster(fleet.ranks)
+            iteration = replace(iteration, trace=rank_trace(iteration.trace, cluster))
+            training = replace(training, tokens=training.tokens * fleet.ranks)
+            hardware = cluster.part_of(hardware)
         trace = iteration.trace
-        hardware = _hardware(machine, trace)
         found = outlook(trace, hardware, progress)
     made = _written(trace, hardware, out_path, plan_path)
     answer = _answer(training, iteration, hardware, found)

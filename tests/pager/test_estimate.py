@@ -314,6 +314,23 @@ def test_the_answer(module: Path, tmp_path: Path) -> None:
     assert max(map(len, printed.stdout.splitlines())) <= 80
 
 
+def test_one_of_several_ranks(module: Path) -> None:
+    """It holds its part, gathers one layer after another, and waits for a slow network."""
+    words = ["estimate", f"{module}:model", "--batch", "512", "--hardware", "cpu", "--json"]
+    one, four, slow = (
+        json.loads(CliRunner().invoke(main, [*words, *more]).stdout)
+        for more in ([], ["--ranks=4"], ["--ranks=4", "--nodes=2", "--network=1MB"])
+    )
+    for kind in ("parameter", "gradient", "optimizer"):
+        assert four["need_bytes"][kind] == one["need_bytes"][kind] / 4
+    assert four["need_bytes"]["activation"] == one["need_bytes"]["activation"]
+    assert four["peak_bytes"] < one["peak_bytes"]
+    tokens = [answer.get("samples") or answer.get("tokens") for answer in (one, four)]
+    assert tokens[1] == 4 * tokens[0]
+    assert one["ideal_us"] > four["ideal_us"] > 0.5 * one["ideal_us"], "updates are a fourth"
+    assert slow["ideal_us"] > 10 * four["ideal_us"]
+
+
 def test_a_plan(module: Path, tmp_path: Path) -> None:
     out, plan = tmp_path / "trace.parquet", tmp_path / "plan.json"
     words = ["estimate", f"{module}:model", "--batch", "512", "--hardware", "cpu"]
