@@ -165,10 +165,12 @@ class Cycle(Protocol):
 
 
 class Follower(Protocol):
-    """Of plans (``follower.py``). ``compiled``: the one that the iteration follows."""
+    """Of plans (``follower.py``). ``compiled``: the one that the iteration follows. ``others``:
+    ranks that plan together."""
 
     compiled: Any
     planned: Any
+    others: Any
 
     def begin(self) -> None: ...
     def end(self, *, ok: bool) -> None: ...

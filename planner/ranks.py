@@ -165,6 +165,10 @@ class _Rank:
                     open_ = _Stay(group, op, op)
                     found.append(open_)
                 open_.last = op
+        if root is not None:  # it is gathered as the forward pass begins
+            root.first = found[0].first
+            found.remove(root)
+            found.insert(0, root)
         sizes: dict[str, list[int]] = defaultdict(list)
         for tensor, group in self.groups.items():
             if trace.tensor_kinds[tensor] == "parameter":

@@ -30,8 +30,11 @@ from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.filesystem import (
+    FileSystemReader,
+    FileSystemWriter,
+    _StorageInfo,
+)
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import (
     LoadItemType,
@@ -82,7 +85,8 @@ class Writer(FileSystemWriter):
         try:
             if frozen is not None:
                 tensors: Any = (i for i in plan.items if i.type != WriteItemType.BYTE_IO)
-                frozen.limit([planner.resolve_data(item) for item in tensors])
+                written: list[Any] = [planner.resolve_data(item) for item in tensors]
+                frozen.limit(written)
             results = self._write(plan, planner, frozen.chunks if frozen is not None else chunks)
         finally:
             if frozen is not None:
@@ -138,7 +142,8 @@ class Writer(FileSystemWriter):
 class Reader(FileSystemReader):
     """A storage reader for ``dcp.load``: tensors are mapped, and copied into pages slab by slab.
 
-    Raises ``PagerError`` for files that hold more than tensors and plain values, or are damaged.
+    Raises ``PagerError`` for files that hold more than tensors and plain values, or are damaged;
+    DCP puts all ranks' errors into its ``CheckpointException``.
     """
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
@@ -180,7 +185,7 @@ class Reader(FileSystemReader):
         return future
 
 
-def _load_tensor(window: _Window, mapped: MappedFile, item: Any, planner: LoadPlanner) -> None:
+def _load_tensor(window: Any, mapped: MappedFile, item: Any, planner: LoadPlanner) -> None:
     what = f"{mapped.what}, at byte {window.start}"
     try:
         with FakeTensorMode():

@@ -93,7 +93,8 @@ class Frozen:
         if type(tensor) is not PagedTensor:
             yield from chunks(tensor, row_major=row_major)
             return
-        yield from unmoved_chunks(flat(tensor), copy=self._copy, most_bytes=STEP_BYTES)
+        elements: Any = flat(tensor)
+        yield from unmoved_chunks(elements, copy=self._copy, most_bytes=STEP_BYTES)
         with self._lock:
             self._left[tensor._storage.run] -= 1
             self._lock.notify_all()

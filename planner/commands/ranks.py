@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from ..hardware import Hardware
     from ..ranks import Cluster
 
+UNPAGED = "without paging"
 PLANNED_OPS = 400  # of each rank's trace, if it has more
 
 
@@ -194,7 +195,7 @@ def _rows(asked: Asked, fleet: Fleet, count: int, node: Hardware) -> list[dict[s
         }
 
     reason = "" if fits else f"it needs {format_bytes(need)} of each device"
-    found = [row("without paging", trace.ideal_us if fits else None, reason)]
+    found = [row(UNPAGED, trace.ideal_us if fits else None, reason)]
     if fits:
         return [*found, *(row(policy, trace.ideal_us) for policy in asked.policies)]
     joined = bucketed(trace, PLANNED_OPS) if trace.ops > PLANNED_OPS else trace
@@ -237,34 +238,29 @@ def _print(
         ),
         "",
     )
-    heads = ["devices", "nodes", "each needs", "<", "iteration", "% ideal", "speed", "cost"]
-    rates = fleet.tokens is not None
-    prices = rates and fleet.price is not None
-    heads += ["tokens/s"] if rates else []
-    heads += ["price/1M"] if prices else []
+    per_token = fleet.tokens is not None
+    priced = per_token and fleet.price is not None
+    heads = ["devices", "nodes", "each needs", "<paging", "iteration", "% ideal"]
+    heads += ["tokens/s" if per_token else "speed", "price/1M" if priced else "cost"]
     cells = []
     for row in rows:
-        us = row["iteration_us"]
-        line = [
-            str(row["ranks"]),
-            str(row["nodes"]),
-            format_bytes(row["need_bytes"]),
-            row["policy"],
-        ]
+        us, paged = row["iteration_us"], row["policy"] != UNPAGED
+        line = [str(row["ranks"]), str(row["nodes"]), format_bytes(row["need_bytes"])]
+        line.append(row["policy"] if paged else "no")
         if us is None:
-            line += ["does not run" if row["policy"] != "without paging" else "does not fit"]
-            line += [""] * (len(heads) - len(line))
+            line += ["no plan" if paged else "does not fit", "", "", ""]
         else:
             line += [format_us(us), f"{row['percent_of_ideal']:.1f}"]
-            line += [f"{row['times_one_device']:.2f} ×", f"{row['cost']:.2f}"]
-            line += [f"{row['tokens_per_s']:,.0f}"] if rates else []
-            line += [f"{row['price_per_million_tokens']:.4f}"] if prices else []
+            rate, price = row["tokens_per_s"], row["price_per_million_tokens"]
+            line.append(f"{rate:,.0f}" if per_token else f"{row['times_one_device']:.2f} ×")
+            line.append(f"{price:.4f}" if priced else f"{row['cost']:.2f}")
         cells.append(line)
     emit(table(heads, cells, title="speed and cost by number of devices"))
-    emit(
-        "",
-        "speed: times one device that everything fits on; cost: device time for the same work, by "
-        "that of this one",
-    )
+    if not priced:
+        emit(
+            "",
+            "speed: times one device that everything fits on; cost: device time for the same work, "
+            "by that of this one",
+        )
     if csv_path is not None:
         emit(f"written: {csv_path}")
