@@ -1,4 +1,4 @@
-"""Planning beside the training: ``python -m tensorpager.planner.background``.
+"""Planning beside the training: ``python -m tensorpager.planner.background [PARENT]``.
 
 One request on stdin (``request.py``), one line of JSON on stdout; nothing is written to disk. The
 answer is ``{"plan": …, "layout": …, "again": …}`` (blocks that should run again, and what an
@@ -6,8 +6,10 @@ iteration takes then, in µs; or null), or ``{"refused": reason, "minimum": byte
 plan can work, or ``{"error": reason}`` with exit code 1. What is no request ends with exit code 2
 and one line on stderr.
 
-It gives way to the training (nice 10), runs on one thread (its parent sets OMP_NUM_THREADS), never
-loads torch, and dies with its parent.
+What it needs is loaded before it reads, so that one that was started early answers soon. It gives
+way to the training (nice 10 for a quick plan, which training waits for, 19 for a full one), runs on
+one thread (its parent sets OMP_NUM_THREADS), never loads torch, and dies with its parent, of which
+PARENT is the process id.
 """
 
 from __future__ import annotations
@@ -18,20 +20,22 @@ import os
 import signal
 import sys
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 from .errors import InfeasibleBudget, PagerError, PolicyRefusal
 from .hardware import Hardware, from_mapping
 from .layout import Layout, frames_of, layout_to_json, place
-from .plan import Plan, plan_to_json
+from .plan import Bound, Plan, plan_to_json
 from .registry import find, make_plan
 from .request import read_header, read_trace
 from .simulator import simulate
 from .trace import Trace
 
-NICE = 10
+NICE, NICE_IN_FULL = 10, 19
 SPARE_SHARES = 64, 32  # of the frames that a plan leaves free, so that all of it finds a place
 SPARE_COST = 0.01  # of an iteration's time, at most, for that
+FEWER_COST = 0.003  # the same, for fewer moves
 BAD_INPUT = 2
 PR_SET_PDEATHSIG = 1
 
@@ -51,6 +55,9 @@ def plan_with_layout(
     """
     frames = frames_of(trace, hardware)
     plan = _plan(trace, hardware, quick, policy)
+    if policy == "lp" and not quick and plan.moves:
+        with suppress(InfeasibleBudget, PolicyRefusal):
+            plan = _with_fewer_moves(plan, _plan(trace, hardware, True, policy))
     layout, least_us = place(trace, plan, frames), _us(plan)
     for share in () if quick or trace.device == "cpu" else SPARE_SHARES:
         if not layout.unplaced_pages or frames < share:
@@ -66,6 +73,16 @@ def plan_with_layout(
         if placed.unplaced_pages < layout.unplaced_pages:
             plan, layout = other, placed
     return plan, layout
+
+
+def _with_fewer_moves(plan: Plan, coarse: Plan) -> Plan:
+    """``coarse``, of fewer, longer steps, where it has fewer moves and takes hardly longer: each
+    move takes time of the thread that runs ops, which the machine model has not."""
+    if len(coarse.moves) >= len(plan.moves) or _us(coarse) > (1 + FEWER_COST) * _us(plan):
+        return plan
+    assert plan.bound is not None
+    least = plan.bound.iteration_us
+    return replace(coarse, bound=Bound(least, min(100.0, 100 * least / _us(coarse))))
 
 
 def _plan(trace: Trace, hardware: Hardware, quick: bool, policy: str) -> Plan:
@@ -110,17 +127,27 @@ def _die_with_parent() -> None:
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
+def _get_ready() -> None:
+    """Load what nearly every plan needs."""
+    import scipy.optimize  # noqa: F401 (and scipy.sparse)
+
+    from .lp import policy  # noqa: F401
+
+
 def main() -> int:
     """Answers the one request; the exit code."""
     _die_with_parent()
+    if sys.argv[1:] and sys.argv[1] != str(os.getppid()):
+        return 0  # it died before it could take this process with it
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the training; it ends this
     os.nice(NICE)
     answer_to = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what a solver prints is no answer
+    _get_ready()
     try:
         header = read_header(sys.stdin.buffer)
         if header.get("parent_pid", os.getppid()) != os.getppid():
-            return 0  # it died before it could take this process with it
+            return 0  # likewise
         hardware = from_mapping(header["hardware"], "hardware")
         trace = read_trace(sys.stdin.buffer, header)
         policy = header.get("policy", "lp")
@@ -129,7 +156,10 @@ def main() -> int:
         line = " ".join(str(error).split())
         print(f"tensorpager.planner.background: no request on stdin: {line}", file=sys.stderr)
         return BAD_INPUT
-    answer = _answer(trace, hardware, header.get("quick", False), policy)
+    quick = header.get("quick", False)
+    if not quick:
+        os.nice(NICE_IN_FULL - NICE)
+    answer = _answer(trace, hardware, quick, policy)
     try:
         with answer_to:
             answer_to.write(json.dumps(answer).encode() + b"\n")

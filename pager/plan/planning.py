@@ -58,18 +58,33 @@ class PlanRefused(PagerError):  # noqa: N818 (an honest answer of the planner, n
 
 
 class PlanningProcess:
-    """Starts at once. ``trace`` and ``hardware`` are those of :func:`plan_with_layout`, and so is
-    ``quick``; neither may be changed until it is ``done``."""
+    """Starts at once: it loads what a planner needs, and plans what it is asked."""
 
     def __init__(
-        self, trace: Trace, hardware: Hardware, *, quick: bool = False, policy: str = "lp"
+        self,
+        trace: Trace | None = None,
+        hardware: Hardware | None = None,
+        *,
+        quick: bool = False,
+        policy: str = "lp",
     ) -> None:
-        self._run = _Run(trace, hardware, quick, policy)
+        """``trace`` and ``hardware``: asked at once; without them it gets ready, and waits."""
+        self._run = _Run()
         self._thread = threading.Thread(
             target=self._run.go, name="tensorpager-planning", daemon=True
         )
+        if trace is not None and hardware is not None:
+            self.ask(trace, hardware, quick=quick, policy=policy)
         self._thread.start()
         self._finalizer = weakref.finalize(self, _cancel, self._run, self._thread)
+
+    def ask(
+        self, trace: Trace, hardware: Hardware, *, quick: bool = False, policy: str = "lp"
+    ) -> None:
+        """Once. The arguments are those of :func:`plan_with_layout`; neither may be changed until
+        it is ``done``."""
+        self._run.question = _Question(trace, hardware, quick, policy)
+        self._run.asked.set()
 
     def done(self) -> bool:
         """Whether ``result`` returns, or raises, at once."""
@@ -91,14 +106,19 @@ class PlanningProcess:
         _cancel(self._run, self._thread)
 
 
-@dataclass(eq=False)
-class _Run:
-    """What the thread and its owner share; the thread knows no owner, which may so be collected."""
-
+class _Question(NamedTuple):
     trace: Trace
     hardware: Hardware
     quick: bool
     policy: str
+
+
+@dataclass(eq=False)
+class _Run:
+    """What the thread and its owner share; the thread knows no owner, which may so be collected."""
+
+    question: _Question | None = None
+    asked: threading.Event = field(default_factory=threading.Event)
     owner_pid: int = field(default_factory=os.getpid)
     answer: Future[Planned] = field(default_factory=Future)
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -119,23 +139,32 @@ class _Run:
             self.answer.set_result(planned)
 
     def _plan(self) -> Planned:
-        request = write_request(
-            self.trace, self.hardware, quick=self.quick, policy=self.policy,
-            parent_pid=self.owner_pid,
-        )  # fmt: skip
         with self.lock:
             if self.cancelled:
                 raise PagerError("planning was cancelled")
             try:
-                self.process = _start()
+                process = self.process = _start()
             except OSError as error:
                 raise PagerError(
                     f"the planner cannot be started: {sys.executable}: {error.strerror}"
                 ) from error
-        answer, complaints = self.process.communicate(request)
+        try:
+            self.asked.wait()
+            request = b"" if self.question is None else self._request(self.question)
+            answer, complaints = process.communicate(request)
+        except BaseException:
+            process.kill()
+            process.communicate()
+            raise
         if self.cancelled:
             raise PagerError("planning was cancelled")
-        return _read(answer, complaints, self.process.returncode)
+        return _read(answer, complaints, process.returncode)
+
+    def _request(self, question: _Question) -> bytes:
+        return write_request(
+            question.trace, question.hardware, quick=question.quick, policy=question.policy,
+            parent_pid=self.owner_pid,
+        )  # fmt: skip
 
 
 def _start() -> subprocess.Popen[bytes]:
@@ -149,7 +178,7 @@ def _start() -> subprocess.Popen[bytes]:
     }
     return subprocess.Popen(
         # -P: a folder of the user's that happens to be the current one has no say in imports.
-        [sys.executable, "-P", "-m", MODULE],
+        [sys.executable, "-P", "-m", MODULE, str(os.getpid())],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -189,5 +218,6 @@ def _cancel(run: _Run, thread: threading.Thread) -> None:
         run.cancelled = True
         if run.process is not None and run.process.returncode is None:
             run.process.kill()
+    run.asked.set()  # the thread need not wait for a question any more
     if thread is not threading.current_thread():
         thread.join(CANCEL_SECONDS)

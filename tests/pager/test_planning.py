@@ -88,6 +88,25 @@ def test_the_plan_is_that_of_this_process() -> None:
     assert process.result() is planned
 
 
+def test_one_that_was_started_early_answers() -> None:
+    trace, hardware = chain(), machine(70)
+    process = PlanningProcess()
+    wait_until(planners)
+    assert not process.done()
+    process.ask(trace, hardware, quick=True)
+    assert process.result(300).plan == plan_with_layout(trace, hardware, quick=True)[0]
+    assert not planners()
+
+
+def test_one_that_is_never_asked_goes_when_it_is_cancelled() -> None:
+    process = PlanningProcess()
+    wait_until(planners)
+    process.cancel()
+    assert not planners()
+    with pytest.raises(PagerError, match="cancelled"):
+        process.result(0)
+
+
 def test_a_refusal() -> None:
     process = PlanningProcess(chain(), machine(5), quick=True)
     with pytest.raises(PlanRefused, match="too small") as refusal:

@@ -26,7 +26,7 @@ from tensorpager.planner.errors import InfeasibleBudget, PagerError
 from tensorpager.planner.hardware import Hardware, from_mapping
 from tensorpager.planner.layout import layout_from_json, layout_to_json
 from tensorpager.planner.lp.policy import bound
-from tensorpager.planner.plan import plan_from_json, plan_to_json
+from tensorpager.planner.plan import Bound, Plan, plan_from_json, plan_to_json
 from tensorpager.planner.registry import find
 from tensorpager.planner.request import ARRAYS, read_header, read_trace, write_request
 from tensorpager.planner.simulator import simulate
@@ -91,7 +91,7 @@ def test_frames_are_spared_where_that_costs_nothing(
     def plan(trace: Trace, hardware: Hardware, *_: Any) -> Any:
         frames = hardware.device_bytes // hardware.page_size
         us = 100.0 if frames == 64 else 100.0 * cost
-        return SimpleNamespace(frames=frames, predicted=SimpleNamespace(iteration_us=us))
+        return SimpleNamespace(frames=frames, predicted=SimpleNamespace(iteration_us=us), moves=())
 
     monkeypatch.setattr(background, "_plan", plan)
     monkeypatch.setattr(
@@ -101,6 +101,34 @@ def test_frames_are_spared_where_that_costs_nothing(
     )
     found: Any = plan_with_layout(trace, hardware, quick=quick)[0]
     assert found.frames == (63 if spared else 64)
+
+
+@pytest.mark.parametrize(
+    ("us", "moves", "taken"),
+    [(100.2, 3, True), (100.4, 3, False), (99.0, 4, False)],
+    ids=["fewer, hardly slower", "slower", "not fewer"],
+)
+def test_a_plan_of_fewer_moves_is_taken(
+    monkeypatch: pytest.MonkeyPatch, us: float, moves: int, taken: bool
+) -> None:
+    """If it takes hardly longer; with the bound that the full search has found."""
+    trace, hardware = layers(6), machine(64)
+    made = background._plan(trace, hardware, True, "lp")
+    assert made.predicted is not None
+
+    def plan(_trace: Trace, _hardware: Hardware, quick: bool, _policy: str) -> Plan:
+        predicted = replace(made.predicted, iteration_us=us if quick else 100.0)
+        kept = made.moves[: moves if quick else 4]
+        return replace(made, predicted=predicted, moves=kept, bound=Bound(90.0, 90.0))
+
+    monkeypatch.setattr(background, "_plan", plan)
+    monkeypatch.setattr(background, "place", lambda *_: SimpleNamespace(unplaced_pages=0))
+    found = plan_with_layout(trace, hardware, quick=False)[0]
+    assert len(found.moves) == (3 if taken else 4)
+    assert found.bound is not None
+    assert found.bound.iteration_us == 90.0
+    assert found.predicted is not None
+    assert found.bound.percent_of_bound == pytest.approx(9000 / found.predicted.iteration_us)
 
 
 def test_the_same_plan_as_in_this_process() -> None:
@@ -362,3 +390,13 @@ def wait_until(condition: Any, seconds: float = 300.0) -> None:
     while not condition():
         assert time.monotonic() < until, "did not happen"
         time.sleep(0.05)
+
+
+def test_one_whose_parent_is_gone_waits_for_nothing() -> None:
+    """Though somebody holds the other end of its pipe."""
+    process = subprocess.Popen([*COMMAND, "-1"], stdin=subprocess.PIPE, env=ENVIRONMENT)
+    try:
+        assert process.wait(300) == 0
+    finally:
+        assert process.stdin is not None
+        process.stdin.close()
