@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable
 from functools import partial
 
@@ -23,7 +24,7 @@ TIERS = ("host", "disk")
 NOW, AHEAD, PLANNED = "now", "ahead", "planned"
 """What an op waits for: carried out by whoever asks. What it will want next, and what a plan says:
 carried out by lanes, each by its own."""
-_THREADS = {"host": 1, "disk": 3}  # of a lane
+_THREADS = {"host": 1, "disk": 3}  # of a lane, at most
 _BATCH_BYTES = 4 << 20  # moved at once where rates are not known
 
 
@@ -58,7 +59,9 @@ class Mover:
         self.error: BaseException | None = None
         on_cpu = backend.host_addressable  # a staging buffer is one thread's
         names = {f"{tier}-{way}": tier for tier in TIERS for way in ("out", "in")}
-        threads = {name: _THREADS[tier] if on_cpu else 1 for name, tier in names.items()}
+        # What they do between calls of the kernel takes cores from ops, and they wait for the GIL.
+        most = max(1, len(os.sched_getaffinity(0)) // 2) if on_cpu else 1
+        threads = {name: min(_THREADS[tier], most) for name, tier in names.items()}
         self.lanes = {name: Lane(name, threads[name]) for name in names}
         self._ahead = {name: Lane(f"ahead-{name}", threads[name]) for name in names}
         self.moved = dict.fromkeys(names, 0)
