@@ -130,16 +130,18 @@ def _with_overlap(pager: Core) -> int:
 def plan_figures(follower: Follower | None) -> dict[str, float | None]:
     """Times by the plan and measured, in µs, of the latest iteration's kind."""
     found: dict[str, float | None] = dict.fromkeys(
-        ("predicted_us", "measured_us", "ideal_us", "bound_us", "iteration_stall_us")
-    )
+        (
+            "predicted_us", "measured_us", "ideal_us", "bound_us", "overhead_us",
+            "iteration_stall_us",
+        )
+    )  # fmt: skip
     if follower is None:
         return found
     signature = follower.current
     found["iteration_stall_us"] = follower.stall_us_last
     if signature is not None and signature.compiled is not None:
-        plan = signature.compiled.plan
         found["predicted_us"] = signature.compiled.predicted_us
-        found["ideal_us"] = signature.compiled.trace.ideal_us
-        found["bound_us"] = plan.bound.iteration_us if plan.bound is not None else None
+        for name in ("ideal", "bound", "overhead"):
+            found[f"{name}_us"] = getattr(signature, f"{name}_us")
         found["measured_us"] = signature.measured
     return found

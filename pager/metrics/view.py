@@ -159,10 +159,10 @@ def _iterations(record: Snapshot, rates: Rates, screen: Screen) -> Iterator[Text
     if rates.iterations_per_s is not None:
         text += f"     {rates.iterations_per_s:.3g} per second"
     yield Text(text + (f", the next runs{running}" if running else ""))
-    known = [
-        (what, record[key])
-        for what, key in (("plan", "predicted_us"), ("bound", "bound_us"), ("ideal", "ideal_us"))
-    ]
+    names = {"plan": "predicted_us"} | {
+        what: f"{what}_us" for what in ("bound", "ideal", "overhead")
+    }
+    known = [(what, record[key]) for what, key in names.items()]
     told = [f"{what} {format_us(us)}" for what, us in known if us is not None]
     if told:
         yield Text("           " + ", ".join(told), style="dim")

@@ -78,9 +78,10 @@ class Call(NamedTuple):
 
 
 class AccessLog:
-    """The accesses of one iteration. ``births``: runs born before it. ``times``: seconds at which
-    each access began; ``stalls``: position → seconds that it waited for what a plan can bring;
-    ``stall_seconds``: all waiting; ``writes`` and ``deaths``: (position, key).
+    """The accesses of one iteration. ``births``: runs born before it. ``began``: seconds at which
+    it began; ``times``: at which each access did; ``stalls``: position → seconds that it waited for
+    what a plan can bring; ``stall_seconds``: all waiting; ``writes`` and ``deaths``: (position,
+    key).
 
     ``stamps``: of ``clock``, a device that has one, or ``None``: as each access began, and one at
     the end. ``settle_times`` puts its times in the place of the host's: when ops began and ended
@@ -89,6 +90,7 @@ class AccessLog:
 
     def __init__(self, births: int = 0) -> None:
         self.births = births
+        self.began = time.perf_counter()
         self.keys: list[Keys] = []
         self.times: list[float] = []
         self.waits: list[Wait] = []
@@ -116,6 +118,7 @@ class AccessLog:
         stamps = self.stamps
         if stamps:
             *self.times, self.ended = (device.elapsed(stamps[0], stamp) for stamp in stamps)
+            self.began = 0.0
         for wait in self.waits:
             if not wait.own:
                 seconds = wait.seconds(device) if stamps else wait.host_seconds
@@ -123,12 +126,14 @@ class AccessLog:
         self.waits, self.stamps, self.clock = [], [], None
 
     def seconds(self) -> list[float]:
-        """Of each access up to the next one, without the time that it waited for what a plan can
-        bring: the reads of a stream are a part of it."""
+        """Of each access up to the next one, of the first one from the begin of the iteration,
+        without the time that it waited for what a plan can bring: the reads of a stream are a part
+        of it."""
+        starts = [self.began, *self.times[1:]] if self.times else []
         ends = [*self.times[1:], self.ended]
         return [
             max(0.0, end - start - self.stalls.get(position, 0.0))
-            for position, (start, end) in enumerate(zip(self.times, ends))
+            for position, (start, end) in enumerate(zip(starts, ends))
         ]
 
 

@@ -68,19 +68,14 @@ def _plan_in_words(pager: Core, follower: Follower | None) -> str:
         return (
             f"There is no plan yet: it {state}, of an iteration of {len(signature.keys)} accesses."
         )
-    lines = _plan_lines(signature.compiled)
+    lines = [*_plan_lines(signature.compiled), *_speed_lines(signature)]
     if follower.segments is not None:
         lines.append(_blocks_in_words(signature, follower.segments))
-    if signature.measured is not None:
-        off = 100 * (signature.measured / signature.compiled.predicted_us - 1)
-        lines.append(
-            f"Measured: {signature.measured / 1e3:.1f} ms, {off:+.1f} % of what was predicted."
-        )
     if signature.on_demand_us is not None:
         lines.append(f"Without a plan it takes {signature.on_demand_us / 1e3:.1f} ms at best.")
     if signature.hardware is not None:
         lines += [
-            _limit(signature.compiled, signature.hardware),
+            _limit(signature, signature.hardware),
             _more(signature.compiled, signature.hardware),
         ]
     return "\n".join(lines)
@@ -119,30 +114,53 @@ def _plan_lines(compiled: CompiledPlan) -> list[str]:
     away = sum(run.page_count for run in plan.start) * size
     moving = {move.tensor for move in plan.moves}
     ways = ", ".join(f"{format_bytes(nbytes)} {name}" for name, nbytes in sorted(moved.items()))
-    lines = [
+    return [
         f"An iteration of {len(compiled.keys)} accesses to {trace.tensors} extents takes "
-        f"{predicted.iteration_us / 1e3:.1f} ms by the plan and {predicted.ideal_us / 1e3:.1f} ms "
-        "if nothing ever had to wait.",
+        f"{predicted.iteration_us / 1e3:.1f} ms by the plan, and waits for "
+        f"{predicted.stall_us / 1e3:.1f} ms of that.",
         f"It moves {ways or 'nothing'}; {trace.tensors - len(moving)} runs stay on the device all "
         f"the time, and {format_bytes(away)} are off it when an iteration begins.",
     ]
-    if plan.bound is not None:
+
+
+def _speed_lines(signature: StepSignature) -> list[str]:
+    """How fast it is, against what was predicted and what can be."""
+    compiled, measured = signature.compiled, signature.measured
+    assert compiled is not None
+    lines = []
+    if signature.plain_us is not None and signature.ideal_us is not None:
+        lines.append(f"Plain PyTorch takes {signature.ideal_us / 1e3:.1f} ms for the same ops.")
+    bound, takes = signature.bound_us, measured or compiled.predicted_us
+    if bound is not None:
+        how = "as predicted" if measured is None else "as measured"
         lines.append(
-            f"No plan is faster than {plan.bound.iteration_us / 1e3:.1f} ms; this one is at "
-            f"{plan.bound.percent_of_bound:.1f} % of that speed."
+            f"No plan is faster than {bound / 1e3:.1f} ms; this one is at "
+            f"{100 * bound / takes:.1f} % of that speed, {how}."
+        )
+    if measured is not None:
+        off = 100 * (measured / compiled.predicted_us - 1)
+        lines.append(f"Measured: {measured / 1e3:.1f} ms, {off:+.1f} % of what was predicted.")
+    if signature.overhead_us is not None:
+        lines.append(
+            f"Overhead: {signature.overhead_us / 1e3:.1f} ms of that are neither PyTorch's ops nor "
+            "waiting, but the pager's own work, and what moves take from the ops beside them."
         )
     return lines
 
 
-def _limit(compiled: CompiledPlan, hardware: Hardware) -> str:
+def _limit(signature: StepSignature, hardware: Hardware) -> str:
     from ...planner.simulator import simulate
 
+    compiled, overhead = signature.compiled, signature.overhead_us or 0.0
+    assert compiled is not None
     result = simulate(compiled.trace, hardware, compiled.plan)
     waited = Counter[str]()
     for stall in result.stalls:
         waited[stall.channel] += int(stall.us)
+    if overhead > max(sum(waited.values()), signature.ideal_us or 0.0):
+        return "The limit is the pager's own overhead."
     if sum(waited.values()) <= _NOTHING * compiled.predicted_us:
-        return "The limit is compute: the moves hide behind it."
+        return "The limit is compute: no op waits for a move."
     channel, microseconds = waited.most_common(1)[0]
     return (
         f"The limit is {_LIMITS.get(channel, channel)}: the ops wait {microseconds / 1e3:.1f} ms "

@@ -43,6 +43,8 @@ if TYPE_CHECKING:
     from ..machine.calibration.measure import Calibration
     from ..moves.residency import Residency
     from ..tensor.segments import Segments
+    from .plain_speed import OpTimes
+    from .planning import PlanningProcess
 
 _BATCH_SECONDS = 0.008  # of a channel's time: what one transfer moves
 _MOST_BATCH_BYTES = 128 << 20
@@ -97,6 +99,9 @@ class Follower:
         self._began = 0.0
         self._warned = False  # that a planned move failed
         self._calibration: Calibration | None = None
+        self._op_times: OpTimes | None = None  # of the iteration that runs
+        self._stays_on: OpTimes | None = None  # of one before, under somebody else's mode
+        self._ready: PlanningProcess | None = None  # a planner that waits for the first trace
 
     @property
     def log(self) -> AccessLog | None:
@@ -126,6 +131,22 @@ class Follower:
         self._on_demand = self.compiled is None
         if self._on_demand and self.recorder.has_clock:
             log.clock = pager.backend
+        if self._on_demand and not pager.budget.metering:
+            self._time_ops()
+
+    def _time_ops(self) -> None:
+        """What plain PyTorch takes for a kind of iteration is measured once, in the next one after
+        it was first seen; of the first kind at once."""
+        from .plain_speed import OpTimes, can_time_ops
+
+        if self._stays_on is not None and self._stays_on.stop():
+            self._stays_on = None
+        known = self.current is not None and self.current.plain_us is not None
+        planning = any(one.process is not None for one in self.signatures.all)
+        busy = planning or self.recorder.ops or self._stays_on
+        if not (known or busy) and can_time_ops(self._pager):
+            self._op_times = OpTimes(self._pager)
+            self._op_times.start()
 
     def _choose(self, expected: StepSignature | None, log: AccessLog) -> StepSignature | None:
         """Which blocks run again in the iteration that begins, and what kind it is then."""
@@ -250,6 +271,9 @@ class Follower:
     def end(self, *, ok: bool) -> None:
         """The iteration is over; ``ok``: it ended by itself."""
         pager, log = self._pager, self.recorder.close()
+        times, self._op_times = self._op_times, None
+        if times is not None and not times.stop():
+            self._stays_on = times
         if self.segments is not None:
             self.segments.end()
         if log is None:
@@ -261,7 +285,8 @@ class Follower:
         self.recorder.on_access = None
         self.last_mode = "planned" if compiled is not None else "demand"
         if ok and not pager.budget.metering and not pager.fits:
-            self._learn(log, followed=compiled is not None and compiled is self._in_state)
+            followed = compiled is not None and compiled is self._in_state
+            self._learn(log, followed=followed, times=times)
 
     def warn(self) -> None:
         """Tell the user, once, that plans are not followed any more. Without the lock, in the
@@ -278,29 +303,37 @@ class Follower:
         warning.__cause__ = error
         warnings.warn(warning, stacklevel=5)  # the end of the user's `with` block
 
-    def _learn(self, log: AccessLog, *, followed: bool) -> None:
+    def _learn(self, log: AccessLog, *, followed: bool, times: OpTimes | None) -> None:
+        """``times``: of its ops, where they were timed, which has made it slower."""
         of_device = log.clock is not None or not self.recorder.has_clock
         log.settle_times(self._pager.backend)
         signature = self.signatures.find(log)
         if signature is None:
             log.facts = self.recorder.names.facts_of(log)
             log.newborn = []
+            self._get_ready()
             signature = self.signatures.add(log)
         else:
             signature.seen += 1
-            if of_device:
-                signature.samples.append(log.seconds())
-        self._relate(signature)
-        self.signatures.came(signature)
         # The planner takes time from an iteration that it runs beside.
         planning = any(one.process is not None for one in self.signatures.all)
+        if times is not None:
+            signature.plain_us = times.total_us()
+        elif of_device and signature.seen > 1:
+            if not followed:
+                signature.samples.append(log.seconds())
+            elif not planning:
+                signature.beside.append(log.seconds())
+        self._relate(signature)
+        self.signatures.came(signature)
         if followed:
             self.planned_iterations += 1
             if not planning:
                 signature.measured_us.append((log.ended - self._began) * 1e6)
+                signature.planned_stall_us.append(log.stall_seconds * 1e6)
             if self.only_if_faster:
                 signature.leave_if_slower()
-        elif self._on_demand:
+        elif self._on_demand and times is None:
             if not planning:
                 signature.demand_us.append((log.ended - self._began) * 1e6)
             signature.demand_stall_us.append(sum(log.stalls.values()) * 1e6)
@@ -361,8 +394,17 @@ class Follower:
         processes = (signature.process for signature in self.signatures.all)
         return any(process is not None and not process.done() for process in processes)
 
+    def _get_ready(self) -> None:
+        """The first kind was seen for the first time: a planner loads what it needs until there is
+        something to plan."""
+        from .planning import PlanningProcess
+
+        if not self.signatures.all and self._ready is None and self.most_plans:
+            self._ready = PlanningProcess()
+
     def _plan(self, signature: StepSignature, *, quick: bool = False) -> None:
-        """Start to plan ``signature`` beside the training; the first plan is always a quick one."""
+        """Start to plan ``signature`` beside the training: by a quick search, unless a full one is
+        worth it."""
         from .planning import PlanningProcess
         from .traces import trace_of_accesses
 
@@ -381,12 +423,14 @@ class Follower:
             pager.residency.pool.count,
             fixed=self._fixed(signature),
         )  # fmt: skip
+        quick = quick or not signature.wants_full_search
         signature.plans += 1
         signature.hardware = hardware
-        signature.process = PlanningProcess(
+        signature.process, self._ready = self._ready or PlanningProcess(), None
+        signature.process.ask(
             signature.recorded.trace,
             hardware,
-            quick=quick or signature.plans == 1,
+            quick=quick,
             policy="lp" if self.segments is None else "joint",
         )
 
@@ -520,6 +564,9 @@ class Follower:
         """Cancel what is being planned. Without the lock."""
         for signature in self.signatures.all:
             signature.cancel()
+        if self._ready is not None:
+            self._ready.cancel()
+            self._ready = None
 
 
 # Note: which pages leave when a planned iteration has to fault: those that its plan uses last. The

@@ -4,7 +4,8 @@ shape), told apart by their signatures, which are what they access, and which on
 from __future__ import annotations
 
 from collections import deque
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -21,6 +22,7 @@ _RECORDED = 2  # iterations before the first plan: what happens once would be ta
 _AGAIN = 2  # times as many iterations seen, until there is another plan after one turned down
 _MEASURED = 3  # iterations that follow a plan before it is judged
 _OFF_BY = 0.05
+_CLOSE = 99.5  # percent of the bound's speed: no plan is worth much more
 _SLOWER = 1.02  # times what iterations on demand take: a plan is left
 _SAMPLES = 5
 _MOST_KINDS = 8
@@ -37,6 +39,8 @@ class StepSignature:
     ``again``: blocks of the model that run again in iterations of this kind, which are another
     kind then, ``variant``, whose ``base`` this one is; both have one place in the order of kinds.
     ``kept``: why they do not, where that has been tried.
+
+    ``plain_us``: what its ops take in plain PyTorch (``plain_speed.py``), where that was measured.
     """
 
     def __init__(self, number: int, log: AccessLog) -> None:
@@ -59,25 +63,33 @@ class StepSignature:
         self.base: StepSignature | None = None
         self.strays = 0  # iterations with ``again`` that were of another kind
         self.kept: str | None = None
-        # Of the latest iterations, without stalls: seconds of each access.
+        # Of the latest iterations, without stalls: seconds of each access. `beside`: of those that
+        # followed a plan, whose moves have taken time of the ops beside them.
         self.samples: deque[list[float]] = deque([log.seconds()], _SAMPLES)
+        self.beside: deque[list[float]] = deque(maxlen=_SAMPLES)
         self.measured_us: deque[float] = deque(maxlen=_SAMPLES)  # of those that followed `compiled`
+        self.planned_stall_us: deque[float] = deque(maxlen=_SAMPLES)  # what these waited
+        self.plain_us: float | None = None
         self.demand_us: deque[float] = deque(maxlen=_SAMPLES)  # of those that followed none
         self.demand_stall_us: deque[float] = deque(maxlen=_SAMPLES)
 
     def seconds(self) -> list[float]:
-        """Of each access, in the fastest iteration. What an access takes once, or now and then (a
-        first call, memory that is mapped, another process), is no part of it: so each one's share
-        is that of its fastest. But slow moments come at another access each time, and the fastest
-        of all accesses add up to less than any iteration takes."""
-        samples = np.array(self.samples)
-        least = samples.min(axis=0)
-        whole, parts = float(samples.sum(axis=1).min()), float(least.sum())
-        return [float(s) for s in least * (whole / parts if parts else 1.0)]
+        """Of each access, as the next plan should take it: beside moves, where that is known."""
+        if len(self.beside) >= _MEASURED:
+            return _shared_out(self.beside, np.median)
+        return self.alone_seconds()
+
+    def alone_seconds(self) -> list[float]:
+        """Of each access in the fastest iteration in which nothing moved beside ops. What an access
+        takes once, or now and then (a first call, memory that is mapped, another process), is no
+        part of it: so each one's share is that of its fastest. But slow moments come at another
+        access each time, and the fastest of all accesses add up to less than any iteration takes.
+        """
+        return _shared_out(self.samples, np.min)
 
     def promised_us(self, compiled: CompiledPlan) -> float:
         """Of an iteration that follows ``compiled``: the waiting of the plan, beside what the
-        accesses take in the fastest iteration seen."""
+        accesses take."""
         return sum(self.seconds()) * 1e6 + compiled.predicted_us - compiled.ideal_us
 
     @property
@@ -86,12 +98,39 @@ class StepSignature:
         a machine that is busy now and then whole times cannot be compared, waiting can."""
         if not self.demand_stall_us:
             return None
-        return sum(self.seconds()) * 1e6 + min(self.demand_stall_us)
+        return sum(self.alone_seconds()) * 1e6 + min(self.demand_stall_us)
 
     @property
     def measured(self) -> float | None:
         """Median µs of the latest iterations that followed the plan."""
         return float(np.median(self.measured_us)) if self.measured_us else None
+
+    @property
+    def ideal_us(self) -> float | None:
+        """Of an iteration in plain PyTorch, if everything fitted; where that was not measured, of
+        one that never waits, with our own work in it."""
+        if self.plain_us is not None:
+            return min(self.plain_us, sum(self.alone_seconds()) * 1e6)
+        return self.compiled.ideal_us if self.compiled is not None else None
+
+    @property
+    def bound_us(self) -> float | None:
+        """No plan is faster: what any plan has to wait for, beside what the ops take in plain
+        PyTorch. (A schedule for shorter ops, with pauses in which they would have
+        gone on, is one for the longer ones: so it saves no more than they are shorter.)"""
+        compiled, ideal = self.compiled, self.ideal_us
+        if compiled is None or compiled.plan.bound is None or ideal is None:
+            return None
+        return compiled.plan.bound.iteration_us - max(0.0, compiled.ideal_us - ideal)
+
+    @property
+    def overhead_us(self) -> float | None:
+        """Of the latest iterations that followed the plan, what was neither plain PyTorch's nor
+        waiting: our own work, and what moves took from the ops beside them."""
+        ideal = self.ideal_us
+        if self.plain_us is None or self.measured is None or ideal is None:
+            return None
+        return max(0.0, self.measured - float(np.median(self.planned_stall_us)) - ideal)
 
     # -- blocks that run again -------------------------------------------------------------------
     def is_like(self, other: StepSignature) -> bool:
@@ -128,8 +167,8 @@ class StepSignature:
 
     # -- plans -----------------------------------------------------------------------------------
     def is_due(self, most_plans: int) -> bool:
-        """Whether a plan is worth its time: the first one, which is a quick one, a full one after
-        it, or one from other times."""
+        """Whether a plan is worth its time: the first one, a second one, which knows what moves
+        cost the ops beside them, or one from other times."""
         if self.process is not None or self.refused is not None or self.plans >= most_plans:
             return False
         if self.compiled is None:
@@ -140,9 +179,15 @@ class StepSignature:
         predicted = self.compiled.predicted_us
         return self.plans == 1 or abs(self.measured - predicted) > _OFF_BY * predicted
 
+    @property
+    def wants_full_search(self) -> bool:
+        """Whether the next plan is worth a longer search than the quick one that there is: it takes
+        time of the training, and of the machine."""
+        bound = self.compiled.plan.bound if self.compiled is not None else None
+        return self.plans > 0 and (bound is None or bound.percent_of_bound < _CLOSE)
+
     def take_plan(self, *, only_if_faster: bool) -> None:
-        """``process`` has ended: its plan is the one to follow, or it is known why there is none.
-        If no plan is better than none, one that is followed already may still be."""
+        """``process`` has ended: its plan is followed, or it is known why there is none."""
         from .planning import PlanRefused
 
         process, self.process = self.process, None
@@ -155,8 +200,11 @@ class StepSignature:
             self.refused = str(error) if known else f"the planner ended with an error: {error}"
             return
         self.measured_us.clear()
+        self.planned_stall_us.clear()
         compiled = CompiledPlan(self.recorded, planned.plan, planned.layout, self.keys)
-        no_better = self.no_better(compiled) if only_if_faster else None
+        # One that is followed is compared with what was measured (`leave_if_slower`).
+        compare = only_if_faster and self.compiled is None
+        no_better = self.no_better(compiled) if compare else None
         if planned.again and self.kept is None:
             least = self.on_demand_us
             self.before_us = self.promised_us(compiled)
@@ -167,7 +215,7 @@ class StepSignature:
         if no_better is None:
             self.compiled, self.turned_down = compiled, None
             return
-        self.turned_down = no_better if self.compiled is None else None
+        self.turned_down = no_better
         self.again_at = _AGAIN * self.seen
 
     def no_better(self, compiled: CompiledPlan) -> str | None:
@@ -220,6 +268,8 @@ class StepSignature:
         self.plans = self.again_at = 0
         self.left = False
         self.measured_us.clear()
+        self.planned_stall_us.clear()
+        self.beside.clear()
         self._forget_demand()
 
     def _forget_demand(self) -> None:
@@ -231,6 +281,14 @@ class StepSignature:
         if self.process is not None:
             self.process.cancel()
             self.process = None
+
+
+def _shared_out(samples: Iterable[list[float]], typical: Callable[..., Any]) -> list[float]:
+    """What is ``typical`` of whole iterations, shared out among accesses by their fastest times."""
+    several = np.array(list(samples))
+    least = several.min(axis=0)
+    whole, parts = float(typical(several.sum(axis=1))), float(least.sum())
+    return [float(s) for s in least * (whole / parts if parts else 1.0)]
 
 
 class Signatures:

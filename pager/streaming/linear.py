@@ -30,6 +30,7 @@ from ..errors import InfeasibleBudget
 from ..tensor.activations import raise_modified
 from ..tensor.dense_run import NOT_QUICK, PLAIN, Operands, run_dense
 from ..tensor.dispatcher import serve_call
+from ..tensor.op_info import our_modes
 from ..tensor.paged_tensor import PagedTensor, direct_view, withdraw
 from .linear_stream import (
     WeightGrad,
@@ -87,7 +88,8 @@ def _as_pytorch_has_it(inputs: torch.Tensor, weight: PagedTensor, bias: Any) -> 
     """A whole one in a metered iteration, by PyTorch's own nodes: under autocast. What these take
     for the weight is watched, as it is for :class:`_Linear`."""
     kind = weight.device.type
-    if not torch.is_autocast_enabled(kind) or _functorch_level() is not None or _modes():
+    seen = _functorch_level() is not None or _modes() > our_modes.count
+    if seen or not torch.is_autocast_enabled(kind):
         return NotImplemented
     with watched(weight, inputs, bias) as noted:
         out = LINEAR(inputs, weight, bias)
@@ -138,7 +140,7 @@ def _is_ours(inputs: torch.Tensor, weight: PagedTensor, bias: Any) -> bool:
     pager = weight._storage.pager
     if (
         pager.sees_ops
-        or _modes()
+        or _modes() > our_modes.count
         or (_any_autocast() and torch.is_autocast_enabled(pager.device.type))
         or _functorch_level() is not None
         or forward_ad._current_level >= 0

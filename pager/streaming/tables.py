@@ -49,6 +49,7 @@ from ..budget.fits import fits, frames_anyway, streams
 from ..budget.placement import Taken, Weight
 from ..core import PagedStorage
 from ..tensor.dispatcher import serve_call, serve_op
+from ..tensor.op_info import our_modes
 from ..tensor.operands import begin_of, operand, slabs
 from ..tensor.paged_tensor import PagedTensor, blank
 from ..tensor.slabs import TABLE_SHARE, fair_share, pages_of, stream
@@ -376,7 +377,7 @@ def _is_watched(weight: PagedTensor) -> bool:
     """Somebody wants to see, or to change, the ops that it is made of. (Autocast leaves embeddings
     alone; a mode cannot see a table that is never on the device.)"""
     return bool(
-        (_modes() and can_be_whole(weight))
+        (_modes() > our_modes.count and can_be_whole(weight))
         or _functorch_level() is not None
         or forward_ad._current_level >= 0
     )

@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any, NamedTuple
 
 import torch
 
 aten = torch.ops.aten
+
+
+class _OurModes(threading.local):
+    count = 0
+
+
+our_modes = _OurModes()
+"""Dispatch modes of the pager's own on this thread, which look at ops as they come. Where there are
+more, somebody wants to see ops as PyTorch has them, or to change them."""
 
 # Ops that alias their input without saying so in `is_view`.
 _VIEWS = {

@@ -178,6 +178,9 @@ def _pager_rows(stats: dict[str, Any]) -> list[tuple[str, str]]:
     if stats["measured_us"] is not None:
         times = f"{stats['measured_us'] / 1e3:.1f} of {stats['predicted_us'] / 1e3:.1f} ms"
         rows.append(("iteration, measured of predicted", times))
+    if stats.get("overhead_us") is not None:
+        ideal, overhead = stats["ideal_us"] / 1e3, stats["overhead_us"] / 1e3
+        rows.append(("overhead, beside plain PyTorch's", f"{overhead:.1f}, {ideal:.1f} ms"))
     if stats["prefetches"]:
         share = stats["prefetch_hits"] / stats["prefetches"]
         rows.append(("prefetches in time", f"{share:.1%} of {stats['prefetches']:,}"))

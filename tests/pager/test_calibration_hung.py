@@ -129,6 +129,9 @@ class Asked:
     def __init__(self, *_: Any, **__: Any) -> None:
         pass
 
+    def ask(self, *_: Any, **__: Any) -> None:
+        pass
+
     def done(self) -> bool:
         return False
 

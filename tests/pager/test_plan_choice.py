@@ -72,6 +72,44 @@ def test_a_promise_is_of_the_fastest_iteration_and_the_plans_own_waiting() -> No
     assert signature.promised_us(SimpleNamespace(predicted_us=9500.0, ideal_us=9000.0)) == 2500.0
 
 
+def test_what_moves_cost_is_in_the_next_prediction() -> None:
+    """Ops run slower beside moves; what iterations on demand take is known all the same."""
+    signature = signature_of([[1e-3, 1e-3]])
+    signature.demand_stall_us.append(500.0)
+    signature.beside.extend([[2e-3, 2e-3], [2e-3, 4e-3]])
+    assert sum(signature.seconds()) == pytest.approx(2e-3), "two are not enough"
+    signature.beside.append([2e-3, 3e-3])
+    assert signature.seconds() == pytest.approx([2.5e-3, 2.5e-3])  # the middle one of three
+    assert signature.on_demand_us == pytest.approx(2500.0)
+    signature.forget_plan()
+    assert sum(signature.seconds()) == pytest.approx(2e-3)
+
+
+@pytest.mark.parametrize(("percent", "wants"), [(99.6, False), (99.4, True), (None, True)])
+def test_a_full_search_is_for_what_it_can_find(percent: float | None, wants: bool) -> None:
+    signature = signature_of([[1.0]])
+    assert not signature.wants_full_search, "the first plan is a quick one"
+    bound = SimpleNamespace(percent_of_bound=percent) if percent is not None else None
+    plan = SimpleNamespace(bound=bound)
+    signature.compiled, signature.plans = cast("CompiledPlan", SimpleNamespace(plan=plan)), 1
+    assert signature.wants_full_search == wants
+
+
+def test_what_plain_pytorch_takes_is_the_ideal() -> None:
+    """Of 9 ms by the log 3 are the pager's own work, so no bound may count on them."""
+    signature = signature_of([[9e-3]])
+    plan = SimpleNamespace(bound=SimpleNamespace(iteration_us=10_000.0))
+    signature.compiled = cast("CompiledPlan", SimpleNamespace(ideal_us=9000.0, plan=plan))
+    assert (signature.ideal_us, signature.bound_us, signature.overhead_us) == (9e3, 10e3, None)
+    signature.plain_us = 6000.0
+    assert (signature.ideal_us, signature.bound_us, signature.overhead_us) == (6e3, 7e3, None)
+    signature.measured_us.extend([11_000.0, 12_000.0, 13_000.0])
+    signature.planned_stall_us.extend([1000.0, 2000.0, 1500.0])
+    assert signature.overhead_us == 12_000.0 - 1500.0 - 6000.0
+    signature.plain_us = 20_000.0  # the machine was slow then: an iteration on demand took less
+    assert (signature.ideal_us, signature.bound_us, signature.overhead_us) == (9e3, 10e3, 1500.0)
+
+
 # -- what is followed ------------------------------------------------------------------------------
 def test_what_a_plan_promises_is_compared_with_what_was_measured() -> None:
     signature = signature_of([[2e-3]])
