@@ -25,6 +25,7 @@ _LIMITS = {
     "disk-out": "writing to the disk",
 }
 _NOTHING = 0.01  # of the iteration: waiting that is not worth naming
+_MUCH = 0.1  # of what plain PyTorch takes: overhead that is
 GiB = 1 << 30
 
 
@@ -157,8 +158,8 @@ def _limit(signature: StepSignature, hardware: Hardware) -> str:
     waited = Counter[str]()
     for stall in result.stalls:
         waited[stall.channel] += int(stall.us)
-    if overhead > max(sum(waited.values()), signature.ideal_us or 0.0):
-        return "The limit is the pager's own overhead."
+    if overhead > max(sum(waited.values()), _MUCH * (signature.ideal_us or 0.0)):
+        return "The limit is the pager's overhead."
     if sum(waited.values()) <= _NOTHING * compiled.predicted_us:
         return "The limit is compute: no op waits for a move."
     channel, microseconds = waited.most_common(1)[0]
