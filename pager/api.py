@@ -20,7 +20,7 @@ from .disk.watch import IoWatch, check_timeout
 from .distributed import collectives as _collectives  # noqa: F401 - serves them
 from .distributed.replicas import page_sharded, refuse_wrapped, watch_forward
 from .errors import PagerError
-from .inference import Inference
+from .inference import Inference, PlainPasses
 from .iteration import Iteration, drop
 from .memory.page_table import Int32
 from .metrics.publisher import Metrics
@@ -136,6 +136,7 @@ class Pager:
         segments = Segments(core, saved) if policy == "joint" else None
         core.follower = self._follower = Follower(core, recorder, segments) if plans else None
         core.cycle = Cycle(core)
+        core.passes = PlainPasses(core)
         self.metrics = Metrics(core, self._follower)
         guard_data(saved)
         guard_doors()
@@ -170,12 +171,14 @@ class Pager:
         Tied parameters stay tied, frozen ones frozen; an optimizer made before is given the paged
         parameters by :meth:`optimizer`, which therefore comes after (``PagerError``).
 
-        Raises ``TierFull`` before anything is moved if all tiers together cannot hold them.
+        Raises ``TierFull`` before anything is moved if all tiers together cannot hold them, and
+        ``PagerError`` for quantised parameters and other tensor classes, by name.
         """
         core = self.core
         core.check_open()
         refuse_wrapped(model)
         _module.refuse_lazy(model)
+        _module.refuse_subclasses(model)
         _optimizer.refuse_earlier(core, model)
         dense = (p for p in model.parameters() if not isinstance(p, PagedTensor))
         need = bytes_in_pages(core.space, dense)
@@ -260,7 +263,9 @@ class Pager:
         As many weights as the budget holds stay on the device and are not moved again; the others
         come ahead of use, in the order that the first pass has shown. Nothing is metered: what is
         dense, such as the cache of a generation, takes from the arena what it needs, inside the
-        budget. Prompts and answers of any length are alike.
+        budget. Prompts and answers of any length are alike. Calls of a model in ``torch.no_grad()``
+        or ``torch.inference_mode()`` outside of it are such passes by themselves; what is made
+        between two of them does not count.
 
         Raises ``PagerError`` if an iteration is running, and ``InfeasibleBudget`` where an op finds
         no room inside the budget.

@@ -161,7 +161,16 @@ class Cycle(Protocol):
     """What stays and what is read ahead in inference (``cycle.py``)."""
 
     def begin(self) -> None: ...
+    def rest(self) -> None: ...
     def end(self) -> None: ...
+
+
+class Passes(Protocol):
+    """Calls of models without gradients, outside of iterations (``inference.py``)."""
+
+    def enter(self, module: torch.nn.Module) -> None: ...
+    def leave(self, module: torch.nn.Module) -> None: ...
+    def stop(self) -> None: ...
 
 
 class Follower(Protocol):
@@ -187,7 +196,8 @@ class Follower(Protocol):
 class Core:
     """Of one pager. ``face``: the object that the user made, ``PagedTensor.pager``.
 
-    ``inside``: an iteration runs, or inference (``inferring``). ``fits``: everything fits, nothing
+    ``inside``: an iteration runs, or ``inference()``. ``inferring``: that, or a call of a model
+    without gradients outside of both. ``fits``: everything fits, nothing
     has to move. ``stepping``: an optimizer's step is under way. ``replaced``: paged parameters by
     the id of what they were made of. ``cut_short``: what was dropped with the latest iteration, if
     it was. ``after_op``: called when an access has ended. ``watch``, ``follower``, ``on_iteration``
@@ -204,6 +214,7 @@ class Core:
     profile_run: ProfileRun
     in_backward: InBackward
     cycle: Cycle
+    passes: Passes
     follower: Follower | None
     page_grad: Callable[[torch.Tensor], None]
 
@@ -490,9 +501,12 @@ class Core:
             self._guests.add(get_ident())
             self.backend.add_guest()
 
-    def refusal_of_guest(self, error: torch.OutOfMemoryError) -> InfeasibleBudget | None:
-        """What to raise for ``error``; ``None`` in the thread whose iteration runs, and outside."""
-        if not self.inside or self.turns.is_home():
+    def refusal_of(self, error: torch.OutOfMemoryError) -> InfeasibleBudget | None:
+        """What to raise for ``error``; ``None`` in the thread whose iteration runs, which says it
+        at its end, and where nothing runs."""
+        if not self.inside:
+            return self.budget.refused(error) if self.inferring else None
+        if self.turns.is_home():
             return None
         return InfeasibleBudget(
             f"{error} dense_reserve={self.budget.reserve} of device_budget={self.budget.bytes} is "

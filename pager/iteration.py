@@ -152,6 +152,7 @@ class Running:
 
     def start(self) -> None:
         pager = self._pager
+        pager.passes.stop()
         pager.inside = True
         with pager.lock:
             pager.turns.move_home()

@@ -133,7 +133,7 @@ class DeviceBudget:
         self._frames_log: list[tuple[float, int]] = []  # while metering: when, frames in use
         self._most = 0
         self._peak_outside: int | None = None  # in steps outside of iterations
-        self._stepped_outside = False
+        self.stepped_outside = False  # of iterations
         self.unpaged: weakref.ref[Any] | None = None  # an optimizer that has stepped without pages
         self.placement = Placement()
         self.make_dense_room: Callable[[int], bool] = lambda missing: False
@@ -281,7 +281,7 @@ class DeviceBudget:
     def note_step_outside(self) -> bool:
         """A step is taken outside of iterations; whether it is the first one. Dense memory is
         counted from then on, where that costs nothing."""
-        first, self._stepped_outside = not self._stepped_outside, True
+        first, self.stepped_outside = not self.stepped_outside, True
         if self.metering:
             return first
         frames = self.residency.peak_frames * self.page_size
@@ -524,12 +524,13 @@ class DeviceBudget:
             self.backend.meter_start()
 
     # -- inference -------------------------------------------------------------------------------
-    def begin_inference(self) -> None:
+    def begin_inference(self, *, as_before: bool = False) -> None:
         """With no page moving but by the caller: dense memory has what it had in inference before,
-        and takes from the arena what it asks for beyond that. Nothing is metered."""
+        and takes from the arena what it asks for beyond that. Nothing is metered. ``as_before``:
+        the border is where inference has left it, and pages may move."""
         self._most = max(self._most, self.peak_bytes())
         self.inferring = True
-        if self.fixed_reserve is None and self.backend.can_unmap:
+        if self.fixed_reserve is None and self.backend.can_unmap and not as_before:
             dense = max(self._inference_peak, self.dense_baseline)
             frames = self._frames_beside(dense + max(dense // _MARGIN, _MARGIN_BYTES))
             with suppress(TierFull):  # where the tiers below cannot take what leaves, it stays

@@ -21,7 +21,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from ..api import Pager
 from ..errors import PagerError
-from ..tensor.paged_tensor import PagedTensor
+from ..tensor.module import refuse_subclasses
 from .replaced import Replaced
 
 
@@ -186,13 +186,9 @@ def _refuse(trainer: Trainer) -> None:
             raise PagerError(f"attach(): {what} cannot work on a paged model; {remedy}")
     if any(isinstance(c, TensorPagerCallback) for c in trainer.callback_handler.callbacks):
         raise PagerError("attach(): this trainer has a pager already; close() that one first")
-    for name, parameter in trainer.model.named_parameters():
-        if type(parameter) not in (torch.nn.Parameter, PagedTensor):
-            raise PagerError(
-                f"attach(): parameter {name!r} is a {_kind(parameter)}, a quantised tensor or "
-                "another subclass, whose kernels read its memory; load the model without "
-                "quantisation, in bfloat16"
-            )
+    for model in (trainer.model, getattr(trainer, "ref_model", None)):
+        if isinstance(model, torch.nn.Module):
+            refuse_subclasses(model)
     if trainer.optimizer is not None:
         _refuse_optimizer(trainer.optimizer)
 

@@ -40,7 +40,7 @@ _NOTHING = np.empty(0, np.int32)
 
 
 class Cycle:
-    """Of one pager, a watcher of its core (``core.Watcher``) inside of ``inference()``."""
+    """Of one pager, a watcher of its core (``core.Watcher``) in inference (``inference.py``)."""
 
     def __init__(self, pager: Core) -> None:
         self._pager = pager
@@ -54,27 +54,37 @@ class Cycle:
         self._coming: deque[Extent] = deque()  # that are expected next, and are there or on the way
         self._end: Pair = (None, None)  # the two latest when these have been used
         self._full = False  # nothing is on the device that could make way for them
+        self._begun = False
 
     # -- begin and end ---------------------------------------------------------------------------
     def begin(self) -> None:
-        """With the lock: passes begin."""
+        """With the lock: passes begin, or go on after :meth:`rest`."""
         pager = self._pager
         runs = pager.space.runs
         if any(runs.get(run.id) is not run for run in self._seen):
+            self.end()
             self._forget()
-        self._at = self._end = (None, None)
+        if not self._begun:
+            self._begun = True
+            self._at = self._end = (None, None)
+            pager.residency.awaited.append(self._pages)
         self._full = False
-        pager.residency.awaited.append(self._pages)
         if pager.watch is None and pager.follower is not None:
             pager.watch = self
 
+    def rest(self) -> None:
+        """With the lock: what is done now is no part of a pass; the next one is expected to go on
+        where this one ended."""
+        if self._pager.watch is self:
+            self._pager.watch = None
+
     def end(self) -> None:
         """With the lock: they are over."""
-        pager = self._pager
-        self._expect_nothing()
-        self._withdraw(self._pages)
-        if pager.watch is self:
-            pager.watch = None
+        self.rest()
+        if self._begun:
+            self._begun = False
+            self._expect_nothing()
+            self._withdraw(self._pages)
 
     def _forget(self) -> None:
         self._next.clear()

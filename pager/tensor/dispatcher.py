@@ -163,7 +163,7 @@ def serve_kind(
 
 def _refusal(args: Any, kwargs: Any, error: torch.OutOfMemoryError) -> Exception | None:
     paged = paged_in(args, kwargs or {})
-    return paged[0]._storage.pager.refusal_of_guest(error) if paged else None
+    return paged[0]._storage.pager.refusal_of(error) if paged else None
 
 
 def _is_differentiated(args: Any, kwargs: dict[str, Any]) -> bool:

@@ -31,8 +31,9 @@ if TYPE_CHECKING:
     from ..core import Core
 
 
-class ShapeHook:
-    """Forward pre-hook that tells the pager which input shapes its model runs on, and in what.
+class CallHook:
+    """Forward pre-hook that tells the pager which input shapes its model runs on, and in what;
+    ``after``: forward hook that tells it when the call is over.
 
     Copies of the model share it; a pickled model comes back without it, with plain parameters.
     """
@@ -48,18 +49,25 @@ class ShapeHook:
             if not pager.turns.is_home():
                 pager.note_guest()
             pager.profile_run.note_shapes(module, args, kwargs)
+            pager.passes.enter(module)
             first, self._looked = not self._looked, True
             for note in pager.on_forward:
                 note(module, first)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> ShapeHook:
+    def after(self, module: torch.nn.Module, args: Any, output: Any) -> None:
+        pager = self._pager() if self._pager is not None else None
+        if pager is not None and pager.closed_reason is None:
+            pager.passes.leave(module)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> CallHook:
         return self
 
     def __reduce__(self) -> Any:
-        return ShapeHook, ()
+        return CallHook, ()
 
 
-hide_from_dynamo(ShapeHook.__call__)
+hide_from_dynamo(CallHook.__call__)
+hide_from_dynamo(CallHook.after)
 
 
 def refuse_lazy(module: torch.nn.Module) -> None:
@@ -70,6 +78,34 @@ def refuse_lazy(module: torch.nn.Module) -> None:
                 f"parameter {name!r} of a lazy module has no shape yet; run one forward pass (a "
                 "dry run on small input will do) before page_module"
             )
+
+
+def refuse_subclasses(module: torch.nn.Module) -> None:
+    """Parameters of classes that change what tensors do, as bases that are quantised to 4 or 8 bits
+    have (bitsandbytes' ``Params4bit``, torchao's tensors): in pages they would be plain ones, and
+    their kernels would read the packed bytes as numbers, or not find them."""
+    for name, parameter in module.named_parameters():
+        kind = type(parameter)
+        if kind is PagedTensor or is_sharded(parameter) or not _changes_tensors(kind):
+            continue
+        raise PagerError(
+            f"parameter {name!r} is a {kind.__module__}.{kind.__qualname__}, a quantised tensor or "
+            "another class of its own, whose ops know its memory; load the model without "
+            "quantisation, in bfloat16, or leave this module out of what is paged"
+        )
+
+
+def _changes_tensors(kind: type) -> bool:
+    """Whether ``kind`` has a way of its own for anything that plain parameters do."""
+    plain = torch.nn.Parameter.__mro__
+    own = {name for base in kind.__mro__ if base not in plain for name in vars(base)}
+    return any(hasattr(torch.Tensor, name) for name in own - _OF_ANY_CLASS)
+
+
+_OF_ANY_CLASS = frozenset(
+    {"__module__", "__qualname__", "__doc__", "__dict__", "__weakref__", "__annotations__",
+     "__static_attributes__", "__firstlineno__"}
+)  # fmt: skip
 
 
 def page_module(pager: Core, module: torch.nn.Module) -> None:
@@ -93,7 +129,9 @@ def note_model(pager: Core, model: torch.nn.Module) -> None:
     """``model`` is paged: its checkpoints, names and input shapes are asked for."""
     if not any(known() is model for known in pager.models):
         pager.models.append(weakref.ref(model))
-        model.register_forward_pre_hook(ShapeHook(pager), with_kwargs=True)
+        hook = CallHook(pager)
+        model.register_forward_pre_hook(hook, with_kwargs=True)
+        model.register_forward_hook(hook.after, always_call=True)
 
 
 def _join(prefix: str, name: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +75,106 @@ def test_what_stays_is_not_moved_again(disk: bool, tmp_path: Path, one_thread: N
         assert (pager.stats()["bytes_in"] - after["bytes_in"]) / 12 <= 0.8 * weights
 
 
+def moved(pager: tp.Pager, before: dict[str, Any], passes: int) -> float:
+    """Bytes brought in by each of so many passes since ``before``."""
+    return float(pager.stats()["bytes_in"] - before["bytes_in"]) / passes
+
+
+@pytest.mark.parametrize("off", [torch.no_grad, torch.inference_mode])
+def test_passes_without_gradients_outside_of_it_do_the_same(off: Any, one_thread: None) -> None:
+    expected = passes(model_of(), 12)
+    weights = DEPTH * 4 * PAGE_BYTES
+    with tp.Pager(**half()) as pager:
+        core, model = pager.core, pager.page_module(model_of())
+        with off():
+            assert_same(passes(model, 3), expected[:3])
+            before = pager.stats()
+            assert_same(passes(model, 12), expected)
+        check_invariants(core)
+        stays = core.residency.frames * PAGE_BYTES
+        assert 0 < moved(pager, before, 12) <= weights - stays + 3 * 4 * PAGE_BYTES
+        assert pager.stats()["faults"] - before["faults"] <= 2
+        assert pager.stats()["channel_bytes"]["host-out"] <= weights
+        assert before["channel_bytes"]["host-out"] == pager.stats()["channel_bytes"]["host-out"]
+        assert not core.inferring
+        assert core.watch is None
+        ours = torch.ones(8 << 20)  # between two passes, no matter of the budget
+        with off():
+            kept = []
+            for _ in range(8):  # a cache: what passes have made counts for as long as it lives
+                kept.append(passes(model, 1))
+                with pytest.raises(tp.InfeasibleBudget, match="Raise device_budget"):
+                    model(torch.ones(4 << 10, WIDTH))
+                assert not core.inferring
+        del ours
+        before = pager.stats()
+        for _ in range(3):  # with gradients, it is none
+            model(torch.ones(1, WIDTH)).sum().backward()
+        assert not core.residency.awaited
+        assert moved(pager, before, 3) > weights
+
+
+def test_a_pass_that_an_interrupt_ends(one_thread: None) -> None:
+    """Of it no hook is told: nothing of it is left when another begins."""
+
+    def interrupt(module: nn.Module, args: Any) -> None:
+        raise KeyboardInterrupt
+
+    expected = passes(model_of(), 2)
+    with tp.Pager(**half()) as pager:
+        core, model = pager.core, pager.page_module(model_of())
+        other = pager.page_module(nn.Linear(WIDTH, WIDTH))
+        for again in (lambda: passes(model, 2), lambda: [other(torch.ones(1, WIDTH))]):
+            handle = model[3].register_forward_pre_hook(interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                passes(model, 1)
+            handle.remove()
+            assert core.inferring
+            with torch.no_grad():
+                found = again()
+            assert not core.inferring
+            if len(found) == 2:
+                assert_same(found, expected)
+        handle = model[3].register_forward_pre_hook(interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            passes(model, 1)
+        handle.remove()
+        with pager.iteration():
+            assert not core.inferring
+            model(torch.ones(1, WIDTH)).sum().backward()
+        check_invariants(core)
+
+
+def test_passes_of_several_threads(one_thread: None) -> None:
+    """Whose dense memory goes beyond the budget could not be told: none is held to it."""
+    expected = passes(model_of(), 1)
+    with tp.Pager(**half()) as pager:
+        model = pager.page_module(model_of())
+        inside, found = threading.Event(), []
+
+        def beside(module: nn.Module, args: Any) -> None:
+            handle.remove()
+            thread = threading.Thread(target=lambda: found.append(passes_of_another()))
+            thread.start()
+            assert inside.wait(60)
+            thread.join()
+
+        def passes_of_another() -> list[torch.Tensor]:
+            with torch.no_grad():
+                inside.set()
+                found = [model(torch.ones(5, WIDTH))]
+                assert not pager.core.inferring
+                torch.ones(8 << 20)
+                return found
+
+        handle = model[3].register_forward_pre_hook(beside)
+        assert_same(passes(model, 1), expected)
+        assert not pager.core.inferring
+        assert len(found) == 1
+        with torch.no_grad():
+            assert_same([model(torch.ones(5, WIDTH))], found[0])
+
+
 def test_under_chaos(one_thread: None) -> None:
     expected = passes(model_of(), 4)
     with tp.Pager(**half()) as pager, chaos(pager.core):
@@ -102,7 +203,8 @@ def test_dense_memory_takes_from_the_arena_what_it_asks_for(one_thread: None) ->
 
 
 @pytest.mark.parametrize("policy", ["lp", "lru"])
-def test_between_steps(policy: str, one_thread: None) -> None:
+@pytest.mark.parametrize("inside", [True, False])
+def test_between_steps(policy: str, inside: bool, one_thread: None) -> None:
     """A training that reads in between is the same training, before its first step too."""
     ends = []
     for paged in (False, True):
@@ -122,7 +224,7 @@ def test_between_steps(policy: str, one_thread: None) -> None:
                 loss_of(model).backward()
                 optimizer.step()
             else:
-                with pager.inference():
+                with pager.inference() if inside else torch.no_grad():
                     found.append(plain(loss_of(model)))
                 with pager.iteration():
                     loss_of(model).backward()

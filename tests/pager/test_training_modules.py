@@ -1,6 +1,7 @@
 """Layers of many kinds, hooks on them, and several models at once, trained plain and paged."""
 
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -285,3 +286,73 @@ def test_weights_tied_between_two_models(same) -> None:
         return [train(world, m, optimizer, 2) for m in (first, second)], first, second
 
     same(script)
+
+
+class _Packed(torch.Tensor):
+    """As torchao's quantised tensors are."""
+
+    @staticmethod
+    def __new__(cls, codes: torch.Tensor) -> "_Packed":
+        shape = (codes.shape[0], 2 * codes.shape[1])
+        return torch.Tensor._make_wrapper_subclass(cls, shape, dtype=torch.float32)
+
+    def __init__(self, codes: torch.Tensor) -> None:
+        self.codes = codes
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.detach.default:
+            return _Packed(args[0].codes)
+        raise NotImplementedError(func)
+
+
+class _Moved(nn.Parameter):
+    """As bitsandbytes' parameters are: bytes, and what they mean is known to ``to``."""
+
+    def to(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return self
+
+
+class _Marked(nn.Parameter):
+    """Nothing but a name."""
+
+    is_expert = True
+
+
+@pytest.mark.parametrize("kind", [_Packed, _Moved])
+def test_parameters_that_are_no_plain_ones_are_refused_by_name(kind: type) -> None:
+    model = mlp()
+    codes = torch.zeros(64, 64, dtype=torch.uint8)
+    weights = {
+        _Packed: lambda: nn.Parameter(_Packed(codes), False),
+        _Moved: lambda: _Moved(codes, False),
+    }
+    model[2].weight = weights[kind]()
+    before = model[0].weight
+    with make_pager() as pager:
+        with pytest.raises(tp.PagerError, match=rf"'2\.weight' is a .*{kind.__name__}"):
+            pager.page_module(model)
+        assert model[0].weight is before
+        assert pager.stats()["live_bytes"] == 0
+
+
+@pytest.mark.parametrize("library", ["torchao", "bitsandbytes"])
+def test_those_of_libraries_too(library: str) -> None:
+    module = pytest.importorskip(library)
+    model = nn.Sequential(nn.Linear(64, 64))
+    if library == "torchao":
+        from torchao.quantization import Int8WeightOnlyConfig, quantize_
+
+        quantize_(model, Int8WeightOnlyConfig())
+    else:
+        model[0] = module.nn.Linear4bit(64, 64)
+    with make_pager() as pager, pytest.raises(tp.PagerError, match=library):
+        pager.page_module(model)
+
+
+def test_a_class_that_adds_nothing_to_parameters_is_paged() -> None:
+    model = nn.Linear(64, 64)
+    model.weight = _Marked(torch.ones(64, 64))
+    with make_pager() as pager:
+        pager.page_module(model)
+        assert type(model.weight) is tp.PagedTensor

@@ -47,18 +47,29 @@ def half_of_base(model: torch.nn.Module, **more: Any) -> dict[str, Any]:
     } | more
 
 
-class Writes:
-    """How often each page of a frozen parameter is written below."""
+class Moves:
+    """How often each page of a frozen parameter is written below, and pages of adapters that are
+    moved, either way, after the first step."""
 
     def __init__(self, pager: tp.Pager, model: torch.nn.Module) -> None:
-        self.times: Counter[int] = Counter()
-        frozen = [p._storage.run for p in model.parameters() if not p.requires_grad]
-        pages = {page for run in frozen for page in run.pages.tolist()}
+        self.written: Counter[int] = Counter()
+        self.adapters = 0
+        frozen, adapters = (
+            {
+                page
+                for p in model.parameters()
+                if p.requires_grad is learns
+                for page in p._storage.run.pages.tolist()
+            }
+            for learns in (False, True)
+        )
         transfer = pager.core.mover._transfer
 
         def noted(tier: str, moved: Any, *args: Any, to_device: bool) -> Any:
             if not to_device:
-                self.times.update(pages.intersection(moved.tolist()))
+                self.written.update(frozen.intersection(moved.tolist()))
+            if pager.core.iterations:
+                self.adapters += len(adapters.intersection(moved.tolist()))
             return transfer(tier, moved, *args, to_device=to_device)
 
         pager.core.mover._transfer = noted
@@ -90,10 +101,11 @@ def test_training_and_saving(dtype: torch.dtype, tmp_path: Path) -> None:
     model = lora(dtype)
     with tp.Pager(**half_of_base(model)) as pager:
         pager.page_module(model)
-        writes = Writes(pager, model)
+        moves = Moves(pager, model)
         assert train(model, tmp_path / "paged", pager) == losses
         assert_same(plain(model.state_dict()), plain(expected.state_dict()))
-        assert set(writes.times.values()) == {1}
+        assert set(moves.written.values()) == {1}
+        assert moves.adapters == 0
         stats = pager.stats()
         assert stats["channel_bytes"]["host-in"] > 0
         assert stats["peak_bytes"]["device"] <= stats["budget_bytes"]["device"]
