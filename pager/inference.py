@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 import threading
 from contextlib import ExitStack
+from types import FrameType
 from typing import TYPE_CHECKING
 
 import torch
@@ -142,11 +143,12 @@ class PlainPasses:
 def _is_running(module: torch.nn.Module, *, besides: torch.nn.Module) -> bool:
     """Whether a call of ``module`` is under way in this thread, beside that of ``besides`` which
     begins now. (Of a call that Ctrl-C ends, PyTorch's hooks are not told.)"""
-    calls, frame = 0, sys._getframe()
-    while frame is not None:  # type: ignore[redundant-expr]
+    calls = 0
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
         if frame.f_code is _CALL and frame.f_locals.get("self") is module:
             calls += 1
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     return calls > (module is besides)
 
 

@@ -85,7 +85,7 @@ def refuse_subclasses(module: torch.nn.Module) -> None:
     have (bitsandbytes' ``Params4bit``, torchao's tensors): in pages they would be plain ones, and
     their kernels would read the packed bytes as numbers, or not find them."""
     for name, parameter in module.named_parameters():
-        kind = type(parameter)
+        kind: type = type(parameter)
         if kind is PagedTensor or is_sharded(parameter) or not _changes_tensors(kind):
             continue
         raise PagerError(

@@ -178,11 +178,14 @@ class Training:
         return loss
 
     def read(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Passes of several sizes between two steps, of which more weights move than stay."""
-        with torch.no_grad() if self.pager is None else self.pager.inference():
-            return sum(  # type: ignore[return-value]
-                self.net(tokens[: 8 + size]).square().mean() for size in (30, 3, 17, 8, 40)
-            )
+        """Passes of several sizes between two steps, of which more weights move than stay; inside
+        of ``inference()`` and outside."""
+        inside = nullcontext() if self.pager is None else self.pager.inference()
+        with torch.no_grad():
+            with inside:
+                found = [self.net(tokens[: 8 + size]).square().mean() for size in (30, 3, 17)]
+            found += [self.net(tokens[: 8 + size]).square().mean() for size in (8, 40, 25)]
+        return torch.stack(found).sum()
 
     def parameters(self) -> list[torch.Tensor]:
         dense = (p if self.pager is None else p.to_dense() for p in self.net.parameters())
