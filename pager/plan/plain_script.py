@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import sys
 import time
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -94,26 +95,24 @@ class IterationLog(TorchDispatchMode):
         kwargs = kwargs or {}
         if func.namespace in _NO_OPS:
             return func(*args, **kwargs)
+        name, pure, changed = _schema(func)
         reads: list[int] = []
         writes: list[int] = []
-        for argument, value in _arguments(func, args, kwargs):
-            info = argument.alias_info
-            changed = info is not None and info.is_write
+        for key, value in (*enumerate(args), *kwargs.items()):
             for tensor in _tensors(value):
                 number = self._number(tensor, before=True)
                 if number >= 0:
                     reads.append(number)
-                    if changed:
+                    if key in changed:
                         writes.append(number)
         result = func(*args, **kwargs)
-        pure = not func._schema.is_mutable and _UNSAID not in func._schema.name
         self.rerun.append(pure and self._stepping is None and not _in_backward())
         for tensor in _tensors(result):
             number = self._number(tensor, before=False)
             if number >= 0 and number not in reads:
                 writes.append(number)
         us = self.op_us(func, args, kwargs, result)
-        self.ops.append((func._schema.name, us, reads, writes))
+        self.ops.append((name, us, reads, writes))
         return result
 
     def op_us(self, func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> float:
@@ -297,14 +296,17 @@ def _in_backward() -> bool:
     return torch._C._current_autograd_node() is not None
 
 
-def _arguments(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    for argument, value in zip(func._schema.arguments, args):
-        yield argument, value
-    if kwargs:
-        named = {argument.name: argument for argument in func._schema.arguments}
-        for name, value in kwargs.items():
-            if name in named:
-                yield named[name], value
+@cache
+def _schema(func: Any) -> tuple[str, bool, frozenset[int | str]]:
+    """Of an op: its name, whether it may run again, and the arguments that it changes, by position
+    and by name. Asking PyTorch takes longer than many an op does."""
+    schema = func._schema
+    changed: set[int | str] = set()
+    for position, argument in enumerate(schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            changed |= {position, argument.name}
+    pure = not schema.is_mutable and _UNSAID not in schema.name
+    return schema.name, pure, frozenset(changed)
 
 
 def _tensors(value: Any) -> Any:

@@ -113,6 +113,7 @@ class Report:
         type(self)._made += 1
         self.target, self.number, self.every = target, number, every
         self._path = folder / f"{os.getpid()}-{self._made}.json" if folder else None
+        self._file = -1
         self._claim = folder / CLAIM if folder else None
 
     @classmethod
@@ -139,10 +140,16 @@ class Report:
         return True
 
     def tell(self, **facts: object) -> None:
-        """``iterations`` that were completed, and more."""
-        if self._path is not None:
-            with suppress(OSError):
-                self._path.write_text(json.dumps(facts))
+        """``iterations`` that were completed, and more. The file stays open: this is called in each
+        iteration until one is recorded."""
+        with suppress(OSError):
+            if self._path is not None:
+                self._file = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+                self._path = None
+            if self._file >= 0:
+                text = json.dumps(facts).encode()
+                os.pwrite(self._file, text, 0)
+                os.ftruncate(self._file, len(text))
 
     def fail(self, error: Exception, iterations: int) -> None:
         """To the user too."""
