@@ -13,6 +13,7 @@ moved aside inside the arena: a copy in memory, far cheaper than waiting for a t
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -57,6 +58,66 @@ def _open_window(residency: Residency, run: Extent) -> int | None:
         if _clear(residency, run, base):
             return base
     return _slide(residency, run)
+
+
+def make_way(
+    residency: Residency, run: Extent, frames: Int32, home_of: Callable[[Extent], int]
+) -> bool:
+    """Move all but pages of ``run`` out of ``frames``, if none of it is where it should be, or in
+    use, or on its way; whether they are free then. ``home_of``: the frame in which the first page
+    of a run should be. What makes way goes there, or where there is room.
+    """
+    table, pool, runs = residency.table, residency.pool, residency.space.runs
+    pages = table.frame_page[frames]
+    if residency.mover.tickets.pending("device", frames[pages >= 0]).any():
+        return False
+    owners = set(table.owner[pages[pages >= 0]].tolist())
+    others = [runs[owner] for owner in owners if owner != run.id]
+    if any(_stays(other) or base_of(residency, other) == home_of(other) for other in others):
+        return False
+    taken = np.zeros(len(frames), np.bool_)
+
+    def take_free() -> bool:
+        """So that nothing is moved there. ``False`` where what is empty is not free either."""
+        fresh = np.sort(frames[(table.frame_page[frames] < 0) & ~taken])
+        for start, _, length in merge(fresh, fresh):
+            if not pool.is_free(start, length):
+                return False
+            pool.take(start, length)
+            taken[(frames >= start) & (frames < start + length)] = True
+        return True
+
+    try:
+        return take_free() and all(
+            _goes_home(residency, other, home_of(other)) and take_free() for other in others
+        )
+    finally:
+        mine = np.sort(frames[taken])
+        for start, _, length in merge(mine, mine):
+            pool.free(start, length)
+
+
+def base_of(residency: Residency, run: Extent) -> int:
+    """Where the first page of ``run`` is, or would be beside those that are there."""
+    frames = residency.table.frame[run.pages]
+    there = int(np.argmax(frames >= 0))
+    return int(frames[there]) - there
+
+
+def _goes_home(residency: Residency, run: Extent, home: int) -> bool:
+    """All of ``run`` that is there moves to the place that begins at ``home``, or to another, if
+    that is free, and nobody has to wait for it; whether it has."""
+    pool, tickets = residency.pool, residency.mover.tickets
+    there = np.flatnonzero(residency.table.frame[run.pages] >= 0).astype(np.int32)
+    for base in (home, pool.find_run(run.count)):
+        if base is None or not 0 <= base <= pool.count - run.count:
+            continue
+        targets = there + np.int32(base)
+        free = all(pool.is_free(start, length) for start, _, length in merge(targets, targets))
+        if free and not tickets.pending("device", targets).any():
+            residency.relocate(run.pages[there], targets)
+            return True
+    return False
 
 
 def _cheapest(windows: npt.NDArray[np.int64]) -> list[int]:

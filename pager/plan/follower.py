@@ -198,6 +198,7 @@ class Follower:
             missing = enter_plan(residency, self.recorder.names, compiled)
         except PagerError:
             return False
+        self.planned.homes = {**compiled.start}
         self.planned.issue(missing, ())
         return True
 
@@ -205,6 +206,7 @@ class Follower:
         """From now on, when so many accesses have ended."""
         self.compiled, self._issued = compiled, accesses
         self.planned.births = compiled.births
+        self.planned.homes = {**compiled.start}
         self.recorder.on_access = self._accessed
 
     def _leave(self) -> None:
@@ -212,7 +214,7 @@ class Follower:
         if self.compiled is not None or self._in_state is not None:
             self.planned.clear()
         self.compiled = self._in_state = self.recorder.on_access = None
-        self.planned.births = {}
+        self.planned.births, self.planned.homes = {}, {}
 
     def _accessed(self, keys: Keys) -> None:
         """An access begins. If the plan does not know it, another one may that began so."""

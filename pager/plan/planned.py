@@ -17,7 +17,7 @@ import numpy as np
 from ..memory.frame_pool import merge
 from ..memory.page_table import BLANK, DIRTY, Int32
 from ..memory.space import Extent
-from ..moves.compaction import find_window
+from ..moves.compaction import base_of, find_window, make_way, rearrange
 from ..moves.mover import TIERS, Mover
 from ..moves.residency import Residency
 from ..moves.tickets import MoveFailed
@@ -25,6 +25,7 @@ from .access_log import Names
 from .compiled_plan import ANYWHERE, Action
 
 _NOTHING = np.empty(0, np.int32)
+_PATIENCE = 16  # times that a move waits for its place: some 8 accesses
 
 
 class Job(NamedTuple):
@@ -75,12 +76,15 @@ class PlannedMoves:
 
     ``late``: runs that an access had to wait for; ``faults``: accesses that the plan did not serve;
     ``prefetched``: in-moves that brought their pages. ``births``: key → frame, of the plan that is
-    followed.
+    followed. ``homes``: the same of what was there when its iteration began, or was to come since.
     """
 
     def __init__(self, residency: Residency, mover: Mover, names: Names) -> None:
         self.late = self.faults = self.prefetched = 0
         self.births: dict[int, int] = {}
+        self.homes: dict[int, int] = {}
+        self._hurry = False
+        self._waits_longest: tuple[Job | None, int] = None, 0
         self._residency, self._mover, self._names = residency, mover, names
         self._table = residency.table
         self._outs: dict[str, deque[Job]] = {tier: deque() for tier in TIERS}
@@ -98,7 +102,9 @@ class PlannedMoves:
             if action.what == "drop":
                 self._drop(run, action)
             else:
-                queues = self._outs if action.what == "out" else self._ins
+                queues = self._outs
+                if action.what == "in":
+                    queues, self.homes[action.key] = self._ins, action.base
                 queues[action.tier].append(Job(action, run))
         self.go_on()
 
@@ -185,13 +191,12 @@ class PlannedMoves:
         """Frames are taken, the planned ones where that is possible, for what has a copy in
         ``tier``; what comes at one point of the program comes together. ``leaving``: runs with
         pages that have yet to leave."""
-        if self._bring_as_planned(tier, queue, leaving):
-            return
+        self._bring_as_planned(tier, queue, leaving)
         coming = _Coming(self._mover, tier)
         while queue:
             job = queue[0]
             if self._names.is_live(job.run):
-                if job.run in leaving:
+                if job.run in leaving or self._may_wait(job):
                     break
                 done = self._find_frames(job, coming)
                 if not done:
@@ -199,38 +204,67 @@ class PlannedMoves:
             queue.popleft()
         coming.begin()
 
-    def _bring_as_planned(self, tier: str, queue: deque[Job], leaving: set[Extent]) -> bool:
-        """All of ``queue`` at once, into the frames of the plan. ``False``, and nothing done, where
-        one of these is not free, or a run has other pages there, or is in use in parts."""
+    def _bring_as_planned(self, tier: str, queue: deque[Job], leaving: set[Extent]) -> None:
+        """The first of ``queue`` at once, as far as the frames of the plan are free. Nothing is
+        done where other pages than those of the plan are there, or not."""
         if len(queue) < 2 or self._residency.workspaces:
+            return
+        table, pool, bases = self._table, self._residency.pool, dict[Extent, int]()
+        pages, whole, shifts, of_whole = [], [], [], []
+        for job in queue:
+            run, base = job.run, job.action.base
+            if run in leaving or run.parts is not None or not self._is_inside(run, base):
+                break
+            if not pool.is_free(base + job.action.first, job.action.pages):
+                break
+            if bases.setdefault(run, base) != base or not self._names.is_live(run):
+                break
+            pages.append(job.pages)
+            shifts.append(base - run.first)
+            if job.action.pages < run.count:
+                whole.append(run.pages)
+                of_whole.append(base - run.first)
+        if len(pages) < 2:
+            return
+        several = np.concatenate(pages)
+        their = several + np.repeat(np.array(shifts, np.int32), [len(some) for some in pages])
+        if not (table.frame[several] < 0).all() or (table.flags[several] & BLANK).any():
+            return
+        if not (self._mover.slots.of(tier, several) >= 0).all():
+            return
+        if whole:  # what is there of them is at its place
+            all_pages = np.concatenate(whole)
+            places = np.repeat(np.array(of_whole, np.int32), [len(some) for some in whole])
+            now = table.frame[all_pages]
+            if not ((now < 0) | (now == all_pages + places)).all():
+                return
+        if not pool.take_all(np.sort(their)):
+            return
+        self.prefetched += len(pages)
+        for _ in pages:
+            queue.popleft()
+        self._mover.bring(tier, several, their)
+
+    def _may_wait(self, job: Job) -> bool:
+        """Its place is taken by what the plan has there until later: the plan counts on runs to
+        live on for a few accesses after their last one, so frames are free earlier than it says.
+        Not if ``job`` is wanted now, nor for long."""
+        action, run = job
+        base = action.base
+        if self._hurry or run.parts is not None or not self._is_inside(run, base):
             return False
-        first = queue[0]  # while its frames are not free, each access comes here again
-        if not (
-            self._is_inside(first.run, first.action.base)
-            and self._residency.pool.is_free(first.action.base, first.run.count)
+        pages = self._table.frame_page[base + action.first :][: action.pages]
+        owners = set(self._table.owner[pages[pages >= 0]].tolist()) - {run.id}
+        if not owners:
+            return False
+        runs = self._residency.space.runs
+        if not all(
+            base_of(self._residency, runs[owner]) == self._home(runs[owner]) for owner in owners
         ):
             return False
-        table, runs = self._table, set()
-        pages, frames = [], []
-        for action, run in queue:
-            if run in runs or run in leaving or run.parts is not None or action.base < 0:
-                return False
-            if not self._names.is_live(run) or action.pages != run.count:
-                return False
-            runs.add(run)
-            pages.append(run.pages)
-            frames.append(run.pages + np.int32(action.base - run.first))
-        several, their = np.concatenate(pages), np.concatenate(frames)
-        if not (table.frame[several] < 0).all() or (table.flags[several] & BLANK).any():
-            return False
-        if not (self._mover.slots.of(tier, several) >= 0).all():
-            return False
-        if not self._residency.pool.take_all(np.sort(their)):
-            return False
-        self.prefetched += len(queue)
-        queue.clear()
-        self._mover.bring(tier, several, their)
-        return True
+        before, times = self._waits_longest
+        self._waits_longest = job, times + 1 if before is job else 1
+        return self._waits_longest[1] <= _PATIENCE
 
     def _find_frames(self, job: Job, coming: _Coming) -> bool:
         """For what ``job`` brings; whether there were enough."""
@@ -270,14 +304,18 @@ class PlannedMoves:
             return pages, pages
         own, pool = self._table.frame[run.pages], self._residency.pool
         resident = np.flatnonzero(own >= 0)
-        first, count = run.first, run.count
-        if len(resident):
-            base = int(own[resident[0]] - resident[0])
-            first, count = int(pages[0]), len(pages)
         window: int | None = base
-        if not (self._is_inside(run, base) and pool.is_free(base + first - run.first, count)):
-            window = None if len(resident) else pool.find_run(run.count)
-            if window is None:
+        if not self._is_to_be_had(run, pages, base, coming):
+            first, count = run.first, run.count
+            if len(resident):
+                base = int(own[resident[0]] - resident[0])
+                first, count = int(pages[0]), len(pages)
+                window = base
+            else:
+                window = pool.find_run(run.count)
+            if window is None or not (
+                self._is_inside(run, window) and pool.is_free(window + first - run.first, count)
+            ):
                 coming.begin()  # before anything is moved aside
                 window = find_window(self._residency, run)
         if window is None:
@@ -286,11 +324,49 @@ class PlannedMoves:
         self._residency.pool.take(int(frames[0]), len(frames))
         return pages, frames
 
+    def _is_to_be_had(self, run: Extent, pages: Int32, base: int, coming: _Coming) -> bool:
+        """Whether ``pages`` of ``run`` can come to the place that the plan has for it, which begins
+        at ``base``: it is free, or was made so, and what is there of ``run`` is at its place."""
+        if not self._is_inside(run, base):
+            return False
+        pool, first = self._residency.pool, int(pages[0]) - run.first
+        own = self._table.frame[run.pages]
+        resident = np.flatnonzero(own >= 0)
+        wrong = resident[own[resident] != base + resident]
+        if not len(wrong) and pool.is_free(base + first, len(pages)):
+            return True
+        if len(wrong) and (
+            run.pins
+            or run.parts is not None
+            or self._mover.tickets.pending("device", own[wrong]).any()
+        ):
+            return False
+        coming.begin()  # before anything is moved aside
+        places = (base + wrong).astype(np.int32)
+        frames = np.concatenate([pages - np.int32(run.first - base), places])
+        if not make_way(self._residency, run, frames, self._home):
+            return False
+        rearrange(self._residency, run.pages[wrong], places)
+        return pool.is_free(base + first, len(pages))
+
+    def _home(self, run: Extent) -> int:
+        """The frame that the plan has for the first page of ``run``, as far as it has come."""
+        return self.homes.get(run.key, self.births.get(run.key, ANYWHERE))
+
     def _window(self, run: Extent, base: int) -> int | None:
         """The first of as many free frames as ``run`` has pages, ``base`` if it is."""
-        if self._is_inside(run, base) and self._residency.pool.is_free(base, run.count):
+        if self._can_be_born(run, base):
             return base
         return find_window(self._residency, run)
+
+    def _can_be_born(self, run: Extent, base: int) -> bool:
+        """Whether the place that the plan has for ``run`` is free, or was made so."""
+        if not self._is_inside(run, base):
+            return False
+        if self._residency.pool.is_free(base, run.count):
+            return True
+        frames = run.pages - np.int32(run.first - base)
+        return make_way(self._residency, run, frames, self._home)
 
     def _is_inside(self, run: Extent, base: int) -> bool:
         return 0 <= base <= self._residency.pool.count - run.count
@@ -300,7 +376,7 @@ class PlannedMoves:
         """Wait until ``runs`` are on the device, and keep them. ``False``, and none kept, if
         the plan has not brought them."""
         if self.waiting:
-            self.go_on()  # what was in the way then may move now
+            self._go_on_for(runs)  # what was in the way then may move now
         self._residency.keep(runs)
         served = False
         try:
@@ -317,7 +393,7 @@ class PlannedMoves:
         """:meth:`serve`, where the host has to wait for nothing. ``False``, and none kept, if it
         would have to."""
         if self.waiting:
-            self.go_on()
+            self._go_on_for(runs)
         self._residency.keep(runs)
         if all(run.base >= 0 or self._is_ready(run) for run in runs):
             return True
@@ -329,11 +405,18 @@ class PlannedMoves:
         if not residency.is_blank(run):
             return residency.has_come(run)
         planned = self.births.get(run.key, ANYWHERE)
-        free = self._is_inside(run, planned) and pool.is_free(planned, run.count)
-        base = planned if free else pool.find_run(run.count)
+        base = planned if self._can_be_born(run, planned) else pool.find_run(run.count)
         if base is None or not residency.reach_at_once(run.pages - np.int32(run.first - base)):
             return False
         return residency.place_at(run, base, reached=True) and run.base >= 0
+
+    def _go_on_for(self, runs: Sequence[Extent]) -> None:
+        """What is wanted now, and what comes before it, waits for no place."""
+        self._hurry = any(job.run in runs for queue in self._ins.values() for job in queue)
+        try:
+            self.go_on()
+        finally:
+            self._hurry = False
 
     def make_windows(self, runs: Sequence[Extent]) -> None:
         """So that runs which are faulted in find room in one piece without evicting anything, if

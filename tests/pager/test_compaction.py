@@ -8,7 +8,7 @@ import torch
 
 import tensorpager as tp
 from tensorpager.pager.debug.check import check_invariants
-from tensorpager.pager.moves.compaction import find_window
+from tensorpager.pager.moves.compaction import find_window, make_way
 from tensorpager.pager.tensor.new_pages import empty_like_geometry
 from tensorpager.pager.tensor.paged_tensor import PagedTensor
 
@@ -129,6 +129,44 @@ def test_a_run_that_is_there_in_part_comes_together(before: str, after: str) -> 
             assert base is not None
             assert pager.core.table.frame[pages].tolist() == [base, base + 1, -1, -1]
             assert pager.core.residency.pool.is_free(base + 2, 2)
+        check_invariants(pager.core)
+        assert unchanged(tensors)
+
+
+@pytest.mark.parametrize(
+    ("before", "pinned", "homes", "frames", "after"),
+    [
+        ("AABB......", "", {"A": 6}, (0, 2), "..BB..AA.."),  # to its own place
+        ("AABB......", "", {"A": 2, "B": 6}, (0, 4), "....AABB.."),  # or where there is room
+        ("AABB......", "", {"B": 6}, (1, 3), "....AABB.."),  # A has none
+        ("AABB......", "", {"A": 0}, (1, 3), ""),  # A is where it should be
+        ("AABB......", "B", {"A": 6}, (0, 4), ""),  # B is in use
+        ("AABBBBBB..", "", {"A": 6, "B": 2}, (0, 2), "..BBBBBBAA"),
+        ("ABBBBBBBBB", "", {"A": 6, "B": 1}, (0, 1), ""),  # there is no room
+    ],
+)
+def test_what_is_not_where_it_should_be_makes_way(
+    before: str, pinned: str, homes: dict[str, int], frames: tuple[int, int], after: str
+) -> None:
+    """``frames`` from, to; ``after`` empty: nothing has moved."""
+    with make_pager(frames=FRAMES) as pager:
+        tensors = laid_out(pager, before)
+        home_of = {tensors[letter]._storage.run: home for letter, home in homes.items()}
+        wanting = empty_like_geometry(
+            pager.core, torch.empty(PAGE_BYTES, dtype=torch.uint8, device="meta"), "user"
+        )
+        runs = [tensors[letter]._storage.run for letter in pinned]
+        pager.core.take(runs)
+        with pager.core.lock:
+            made = make_way(
+                pager.core.residency,
+                wanting._storage.run,
+                np.arange(*frames, dtype=np.int32),
+                lambda run: home_of.get(run, -1),
+            )
+        pager.core.release(runs)
+        assert made is bool(after)
+        assert layout(pager, tensors) == (after or before)
         check_invariants(pager.core)
         assert unchanged(tensors)
 
