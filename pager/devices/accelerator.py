@@ -14,7 +14,7 @@ from __future__ import annotations
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -27,8 +27,6 @@ from .device import LANES, Bytes, Copy, HostMemory, Mark
 
 if TYPE_CHECKING:
     from .registration import Registration
-
-_HERE = nullcontext()
 
 
 class Kit(Protocol):
@@ -192,13 +190,8 @@ class Accelerator:
             if other != stream:
                 stream.wait_stream(other)
 
-    def on_compute(self) -> AbstractContextManager[None]:
-        if not self._others and self._here() == self._compute:  # nearly always
-            return _HERE
-        return self._on_compute()
-
     @contextmanager
-    def _on_compute(self) -> Iterator[None]:
+    def on_compute(self) -> Iterator[None]:
         there = self._here() == self._compute
         with nullcontext() if there else on_stream(self._compute):
             self._after_ops(self._compute)

@@ -75,16 +75,19 @@ class PageTable:
         rows = slice(first, first + count)
         for column in (self.frame, self.host, self.disk):
             assert (column[rows] < 0).all()
-        self.owner[rows] = NONE
-        self.flags[rows] = 0
-        self.pages.free(first, count)
+        self._forget(first, count)
 
     def end(self, first: int, count: int, base: int) -> None:
         """:meth:`release` of pages that are DIRTY, in the frames from ``base`` on, which are empty
         then; the caller gives these back."""
         self.frame[first : first + count] = NONE
         self.frame_page[base : base + count] = NONE
-        self.release(first, count)
+        self._forget(first, count)
+
+    def _forget(self, first: int, count: int) -> None:
+        self.owner[first : first + count] = NONE
+        self.flags[first : first + count] = 0
+        self.pages.free(first, count)
 
     def _grow(self, more: int) -> None:
         total = self.pages.count + more

@@ -125,6 +125,7 @@ class Follower:
         if compiled is not None and not off and self._enter(compiled):
             self._in_state = compiled
             self._follow(compiled, 0)
+            self.planned.go_home()
             self.unpinned()
         else:
             self._leave()

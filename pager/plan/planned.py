@@ -83,6 +83,9 @@ class PlannedMoves:
         self.late = self.faults = self.prefetched = 0
         self.births: dict[int, int] = {}
         self.homes: dict[int, int] = {}
+        # What has gone astray finds back to its place where moving pages inside the arena takes the
+        # host a few calls. On a CPU these are copies that the training thread makes.
+        self._tidies = not residency.backend.host_addressable
         self._hurry = False
         self._waits_longest: tuple[Job | None, int] = None, 0
         self._residency, self._mover, self._names = residency, mover, names
@@ -251,7 +254,9 @@ class PlannedMoves:
         Not if ``job`` is wanted now, nor for long."""
         action, run = job
         base = action.base
-        if self._hurry or run.parts is not None or not self._is_inside(run, base):
+        if self._hurry or not self._tidies:
+            return False
+        if run.parts is not None or not self._is_inside(run, base):
             return False
         pages = self._table.frame_page[base + action.first :][: action.pages]
         owners = set(self._table.owner[pages[pages >= 0]].tolist()) - {run.id}
@@ -335,6 +340,8 @@ class PlannedMoves:
         wrong = resident[own[resident] != base + resident]
         if not len(wrong) and pool.is_free(base + first, len(pages)):
             return True
+        if not self._tidies:
+            return False
         if len(wrong) and (
             run.pins
             or run.parts is not None
@@ -348,6 +355,32 @@ class PlannedMoves:
             return False
         rearrange(self._residency, run.pages[wrong], places)
         return pool.is_free(base + first, len(pages))
+
+    def go_home(self) -> None:
+        """As an iteration begins: what is not where its plan has it goes there, if that can be
+        without waiting. Where it fails the plan is over (``Mover.error``)."""
+        if not self._tidies:
+            return
+        try:
+            self._go_home()
+        except Exception as error:
+            self._mover.error = self._mover.error or error
+            self.clear()
+
+    def _go_home(self) -> None:
+        for key, base in self.homes.items():
+            run = self._names.run_of(key, ())
+            if run is None or run.base == base or run.pins or run.parts is not None:
+                continue
+            own = self._table.frame[run.pages]
+            wrong = np.flatnonzero((own >= 0) & (own != base + np.arange(run.count)))
+            if not len(wrong) or not self._is_inside(run, base):
+                continue
+            if self._mover.tickets.pending("device", own[wrong]).any():
+                continue
+            places = (base + wrong).astype(np.int32)
+            if make_way(self._residency, run, places, self._home):
+                rearrange(self._residency, run.pages[wrong], places)
 
     def _home(self, run: Extent) -> int:
         """The frame that the plan has for the first page of ``run``, as far as it has come."""
@@ -365,6 +398,8 @@ class PlannedMoves:
             return False
         if self._residency.pool.is_free(base, run.count):
             return True
+        if not self._tidies:
+            return False
         frames = run.pages - np.int32(run.first - base)
         return make_way(self._residency, run, frames, self._home)
 

@@ -33,7 +33,7 @@ from torch.utils.weak import TensorWeakRef
 
 from ..core import PagedStorage
 from .new_pages import store_bytes
-from .paged_tensor import PagedTensor
+from .paged_tensor import PagedTensor, set_memory
 
 if TYPE_CHECKING:
     from ..core import Core
@@ -204,7 +204,8 @@ class SavedTensors:
         whole, nbytes = memory.nbytes(), tensor.nbytes
         if whole > _SPARSE_VIEW * nbytes:
             return self._store_range(tensor, nbytes)
-        source = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(memory)
+        source = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+        set_memory(source, memory)
         storage = store_bytes(self._pager, source, "activation")
         self._origins[memory._cdata] = _Origin(
             StorageWeakRef(memory),

@@ -246,6 +246,9 @@ def _duplicate(tensor: PagedTensor) -> PagedTensor:
 
 
 # -- plain views, for the time that the pages are held ---------------------------------------------
+set_memory: Any = torch._C.TensorBase.set_  # past the guard of ``interop.py``, for plain tensors
+
+
 def direct_view(tensor: PagedTensor) -> torch.Tensor:
     """The zero-copy view of a tensor that is pinned in consecutive frames."""
     run = tensor._storage.run
@@ -269,7 +272,7 @@ def dense_view(tensor: PagedTensor, address: int) -> torch.Tensor:
         address, tensor._storage.pager.device, tensor._storage.nbytes
     )
     view = torch.empty(0, dtype=tensor.dtype, device=tensor._storage.pager.device)
-    view.set_(storage, tensor.storage_offset(), tensor.size(), tensor.stride())
+    set_memory(view, storage, tensor.storage_offset(), tensor.size(), tensor.stride())
     return as_lazy(view, tensor)
 
 
