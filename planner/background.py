@@ -48,7 +48,7 @@ def plan_with_layout(
     Prefetches fill the device to the last frame, so some stays may find none. The executor places
     those when they come, and moves others aside for it, which is in the way of others again: so
     where a plan for a little less of the device waits hardly longer, and has a place for more, it
-    is taken. A quick plan is not made several times for that, nor one for a CPU, where the planner
+    is taken: of several for a good plan, of one for a quick one. Not for a CPU, where the planner
     takes cores from the training, and moving frames aside costs little.
 
     Raises what the policy raises: ``InfeasibleBudget``, ``PolicyRefusal``.
@@ -59,7 +59,8 @@ def plan_with_layout(
         with suppress(InfeasibleBudget, PolicyRefusal):
             plan = _with_fewer_moves(plan, _plan(trace, hardware, True, policy))
     layout, least_us = place(trace, plan, frames), _us(plan)
-    for share in () if quick or trace.device == "cpu" else SPARE_SHARES:
+    shares = SPARE_SHARES[-1:] if quick else SPARE_SHARES
+    for share in () if trace.device == "cpu" else shares:
         if not layout.unplaced_pages or frames < share:
             break
         less = hardware.with_(device_bytes=(frames - frames // share) * hardware.page_size)
