@@ -350,8 +350,9 @@ def long_trace(ops: int) -> Trace:
 
 @main.command()
 @click.argument("paths", nargs=-1, required=True, type=click.Path(exists=True, path_type=Path))
+@click.option("--alone", is_flag=True, help="Only joint.")
 @json_option
-def joint(paths: tuple[Path, ...], json_path: Path | None) -> None:
+def joint(paths: tuple[Path, ...], alone: bool, json_path: Path | None) -> None:
     """Traces of version 2, each followed by its hardware file: joint, and what it is made of."""
     rows: Rows = []
     for trace_path, hardware_path in zip(paths[::2], paths[1::2]):
@@ -361,7 +362,7 @@ def joint(paths: tuple[Path, ...], json_path: Path | None) -> None:
         plan = make_plan("joint", trace, machine)
         row["cpu seconds"] = round(time.process_time() - started, 1)
         judged = validate(trace, machine, plan)
-        for name in ("lp", "checkpoint", "selective", "zero-offload"):
+        for name in () if alone else ("lp", "checkpoint", "selective", "zero-offload"):
             try:
                 found = make_plan(name, trace, machine)
             except (InfeasibleBudget, PolicyRefusal):

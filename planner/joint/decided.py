@@ -11,6 +11,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from itertools import pairwise
 
 import numpy as np
@@ -18,7 +19,8 @@ import numpy as np
 from ..hardware import Hardware
 from ..lifetimes import KEPT, LAST, RETURN, Gaps
 from ..lp.fit import fit
-from ..lp.problem import HOST, Problem, make_problem, with_kept_copies
+from ..lp.narrow import largest
+from ..lp.problem import HOST, Problem, make_problem, merged, with_kept_copies
 from ..lp.program import Builder, Solution, Unsolved, solve
 from ..lp.schedule import Schedule, make_schedule, to_moves
 from ..plan import DEVICE, DISCARD, Move, Plan, Recompute, StartRun
@@ -28,6 +30,7 @@ from ..trace import READ, WRITE, Floats, Ints, Trace
 from .host_order import Release, order_steps
 from .options import Impossible, Remake, Unit, Uses
 
+MOST_STEPS = 1200
 Again = dict[int, list[int]]  # op → ops that run again before it
 
 
@@ -174,6 +177,7 @@ class Planner:
     uses: Uses
     progress: Callable[[str, float], None]
     policy: str = "joint"
+    most_steps: int = MOST_STEPS  # of the program for the moves; neighbours of more ops are joined
     cutoff_us: float = math.inf  # choices whose program takes longer are not tried
 
     def plan(
@@ -182,11 +186,9 @@ class Planner:
         begins_us: Floats | None = None,
         *,
         rounds: int = 2,
-        margin: float = 0.0,
     ) -> Outcome | None:
         """The fastest plan found for these choices; ``begins_us``: about when each op begins,
-        [ops + 1]. ``margin``: of an iteration, by which weights come back later than the host's
-        steps should end. ``None`` if none runs."""
+        [ops + 1]. ``None`` if none runs."""
         try:
             expanded = expand(self.trace, self.uses, decisions)
         except Impossible:
@@ -196,7 +198,7 @@ class Planner:
             begins_us = np.concatenate([[0.0], np.cumsum(expanded.trace.op_duration_us)])
         measured: dict[Unit, float] | None = None
         for _ in range(rounds if decisions.units else 1):
-            hosted = Hosted(self.trace, self.hardware, decisions.units, begins_us, margin, measured)
+            hosted = Hosted(self.trace, self.hardware, decisions.units, begins_us, measured)
             found = self._once(decisions, expanded, hosted)
             if found is None:
                 return best
@@ -217,13 +219,17 @@ class Planner:
             problem = hosted.problem(expanded, make_problem(expanded.trace, self.hardware))
             if problem is None:
                 return None
+            first_op = np.arange(problem.steps)
+            if problem.steps > self.most_steps:
+                problem, first_op = merged(problem, self.most_steps, relaxed=False)
+                problem = largest(problem, relaxed=False)
             try:
                 solution = solve(
                     problem,
                     reserve_pages=reserve,
                     copies_keep_slots=slots,
                     time_limit_s=60,
-                    make=hosted.builder if decisions.units else None,
+                    make=partial(_Timed, hosted, first_op) if decisions.units else None,
                 )
             except Unsolved:
                 continue
@@ -232,7 +238,7 @@ class Planner:
             least_us = float(problem.duration_us.sum()) + solution.stall_us
             if least_us > self.cutoff_us:
                 return None
-            made = self._made(decisions, expanded, hosted, problem, solution)
+            made = self._made(expanded, hosted, problem, first_op, solution)
             simulation = simulate(self.trace, self.hardware, made)
             if simulation.predicted is not None:
                 outcome = Outcome(
@@ -240,7 +246,7 @@ class Planner:
                 )
                 if best is None or faster(outcome, best):
                     best = outcome
-            begins_us = _begins(problem, solution)
+            begins_us = _begins(expanded.trace, problem, first_op, solution)
             if best is not None and _close(best):
                 break
         if best is not None and best.simulation.op_start_us is not None:
@@ -249,17 +255,16 @@ class Planner:
 
     def _made(
         self,
-        decisions: Decisions,
         expanded: Expanded,
         hosted: Hosted,
         problem: Problem,
+        first_op: Ints,
         solution: Solution,
     ) -> Plan:
         schedule = fit(problem, make_schedule(problem, solution))
-        first_op = np.arange(problem.steps)
         moves, start = to_moves(expanded.trace, problem, schedule, first_op)
         moves = [hosted.in_time(move) for move in moves]
-        more, started = hosted.moves(expanded, problem, schedule)
+        more, started = hosted.moves(expanded, problem, schedule, first_op)
         ids, pages = self.trace.tensor_ids, self.trace.pages(self.hardware.page_size)
         for tensor, op in expanded.discards:
             run = (int(ids[tensor]), 0, int(pages[tensor]))
@@ -292,9 +297,17 @@ def _ranges(again: Again) -> list[Recompute]:
     return found
 
 
-def _begins(problem: Problem, solution: Solution) -> Floats:
-    times = problem.duration_us + solution.stalls_us
-    return np.concatenate([[0.0], np.cumsum(times)])
+def _begins(trace: Trace, problem: Problem, first_op: Ints, solution: Solution) -> Floats:
+    """When each op begins by the program, and the iteration ends."""
+    steps = np.concatenate([[0.0], np.cumsum(problem.duration_us + solution.stalls_us)])
+    before = np.concatenate([[0.0], np.cumsum(trace.op_duration_us[:-1])])
+    of_op = _step_of(first_op, trace.ops)
+    return np.append(steps[of_op] + before - before[first_op[of_op]], steps[-1])
+
+
+def _step_of(first_op: Ints, ops: int) -> Ints:
+    """The step of each op."""
+    return np.repeat(np.arange(len(first_op)), np.diff(np.append(first_op, ops)))
 
 
 def faster(one: Outcome, other: Outcome) -> bool:
@@ -314,7 +327,6 @@ class Hosted:
         hardware: Hardware,
         units: Sequence[Unit],
         begins_us: Floats,
-        margin: float = 0.0,
         measured: dict[Unit, float] | None = None,
     ) -> None:
         """``measured``: when the steps ended in a run, in the order of its list."""
@@ -338,15 +350,13 @@ class Hosted:
         self.late_us = [self.ends_us[each.unit] - each.due_us for each in releases]
         self.released = [each.unit for each in releases]
         self.order = [op for unit in self.ends_us for op in unit.ops]
-        self.begins_us, self.period, self.margin_us = begins_us, period, margin * period
+        self.left: dict[int, int] = {}  # weight → its last use before the host's step
+        self.begins_us, self.period = begins_us, period
         self.latest = {
             int(trace.tensor_ids[tensor]): (int(trace.first_op[tensor]), unit.given, unit.ops[0])
             for unit in units
             for tensor in unit.gradients
         }
-
-    def builder(self, problem: Problem, pages: float, copies_keep_slots: bool) -> Builder:
-        return _Timed(problem, pages, copies_keep_slots, self)
 
     def measured(self, simulation: Simulation) -> dict[Unit, float] | None:
         """When the steps of ``simulation`` ended, since the begin of the iteration that they are
@@ -366,9 +376,9 @@ class Hosted:
     def pages_of(self, tensors: Sequence[int]) -> int:
         return sum(self.pages[tensor] for tensor in tensors)
 
-    def ready_op(self, unit: Unit) -> int:
-        """From which op on the weights may come back (≥ ops: of the next iteration)."""
-        turns, rest = divmod(self.ends_us[unit] + self.margin_us, self.period)
+    def _op_at(self, us: float) -> int:
+        """The first op that begins then or later (≥ ops: in the next iteration)."""
+        turns, rest = divmod(us, self.period)
         op = int(np.searchsorted(self.begins_us[:-1], rest - 1e-6))
         return int(turns) * self.trace.ops + op
 
@@ -387,20 +397,22 @@ class Hosted:
         below = 0
         for unit in self.units:
             below += sum(self.pages[tensor] for tensor in (*unit.weights, *unit.states))
-            ready = min(self.ready_op(unit), unit.due - 1)
+            ready = min(self._op_at(self.ends_us[unit]), unit.due - 1)
             for gap in [g for tensor in unit.weights for g in of_tensor[expanded.index[tensor]]]:
                 kind[gap] = KEPT
                 if begin[gap] < unit.ops[0] and end[gap] > unit.ops[-1]:
+                    self.left[int(gaps.tensor[gap])] = int(begin[gap])
                     back = max(int(begin[gap]) + 1, ready)
                     _add(live, int(begin[gap]) + 1, back, -int(gaps.pages[gap]))
                     late = steps if back >= steps else 0
                     kind[gap], begin[gap], end[gap] = RETURN, back - 1 - late, end[gap] - late
-            done = max(self.ready_op(unit), unit.ops[-1] + 1)
+            # Gradients are there when their step is to begin, or all that follow are late.
+            taken = max(self._op_at(self.ends_us[unit] - unit.host_us), unit.ops[-1] + 1)
             for tensor in unit.gradients:
                 place = expanded.index[tensor]
                 given = int(expanded.trace.last_op[place])
-                _add(live, given + 1, done, self.pages[tensor])
-                going.append((place, self.pages[tensor], given, done))
+                _add(live, given + 1, taken, self.pages[tensor])
+                going.append((place, self.pages[tensor], given, taken))
         host = problem.tiers[0] if problem.tiers and problem.tiers[0].index == HOST else None
         if host is None or host.pages < below:
             return None
@@ -418,7 +430,7 @@ class Hosted:
         return move._replace(issue_op=joins) if late else move
 
     def moves(
-        self, expanded: Expanded, problem: Problem, schedule: Schedule
+        self, expanded: Expanded, problem: Problem, schedule: Schedule, first_op: Ints
     ) -> tuple[list[tuple[float, Move]], list[StartRun]]:
         """What the schedule has not: weights leave and states are below; gradients and weights
         that it left out. With the places of moves: op, and a fraction for the order there."""
@@ -430,7 +442,8 @@ class Hosted:
             for chunk in schedule.ins[part]:
                 if gaps.kind[chunk.gap] == RETURN:
                     first = int(gaps.first_page[chunk.gap]) + chunk.first
-                    back[number[chunk.gap]].append((chunk.step % ops, first, chunk.count))
+                    op = int(first_op[chunk.step % problem.steps])
+                    back[number[chunk.gap]].append((op, first, chunk.count))
             for chunk in schedule.outs[part]:
                 sent[number[chunk.gap]] += chunk.count if gaps.kind[chunk.gap] == LAST else 0
         found: list[tuple[float, Move]] = []
@@ -439,7 +452,8 @@ class Hosted:
             start += [StartRun(*self._whole(tensor), "host") for tensor in unit.states]
             for tensor in unit.weights:
                 whole = self._whole(tensor)
-                out, due = unit.left + 1, unit.due % ops
+                left = self.left.get(expanded.index[tensor], unit.left)  # what runs again needs it
+                out, due = left + 1, unit.due % ops
                 found.append((out - 0.5, Move(*whole, "host", "out", out)))
                 have = {p for _, a, n in back[whole[0]] for p in range(a, a + n)}
                 for first, count in _runs([p not in have for p in range(whole[2])]):
@@ -471,16 +485,23 @@ class Hosted:
 
 class _Timed(Builder):
     """The program with the host's time in it: steps follow each other in the order of the list,
-    each behind its gradient, and what a step updates is used when it has ended and come back."""
+    each behind its gradient, and what a step updates is used when it has ended and come back. An op
+    in a step of several counts as the last of it, or as the first where something is due."""
 
     def __init__(
-        self, problem: Problem, pages: float, copies_keep_slots: bool, hosted: Hosted
+        self,
+        hosted: Hosted,
+        first_op: Ints,
+        problem: Problem,
+        pages: float,
+        copies_keep_slots: bool,
     ) -> None:
         self.hosted = hosted
+        self.step_of = _step_of(first_op, hosted.trace.ops).tolist()
         super().__init__(problem, pages, copies_keep_slots)
 
     def choose(self) -> None:
-        problem, hosted = self.problem, self.hosted
+        problem, hosted, ops = self.problem, self.hosted, self.hosted.trace.ops
         steps, pace = problem.steps, problem.out_rate  # times are in pages of the link out
         durations = problem.duration_us * pace
         begin = self.columns.new(steps)  # when each step begins to run
@@ -504,14 +525,21 @@ class _Timed(Builder):
                 at_least(took_us, (mine, 1.0), (before, -1.0))
             else:
                 at_least(took_us - whole_us, (mine, 1.0), (before, -1.0), (last, 1.0))
-            at_least(took_us, (mine, 1.0), (int(begin[unit.ops[-1]]), -1.0))
-            given_us = float(problem.duration_us[unit.given]) if unit.given >= 0 else 0.0
+            joins = self.step_of[unit.ops[-1]]
+            inside_us = float(problem.duration_us[joins]) if steps < ops else 0.0
+            at_least(took_us + inside_us, (mine, 1.0), (int(begin[joins]), -1.0))
             out_us = hosted.pages_of(unit.gradients) / problem.out_rate
             if unit.given >= 0:
-                at_least(took_us + given_us + out_us, (mine, 1.0), (int(begin[unit.given]), -1.0))
+                given = self.step_of[unit.given]
+                given_us = float(problem.duration_us[given])
+                at_least(took_us + given_us + out_us, (mine, 1.0), (int(begin[given]), -1.0))
             in_us = hosted.pages_of(unit.weights) / problem.in_rate
-            turns, due = divmod(unit.due, steps)
-            terms = [(int(begin[due]), 1.0), (mine, -1.0), *([(last, 1.0)] if turns else [])]
+            turns, due = divmod(unit.due, ops)
+            terms = [
+                (int(begin[self.step_of[due]]), 1.0),
+                (mine, -1.0),
+                *([(last, 1.0)] if turns else []),
+            ]
             at_least(in_us - turns * whole_us, *terms)
 
 

@@ -28,15 +28,17 @@ from .program import Shares, solve_joint
 
 Progress = Callable[[str, float], None]
 ALLOWED = ("move", "recompute", "host-step")
-MAX_STEPS, MERGED_STEPS, QUICK_STEPS, BOUND_STEPS = 1200, 500, 300, 150
-MOST_OPS = 2500  # of a trace whose choices are carried out
+MAX_STEPS, MERGED_STEPS, BOUND_STEPS = 1200, 500, 150  # of the program for the choices
+MERGED_MOVES, QUICK_MOVES = 700, 250  # of that for the moves, where it would be more than MAX_STEPS
 MOST_REMAKES = 4000  # of the largest by pages and time; a bound counts the others as never there
+MOST_FILLED = 200  # updates that are looked at for what is left of the host's time
 CHEAP_SHARE = 0.1  # of a segment's time: an op that takes less is cheap to run again
-SECONDS, QUICK_SECONDS = 45.0, 15.0  # of the processor, so that what else runs changes nothing
+# Of the processor, so that what else runs changes nothing: for the bound, then for choices.
+BOUND_SECONDS, SECONDS, QUICK_SECONDS = 180.0, 35.0, 3.0
 GOOD_ENOUGH = 0.985  # of the bound, at which no further choice is tried
 # What is tried of the program's shares: how much more of what may be made again, and how late the
 # host may be by its estimated times, of an iteration.
-TRIALS = ((0.0, 0.0), (0.0, 0.05), (0.0, 1.0), (0.1, 0.05), (-0.1, 0.05), (0.1, 0.0))
+TRIALS = ((0.0, 0.02), (0.0, 0.05), (0.0, 0.0), (0.1, 0.02), (-0.1, 0.02), (0.0, 1.0))
 
 
 def plan(
@@ -87,7 +89,13 @@ class Bounds:
         remakes = self._remakes if "recompute" in allow else []
         units = self._units if "host-step" in allow and hardware.host_pages else []
         shares = solve_joint(
-            trace, hardware, self._uses, remakes, units, steps=BOUND_STEPS, time_limit_s=SECONDS
+            trace,
+            hardware,
+            self._uses,
+            remakes,
+            units,
+            steps=BOUND_STEPS,
+            time_limit_s=BOUND_SECONDS,
         )
         if shares is None:
             return None
@@ -112,26 +120,24 @@ class _Search:
         self.trace, self.hardware, self.uses = trace, hardware, uses
         self.remakes, self.units = _largest(trace, remakes), units
         self.quick, self.progress = quick, progress
-        self.until = time.process_time() + (QUICK_SECONDS if quick else SECONDS)
-        self.planner = Planner(trace, hardware, uses, progress)
+        steps = MAX_STEPS if trace.ops <= MAX_STEPS else MERGED_MOVES
+        steps = QUICK_MOVES if quick else steps
+        self.planner = Planner(trace, hardware, uses, progress, most_steps=steps)
         self.best: Outcome | None = None
         self.bound_us = 0.0
-        self.short = trace.ops <= MOST_OPS  # of longer ones only moves are planned
         self.tried: set[tuple[Any, ...]] = set()
 
     def run(self) -> Plan:
         self.progress("solving for the bound", 0.0)
-        steps = QUICK_STEPS if self.quick else MAX_STEPS
-        shares = self._solve(steps if self.trace.ops <= steps else min(steps, MERGED_STEPS))
+        steps = MAX_STEPS if self.trace.ops <= MAX_STEPS else MERGED_STEPS
+        shares = self._solve(BOUND_STEPS if self.quick else steps)
+        self.until = time.process_time() + (QUICK_SECONDS if self.quick else SECONDS)
+        device_us = self.trace.op_duration_us[np.isnan(self.trace.op_host_us)]
+        self.bound_us = float(device_us.sum())  # where the program has no answer
         if shares is not None:
             self.bound_us = shares.iteration_us
-            for number, (more, slack) in enumerate(TRIALS if self.short else ()):
-                self.progress("trying the program's choices", 0.1 + 0.1 * number)
-                chosen = rounded(self.trace, shares, self.remakes, self.units, more)
-                self._try(self._timely(chosen, shares.begins_us, slack), shares)
-                if self._good() or time.process_time() > self.until:
-                    break
-        for name in RULES if self.short else ():
+            self._choices(shares)
+        for name in RULES if not self.quick or self.best is None else ():
             self._try(decide(name, self.trace, self.remakes, self.units))
         refusal = self._moves_only()
         if self.best is None:
@@ -151,29 +157,62 @@ class _Search:
                 self.remakes,
                 self.units,
                 steps=steps,
-                time_limit_s=4 * SECONDS,
+                time_limit_s=BOUND_SECONDS,
             )
         except Unsolved:
             return None
 
-    def _timely(self, decisions: Decisions, begins_us: Floats, slack: float) -> Decisions:
-        """Without the updates that the host could not finish in time, each a ``slack`` of the
-        iteration later; the first that is late goes first, since others wait for it."""
-        units = list(decisions.units)
-        allowed_us = slack * float(begins_us[-1])
-        while units:
-            hosted = Hosted(self.trace, self.hardware, units, begins_us)
-            late = [
-                unit
-                for unit, late_us in zip(hosted.released, hosted.late_us)
-                if late_us > allowed_us
-            ]
-            if not late:
-                break
-            units.remove(min(late, key=lambda unit: hosted.ends_us[unit]))
-        return Decisions(decisions.remakes, units)
+    def _choices(self, shares: Shares) -> None:
+        """The program's shares made whole in several ways, then by the times of the best plan."""
+        begins_us, best = shares.begins_us, None
+        while best is not self.best or best is None:
+            best = self.best
+            for number, (more, slack) in enumerate(TRIALS):
+                self.progress("trying the program's choices", 0.1 + 0.1 * number)
+                chosen = rounded(self.trace, shares, self.remakes, self.units, more)
+                timely = self._timely(chosen.units, begins_us, slack)
+                filled = self._filled(timely, shares, begins_us, slack)
+                self._try(Decisions(chosen.remakes, filled), begins_us)
+                if self._good() or time.process_time() > self.until:
+                    return
+            if self.best is None or self.best.simulation.op_start_us is None:
+                return
+            begins_us = np.append(self.best.simulation.op_start_us, self.best.iteration_us)
 
-    def _try(self, decisions: Decisions, shares: Shares | None = None) -> None:
+    def _late(self, units: Sequence[Unit], begins_us: Floats, slack: float) -> dict[Unit, float]:
+        """Updates that the host ends more than a ``slack`` of the iteration too late, and when."""
+        hosted = Hosted(self.trace, self.hardware, units, begins_us)
+        allowed_us = slack * float(begins_us[-1])
+        late = zip(hosted.released, hosted.late_us)
+        return {unit: hosted.ends_us[unit] for unit, late_us in late if late_us > allowed_us}
+
+    def _timely(self, units: Sequence[Unit], begins_us: Floats, slack: float) -> list[Unit]:
+        """Without the updates that the host could not finish in time; the first that is late goes
+        first, since others wait for it, and some at once where there are many."""
+        kept = list(units)
+        while late := self._late(kept, begins_us, slack):
+            first = sorted(late, key=lambda unit: late[unit])
+            gone = set(first[: max(1, len(first) // 8)])
+            kept = [unit for unit in kept if unit not in gone]
+        return kept
+
+    def _filled(
+        self, units: list[Unit], shares: Shares, begins_us: Floats, slack: float
+    ) -> list[Unit]:
+        """With more updates, as long as the host has time: those of which the program gave it the
+        largest share, and among these the largest. What is left of its time the small ones take."""
+        chosen = set(units)
+        order = sorted(
+            (number for number, unit in enumerate(self.units) if unit not in chosen),
+            key=lambda n: (-round(float(shares.units[n]), 2), -self.units[n].host_us, n),
+        )
+        for number in order[:MOST_FILLED]:
+            more = [*units, self.units[number]]
+            if not self._late(more, begins_us, slack):
+                units = more
+        return sorted(units, key=lambda unit: unit.ops)
+
+    def _try(self, decisions: Decisions, begins_us: Floats | None = None) -> None:
         key = (
             tuple(each.tensor for each in decisions.remakes),
             tuple(unit.ops for unit in decisions.units),
@@ -182,7 +221,7 @@ class _Search:
             return
         self.tried.add(key)
         self.planner.cutoff_us = self.best.iteration_us if self.best else math.inf
-        self._keep(self.planner.plan(decisions, None if shares is None else shares.begins_us))
+        self._keep(self.planner.plan(decisions, begins_us, rounds=1 if self.quick else 2))
 
     def _keep(self, outcome: Outcome | None) -> None:
         if outcome is not None and (self.best is None or faster(outcome, self.best)):
@@ -201,8 +240,6 @@ class _Search:
         assert found.predicted
         simulation = Simulation(True, predicted=found.predicted)
         self._keep(Outcome(found, simulation, 0.0))
-        if not self.bound_us and found.bound:
-            self.bound_us = found.bound.iteration_us
         return None
 
     def _good(self) -> bool:

@@ -191,6 +191,50 @@ class _Joint(Builder):
             below = sum(pages[tensor] for tensor in (*unit.states, *unit.weights))
             self.equal.add(row, [share], float(below))
         self._chains()
+        self._in_time()
+
+    def _in_time(self) -> None:
+        """What the host takes of the updates that are due first fits between the first of their
+        gradients and the last of their uses. Groups of :meth:`_chains` do not say that: the host's
+        work for one update would serve for another of the group, given earlier and due later. An
+        update alone has its gradient go out first, and its weight come back behind it."""
+        problem = self.problem
+        steps, pace = problem.steps, problem.out_rate  # times are in pages of the link out
+        begin = self.columns.new(steps + 1)  # when each step begins to run, and the iteration ends
+        stall = np.append(self.stall, -1)
+        rows = self.equal.new(np.append(0.0, problem.duration_us * pace))
+        self.equal.add(rows, begin, 1.0)
+        self.equal.add(rows[1:], begin[:-1], -1.0)
+        self.equal.add(rows[:-1], stall[:-1], -1.0)
+        for step, column, us in self.time_terms:
+            self.equal.add(rows[np.asarray(step) + 1], column, -us * pace)
+
+        def within(terms: list[tuple[int, float]], first: int, last: int) -> None:
+            row = self.below.new(0.0)
+            for column, us in terms:
+                self.below.add(row, column, us * pace)
+            for step, sign in ((first, 1.0), (last, -1.0)):
+                turns, step = divmod(step, steps)
+                self.below.add(row, begin[step], sign)
+                if turns:
+                    self.below.add(row, begin[steps], sign * turns)
+            self.below.add(row, self.stall[first % steps], -1.0)  # moves go while it waits
+
+        released = [
+            self._absolute(max(unit.given, unit.ops[0] - 1)) + (not self.relaxed)
+            for unit in self.units
+        ]
+        due = [self._absolute(unit.due) + self.relaxed for unit in self.units]
+        work: list[tuple[int, float]] = []
+        earliest = 2 * steps
+        for number in sorted(range(len(self.units)), key=lambda n: (due[n], n)):
+            unit, share = self.units[number], int(self.share[number])
+            gradients = sum(self.page_count[t] for t in unit.gradients) / problem.out_rate
+            weights = sum(self.page_count[t] for t in unit.weights) / problem.in_rate
+            within([(share, gradients + unit.host_us + weights)], released[number], due[number])
+            work.append((share, unit.host_us))
+            earliest = min(earliest, released[number])
+            within(work, earliest, due[number])
 
     def _spans_update(self, gap: int, unit: Unit) -> bool:
         """Whether a weight's gap lies between its last use before the update and the next one."""

@@ -110,7 +110,7 @@ def merged(problem: Problem, steps: int, *, relaxed: bool) -> tuple[Problem, Int
     count = len(first)
     bucket = np.repeat(np.arange(count), np.diff(np.append(first, problem.steps)))
     gaps, ops = problem.gaps, problem.steps
-    begin = bucket[gaps.begin]
+    begin = np.where(gaps.begin < 0, -1, bucket[gaps.begin])  # −1: there from the first step on
     end = bucket[gaps.end % ops] + np.where(gaps.end >= ops, count, 0)
     if relaxed:
         begin = begin - 1

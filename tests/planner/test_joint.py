@@ -9,7 +9,9 @@ import pytest
 
 from tensorpager.planner.errors import PolicyRefusal
 from tensorpager.planner.hardware import Hardware
-from tensorpager.planner.joint.options import Uses, find_remakes, find_units
+from tensorpager.planner.joint import policy
+from tensorpager.planner.joint.host_order import Release, order_steps
+from tensorpager.planner.joint.options import Unit, Uses, find_remakes, find_units
 from tensorpager.planner.joint.policy import plan, plan_by_rule
 from tensorpager.planner.joint.program import solve_joint
 from tensorpager.planner.plan import Plan, plan_from_json, plan_to_json
@@ -131,6 +133,46 @@ def test_joint_is_never_slower_than_what_it_is_made_of(trace: Trace, share: floa
         except PolicyRefusal:
             continue
         assert taken <= both_agree(trace, hardware, other) * (1 + 1e-9), name
+
+
+@pytest.mark.parametrize("clip", [False, True])
+def test_choices_of_a_long_trace_are_carried_out(
+    monkeypatch: pytest.MonkeyPatch, clip: bool
+) -> None:
+    trace = layers(8, clip=clip, slabs=2)
+    hardware = machine(trace, 0.4)
+    whole = plan(trace, hardware)
+    for name, steps in (("MAX_STEPS", 30), ("MERGED_STEPS", 25), ("MERGED_MOVES", 28)):
+        monkeypatch.setattr(policy, name, steps)
+    made = plan(trace, hardware)
+    taken = both_agree(trace, hardware, made)
+    assert made.has_choices
+    assert made.bound
+    assert whole.bound
+    assert made.bound.iteration_us <= whole.bound.iteration_us * (1 + 1e-6)
+    moves = make_plan("lp", trace, hardware)
+    assert moves.predicted
+    assert taken < moves.predicted.iteration_us
+
+
+def test_a_quick_plan_chooses_too() -> None:
+    trace = layers(6)
+    hardware = machine(trace, 0.35, 4e9)
+    made = plan(trace, hardware, quick=True)
+    both_agree(trace, hardware, made)
+    assert made.has_choices
+
+
+def test_the_host_takes_of_what_has_come_the_update_that_is_due_first() -> None:
+    def unit(op: int, host_us: float) -> Unit:
+        return Unit((op,), (op,), (), (), (), 0, 99, 0, host_us)
+
+    late, soon, first = unit(0, 30.0), unit(1, 10.0), unit(2, 20.0)
+    releases = [Release(late, 0.0, 500.0), Release(soon, 25.0, 60.0), Release(first, 5.0, 90.0)]
+    ends = order_steps(releases, 1000.0)
+    assert list(ends.items()) == [(late, 30.0), (soon, 40.0), (first, 60.0)]
+    # What the host has left of the iteration before comes first; more has come when that is done.
+    assert list(order_steps(releases, 55.0)) == [first, soon, late]
 
 
 def test_what_is_allowed_is_what_is_chosen() -> None:
