@@ -43,7 +43,8 @@ if TYPE_CHECKING:
     "find_remedies",
     default=True,
     show_default=True,
-    help="Plan for machines with more of what the plan waits for, and say what each would give.",
+    help="Plan, quickly, for machines with more of what the plan waits for, and say what each "
+    "would give.",
 )
 @quick_option
 @output_option("The report, an HTML file.")

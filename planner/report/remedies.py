@@ -1,4 +1,6 @@
-"""What would make a plan's iteration faster: other machines, each planned for and simulated."""
+"""What would make a plan's iteration faster: other machines, each planned for and simulated.
+
+The plans are quick ones, so that a page takes seconds: a full search may reach a little more."""
 
 from __future__ import annotations
 
@@ -13,7 +15,6 @@ from ..sweep import Task, evaluate
 from ..timeline import Timeline
 
 MOST_OPS = 5000  # of a trace for which plans are made in some seconds
-FEW_OPS = 500  # for which the best ones are
 LEAST_WAITING = 2e-3  # of the iteration: nobody buys memory for less
 LEAST_GAIN = 0.1  # in points of the ideal speed
 
@@ -43,7 +44,7 @@ def remedies(
 def _choices(line: Timeline, hardware: Hardware) -> list[tuple[str, list[Task]]]:
     """What costs nothing: what the trace permits, and a plan that only moves does not do."""
     assert line.plan is not None
-    trace, quick = line.trace, line.trace.ops > FEW_OPS
+    trace = line.trace
     if line.plan.has_choices:
         return []
     possible = {
@@ -51,7 +52,7 @@ def _choices(line: Timeline, hardware: Hardware) -> list[tuple[str, list[Task]]]
         "host-step": ("steps on the host", not np.isnan(trace.op_host_us).all()),
     }
     return [
-        (f"{what} (plan --allow {name})", [Task("joint", hardware, quick, allow=("move", name))])
+        (f"{what} (plan --allow {name})", [Task("joint", hardware, True, allow=("move", name))])
         for name, (what, permitted) in possible.items()
         if permitted
     ]
@@ -60,9 +61,9 @@ def _choices(line: Timeline, hardware: Hardware) -> list[tuple[str, list[Task]]]
 def _changes(line: Timeline, hardware: Hardware) -> list[tuple[str, list[Task]]]:
     """More of what there is, in words and as a new plan and the one that there is on it."""
     assert line.plan is not None
-    policy, quick = "joint" if line.plan.has_choices else "lp", line.trace.ops > FEW_OPS
+    policy = "joint" if line.plan.has_choices else "lp"
     return [
-        (what, [Task(policy, machine, quick), Task("", machine, plan=line.plan)])
+        (what, [Task(policy, machine, True), Task("", machine, plan=line.plan)])
         for what, machine in _machines(line, hardware)
     ]
 
