@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -339,6 +340,10 @@ class Iteration:
     unknown: dict[str, int]
 
 
+def _step(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> None:
+    optimizer.step()
+
+
 def fake_iteration(
     training: Training,
     optimizer: str,
@@ -346,30 +351,49 @@ def fake_iteration(
     host_bytes_per_s: float,
     *,
     autocast: bool = False,
+    overlap: bool = False,
+    clip: bool = False,
 ) -> Iteration:
     """An iteration that is not the first one: the optimizer has its states. Within a fake mode.
 
-    Raises ``PagerError`` if the model cannot run without values, or has nothing to train."""
+    ``overlap``: each parameter is updated right after its gradient is there. ``clip``: gradients
+    are scaled by the norm of all of them before the step, so it is at the end.
+
+    Raises ``PagerError`` if the model cannot run without values, has nothing to train, or is to do
+    both."""
+    if overlap and clip:
+        raise PagerError("updates in the backward pass cannot wait for the norm: overlap or clip")
     parameters = [p for p in training.module.parameters() if p.requires_grad]
     if not parameters:
         raise PagerError(f"{training.name} has no parameter that is trained")
-    made = OPTIMIZERS[optimizer](parameters)
+    together = [[p] for p in parameters] if overlap else [parameters]
+    made = [OPTIMIZERS[optimizer](some) for some in together]
     for parameter in parameters:
         parameter.grad = torch.zeros_like(parameter)
     training.module.train()
     log = _Log(compute)
+    hooks: list[Any] = []
     try:
-        made.step()
+        for one in made:
+            one.step()
         log.start()
-        ended = register_optimizer_step_post_hook(lambda *_: log.step_ended())
+        hooks.append(register_optimizer_step_post_hook(lambda *_: log.step_ended()))
+        for one, some in zip(made, together) if overlap else ():
+            step = partial(_step, one)
+            hooks += [p.register_post_accumulate_grad_hook(step) for p in some]
         try:
-            made.zero_grad()
+            for one in made:
+                one.zero_grad()
             with torch.autocast("cpu", torch.bfloat16) if autocast else nullcontext():
                 loss = training.call()
             loss.backward()
-            made.step()
+            if clip:
+                torch.nn.utils.clip_grad_norm_(parameters, 1.0, foreach=False)
+            for one in () if overlap else made:
+                one.step()
         finally:
-            ended.remove()
+            for hook in hooks:
+                hook.remove()
             log.stop()
         trace = log.trace(
             host_bytes_per_s=host_bytes_per_s,

@@ -52,6 +52,10 @@ def _file(name: str, help_text: str) -> Callable[[F], F]:
     "bfloat16.",
 )
 @click.option("--optimizer", type=click.Choice(OPTIMIZERS), default="adamw", show_default=True)
+@click.option(
+    "--overlap", is_flag=True, help="Update in the backward pass, as pager.optimizer(overlap=True)."
+)
+@click.option("--clip", is_flag=True, help="Gradients are clipped by their norm before the step.")
 @hardware_options
 @network_options
 @_file("out", "Write the iteration as a trace, for the other commands.")
@@ -65,6 +69,8 @@ def estimate(
     seq: int | None,
     dtype: str | None,
     optimizer: str,
+    overlap: bool,
+    clip: bool,
     machine: Machine,
     out_path: Path | None,
     plan_path: Path | None,
@@ -97,6 +103,11 @@ def estimate(
         raise click.UsageError(
             "name a model: --hf CONFIG.json or FILE.py:function, one of the two."
         )
+    if overlap and clip:
+        raise click.UsageError(
+            "--overlap updates before all gradients are there, --clip needs all of them first: "
+            "leave out one of the two."
+        )
     if plan_path is not None and out_path is None:
         raise click.UsageError("--plan is for a trace: add --out TRACE.")
     compute = load_compute(machine.name)
@@ -114,7 +125,13 @@ def estimate(
                 training = training_of_function(str(function), batch, seq, kind)
             rate = machine.base.host_adam_bytes_per_s
             iteration = fake_iteration(
-                training, optimizer, compute, rate, autocast=dtype == "autocast"
+                training,
+                optimizer,
+                compute,
+                rate,
+                autocast=dtype == "autocast",
+                overlap=overlap,
+                clip=clip,
             )
         hardware = _hardware(machine, iteration.trace)
         if fleet is not None:

@@ -94,10 +94,10 @@ def llama(folder: Path, **changes: Any) -> Path:
     return path
 
 
-def of_function(target: str, batch: int = 4, seq: int | None = None) -> Iteration:
+def of_function(target: str, batch: int = 4, seq: int | None = None, **how: bool) -> Iteration:
     with fake():
         training = training_of_function(target, batch, seq, None)
-        return fake_iteration(training, "adamw", COMPUTER, 1e9)
+        return fake_iteration(training, "adamw", COMPUTER, 1e9, **how)
 
 
 def bytes_of_kinds(trace: Trace) -> Counter[str]:
@@ -141,6 +141,29 @@ def test_as_the_same_training_recorded(
         assert nbytes == pytest.approx(theirs[kind], rel=0.05), kind
     peaks = [live_pages(trace, 1).max() for trace in (estimated, recorded)]
     assert peaks[0] == pytest.approx(peaks[1], rel=0.1)
+
+
+def test_updates_in_the_backward_pass_come_right_after_the_gradient(module: Path) -> None:
+    late, early = (of_function(f"{module}:model", overlap=how).trace for how in (False, True))
+    updates = [op for op, name in enumerate(early.op_names) if name.startswith("update.")]
+    assert [early.op_names[op] for op in updates][-1] == "update.0.weight"
+    assert sorted(early.op_names[op] for op in updates) == sorted(
+        name for name in late.op_names if name.startswith("update.")
+    )
+    assert updates != list(range(updates[0], early.ops))  # other ops between them
+    assert not np.isnan(early.op_host_us[updates]).any()
+    assert live_pages(early, 1).max() <= live_pages(late, 1).max()
+
+
+def test_clipping_reads_all_gradients_before_the_first_update(module: Path) -> None:
+    plain, clipped = (of_function(f"{module}:model", clip=how).trace for how in (False, True))
+    first = next(op for op, name in enumerate(clipped.op_names) if name.startswith("update."))
+    norms = [op for op, name in enumerate(clipped.op_names) if "norm" in name]
+    assert not [name for name in plain.op_names if "norm" in name]
+    assert len(norms) >= 4
+    assert max(norms) < first
+    with pytest.raises(PagerError, match="overlap or clip"):
+        of_function(f"{module}:model", overlap=True, clip=True)
 
 
 def test_an_update_is_one_op_that_the_host_can_take(module: Path) -> None:
