@@ -29,7 +29,7 @@ from .trace import Bools, Floats, Ints, Trace
 
 MIN_SLOTS, MAX_SLOTS = 256, 16_384  # of time; if there are no more ticks, one for each
 MAX_CELLS = 96 << 20  # frames × slots, two bytes each
-MAX_ORDERS = 8
+MAX_ORDERS = 7
 MAX_WORK = 8e8  # cells looked at, some 10 ns each: no order is begun that would go beyond
 HEAD_ROWS = 2  # of a stay that are looked up in all frames at once
 _LINGERS = 3  # ops in which what died may still be somebody's, as a trace of accesses counts
@@ -613,7 +613,6 @@ def _pack(stays: _Stays, frames: int) -> Ints:
         np.lexsort((-stays.area, -stays.pages)),
         np.argsort(-stays.area * stays.pages, kind="stable"),
         np.argsort(-stays.area, kind="stable"),
-        np.lexsort((-stays.area, -stays.pages, ~crosses)),
     ]
     best, least = np.full(len(span), -1), int(stays.held.sum()) + 1
     failures, rank = np.zeros((2, len(span)), np.int64)

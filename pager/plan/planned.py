@@ -87,7 +87,7 @@ class PlannedMoves:
         # host a few calls. On a CPU these are copies that the training thread makes.
         self._tidies = not residency.backend.host_addressable
         self._hurry = False
-        self._waits_longest: tuple[Job | None, int] = None, 0
+        self._waiting_first: dict[str, tuple[Job, int]] = {}  # by tier, and how often it has waited
         self._residency, self._mover, self._names = residency, mover, names
         self._table = residency.table
         self._outs: dict[str, deque[Job]] = {tier: deque() for tier in TIERS}
@@ -267,9 +267,10 @@ class PlannedMoves:
             base_of(self._residency, runs[owner]) == self._home(runs[owner]) for owner in owners
         ):
             return False
-        before, times = self._waits_longest
-        self._waits_longest = job, times + 1 if before is job else 1
-        return self._waits_longest[1] <= _PATIENCE
+        before, times = self._waiting_first.get(action.tier, (job, 0))
+        times = times + 1 if before is job else 1
+        self._waiting_first[action.tier] = job, times
+        return times <= _PATIENCE
 
     def _find_frames(self, job: Job, coming: _Coming) -> bool:
         """For what ``job`` brings; whether there were enough."""

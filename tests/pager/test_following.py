@@ -1,7 +1,7 @@
 """Following a plan where things are not quite as planned: nothing that it counts on goes away."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,6 +15,7 @@ from tensorpager.pager.plan.access_log import AccessLog
 from tensorpager.pager.plan.compiled_plan import ANYWHERE, Action
 from tensorpager.pager.plan.enter_plan import enter_plan
 from tensorpager.pager.plan.follower import by_next_use
+from tensorpager.pager.plan.planned import _PATIENCE
 from tensorpager.pager.plan.signatures import StepSignature
 from tensorpager.pager.tensor.paged_tensor import PagedTensor
 
@@ -123,6 +124,76 @@ def test_what_begins_at_one_point_moves_together(monkeypatch: pytest.MonkeyPatch
         assert layout(pager, {name: tensors[name] for name in "DE"}) == "DDDDEEEE.."
         check_invariants(pager.core)
         assert unchanged(tensors)
+
+
+# -- places of the plan ----------------------------------------------------------------------------
+@pytest.fixture
+def a_place_that_is_taken() -> Iterator[tuple[tp.Pager, Tensors, dict[str, int]]]:
+    """A, 4 pages, is below; B is where A is to come. What has gone astray finds back, as it does on
+    a GPU."""
+    with make_pager(frames=FRAMES, policy="lp") as pager:
+        tensors = laid_out(pager, "AAAA......")
+        with pager.core.lock:
+            pager.core.residency.evict_pages(pages_of(tensors["A"]))
+        tensors |= laid_out(pager, "..BBB.....")
+        keys = named(pager, tensors)
+        pager.core.follower.planned._tidies = True
+        yield pager, tensors, keys
+        check_invariants(pager.core)
+        assert unchanged(tensors)
+
+
+def come(pager: tp.Pager, key: int) -> None:
+    with pager.core.lock:
+        pager.core.follower.planned.issue([Action("in", "host", key, 0, 4, 0)], ())
+
+
+def test_what_has_gone_astray_makes_way(a_place_that_is_taken) -> None:
+    pager, tensors, keys = a_place_that_is_taken
+    pager.core.follower.planned.homes[keys["B"]] = 6
+    come(pager, keys["A"])
+    assert layout(pager, tensors) == "AAAA..BBB."
+
+
+def test_a_move_waits_for_what_is_in_its_place_by_the_plan(a_place_that_is_taken) -> None:
+    pager, tensors, keys = a_place_that_is_taken
+    planned = pager.core.follower.planned
+    planned.homes[keys["B"]] = 2
+    come(pager, keys["A"])
+    assert planned.waiting
+    with pager.core.lock:
+        pager.core.residency.evict_pages(pages_of(tensors["B"]))
+        planned.go_on()
+    assert not planned.waiting
+    assert layout(pager, tensors) == "AAAA......"
+
+
+@pytest.mark.parametrize("wanted", [True, False])
+def test_nor_longer_than_it_should(a_place_that_is_taken, wanted: bool) -> None:
+    """An access wants it, or it has waited for long: then it takes another place."""
+    pager, tensors, keys = a_place_that_is_taken
+    planned, run = pager.core.follower.planned, tensors["A"]._storage.run
+    planned.homes[keys["B"]] = 2
+    come(pager, keys["A"])
+    with pager.core.lock:
+        if wanted:
+            assert planned.serve([run])
+            pager.core.residency.release([run])
+        else:
+            for _ in range(_PATIENCE):
+                assert planned.waiting
+                planned.go_on()
+    assert not planned.waiting
+    assert layout(pager, tensors) == "..BBBAAAA."
+
+
+def test_an_iteration_begins_with_everything_in_its_place(a_place_that_is_taken) -> None:
+    pager, tensors, keys = a_place_that_is_taken
+    planned = pager.core.follower.planned
+    planned.homes = {keys["A"]: 0, keys["B"]: 1}
+    with pager.core.lock:
+        planned.go_home()
+    assert layout(pager, tensors) == ".BBB......"
 
 
 # -- moves that wait for a window ------------------------------------------------------------------
