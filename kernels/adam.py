@@ -29,6 +29,7 @@ from .update import (
     launch_groups,
     load_state,
     make_groups,
+    number,
     state_dtype,
     store_state,
     table,
@@ -282,6 +283,7 @@ def adam_step(
     seeds: Sequence[int] | None = None,
     firsts: Sequence[int] | None = None,
     reference: bool = False,
+    work: torch.Tensor | None = None,
 ) -> None:
     """One step of torch.optim's Adam (or AdamW: decoupled) for a list of parameters, in place.
 
@@ -301,6 +303,7 @@ def adam_step(
     firsts : for parameters updated a stretch at a time, the number of its first element, a
         multiple of 4096; only the random numbers depend on it.
     reference : in plain torch also where there is Triton.
+    work : memory for the reference's temporaries, see `chunks`.
 
     Computes in float32 (float64 for float64), and rounds only what is stored. One launch for all
     groups with the same dtypes. On CUDA it is queued on the current stream of the device and the
@@ -318,7 +321,7 @@ def adam_step(
     if not groups:
         return
     if reference or not use_triton(memory_of(groups[0].param)):
-        _run_reference(groups, steps, chosen)
+        _run_reference(groups, steps, chosen, work)
         return
     for bucket in alike(groups):
         device = memory_of(bucket[0].param).device
@@ -444,40 +447,45 @@ def adam_step_reference(
     adam_step(params, grads, exp_avgs, exp_avg_sqs, **options, reference=True)
 
 
-def _run_reference(groups: Sequence[Group], steps: Sequence[Number], chosen: _Adam) -> None:
+def _run_reference(
+    groups: Sequence[Group], steps: Sequence[Number], chosen: _Adam, work: torch.Tensor | None
+) -> None:
     if chosen.found_inf is not None and float(chosen.found_inf):
         return
     for group in groups:
-        _update_reference(group, float(steps[group.number]), chosen)
+        _update_reference(group, float(steps[group.number]), chosen, work)
 
 
-def _update_reference(group: Group, step: float, chosen: _Adam) -> None:
+def _update_reference(group: Group, step: float, chosen: _Adam, work: torch.Tensor | None) -> None:
     """torch.optim's operations in its order, on a chunk after the other."""
     lr = chosen.lr.squeeze() if isinstance(chosen.lr, torch.Tensor) else chosen.lr
-    step_size = lr / (1 - chosen.beta1**step)
-    root_correction = (1 - chosen.beta2**step) ** 0.5
-    for chunk in chunks(group):
+    step_size = -lr / (1 - chosen.beta1**step)
+    root_correction = number((1 - chosen.beta2**step) ** 0.5, group)
+    decay = number(1 - lr * chosen.weight_decay, group)
+    beta2, eps = number(chosen.beta2, group), number(chosen.eps, group)
+    for chunk in chunks(group, work):
         grad = chunk.grad.to(group.compute)
         if chosen.inv_scale is not None:
             grad = grad * chosen.inv_scale
         if chosen.maximize:
-            grad = -grad
+            grad = torch.neg(grad, out=chunk.rooms[0])
         param = chunk.read_param()
         avg, sq = chunk.read_state(0), chunk.read_state(1, root=True)
         if chosen.weight_decay != 0:
             if chosen.decoupled:
-                param.mul_(1 - lr * chosen.weight_decay)
+                param.mul_(decay)
             else:
-                grad = grad.add(param, alpha=chosen.weight_decay)
+                grad = torch.add(grad, param, alpha=chosen.weight_decay, out=chunk.rooms[0])
         avg.lerp_(grad, 1 - chosen.beta1)
-        sq.mul_(chosen.beta2).addcmul_(grad, grad, value=1 - chosen.beta2)
+        sq.mul_(beta2).addcmul_(grad, grad, value=1 - chosen.beta2)
         largest = sq
         if chosen.amsgrad:
             largest = chunk.read_state(2, root=True)
             torch.maximum(largest, sq, out=largest)
             chunk.write_state(2, largest, int(step), root=True, upper=True)
-        denominator = (largest.sqrt() / root_correction).add_(chosen.eps)
-        param.addcdiv_(avg, denominator, value=-step_size)
+        denominator = torch.sqrt(largest, out=chunk.rooms[1])
+        denominator.div_(root_correction).add_(eps)
+        param.addcdiv_(avg, denominator, value=step_size)
         chunk.write_state(0, avg, int(step))
         chunk.write_state(1, sq, int(step), root=True, upper=True)
         chunk.write_param(param)

@@ -24,6 +24,7 @@ from .update import (
     launch_groups,
     load_state,
     make_groups,
+    number,
     state_dtype,
     store_state,
     table,
@@ -250,6 +251,7 @@ def sgd_step(
     step: Number = 0,
     firsts: Sequence[int] | None = None,
     reference: bool = False,
+    work: torch.Tensor | None = None,
 ) -> None:
     """One step of torch.optim.SGD for a list of parameters, in place.
 
@@ -268,6 +270,7 @@ def sgd_step(
     firsts : for parameters updated a stretch at a time, the number of its first element, a
         multiple of 4096; only the random numbers depend on it.
     reference : in plain torch also where there is Triton.
+    work : memory for the reference's temporaries, see `chunks`; not that of fresh buffers.
 
     Computes in float32 (float64 for float64), and rounds only what is stored. One launch for all
     groups with the same dtypes. On CUDA it is queued on the current stream of the device and the
@@ -282,7 +285,7 @@ def sgd_step(
     if not groups:
         return
     if reference or not use_triton(memory_of(groups[0].param)):
-        _run_reference(groups, first, chosen)
+        _run_reference(groups, first, chosen, work)
         return
     for bucket in alike(groups):
         state = state_dtype(bucket[0])
@@ -349,32 +352,37 @@ def sgd_step_reference(
     sgd_step(params, grads, momentum_buffers, **options, reference=True)
 
 
-def _run_reference(groups: Sequence[Group], first: Sequence[bool], chosen: _Sgd) -> None:
+def _run_reference(
+    groups: Sequence[Group], first: Sequence[bool], chosen: _Sgd, work: torch.Tensor | None
+) -> None:
     if chosen.found_inf is not None and float(chosen.found_inf):
         return
     for group in groups:
-        _update_reference(group, first[group.number], chosen)
+        _update_reference(group, first[group.number], chosen, work)
 
 
-def _update_reference(group: Group, fresh: bool, chosen: _Sgd) -> None:
+def _update_reference(group: Group, fresh: bool, chosen: _Sgd, work: torch.Tensor | None) -> None:
     """torch.optim's operations in its order, on a chunk after the other."""
-    lr = float(chosen.lr)
-    for chunk in chunks(group):
+    lr, momentum = float(chosen.lr), number(chosen.momentum, group)
+    for chunk in chunks(group, work):
         grad = chunk.grad.to(group.compute)
         if chosen.inv_scale is not None:
             grad = grad * chosen.inv_scale
         if chosen.maximize:
-            grad = -grad
+            grad = torch.neg(grad, out=chunk.rooms[0])
         param = chunk.read_param()
         if chosen.weight_decay != 0:
-            grad = grad.add(param, alpha=chosen.weight_decay)
+            grad = torch.add(grad, param, alpha=chosen.weight_decay, out=chunk.rooms[0])
         if chosen.momentum != 0:
             if fresh:
                 buffer = grad.clone()
             else:
                 buffer = chunk.read_state(0)
-                buffer.mul_(chosen.momentum).add_(grad, alpha=1 - chosen.dampening)
+                buffer.mul_(momentum).add_(grad, alpha=1 - chosen.dampening)
             chunk.write_state(0, buffer, int(chosen.step))
-            grad = grad.add(buffer, alpha=chosen.momentum) if chosen.nesterov else buffer
+            if chosen.nesterov:
+                grad = torch.add(grad, buffer, alpha=chosen.momentum, out=chunk.rooms[0])
+            else:
+                grad = buffer
         param.add_(grad, alpha=-lr)
         chunk.write_param(param)

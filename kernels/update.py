@@ -43,6 +43,7 @@ TILE = 1024
 FIRST_MULTIPLE = 4096
 FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 CHUNK = 1 << 18  # elements that a reference updates at a time: its temporaries stay in the caches
+ROOMS = 2  # temporaries of a chunk that a reference has at once where nothing is converted
 STATE_FLOATS = (torch.float32, torch.bfloat16, torch.float64)
 
 
@@ -336,7 +337,10 @@ def store_state(
 
 @dataclass(frozen=True, eq=False)
 class Chunk:
-    """Up to CHUNK elements of a group, for references: views [n], consecutive in every operand."""
+    """Up to CHUNK elements of a group, for references: views [n], consecutive in every operand.
+
+    rooms : where temporaries go, [n] each, of the dtype that is computed in; None for new memory.
+    """
 
     group: Group
     grad: torch.Tensor
@@ -344,6 +348,7 @@ class Chunk:
     states: list[torch.Tensor]
     master: torch.Tensor | None
     start: int
+    rooms: tuple[torch.Tensor | None, ...] = (None,) * ROOMS
 
     def read_state(self, i: int, *, root: bool = False) -> torch.Tensor:
         """State i in what is computed in: its own memory where that has the dtype."""
@@ -380,14 +385,29 @@ class Chunk:
                 kept.copy_(value)
 
 
-def chunks(group: Group) -> Iterator[Chunk]:
-    """All of a group, in order."""
-    start, count = 0, len(group.states)
+def number(value: Number, group: Group) -> torch.Tensor:
+    """As an operand of ops on what is computed in; a float would be made one by each of them."""
+    if isinstance(value, torch.Tensor):
+        return value
+    return torch.tensor(value, dtype=group.compute, device=memory_of(group.param).device)
+
+
+def chunks(group: Group, work: torch.Tensor | None = None) -> Iterator[Chunk]:
+    """All of a group, in order; with temporaries in ``work``, uint8, ROOMS pieces of a multiple of
+    64 bytes, if it is given. Then nothing is allocated between two chunks, nor by an op that has
+    its result there and no float among its operands, but as ``alpha`` or ``value``."""
+    start, count, most = 0, len(group.states), CHUNK
+    rooms: list[torch.Tensor | None] = [None] * ROOMS
+    if work is not None:
+        pieces = work.view(group.compute).chunk(ROOMS)
+        rooms, most = list(pieces), min(CHUNK, pieces[0].numel())
     for views in stretches(group.flat):
-        for parts in zip(*(view.split(CHUNK) for view in views), strict=True):
+        for parts in zip(*(view.split(most) for view in views), strict=True):
             master = parts[-1] if group.master is not None else None
-            yield Chunk(group, parts[0], parts[1], list(parts[2 : 2 + count]), master, start)
-            start += parts[0].numel()
+            numel = parts[0].numel()
+            here = tuple(room if room is None else room[:numel] for room in rooms)
+            yield Chunk(group, parts[0], parts[1], list(parts[2 : 2 + count]), master, start, here)
+            start += numel
 
 
 def _check(group: Group, names: Sequence[str]) -> None:

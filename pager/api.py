@@ -28,6 +28,7 @@ from .metrics.stats import snapshot, summary
 from .moves.interrupts import guard_interrupts
 from .optim import optimizer as _optimizer
 from .optim.fused_states import Format
+from .optim.host_steps import HostSteps
 from .optim.in_backward import InBackward
 from .optim.optimizer import watch_steps
 from .plan.cycle import Cycle
@@ -126,6 +127,7 @@ class Pager:
         core.images = Images()
         core.in_backward = in_backward = InBackward(core)
         core.page_grad = in_backward.page_grad
+        core.host_steps = HostSteps(core)
         core.profile_run = ProfileRun(core)
         watch_forward(core)
         core.opened = OpenWeights(core)
@@ -197,6 +199,7 @@ class Pager:
         optimizer: OptimizerT,
         *,
         overlap: bool = False,
+        host_step: bool | str = "auto",
         states: str | None = None,
         master_weights: bool = False,
     ) -> OptimizerT:
@@ -216,6 +219,15 @@ class Pager:
         at gradients or parameters in between (clipping, accumulation, GradScaler). That is
         checked in the first steps; where it does not hold the overlap goes off, with a warning. It
         does not hold later: ``PagerError``, where that can be noticed.
+
+        ``host_step``: AdamW, Adam and SGD may have the host step parameters where they lie in host
+        memory, with gradients and states, over all cores, while the device goes on: ``True``, all
+        that it can (not in the first iteration, nor where everything fits); ``False``, none;
+        ``"auto"``, those of a plan of ``policy="joint"``. ``step()`` returns when they are queued;
+        what reads or saves what they write waits for them. On the CPU the bits are those of a step
+        on the device; an accelerator that contracts to fused multiply-add differs by that rounding.
+        What cannot be is left to the device: parameters that share a page, ``states`` and
+        ``master_weights``, and where ``host_budget`` is short.
 
         ``states``, for AdamW, Adam and SGD themselves: ``"fp32"``; ``"bf16"``, half the bytes,
         rounded at random so that small changes count; ``"8bit"``, a quarter, with a scale for each
@@ -237,7 +249,9 @@ class Pager:
         """
         _dispatcher.hide_all_from_dynamo()
         chosen = Format(states, master_weights)
-        return _optimizer.paged_optimizer(self.core, optimizer, overlap=overlap, chosen=chosen)
+        return _optimizer.paged_optimizer(
+            self.core, optimizer, overlap=overlap, host_step=host_step, chosen=chosen
+        )
 
     # -- training --------------------------------------------------------------------------------
     def iteration(self) -> Iteration:

@@ -68,6 +68,10 @@ class Watcher(Protocol):
     def unpinned(self, runs: Sequence[Extent]) -> None:
         """The use of ``runs`` is over."""
 
+    def step(self, runs: Sequence[Extent], *, hosted: bool) -> None:
+        """The next access is an optimizer's step on ``runs`` that the host could take. ``hosted``:
+        it takes it: the access, of pages in host memory, begins now."""
+
     def filling(self, run: Extent) -> AbstractContextManager[None]:
         """Inside, values are copied into new pages of ``run``, by no op of the program."""
 
@@ -157,6 +161,22 @@ class InBackward(Protocol):
     def extra_dense(self) -> int: ...
 
 
+class HostSteps(Protocol):
+    """Steps that the host takes (``host_steps.py``). ``planned``: plans may choose them;
+    ``chosen``: by the one that is followed; ``offered``: the latest is left to the device, and a
+    plan may choose it."""
+
+    taken: int
+    nbytes: int
+    planned: bool
+    offered: bool
+    chosen: Callable[[Sequence[Extent]], int | None]
+
+    @property
+    def seconds(self) -> float: ...
+    def take(self, paged: Any, group: dict[str, Any], parameter: torch.Tensor) -> bool: ...
+
+
 class Cycle(Protocol):
     """What stays and what is read ahead in inference (``cycle.py``)."""
 
@@ -213,6 +233,7 @@ class Core:
     opened: Opened
     profile_run: ProfileRun
     in_backward: InBackward
+    host_steps: HostSteps
     cycle: Cycle
     passes: Passes
     follower: Follower | None

@@ -54,10 +54,10 @@ def plan_with_layout(
     Raises what the policy raises: ``InfeasibleBudget``, ``PolicyRefusal``.
     """
     frames = frames_of(trace, hardware)
-    plan = _plan(trace, hardware, quick, policy)
+    trace, plan = _plan(trace, hardware, quick, policy)
     if policy == "lp" and not quick and plan.moves:
         with suppress(InfeasibleBudget, PolicyRefusal):
-            plan = _with_fewer_moves(plan, _plan(trace, hardware, True, policy))
+            plan = _with_fewer_moves(plan, _plan(trace, hardware, True, policy)[1])
     layout, least_us = place(trace, plan, frames), _us(plan)
     shares = SPARE_SHARES[-1:] if quick else SPARE_SHARES
     for share in () if trace.device == "cpu" else shares:
@@ -65,12 +65,12 @@ def plan_with_layout(
             break
         less = hardware.with_(device_bytes=(frames - frames // share) * hardware.page_size)
         try:
-            other = _plan(trace, less, quick, policy)
+            its, other = _plan(trace, less, quick, policy)
         except (InfeasibleBudget, PolicyRefusal):
             break
         if _us(other) > (1 + SPARE_COST) * least_us:
             break
-        placed = place(trace, other, frames)
+        placed = place(its, other, frames)
         if placed.unplaced_pages < layout.unplaced_pages:
             plan, layout = other, placed
     return plan, layout
@@ -86,12 +86,18 @@ def _with_fewer_moves(plan: Plan, coarse: Plan) -> Plan:
     return replace(coarse, bound=Bound(least, min(100.0, 100 * least / _us(coarse))))
 
 
-def _plan(trace: Trace, hardware: Hardware, quick: bool, policy: str) -> Plan:
-    plan = make_plan(policy, trace, hardware, quick=quick)
+def _plan(trace: Trace, hardware: Hardware, quick: bool, policy: str) -> tuple[Trace, Plan]:
+    """The plan, and what of the trace it is a plan of."""
+    if policy == "joint":
+        from .joint.segments import plan_steps  # loads scipy
+
+        trace, plan = plan_steps(trace, hardware, quick=quick)
+    else:
+        plan = make_plan(policy, trace, hardware, quick=quick)
     simulation = simulate(trace, hardware, plan)
     if simulation.predicted is None:
         raise PolicyRefusal(f"policy '{policy}' made a plan that cannot run: {simulation.reason}")
-    return plan
+    return trace, plan
 
 
 def _us(plan: Plan) -> float:

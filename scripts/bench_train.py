@@ -3,6 +3,7 @@
 
     bench_train.py --preset 10m --share 50% --disk-rate 200 --disk-rate 500
     bench_train.py --preset 1b --device cuda --share 75% --share 50% --clip 0 --rounds 3
+    bench_train.py --modes planned,joint,host_steps,checkpoint --host 200% --disk 0 --link-rate 300
 
 On the CPU the cores are the device, but one: it moves pages and runs Python, as a GPU has copy
 engines of its own. --threads says otherwise; all memory systems compute with as many.
@@ -47,7 +48,17 @@ from lm.summary import exit_code, summarise, verdicts
 
 MOST_SHARES = 2.5  # of its share of the time that is left, one child takes no more
 
-CPU_MODES = ("plain", "planned", "joint", "overlap", "demand", "checkpoint", "save_on_cpu", "fsdp2")
+CPU_MODES = (
+    "plain",
+    "planned",
+    "joint",
+    "host_steps",
+    "overlap",
+    "demand",
+    "checkpoint",
+    "save_on_cpu",
+    "fsdp2",
+)
 MODES = (*CPU_MODES, "torchao", "bitsandbytes")
 
 
@@ -148,7 +159,9 @@ def make_record(bench: Bench, device: str) -> dict[str, Any]:
     }
 
 
-def make_cases(modes: str | None, device: str, shares: list[str], rates: list[float]) -> list[Case]:
+def make_cases(
+    modes: str | None, device: str, shares: list[str], rates: list[float], link_rate: float = 0.0
+) -> list[Case]:
     """Plain is always among them: the others are compared with it."""
     names = [name.strip() for name in modes.split(",")] if modes is not None else None
     if names is None:
@@ -157,7 +170,8 @@ def make_cases(modes: str | None, device: str, shares: list[str], rates: list[fl
     if unknown:
         raise UsageError(f"--modes names {unknown[0]!r}; choose of {', '.join(MODES)}")
     cases = [Case("plain")]
-    cases += [Case(name, s, r) for s in shares for r in rates for name in names if name in OURS]
+    ours = [name for name in names if name in OURS]
+    cases += [Case(name, s, r, link_rate) for s in shares for r in rates for name in ours]
     return cases + [Case(name) for name in names if name not in ("plain", *OURS)]
 
 
@@ -176,6 +190,8 @@ def make_cases(modes: str | None, device: str, shares: list[str], rates: list[fl
 @click.option("--disk-path", default=tempfile.gettempdir(), show_default=True, help="A folder.")
 @click.option("--disk-rate", "rates", type=click.FloatRange(0), multiple=True, default=[0.0],
               show_default=True, help="MB/s of the disk tier; 0: no limit.")  # fmt: skip
+@click.option("--link-rate", type=click.FloatRange(0), default=0.0, show_default=True,
+              help="MB/s between device and host tier, on the CPU; 0: no limit.")  # fmt: skip
 @click.option("--page-size", default="2MiB", show_default=True)
 @click.option("--modes", help=f"Of {', '.join(MODES)}; default all that the device has.")
 @click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True)
@@ -197,6 +213,7 @@ def main(
     disk: str | None,
     disk_path: str,
     rates: tuple[float, ...],
+    link_rate: float,
     page_size: str,
     modes: str | None,
     device: str,
@@ -222,7 +239,9 @@ def main(
             resolve_budget(size, f"--{tier}", 1)
         if not Path(disk_path).is_dir():
             raise UsageError(f"--disk-path={disk_path} is not a folder; make it first")
-        cases = make_cases(modes, device, list(shares), list(rates))
+        if link_rate and cuda:
+            raise UsageError("--link-rate is for the CPU; a GPU's link is what it is")
+        cases = make_cases(modes, device, list(shares), list(rates), link_rate)
     except UsageError as error:
         raise click.UsageError(str(error)) from error
     deadline = None if minutes is None else time.monotonic() + 60 * minutes

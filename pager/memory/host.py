@@ -46,6 +46,11 @@ class HostTier:
         assert len(view) == count * self.page_size, (slot, count, self._starts)
         return view
 
+    def piece_of(self, slot: int) -> tuple[int, Bytes]:
+        """The piece that ``slot`` is in: its first slot, and its bytes."""
+        number = bisect_right(self._starts, slot) - 1
+        return self._starts[number], self._pieces[number].bytes
+
     def cut(self, slot: int, count: int) -> Iterator[tuple[int, int]]:
         """``count`` slots from ``slot`` on as ``(slot, count)`` of one piece each."""
         while count:

@@ -169,6 +169,13 @@ class PageTable:
         self.version[pages[bare]] += 1
         return slots[slots >= 0]
 
+    def rewritten_below(self, pages: Int32) -> None:
+        """BELOW → BELOW: the host is about to write the one copy of ``pages``, which it has."""
+        assert (self.frame[pages] < 0).all()
+        assert (self.host[pages] >= 0).all()
+        assert (self.disk[pages] < 0).all()
+        self.version[pages] += 1
+
     # -- what kernels read -----------------------------------------------------------------------
     def device_frames(self, first: int, count: int) -> torch.Tensor:
         """Frames of pages ``first … first+count`` as int32 [count] on the device.

@@ -33,7 +33,8 @@ class Mover:
 
     ``pool``: of frames. ``settle``: is told of pages that have moved; ``unsettle``: of those that
     are on their way. ``watch``: of the disk's calls. ``lanes``: by the planner's names, for moves
-    of a plan. ``batch_pages``: by the same names, what one queued transfer moves at most.
+    of a plan; ``beside``: of others, ended with them. ``batch_pages``: by the same names, what one
+    queued transfer moves at most.
     ``moved``: bytes, by the same. ``error``: of the first queued transfer that failed.
     """
 
@@ -64,6 +65,7 @@ class Mover:
         threads = {name: min(_THREADS[tier], most) for name, tier in names.items()}
         self.lanes = {name: Lane(name, threads[name]) for name in names}
         self._ahead = {name: Lane(f"ahead-{name}", threads[name]) for name in names}
+        self.beside: list[Lane] = []
         self.moved = dict.fromkeys(names, 0)
         self.batch_pages = dict.fromkeys(names, max(1, _BATCH_BYTES // page_size))
 
@@ -281,7 +283,7 @@ class Mover:
     def stop(self) -> None:
         """End all threads; ops come after all that they have done. Without the lock; nothing may be
         queued afterwards."""
-        lanes = [*self.lanes.values(), *self._ahead.values()]
+        lanes = [*self.lanes.values(), *self._ahead.values(), *self.beside]
         for lane in lanes:
             lane.stop()
         for lane in lanes:

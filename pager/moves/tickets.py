@@ -222,10 +222,12 @@ class Tickets:
 
     def _wait(self, ticket: Ticket) -> None:
         patience = Patience(self._watch)
-        deadline = time.monotonic() + _WATCHDOG_SECONDS
+        deadline, ended = time.monotonic() + _WATCHDOG_SECONDS, len(self._over)
         while not ticket.wait(patience.tick_seconds):
             patience.ticked()
-            if self._watch.calls:  # a slow disk; a hung one has its own time-out
+            # A slow disk (a hung one has its own time-out), or a long queue of others.
+            if self._watch.calls or len(self._over) != ended:
+                ended = len(self._over)
                 deadline = time.monotonic() + _WATCHDOG_SECONDS
             if time.monotonic() > deadline:
                 under_way = [t.label for t in list(self._live.values()) if not t.is_over]

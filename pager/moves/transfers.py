@@ -90,12 +90,10 @@ class Carrier:
             self.disk_refuses = False
             return ()
         mark = self._copy(transfer, self._host_copies(transfer), after)
-        stamps = self.host_stamps
-        if stamps is None:
+        if self.host_stamps is None:
             return mark
         self._backend.wait(mark)
-        stamps.claim(transfer.slots, transfer.pages, transfer.versions)
-        stamps.wrote(transfer.slots, self._host_sums(transfer.slots))
+        self.stamp_host(transfer.pages, transfer.versions, transfer.slots)
         return ()
 
     def _write(self, transfer: Transfer, after: Mark) -> None:
@@ -114,7 +112,7 @@ class Carrier:
         """Slots → frames. Raises ``CorruptPage`` where a slot does not hold what was written."""
         if transfer.tier == "disk":
             return self._read(transfer, after)
-        self._verify_host(transfer.pages, transfer.versions, transfer.slots)
+        self.verify_host(transfer.pages, transfer.versions, transfer.slots)
         return self._copy(transfer, self._host_copies(transfer), after)
 
     def _read(self, transfer: Transfer, after: Mark) -> Mark:
@@ -193,7 +191,13 @@ class Carrier:
         return not transfer.urgent, not transfer.urgent and transfer.to_device
 
     # -- host slots ------------------------------------------------------------------------------
-    def _verify_host(self, pages: Int32, versions: npt.NDArray[np.int64], slots: Int32) -> None:
+    def stamp_host(self, pages: Int32, versions: npt.NDArray[np.int64], slots: Int32) -> None:
+        """Host slots hold these versions of ``pages`` now; nothing where none are stamped."""
+        if self.host_stamps is not None:
+            self.host_stamps.claim(slots, pages, versions)
+            self.host_stamps.wrote(slots, self._host_sums(slots))
+
+    def verify_host(self, pages: Int32, versions: npt.NDArray[np.int64], slots: Int32) -> None:
         """Raises ``CorruptPage`` if a host slot does not hold what was written there."""
         stamps = self.host_stamps
         if stamps is None or not len(pages):
@@ -225,7 +229,7 @@ class Carrier:
         out: npt.NDArray[np.uint8],
     ) -> None:  # fmt: skip
         """The same of host slots, whose bytes are there when ``copy_out`` has returned."""
-        self._verify_host(pages, versions, slots)
+        self.verify_host(pages, versions, slots)
         for place, view in self._host.stretches(places, slots):
             out[place * self._size : place * self._size + len(view)] = view
 

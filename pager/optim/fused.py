@@ -17,11 +17,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
-from functools import cache, wraps
+from dataclasses import dataclass, replace
+from functools import cache, partial, wraps
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import torch
+from torch.utils._pytree import tree_map_only
 
 from ...kernels.adam import adam_step
 from ...kernels.as_torch import can_be_cut
@@ -148,11 +149,11 @@ def _known_states(
     paged: PagedOptimizer, group: dict[str, Any], parameter: Any
 ) -> Iterator[torch.Tensor]:
     state = paged.state_of(parameter)
-    values = (read(state, key) for key in _keys(paged, group))
+    values = (read(state, key) for key in keys_of(paged, group))
     yield from tensors_of(value for value in values if value is not None)
 
 
-def _keys(paged: PagedOptimizer, group: dict[str, Any]) -> tuple[str, ...]:
+def keys_of(paged: PagedOptimizer, group: dict[str, Any]) -> tuple[str, ...]:
     """States that an update reads and writes, named as in torch.optim."""
     if paged.kind is torch.optim.SGD:
         return ("momentum_buffer",) if group["momentum"] != 0 else ()
@@ -185,7 +186,7 @@ def _shapes(
     paged: PagedOptimizer, group: dict[str, Any], parameter: torch.Tensor
 ) -> Iterator[torch.Tensor]:
     """Meta tensors of its states."""
-    for _ in _keys(paged, group):
+    for _ in keys_of(paged, group):
         yield from geometry(parameter, paged.format.dtype(parameter))
     if paged.format.has_master(parameter):
         yield from geometry(parameter, torch.float32)
@@ -234,7 +235,7 @@ class Update:
         return self.master is not None, self.seed is not None, numbered
 
 
-def _prepare(paged: PagedOptimizer, group: dict[str, Any], parameter: torch.Tensor) -> Update:
+def prepare(paged: PagedOptimizer, group: dict[str, Any], parameter: torch.Tensor) -> Update:
     """Everything of an update, with states made where there are none."""
     grad = parameter.grad
     assert grad is not None
@@ -272,7 +273,7 @@ def _assemble(
     """``made``: states that there are beside ``state``. Others are made, dense without a pager."""
     dtype = paged.format.dtype(parameter)
     sgd = paged.kind is torch.optim.SGD
-    keys = _keys(paged, group)
+    keys = keys_of(paged, group)
     make = new_value if sgd else zeros
     found = {key: read({**made, **state}, key) for key in keys}
     states = {k: make(pager, parameter, dtype) if v is None else v for k, v in found.items()}
@@ -285,7 +286,7 @@ def _assemble(
     if master is None and paged.format.has_master(parameter):
         master = new_value(pager, parameter, torch.float32).copy_(parameter.detach())  # type: ignore[union-attr]
     seed = paged.numbers.get(id(parameter), 0) if random else None
-    unscales = _is_torchs(paged, group) and _scaling(paged)[0] is not None
+    unscales = _is_torchs(paged, group) and scaling(paged)[0] is not None
     return Update(group, parameter, grad, states, master, step, seed, fresh, unscales)
 
 
@@ -297,7 +298,7 @@ def _new_counter(group: dict[str, Any], parameter: torch.Tensor) -> torch.Tensor
     return torch.tensor(0.0, dtype=torch.float64 if wide else torch.float32)
 
 
-def _finish(paged: PagedOptimizer, update: Update) -> None:
+def finish(paged: PagedOptimizer, update: Update) -> None:
     if update.fresh:
         paged.optimizer.state[update.parameter].update(update.entries)
     paged.progress.pop(id(update.parameter), None)
@@ -311,7 +312,7 @@ def _finish(paged: PagedOptimizer, update: Update) -> None:
 
 
 @contextmanager
-def _counted(paged: PagedOptimizer, updates: Sequence[Update]) -> Iterator[None]:
+def counted(paged: PagedOptimizer, updates: Sequence[Update]) -> Iterator[None]:
     """Step counters count this step, unless it breaks off, or a gradient is not finite."""
     with _counting(paged, [update.step for update in updates if update.step is not None]):
         yield
@@ -327,7 +328,7 @@ def _counting(paged: PagedOptimizer, counters: list[torch.Tensor]) -> Iterator[N
         if counters:
             torch._foreach_sub_(counters, 1)
         raise
-    found_inf = _scaling(paged)[1]
+    found_inf = scaling(paged)[1]
     if found_inf is not None:
         for counter in counters:
             counter -= found_inf.reshape(()).to(counter.device, non_blocking=True)
@@ -345,13 +346,32 @@ def _run(
     for index, update in enumerate(updates):
         kinds.setdefault(update.kind, []).append(index)
     for members in kinds.values():
-        _call(paged, [updates[i] for i in members], [operands[i] for i in members], first)
+        some = [updates[i] for i in members], [operands[i] for i in members]
+        _call(paged, *some, first, scaling(paged))
+
+
+def on_host(
+    paged: PagedOptimizer, update: Update, operands: list[State], work: torch.Tensor
+) -> Callable[[], None]:
+    """What makes ``update``, which is counted, on ``operands`` in host memory, in whatever thread
+    and with settings as they are now. ``work``: for its temporaries. It keeps no tensor alive."""
+    group = {k: v for k, v in update.group.items() if k not in ("params", "param_names")}
+    group = tree_map_only(torch.Tensor, lambda t: t.detach().clone(), group)
+    nothing = torch.empty(0)
+    step = None if update.step is None else update.step.clone()
+    alone = replace(update, group=group, parameter=nothing, grad=nothing, states={}, step=step)
+    return partial(_call, paged, [alone], [operands], 0, (None, None), work)
 
 
 def _call(
-    paged: PagedOptimizer, updates: Sequence[Update], operands: Sequence[list[State]], first: int
+    paged: PagedOptimizer,
+    updates: Sequence[Update],
+    operands: Sequence[list[State]],
+    first: int,
+    scaled: tuple[torch.Tensor | None, torch.Tensor | None],
+    work: torch.Tensor | None = None,
 ) -> None:
-    group, (scale, found_inf) = updates[0].group, _scaling(paged)
+    group, (scale, found_inf) = updates[0].group, scaled
     if _is_torchs(paged, group):
         for update, row in zip(updates, operands):
             torch_fused.update(
@@ -371,6 +391,8 @@ def _call(
         "found_inf": found_inf,
         "seeds": None if updates[0].seed is None else [update.seed for update in updates],
         "firsts": [first] * len(updates),
+        "reference": work is not None,
+        "work": work,
     }
     if paged.kind is torch.optim.SGD:
         fresh, step = [update.fresh for update in updates], updates[0].kind[2]
@@ -386,7 +408,7 @@ def _call(
     )
 
 
-def _scaling(paged: PagedOptimizer) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+def scaling(paged: PagedOptimizer) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """What GradScaler leaves on optimizers made with ``fused=True``."""
     optimizer = paged.optimizer
     return getattr(optimizer, "grad_scale", None), getattr(optimizer, "found_inf", None)
@@ -398,7 +420,7 @@ def _reciprocal(scale: torch.Tensor | None) -> torch.Tensor | None:
 
 def is_left_out(paged: PagedOptimizer) -> bool:
     """Whether GradScaler found a gradient that is not finite; on a device kernels look for it."""
-    found_inf = _scaling(paged)[1]
+    found_inf = scaling(paged)[1]
     return found_inf is not None and found_inf.device.type == "cpu" and bool(found_inf)
 
 
@@ -408,13 +430,13 @@ def _at_once(paged: PagedOptimizer, updates: Sequence[Update]) -> bool:
     values = [value for update in updates for value in update.values]
     write = [written for update in updates for written in update.write]
     try:
-        with whole(paged.pager, values, write) as operands, _counted(paged, updates):
+        with whole(paged.pager, values, write) as operands, counted(paged, updates):
             each = iter(operands)
             _run(paged, updates, [[next(each) for _ in update.values] for update in updates])
     except NotAtOnce:
         return False
     for update in updates:
-        _finish(paged, update)
+        finish(paged, update)
     return True
 
 
@@ -426,7 +448,7 @@ def _slab_by_slab(paged: PagedOptimizer, update: Update) -> None:
     progress = paged.progress.get(id(parameter), Progress())
     # Then the slabs of this step divide those of the one that broke off.
     pages = min(pages, progress.pages) if progress.done else pages
-    with _counted(paged, [update]):
+    with counted(paged, [update]):
         spans = slabs(pager, update.values, pages, write=update.write)
         try:
             with closing(spans):  # type: ignore[type-var]
@@ -443,14 +465,14 @@ def _slab_by_slab(paged: PagedOptimizer, update: Update) -> None:
                 "step() updates the others"
             )
             raise
-    _finish(paged, update)
+    finish(paged, update)
 
 
 def _alone(paged: PagedOptimizer, update: Update) -> None:
     if not update.parameter.numel():
-        with _counted(paged, [update]):
+        with counted(paged, [update]):
             pass
-        _finish(paged, update)
+        finish(paged, update)
         return
     most = frames_anyway(paged.pager.budget) // _WHOLE_SHARE
     in_slabs = id(update.parameter) in paged.progress or count_pages(update.values) > most
@@ -498,7 +520,7 @@ def _inside(function: Callable[P, R]) -> Callable[P, R]:
 @_inside
 def update_one(paged: PagedOptimizer, group: dict[str, Any], parameter: torch.Tensor) -> None:
     if not is_left_out(paged):
-        _alone(paged, _prepare(paged, group, parameter))
+        _alone(paged, prepare(paged, group, parameter))
 
 
 def update_held(paged: PagedOptimizer) -> bool:
@@ -525,13 +547,14 @@ class Batch:
         self._runs: set[Any] = set()
 
     @_inside
-    def add(self, group: dict[str, Any], parameter: torch.Tensor) -> bool:
-        """``False``, and nothing done, if the kernels cannot update it."""
+    def add(self, group: dict[str, Any], parameter: torch.Tensor, *, alone: bool) -> bool:
+        """``False``, and nothing done, if the kernels cannot update it. ``alone``: with no other,
+        as it is where the host could do it too."""
         if why_not(self._paged, group, parameter) is not None:
             return False
-        update = _prepare(self._paged, group, parameter)
+        update = prepare(self._paged, group, parameter)
         mine = runs_of(update.values)
-        alone = not parameter.numel() or id(parameter) in self._paged.progress
+        alone = alone or not parameter.numel() or id(parameter) in self._paged.progress
         if alone or sum(run.count for run in self._runs.union(mine)) > self._most:
             self.flush()
         self._updates.append(update)
@@ -553,12 +576,12 @@ class Batch:
             del paged.again[begin]
             return 0
         self.flush()
-        scale, found_inf = _scaling(paged)
+        scale, found_inf = scaling(paged)
         try:
             with known.held(paged.pager) as addresses:
                 if addresses is None:
-                    updates = [_prepare(paged, group, parameter) for parameter in some]
-                    with _counted(paged, updates):
+                    updates = [prepare(paged, group, parameter) for parameter in some]
+                    with counted(paged, updates):
                         _run(paged, updates, [[*map(as_operand, u.values)] for u in updates])
                 else:
                     with _counting(paged, known.steps):

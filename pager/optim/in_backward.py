@@ -446,8 +446,9 @@ class OneInBackward:
         pager.stepping = True
         try:
             with torch.autocast(kind, enabled=False) if cast else nullcontext():
-                most = residency.frames - residency.pinned_pages()
-                update_one(self.paged, group, parameter, most)
+                if not self._on_host(group, parameter):
+                    most = residency.frames - residency.pinned_pages()
+                    update_one(self.paged, group, parameter, most)
         except TierFull:
             if not fused.is_due(self.paged, group, parameter):
                 raise
@@ -459,6 +460,17 @@ class OneInBackward:
         self.room.updates += 1
         parameter.grad = None
         return True
+
+    def _on_host(self, group: dict[str, Any], parameter: torch.Tensor) -> bool:
+        """Give the step of ``parameter`` to the host, if it takes it; the gradient is in pages
+        then."""
+        pager, grad = self.room.pager, parameter.grad
+        if self.paged.host_step is not True or grad is None or pager.space.is_small(grad.nbytes):
+            return False
+        parameter.grad = None
+        parameter.grad = copy_in(pager, grad, "gradient")
+        del grad
+        return pager.host_steps.take(self.paged, group, parameter)
 
 
 # -- conditions ----------------------------------------------------------------------------------

@@ -117,14 +117,16 @@ def _step_all(paged: PagedOptimizer) -> None:
 
 
 def _step_group(paged: PagedOptimizer, group: dict[str, Any], by_kernels: bool) -> None:
-    batch = fused.Batch(paged)
+    batch, host = fused.Batch(paged), paged.pager.host_steps
     with torch._C.DisableTorchFunctionSubclass():
         to_update = [p for p in group["params"] if p.grad is not None and id(p) not in paged.done]
     at = 0
     while at < len(to_update):
         count = batch.again(group, to_update, at) if by_kernels else 0
         parameter = to_update[at]
-        if not count and not (by_kernels and batch.add(group, parameter)):
+        if not count and host.take(paged, group, parameter):
+            paged.done.add(id(parameter))
+        elif not count and not (by_kernels and batch.add(group, parameter, alone=host.offered)):
             update_one(paged, group, parameter)
             paged.done.add(id(parameter))
         at += max(1, count)
@@ -324,7 +326,7 @@ class _Doors:
         paged, optimizer = self._paged, self._paged.optimizer
         twin = memo[id(optimizer)] = object.__new__(paged.kind)
         twin.__setstate__(copy.deepcopy(paged.kind.__getstate__(optimizer), memo))
-        return paged_optimizer(paged.pager, twin, chosen=paged.format)
+        return paged_optimizer(paged.pager, twin, host_step=paged.host_step, chosen=paged.format)
 
 
 _DOORS = ("step", "load_state_dict", "__getstate__", "__deepcopy__")
@@ -428,12 +430,21 @@ def _own(
 
 # -- paging one ----------------------------------------------------------------------------------
 def paged_optimizer(
-    pager: Core, optimizer: OptimizerT, *, overlap: bool = False, chosen: Format
+    pager: Core,
+    optimizer: OptimizerT,
+    *,
+    overlap: bool = False,
+    host_step: bool | str = "auto",
+    chosen: Format,
 ) -> OptimizerT:
     """See ``Pager.optimizer``."""
     pager.check_open()
+    if host_step not in ("auto", True, False):
+        raise ValueError(f"host_step={host_step!r}; choose 'auto', True or False")
     inner = unwrapped(optimizer)
-    pager.in_backward.switch(_page(pager, inner, chosen), overlap)
+    paged = _page(pager, inner, chosen)
+    paged.host_step = host_step
+    pager.in_backward.switch(paged, overlap)
     refresh_wrapper(optimizer)
     pager.optimizers.append(weakref.ref(inner))
     return optimizer

@@ -44,6 +44,7 @@ class PagedOptimizer:
     again : batches of updates to be made again (``again.py``), by the id of the first parameter.
     stepped : it has made the states that it makes.
     in_backward : what it updates ahead of ``step()`` (``in_backward.py``), or ``None``.
+    host_step : whether the host takes steps (``host_steps.py``): ``True``, ``False``, ``"auto"``.
     """
 
     def __init__(self, pager: Core, optimizer: torch.optim.Optimizer, format: Format) -> None:
@@ -58,6 +59,7 @@ class PagedOptimizer:
         self.again: dict[int, Any] = {}
         self.stepped = False
         self.in_backward: Any = None
+        self.host_step: bool | str = "auto"
         self.ref = weakref.ref(optimizer)
 
     @property

@@ -81,7 +81,8 @@ class AccessLog:
     """The accesses of one iteration. ``births``: runs born before it. ``began``: seconds at which
     it began; ``times``: at which each access did; ``stalls``: position → seconds that it waited for
     what a plan can bring; ``stall_seconds``: all waiting; ``writes`` and ``deaths``: (position,
-    key).
+    key). ``steps``: position of an access that is an optimizer's step, which the host could take →
+    its keys; ``hosted``: those that it has taken.
 
     ``stamps``: of ``clock``, a device that has one, or ``None``: as each access began, and one at
     the end. ``settle_times`` puts its times in the place of the host's: when ops began and ended
@@ -99,6 +100,8 @@ class AccessLog:
         self.streams: list[StreamAccess] = []
         self.calls: list[Call] = []
         self.again: frozenset[str] = frozenset()  # blocks that run again in it
+        self.steps: dict[int, Keys] = {}
+        self.hosted: set[int] = set()
         self.writes: list[tuple[int, int]] = []
         self.deaths: list[tuple[int, int]] = []
         self.newborn: list[Extent] = []

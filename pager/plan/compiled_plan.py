@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
+from ...planner.joint.options import without_ends
 from ...planner.plan import Plan
 from .access_log import Keys
 
@@ -43,12 +44,13 @@ class CompiledPlan:
     first page when it is born. ``start``: positive key → frame of its first page when an iteration
     begins; ``away``: pages that are not on the device then. ``last_in``: key → number of its last
     in-move, the order of those still under way at the end. ``uses``: key → its accesses.
+    ``hosted``: access that is a step of the host → its place in the host's order.
     """
 
     def __init__(self, recorded: Recorded, plan: Plan, layout: Layout, keys: list[Keys]) -> None:
         self.keys = keys
         self.plan = plan
-        self.trace = recorded.trace
+        self.trace = without_ends(recorded.trace, plan.host_steps)
         self.actions: list[Sequence[Action]] = [()] * (len(keys) + 1)
         self.last_in: dict[int, int] = {}
         names, last_use = recorded.keys, _last_uses(recorded)
@@ -69,6 +71,7 @@ class CompiledPlan:
         self.births = {names[tensor]: base for tensor, base in layout.births.items()}
         self.start = {names[tensor]: base for tensor, base in layout.start.items()}
         self.away = [Away(names[run.tensor], *run[1:]) for run in plan.start]
+        self.hosted = {recorded.position[op]: n for n, op in enumerate(plan.host_steps)}
         self.uses: dict[int, list[int]] = {}
         for where, access in enumerate(keys):
             for key in access:

@@ -113,6 +113,9 @@ class Cycle:
         if known and (self._unplaced or frames != self._frames):
             self._decide(frames)
 
+    def step(self, runs: Sequence[Extent], *, hosted: bool) -> None:
+        pass  # nothing is trained here
+
     def unpinned(self, runs: Sequence[Extent]) -> None:
         if self._frames < 0 or self._pager.mover.error is not None:
             return

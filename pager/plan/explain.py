@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from ...planner.errors import PagerError as PlannerError
 from ...planner.sizes import format_bytes
 from ..machine import ranks
@@ -12,6 +14,7 @@ from ..tensor.names import streamed_names
 
 if TYPE_CHECKING:
     from ...planner.hardware import Hardware
+    from ...planner.trace import Trace
     from ..core import Core
     from ..tensor.segments import Segments
     from .compiled_plan import CompiledPlan
@@ -103,6 +106,10 @@ def _blocks_in_words(signature: StepSignature, segments: Segments) -> str:
     return said + (f" {len(fixed)} cannot run again:{why}" if why else "")
 
 
+def _steps_in(trace: Trace) -> int:
+    return int(np.isfinite(trace.op_host_us).sum())
+
+
 def _plan_lines(compiled: CompiledPlan) -> list[str]:
     plan, trace = compiled.plan, compiled.trace
     predicted = plan.predicted
@@ -122,6 +129,12 @@ def _plan_lines(compiled: CompiledPlan) -> list[str]:
         f"It moves {ways or 'nothing'}; {trace.tensors - len(moving)} runs stay on the device all "
         f"the time, and {format_bytes(away)} are off it when an iteration begins.",
     ]
+    if plan.host_steps:
+        lines.append(
+            f"The host takes {len(plan.host_steps)} of {_steps_in(trace)} steps of parameters, "
+            f"{predicted.host_us / 1e3:.1f} ms of its time."
+        )
+    return lines
 
 
 def _speed_lines(signature: StepSignature) -> list[str]:
@@ -170,12 +183,11 @@ def _limit(signature: StepSignature, hardware: Hardware) -> str:
 
 
 def _more(compiled: CompiledPlan, hardware: Hardware) -> str:
-    from ...planner.lp.policy import bound
+    from ...planner.joint.segments import least_us
 
     larger = hardware.with_(device_bytes=hardware.device_bytes + GiB)
     try:
-        now = bound(compiled.trace, hardware, quick=True)
-        then = bound(compiled.trace, larger, quick=True)
+        now, then = least_us(compiled.trace, hardware), least_us(compiled.trace, larger)
     except PlannerError as error:
         return f"What one more GiB would buy could not be found out: {error}"
     saved = max(0.0, now - then)

@@ -18,6 +18,7 @@ faulted in. An iteration is compared with its plan access by access.
 from __future__ import annotations
 
 import itertools
+import os
 import time
 import warnings
 from bisect import bisect_right
@@ -26,6 +27,7 @@ from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
+import torch
 
 from ...planner.hardware import Hardware
 from ...planner.plan import Plan
@@ -49,6 +51,8 @@ if TYPE_CHECKING:
 _BATCH_SECONDS = 0.008  # of a channel's time: what one transfer moves
 _MOST_BATCH_BYTES = 128 << 20
 _TELLING_SECONDS = 1.0
+_TELLING_STEPS_US = 0.2e6
+_HOST_BYTES_PER_S = 20e9  # of its memory, while moves use it too
 _MOST_STRAYS = 2
 _RATES = {
     "host-out": "d2h_bytes_per_s",
@@ -74,6 +78,8 @@ class Follower:
 
     def __init__(self, pager: Core, recorder: Recorder, segments: Segments | None = None) -> None:
         self._pager = pager
+        pager.host_steps.chosen = self._place_on_host
+        pager.host_steps.planned = segments is not None
         self.recorder = recorder
         self.signatures = Signatures()
         self.segments = segments  # where blocks may run again
@@ -271,6 +277,17 @@ class Follower:
         if any(some) or any(self.planned.queues):
             self.planned.issue(itertools.chain(*some), log.newborn)
 
+    def _place_on_host(self, runs: Sequence[Extent]) -> int | None:
+        """Of the access of ``runs`` that comes next, in the host's order, if the plan has it be a
+        step of the host."""
+        compiled, log = self.compiled, self.log
+        if compiled is None or log is None or not self._pager.in_iteration():
+            return None
+        where = len(log.keys)
+        place = compiled.hosted.get(where)
+        known = place is not None and set(compiled.keys[where]) == {run.key for run in runs}
+        return place if known else None
+
     def end(self, *, ok: bool) -> None:
         """The iteration is over; ``ok``: it ended by itself."""
         pager, log = self._pager, self.recorder.close()
@@ -324,9 +341,9 @@ class Follower:
             signature.plain_us = times.total_us()
         elif of_device and signature.seen > 1:
             if not followed:
-                signature.samples.append(log.seconds())
+                signature.samples.append(signature.seconds_of(log))
             elif not planning:
-                signature.beside.append(log.seconds())
+                signature.beside.append(signature.seconds_of(log))
         self._relate(signature)
         self.signatures.came(signature)
         if followed:
@@ -425,6 +442,7 @@ class Follower:
             signature.log, signature.seconds(), pager.page_size, str(pager.device),
             pager.residency.pool.count,
             fixed=self._fixed(signature),
+            step_us=self._step_us if self._host_may_step(signature) else None,
         )  # fmt: skip
         quick = quick or not signature.wants_full_search
         signature.plans += 1
@@ -436,6 +454,24 @@ class Follower:
             quick=quick,
             policy="lp" if self.segments is None else "joint",
         )
+
+    def _host_may_step(self, signature: StepSignature) -> bool:
+        """Not on a CPU whose cores all compute already, unless it is asked for."""
+        if self.segments is None:
+            return False
+        idle = torch.get_num_threads() < len(os.sched_getaffinity(0))
+        return bool(signature.log.hosted) or idle or not self._pager.backend.host_addressable
+
+    def _step_us(self, nbytes: int, device_us: float) -> float:
+        """What the host takes for a step on pages of so many bytes: as measured, once it was at
+        work for long enough; before that what a device takes that is made of its cores, or by its
+        memory."""
+        steps = self._pager.host_steps
+        if steps.seconds * 1e6 >= _TELLING_STEPS_US:
+            return nbytes * steps.seconds * 1e6 / steps.nbytes
+        if self._pager.backend.host_addressable:
+            return device_us
+        return nbytes / _HOST_BYTES_PER_S * 1e6
 
     def _fixed(self, signature: StepSignature) -> set[str]:
         """Blocks that cannot run again, or of which that is decided already."""

@@ -132,6 +132,18 @@ class Recorder:
         assert self.log is not None
         return self.names.name(run, self.log)
 
+    def step(self, runs: Sequence[Extent], *, hosted: bool) -> None:
+        """The access that comes next, of ``runs``, is a step that the host could take; ``hosted``:
+        it takes it, and the access is over."""
+        if hosted:
+            self.pinning(runs)
+        log = self.log
+        if log is not None:
+            where = len(log.keys) - hosted
+            log.steps[where] = tuple(map(_KEY, runs))
+            if hosted:
+                log.hosted.add(where)
+
     def writing(self, run: Extent) -> None:
         if self.log is not None:
             self.log.writes.append((len(self.log.keys) - 1, run.key))

@@ -73,6 +73,14 @@ class StepSignature:
         self.demand_us: deque[float] = deque(maxlen=_SAMPLES)  # of those that followed none
         self.demand_stall_us: deque[float] = deque(maxlen=_SAMPLES)
 
+    def seconds_of(self, log: AccessLog) -> list[float]:
+        """Of each access of ``log``. What the host took the device would take as long for as
+        before."""
+        found = log.seconds()
+        for where in log.hosted - self.log.hosted:
+            found[where] = self.samples[0][where]
+        return found
+
     def seconds(self) -> list[float]:
         """Of each access, as the next plan should take it: beside moves, where that is known."""
         if len(self.beside) >= _MEASURED:

@@ -18,7 +18,7 @@ that.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from ...planner.joint.options import FREE, HOSTED
 from ...planner.trace import KINDS, READ, READWRITE, WRITE, Floats, Segment, Trace
 from ...planner.trace_check import number_by_appearance
 from ..memory.space import TRANSIENT_KINDS, Extent
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
 
 SOURCE = "tensorpager"
 USER_KIND = "input"  # the nearest to what the user paged by hand
+STEP = "step"  # an op that the host may take
 _SOON = 3  # accesses after the last one in which a death is as good as at once
 
 
@@ -110,10 +112,13 @@ def trace_of_accesses(
     frames: int,
     *,
     fixed: Collection[str] = (),
+    step_us: Callable[[int, float], float] | None = None,
 ) -> Recorded:
     """``seconds``: of each access. ``frames``: of the device; workspaces are smaller where they
     would not fit beside what their ops pin. ``fixed``: blocks that may not run again; calls of the
-    others are the trace's segments, whose first ops use their inputs."""
+    others are the trace's segments, whose first ops use their inputs. ``step_us``: what the host
+    takes for a step on so many bytes that takes the device so long; without it, it takes none.
+    """
     written = set(log.writes)
     late = _late_deaths(log)
     spaces = {
@@ -129,26 +134,36 @@ def trace_of_accesses(
         op = len(ops)
         ops.append((name, where, us))
         for stream, space in spaces.items():
-            if stream.begin + (name == "free") <= where < stream.end:
+            if stream.begin + (name == FREE) <= where < stream.end:
                 uses[op, space] = READWRITE
         return op
 
     frees = set()
+    steps: dict[int, float] = {}
     for where, keys in enumerate([*log.keys, ()]):
         for key in late.get(where, ()):
-            op = add_op("free", where, 0.0)
+            op = add_op(FREE, where, 0.0)
             frees.add(op)
             uses[op, tensors[key]] = READ
         if where == len(log.keys):
             break
         is_stream = keys[:1] >= (FIRST_STREAM,)
-        op = add_op("stream" if is_stream else "access", where, seconds[where] * 1e6)
+        name = "stream" if is_stream else "access"
+        if step_us is not None and set(log.steps.get(where, ())) == set(keys):
+            name = HOSTED if where in log.hosted else STEP
+        op = add_op(name, where, seconds[where] * 1e6)
+        if name in (HOSTED, STEP):
+            assert step_us is not None
+            pages = sum(log.facts[key].pages for key in keys)
+            steps[op] = step_us(pages * page_size, seconds[where] * 1e6)
         for key in () if is_stream else keys:
             if key not in tensors:
                 pages, kind = log.facts[key]
                 tensors[key] = _Tensor(kind, pages * page_size, key > 0, key=key)
-            uses[op, tensors[key]] = READWRITE if (where, key) in written else READ
-    op_at = {where: op for op, (name, where, _) in enumerate(ops) if name != "free"}
+            only_read = op in steps and tensors[key].kind == "gradient"
+            writes = (where, key) in written and not only_read
+            uses[op, tensors[key]] = READWRITE if writes else READ
+    op_at = {where: op for op, (name, where, _) in enumerate(ops) if name != FREE}
     segments = []
     for block, begin, end, inputs in log.calls:
         if block in fixed or end <= begin:
@@ -160,6 +175,10 @@ def trace_of_accesses(
     us = np.array([us for _, _, us in ops])
     trace, found = _assemble(uses, [name for name, _, _ in ops], us, page_size, device)
     trace = replace(trace, segments=tuple(segments)) if segments else trace
+    if steps:
+        host_us = np.full(trace.ops, np.nan)
+        host_us[list(steps)] = list(steps.values())
+        trace = replace(trace, op_host_us=host_us)
     return Recorded(
         trace, [where for _, where, _ in ops], [tensor.key for tensor in found], frozenset(frees)
     )

@@ -14,12 +14,15 @@ an iteration begins (``begin``); calls of the others are told to who plans.
 Not every block gives the same bits when it runs again. As the first calls of each one are watched,
 those that change something are found (``refused`` says what): an argument in place, a buffer (the
 running statistics of a BatchNorm), an attribute, Python's or NumPy's random numbers; and those that
-are given what cannot be kept, such as a cache object. PyTorch's random numbers and autocast are
-set as they were. What a block changes elsewhere, in a global variable say, nobody sees.
+are given what cannot be kept. Of transformers' cache, which a model in training fills and nobody
+reads, a block that runs again gets one as it found it, without contents. PyTorch's random numbers
+and autocast are set as they were. What a block changes elsewhere, in a global variable say, nobody
+sees.
 """
 
 from __future__ import annotations
 
+import copy
 import random
 import sys
 import time
@@ -45,6 +48,7 @@ if TYPE_CHECKING:
     from ..memory.space import Extent
 
 _WATCHED = 4  # calls of a block: the first ones may fill caches that later ones only read
+_LAYERS = ("DynamicLayer", "DynamicSlidingWindowLayer")  # of caches
 _LARGE = 1 << 20  # bytes of a buffer that is not read to see whether it has changed
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 
@@ -153,7 +157,7 @@ class Segments:
     def _cannot_keep(self, value: Any) -> str | None:
         """Why an argument cannot be kept until backward, if it cannot."""
         kind: Any = type(value)
-        if isinstance(value, _PLAIN) or kind is PagedTensor:
+        if isinstance(value, _PLAIN) or kind is PagedTensor or _is_cache(value):
             return None
         if kind is not torch.Tensor:
             return f"is given an object of {kind.__name__}"
@@ -220,6 +224,8 @@ class _Input:
         self._saved, self._value, self._packed = saved, value, None
         self.runs: list[Extent] = []
         if not isinstance(value, torch.Tensor):
+            if _is_cache(value):
+                self._value = _hollow(value)
             return
         self._needs_grad, self._is_leaf = value.requires_grad, value.is_leaf
         self._value = None
@@ -409,6 +415,36 @@ def _autocast(kind: str) -> tuple[bool, torch.dtype | None, bool]:
     return True, torch.get_autocast_dtype(kind), torch.is_autocast_cache_enabled()
 
 
+# -- caches of transformers ------------------------------------------------------------------------
+def _is_cache(value: Any) -> bool:
+    """One that grows, and of which a block uses the layer that is its own."""
+    cls: Any = type(value)
+    return (
+        (cls.__module__, cls.__name__) == ("transformers.cache_utils", "DynamicCache")
+        and not value.offloading
+        and all(type(layer).__name__ in _LAYERS for layer in value.layers)
+    )
+
+
+def _hollow(cache: Any) -> Any:
+    """A copy that knows the lengths of what is in it, and no more: whoever reads that fails."""
+    twin = copy.copy(cache)
+    twin.layers = [copy.copy(layer) for layer in cache.layers]
+    for layer in twin.layers:
+        if layer.is_initialized:
+            layer.keys, layer.values = (
+                torch.empty(kept.shape, dtype=kept.dtype, device="meta")
+                for kept in (layer.keys, layer.values)
+            )
+    return twin
+
+
+def _filled(cache: Any) -> dict[int, Any]:
+    """The contents of its layers that have some."""
+    layers = enumerate(cache.layers)
+    return {number: layer.keys for number, layer in layers if layer.is_initialized}
+
+
 # -- what changes when a block runs ----------------------------------------------------------------
 class _Watch:
     """Looks at a block before and after one call."""
@@ -417,6 +453,7 @@ class _Watch:
         self.path = path
         self._block, self._values = block, values
         self._before = self._look()
+        self._filled = [(value, _filled(value)) for value in values if _is_cache(value)]
 
     def changed(self) -> str | None:
         """What the call has changed, if anything."""
@@ -425,6 +462,10 @@ class _Watch:
             then, now = before.get(name), after.get(name)
             if then is None or now is None or then[0] is not now[0] or then[1:] != now[1:]:
                 return f"changes {name}" + (" in place" if type(what[0]) is torch.Tensor else "")
+        for cache, filled in self._filled:
+            now_there = _filled(cache)
+            if any(now_there.get(number) is not keys for number, keys in filled.items()):
+                return "adds to what is in its cache already"
         return None
 
     def _look(self) -> dict[str, tuple[Any, ...]]:

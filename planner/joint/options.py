@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from ..trace import READ, WRITE, Trace
 
+FREE, HOSTED = "free", "host step"  # ops of a pager: something dies; the host's in any case
 CHAIN = 16  # ops back at which what is dead is made again rather than kept
 
 
@@ -203,3 +205,15 @@ def _unit(trace: Trace, uses: Uses, ops: tuple[int, ...], steps: set[int]) -> Un
     return Unit(
         ops, tuple(weights), tuple(states), tuple(gradients), tuple(shared), left, due, given, us
     )
+
+
+def without_ends(trace: Trace, steps: Sequence[int]) -> Trace:
+    """A pager's trace without the accesses at which what ``steps`` only read dies."""
+    of_steps = np.isin(trace.access_op, steps)
+    read = trace.access_tensor[of_steps & (trace.access_mode == READ)]
+    frees = np.array([name == FREE for name in trace.op_names])
+    ends = frees[trace.access_op] & np.isin(trace.access_tensor, read)
+    ends &= ~trace.tensor_persistent[trace.access_tensor]
+    columns = ("op", "tensor", "mode", "first_page", "page_count")
+    kept = {f"access_{c}": getattr(trace, f"access_{c}")[~ends] for c in columns}
+    return replace(trace, **kept)

@@ -1,6 +1,9 @@
-"""Which segments should run again as a whole, in a trace of accesses.
+"""What to choose in a trace of accesses: steps for the host, and segments to run again as a whole.
 
-The ops of such a trace are a pager's accesses. What goes from one to the next outside of pages is
+The ops of such a trace are a pager's accesses. Those that are an optimizer's step, and could be the
+host's, have a ``host_us``; which ones it takes the joint program says (:func:`plan_steps`), and
+names them all itself where they are called ``HOSTED``.
+ What goes from one to the next outside of pages is
 not in it, so no single op can be made again, but a segment whose inputs are kept can: what it makes
 for later ops is then made right before these. The trace in which some segments do that is a trace
 like any other (:func:`again`), and the linear program says what it takes.
@@ -14,16 +17,71 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..errors import PagerError
+from ..errors import InfeasibleBudget, PagerError, PolicyRefusal
 from ..hardware import Hardware
 from ..lp.policy import bound
 from ..lp.policy import plan as plan_moves
 from ..plan import Plan
 from ..trace import Segment, Trace
 from ..trace_check import number_by_appearance
+from .decided import Decisions, Planner
+from .options import HOSTED, Uses, find_units, without_ends
+from .policy import Bounds
+from .policy import plan as plan_jointly
 
 SHARES = (0.25, 0.5, 0.75, 1.0)  # of the blocks: which ones is taken evenly from first to last
 WORTH = 0.97  # of the iteration's time without, at most
+
+
+def plan_steps(trace: Trace, hardware: Hardware, *, quick: bool) -> tuple[Trace, Plan]:
+    """The fastest plan of moves and host steps, and the trace that it is of: where a gradient that
+    the host has used dies is no access any more, for its pages are not on the device then.
+
+    Raises ``InfeasibleBudget`` and ``PolicyRefusal`` as ``lp`` does."""
+    refusal: PagerError | None = None
+    best: tuple[Trace, Plan] | None = None
+    every = [op for op in range(trace.ops) if not np.isnan(trace.op_host_us[op])]
+    forced = [op for op in every if trace.op_names[op] == HOSTED]
+    if not forced:
+        try:
+            best = trace, plan_moves(trace, hardware, quick=quick)
+        except (InfeasibleBudget, PolicyRefusal) as error:
+            refusal = error
+    if every and hardware.host_pages:
+        chosen = forced or _chosen(without_ends(trace, every), hardware, quick)
+        mine = without_ends(trace, chosen)
+        found = _with_steps(mine, hardware, chosen) if chosen else None
+        if found is not None and (best is None or _us(found) < _us(best[1])):
+            best = mine, found
+    if best is None and refusal is None:  # what is forced does not fit
+        best = trace, plan_moves(trace, hardware, quick=quick)
+    if best is None:
+        assert refusal is not None
+        raise refusal
+    return best
+
+
+def _us(plan: Plan) -> float:
+    assert plan.predicted is not None
+    return plan.predicted.iteration_us
+
+
+def _chosen(trace: Trace, hardware: Hardware, quick: bool) -> list[int]:
+    try:
+        return list(
+            plan_jointly(trace, hardware, allow=("move", "host-step"), quick=quick).host_steps
+        )
+    except (InfeasibleBudget, PolicyRefusal):
+        return []
+
+
+def _with_steps(trace: Trace, hardware: Hardware, steps: list[int]) -> Plan | None:
+    uses = Uses(trace)
+    units = [unit for unit in find_units(trace, uses) if set(unit.ops) <= set(steps)]
+    if not units:
+        return None
+    found = Planner(trace, hardware, uses, lambda what, share: None).plan(Decisions((), units))
+    return found.plan if found is not None else None
 
 
 class Again(NamedTuple):
@@ -48,7 +106,7 @@ def choose(trace: Trace, hardware: Hardware, plan: Plan) -> Again | None:
         if not some:
             continue
         try:
-            least = bound(again(trace, some), hardware, quick=True)
+            least = least_us(again(trace, some), hardware)
         except PagerError:  # what a segment uses does not fit beside what is there then
             continue
         if least < best:
@@ -56,12 +114,23 @@ def choose(trace: Trace, hardware: Hardware, plan: Plan) -> Again | None:
     if not chosen:
         return None
     try:
-        found = plan_moves(again(trace, chosen), hardware, quick=True)
+        _, found = plan_steps(again(trace, chosen), hardware, quick=True)
     except PagerError:
         return None
     if found.predicted is None or found.predicted.iteration_us > before * WORTH:
         return None
     return Again(chosen, found.predicted.iteration_us)
+
+
+def least_us(trace: Trace, hardware: Hardware) -> float:
+    """No plan of moves, and host steps where there are any, is faster."""
+    if np.isnan(trace.op_host_us).all():
+        return bound(trace, hardware, quick=True)
+    steps = np.flatnonzero(~np.isnan(trace.op_host_us)).tolist()
+    best = Bounds(without_ends(trace, steps)).best(hardware, ("move", "host-step"))
+    if best is None:
+        raise PolicyRefusal("joint: what these blocks use as they run again does not fit")
+    return best.iteration_us
 
 
 def again(trace: Trace, blocks: list[str]) -> Trace:
@@ -124,6 +193,6 @@ def again(trace: Trace, blocks: list[str]) -> Trace:
         access_first_page=np.zeros(len(table), np.int64),
         access_page_count=(-(-nbytes // trace.page_size))[index],
         op_rerun=np.zeros(len(ops), np.bool_),
-        op_host_us=np.full(len(ops), np.nan),
+        op_host_us=trace.op_host_us[order],
         segments=(),
     )

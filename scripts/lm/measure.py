@@ -23,10 +23,11 @@ from .memory import Memory, PagedMemory, PlainMemory
 from .options import Options, parse_options
 from .peers import Fsdp2Offload, OverlapMemory, UnavailableError, make_peer
 from .report import write_json
-from .slow_disk import slow_down
+from .slow_disk import slow_down, slow_link
 from .trainer import Trainer
 
-PLANNED = ("planned", "joint", "overlap")
+PLANNED = ("planned", "joint", "host_steps", "overlap")
+JOINT = ("joint", "host_steps")  # without and with the host's steps
 OURS = (*PLANNED, "demand")
 
 WARM_UP_STEPS = 3
@@ -39,16 +40,19 @@ _LINK_COPIES = 8
 
 @dataclass(frozen=True)
 class Case:
-    """One row of the table. ``share`` and ``disk_rate`` (MB/s, 0: no limit) are our modes'."""
+    """One row of the table. ``share``, and ``disk_rate`` and ``link_rate`` (MB/s, 0: no limit), are
+    our modes'."""
 
     mode: str
     share: str | None = None
     disk_rate: float = 0.0
+    link_rate: float = 0.0
 
     @property
     def name(self) -> str:
         parts = [self.mode, *([self.share] if self.share else [])]
-        return " ".join([*parts, *([f"{self.disk_rate:g} MB/s"] if self.disk_rate else [])])
+        parts += [f"{self.disk_rate:g} MB/s"] if self.disk_rate else []
+        return " ".join([*parts, *([f"link {self.link_rate:g} MB/s"] if self.link_rate else [])])
 
 
 @dataclass(frozen=True)
@@ -131,13 +135,17 @@ def open_memory(spec: Spec, options: Options, stack: ExitStack) -> tuple[Memory,
         disk_budget=spec.budgets["disk"],
         disk_path=spec.disk_path,
         page_size=spec.page_size,
-        policy="joint" if mode == "joint" else "lp" if mode in PLANNED else "lru",
+        policy="joint" if mode in JOINT else "lp" if mode in PLANNED else "lru",
         device=options.device,
     )
     stack.enter_context(pager)
     if pager.core.disk is not None and spec.case.disk_rate:
         slow_down(pager.core.disk, spec.case.disk_rate * 1e6)
-    return (OverlapMemory if mode == "overlap" else PagedMemory)(pager), pager
+    if spec.case.link_rate:
+        slow_link(pager.core, spec.case.link_rate * 1e6)
+    if mode == "overlap":
+        return OverlapMemory(pager), pager
+    return PagedMemory(pager, host_step=mode == "host_steps"), pager
 
 
 def measure(spec: Spec) -> dict[str, Any]:
@@ -235,6 +243,7 @@ def _counters(pager: tp.Pager) -> dict[str, float]:
     """Numbers that only grow."""
     stats = pager.stats()
     names = ("stall_us", "prefetches", "prefetch_hits", "faults", "departures", "gathers")
+    names = (*names, "reruns", "recompute_us", "host_steps", "host_step_us")
     kinds = pager.core.follower.signatures.all if pager.core.follower is not None else []
     return {
         **{name: stats[name] for name in (*names, "compactions", "planned_iterations")},

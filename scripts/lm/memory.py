@@ -118,14 +118,14 @@ def _peak_of_allocations(profiler: torch.profiler.profile) -> int:
 class PagedMemory:
     """Pages of ``pager``, which the caller opened and closes."""
 
-    def __init__(self, pager: tp.Pager) -> None:
-        self._pager = pager
+    def __init__(self, pager: tp.Pager, *, host_step: bool = False) -> None:
+        self._pager, self._host_step = pager, host_step
 
     def place(self, model: nn.Module) -> None:
         self._pager.page_module(model)
 
     def optimizer(self, optimizer: Optimizer) -> Optimizer:
-        return self._pager.optimizer(optimizer)
+        return self._pager.optimizer(optimizer, host_step=self._host_step)
 
     def iteration(self) -> AbstractContextManager[None]:
         return self._pager.iteration()

@@ -49,6 +49,7 @@ class Job:
     plans: int = 1  # at most, of each kind of iteration: the first one is the quick one
     more: tuple[str, ...] = ()  # flags of train_lm.py
     again: bool = False  # all blocks run again in backward
+    host_step: bool = False  # the host takes what steps it can
 
 
 @dataclass
@@ -240,7 +241,7 @@ def _train(job: Job) -> None:
         disk_path=job.disk_path if job.disk else None,
         page_size=job.page_size,
         device="cpu",
-        policy="joint" if job.again else "lp",
+        policy="joint" if job.again or job.host_step else "lp",
     ) as pager:
         arena = pager.core.backend.address, pager.core.backend.arena.numel()
         if pager.core.follower is not None:
@@ -252,14 +253,14 @@ def _train(job: Job) -> None:
         _say(places={"arena": arena, "host": (host, pager.core.host.capacity_bytes)})
         if pager.core.disk is not None and job.disk_rate:
             slow_down(pager.core.disk, job.disk_rate * 1e6)
-        trainer = Trainer(options, PagedMemory(pager), corpus)
+        trainer = Trainer(options, PagedMemory(pager, host_step=job.host_step), corpus)
         losses = []
         for _ in range(job.steps):
             losses.append(trainer.step())
             pager.plan()  # waits for plans that are being made
         stats = pager.stats()
         wanted = ["planned_iterations", "prefetches", "peak_bytes", "budget_bytes", "channel_bytes"]
-        wanted += ["arena_bytes", "dense_peak_bytes", "reruns"]
+        wanted += ["arena_bytes", "dense_peak_bytes", "reruns", "host_steps"]
         report = {name: stats[name] for name in wanted}
         _say(report={**report, "losses": losses})
         sys.stdin.read()  # until everything has been looked at

@@ -12,7 +12,7 @@ import torch
 
 import tensorpager as tp
 
-from .models import assert_same, make_pager, mlp, plain
+from .models import World, assert_same, compare_runs, make_pager, mlp, plain, run_again
 
 
 @pytest.fixture
@@ -22,7 +22,7 @@ def accelerate() -> Iterator[Any]:
     module.state.AcceleratorState._reset_state(reset_partial_state=True)  # which is the process's
 
 
-def model_of(kind: str) -> Any:
+def model_of(kind: str, **changes: Any) -> Any:
     transformers = pytest.importorskip("transformers")
     shape = {
         "vocab_size": 256,
@@ -36,8 +36,33 @@ def model_of(kind: str) -> Any:
     if kind == "Mixtral":  # whose weights are cut in pieces to be saved
         shape["num_local_experts"] = 2
     torch.manual_seed(0)
-    config = getattr(transformers, f"{kind}Config")(**shape)
+    config = getattr(transformers, f"{kind}Config")(**(shape | changes))
     return getattr(transformers, f"{kind}ForCausalLM")(config)
+
+
+def test_blocks_that_fill_a_cache_run_again(one_thread) -> None:
+    """As models of transformers do in training, unless they are told not to."""
+
+    def script(world: World) -> object:
+        model = world.module(model_of("Llama", num_hidden_layers=3))
+        optimizer = world.optimizer(torch.optim.AdamW(model.parameters(), lr=1e-3))
+        losses = []
+        for _ in range(4):
+            tokens = torch.randint(256, (4, 96))
+            with world.iteration():
+                out = model(tokens, labels=tokens)
+                assert out.past_key_values.get_seq_length() == 96
+                out.loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            losses.append(out.loss.item())
+        return losses, model
+
+    with make_pager(policy="joint", frames=60) as pager:
+        run_again(pager.core)
+        compare_runs(script, World(pager))
+        assert not pager.core.follower.segments.refused
+        assert pager.stats()["reruns"] == 4 * 3
 
 
 def files_in(folder: Path) -> dict[str, bytes]:

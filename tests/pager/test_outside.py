@@ -97,12 +97,12 @@ def check_planned(job: Job) -> Peaks:
     return peaks
 
 
-@pytest.mark.parametrize("again", [False, True])
-def test_planned_training_stays_inside_every_budget(tmp_path: Path, again: bool) -> None:
-    peaks = check_planned(
-        Job("tiny", 9 * MIB, 2 * MIB, 32 * MIB, str(tmp_path), 64 << 10, steps=5, again=again)
-    )
-    assert (peaks.report["reruns"] > 0) is again
+@pytest.mark.parametrize("how", ["moves", "again", "host_step"])
+def test_planned_training_stays_inside_every_budget(tmp_path: Path, how: str) -> None:
+    tiers, flags = (9 * MIB, 2 * MIB, 32 * MIB), {how: True} if how != "moves" else {}
+    peaks = check_planned(Job("tiny", *tiers, str(tmp_path), 64 << 10, steps=5, **flags))
+    assert (peaks.report["reruns"] > 0) is (how == "again")
+    assert (peaks.report["host_steps"] > 0) is (how == "host_step")
 
 
 @pytest.mark.slow

@@ -150,6 +150,8 @@ class _Watcher:
 
     def waited(self, seconds: float, began: None, *, own: bool) -> None: ...
 
+    def step(self, runs: Any, *, hosted: bool) -> None: ...
+
 
 class _InOrder(_Watcher):
     """Runs in the order in which their uses end."""

@@ -6,10 +6,12 @@ from itertools import pairwise
 
 import pytest
 
+from tensorpager.planner.errors import PagerError
 from tensorpager.planner.hardware import Hardware
-from tensorpager.planner.joint.segments import again, choose
+from tensorpager.planner.joint.segments import again, choose, plan_steps
 from tensorpager.planner.registry import make_plan
 from tensorpager.planner.trace import READ, WRITE, Trace, make_trace
+from tensorpager.planner.validator import validate
 
 PAGE = 1 << 16
 
@@ -100,3 +102,60 @@ def test_nothing_is_chosen_of_a_trace_without_segments() -> None:
     trace = make_trace([(0, PAGE, True)], [("op", 1.0, [0], [])], page_size=PAGE)
     plan = make_plan("lp", trace, machine(1e7))
     assert choose(trace, machine(1e7), plan) is None
+
+
+# -- steps of the host -----------------------------------------------------------------------------
+LAYERS = 6
+
+
+def steps_of(name: str) -> Trace:
+    """A pager's accesses: forward, backward, steps, each with two states, and gradients die."""
+    weights, grads = range(LAYERS), range(10, 10 + LAYERS)
+    tensors = [(w, 4 * PAGE, True) for w in weights] + [(g, 4 * PAGE, False) for g in grads]
+    tensors += [(s, 4 * PAGE, True) for s in (*range(20, 20 + LAYERS), *range(30, 30 + LAYERS))]
+    ops: list[tuple[str, float, list[int], list[int]]] = []
+    ops += [("access", 1000.0, [w], []) for w in weights]
+    ops += [("access", 2000.0, [w], [10 + w]) for w in reversed(weights)]
+    first = len(ops)
+    ops += [(name, 100.0, [w, 10 + w, 20 + w, 30 + w], [w, 20 + w, 30 + w]) for w in weights]
+    ops += [("free", 0.0, [g], []) for g in grads]
+    host_us: list[float | None] = [None] * len(ops)
+    host_us[first : first + LAYERS] = [300.0] * LAYERS
+    return make_trace(tensors, ops, page_size=PAGE, host_us=host_us)
+
+
+def joint_machine(rate: float, host: int = 200) -> Hardware:
+    return Hardware(40 * PAGE, host * PAGE, 0, rate, rate, page_size=PAGE)
+
+
+def test_steps_go_to_the_host_where_the_link_is_slow() -> None:
+    trace, hardware = steps_of("step"), joint_machine(5e8)
+    mine, plan = plan_steps(trace, hardware, quick=True)
+    moves = make_plan("lp", trace, hardware, quick=True)
+    assert plan.predicted is not None
+    assert moves.predicted is not None
+    assert plan.host_steps
+    assert plan.predicted.iteration_us < 0.9 * moves.predicted.iteration_us
+    ended = [op for op, accesses in enumerate(rows(mine)) if accesses[0] == "free" and accesses[1]]
+    assert len(ended) == LAYERS - len(plan.host_steps)  # of gradients that the device has used
+    judged = validate(mine, hardware, plan)
+    assert judged.predicted is not None, judged.reason
+    assert judged.predicted.iteration_us == pytest.approx(plan.predicted.iteration_us, rel=1e-6)
+
+
+def test_steps_stay_where_nothing_waits_or_the_host_has_no_memory() -> None:
+    trace = steps_of("step")
+    _, plan = plan_steps(trace, joint_machine(1e12), quick=True)
+    assert plan.predicted is not None
+    assert plan.predicted.iteration_us <= 1.02 * trace.ideal_us
+    with pytest.raises(PagerError):
+        plan_steps(trace, joint_machine(5e8, host=4), quick=True)
+
+
+def test_steps_that_are_the_hosts_in_any_case() -> None:
+    trace = steps_of("host step")
+    mine, plan = plan_steps(trace, joint_machine(1e12), quick=True)
+    assert sorted(plan.host_steps) == [
+        op for op, n in enumerate(trace.op_names) if n == "host step"
+    ]
+    assert not any(name == "free" and accesses for name, accesses in rows(mine))

@@ -87,6 +87,9 @@ CASES = {
     "reading from disk": Case(frames=18, policy="lp", tiers=DISK, steps=2, body="deep"),
     "again": Case(policy="joint", steps=5, frames=60, batches=(512,), around=again),
     "again under chaos": Case(policy="joint", frames=160, steps=2, batches=(512,), around=both),
+    "host steps": Case(optimizer={"host_step": True}),
+    "host steps by a plan": Case(policy="joint", steps=6, optimizer={"host_step": True}),
+    "host steps in backward": Case(optimizer={"host_step": True, "overlap": True}),
     "chaos": Case(frames=100, steps=2, around=chaos),
 }
 
