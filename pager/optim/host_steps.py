@@ -168,6 +168,8 @@ class HostSteps:
 
     def _cannot_leave(self, runs: list[Extent]) -> str | None:
         pager, table = self._pager, self._pager.table
+        if pager.before_write is not None:
+            return "values are being saved beside the training, which the device's writes know of"
         if any(run.pins for run in runs):
             pager.residency.let_go()
         for run in runs:

@@ -268,6 +268,15 @@ def test_an_exception_after_step_undoes_nothing(one_thread) -> None:
         assert pager.stats()["host_steps"] > 0
 
 
+def test_while_values_are_saved_beside_the_training_steps_are_the_devices(one_thread) -> None:
+    """What saves is told before a page is written; of a step of the host nobody would tell it."""
+    with make_pager() as pager:
+        pager.core.before_write = lambda runs: None
+        compare_runs(training(steps=3), HostWorld(pager))
+        assert pager.stats()["host_steps"] == 0
+        assert "saved beside" in str(pager.core.host_steps.left)
+
+
 def test_what_the_device_is_left_with(one_thread) -> None:
     """Where all fits, in the first iteration, and where nobody asked for it."""
     with make_pager(fits=True) as pager:
