@@ -122,7 +122,7 @@ def _plan_lines(compiled: CompiledPlan) -> list[str]:
     away = sum(run.page_count for run in plan.start) * size
     moving = {move.tensor for move in plan.moves}
     ways = ", ".join(f"{format_bytes(nbytes)} {name}" for name, nbytes in sorted(moved.items()))
-    return [
+    lines = [
         f"An iteration of {len(compiled.keys)} accesses to {trace.tensors} extents takes "
         f"{predicted.iteration_us / 1e3:.1f} ms by the plan, and waits for "
         f"{predicted.stall_us / 1e3:.1f} ms of that.",
