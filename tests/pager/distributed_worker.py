@@ -15,6 +15,7 @@ import os
 import sys
 import time
 import traceback
+from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
 from datetime import timedelta
@@ -33,6 +34,7 @@ from torch.nn.parallel import DistributedDataParallel
 import tensorpager as tp
 from tensorpager.pager.debug.check import check_invariants
 from tensorpager.pager.tensor.paged_tensor import dense_twin
+from tensorpager.planner.trace import Trace
 
 STEPS = 6  # so that ranks follow a plan in the last one
 PAGE_BYTES = 64 << 10
@@ -238,14 +240,25 @@ def train_together(pager: tp.Pager | None, found: Found) -> tuple[list[float], l
             loss.backward()  # type: ignore[no-untyped-call]
             optimizer.step()
             optimizer.zero_grad()
-            if follower is not None and step == LEAVES_IN and rank == 0:
-                follower.signatures.all[-1].leave("it took longer")
+            if follower is not None and step == LEAVES_IN:
+                kind = follower.signatures.all[-1]
+                assert kind.recorded is not None
+                found["uses"] = uses_of_shards(kind.recorded.trace)
+                if rank == 0:
+                    kind.leave("it took longer")
         losses.append(loss.item())
         if pager is not None and follower is not None:
             found["modes"].append(follower.last_mode)
             follower.wait_for_plans()
             check_invariants(pager.core)
     return losses, [whole(parameter) for parameter in model.parameters()]
+
+
+def uses_of_shards(trace: Trace) -> list[int]:
+    """How often each extent of parameters is accessed, which shards are as they are gathered."""
+    used = Counter(trace.access_tensor.tolist())
+    kinds = enumerate(trace.tensor_kinds)
+    return [used[tensor] for tensor, kind in kinds if kind == "parameter"]
 
 
 def _watch_planning(follower: Any, found: Found) -> None:

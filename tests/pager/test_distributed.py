@@ -80,6 +80,8 @@ def test_ranks_enter_and_leave_plans_together(tmp_path: Path) -> None:
         assert found["fresh"]
         begin, end = SLOW_UNTIL, LEAVES_IN
         assert found["modes"] == first["modes"]
+        assert len(found["uses"]) >= 4
+        assert min(found["uses"]) >= 2, "shards are accessed as they are gathered"
         entered = found["modes"].index("planned")
         assert entered >= begin
         assert found["modes"][entered : end + 1] == ["planned"] * (end + 1 - entered)
