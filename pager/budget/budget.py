@@ -145,9 +145,6 @@ class DeviceBudget:
         self._lacking = 0  # bytes, when it was last asked for more
         self._of_ops = 0  # frames that other ops than steps took, in metered iterations
         self._least_frames = 1  # that one op needs where not everything fits, as metered
-        # Pages of each sum or norm that went slab by slab in a metered iteration: those of which
-        # the budget that is named has room for more are whole under it.
-        self.in_slabs: set[int] = set()
         self._steps_now: list[_Step] = []  # steps of this iteration
         self._due: set[int] = set()  # ids of the optimizers whose step is one of these, and to come
         self._steps: weakref.WeakKeyDictionary[Any, StepFrames] = weakref.WeakKeyDictionary()
@@ -257,18 +254,8 @@ class DeviceBudget:
         fixed = self.fixed_reserve
         dense = self.dense_peak if fixed is None else fixed
         dense = max(dense, self.reserve if self.settled else 0)
-        frames = self._frames_with_reductions(max(dense, fixed or 0), frames)
         nbytes = dense + frames * self.page_size
         return nbytes if fixed is not None else to_name(nbytes)
-
-    def _frames_with_reductions(self, dense: int, frames: int) -> int:
-        """Of the smallest budget that works, if ``frames`` beside ``dense`` bytes are needed where
-        all reductions go slab by slab."""
-        most = dense - (self.fixed_reserve or 0)
-        for pages in sorted(self.in_slabs):
-            if pages * self.page_size <= most + frames * self.page_size:
-                frames = max(frames, pages)
-        return frames
 
     def peak_bytes(self) -> int:
         """Most device bytes in use so far: frames in use and dense bytes beside them."""
@@ -305,7 +292,6 @@ class DeviceBudget:
         self.metering, self.checked, self._stuck = True, False, False
         self.refusal, self._steps_now, self._due = None, [], set()
         self.settled = False
-        self.in_slabs.clear()
         self.backend.limit_dense(None)
         if not go_on:
             self.backend.cap_dense(None, self.make_dense_room)
@@ -465,7 +451,6 @@ class DeviceBudget:
     def _too_small(self, then: str) -> InfeasibleBudget:
         reserve = self.fixed_reserve or 0
         dense, frames = self.dense_peak, self.residency.largest_need
-        frames = self._frames_with_reductions(max(dense, reserve), frames)
         minimum = to_name(max(dense, reserve) + frames * self.page_size)
         text = self._refusal(dense, frames, minimum, then)
         of_node = minimum * ranks_sharing("device", self.backend.device.type)
@@ -665,6 +650,9 @@ class DeviceBudget:
         self.backend.cap_dense(None)
         before = self.refusal
         if before is None:
+            if self.placement.turned:  # perhaps since the check
+                self._count(self.placement.choices(self._rigid([]))[0], least=False)
+                self.changed = True
             self._least_frames = max(1, self.residency.largest_need)
             self._of_ops = self.residency.rigid_need
             if self._is_enough(self.dense_peak, self.residency.largest_need):

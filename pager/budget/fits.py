@@ -18,9 +18,6 @@ There are two numbers because there are two questions:
 * :func:`frames_anyway`: does being whole cost *nothing*? For what has the same bits either way
   (copies, elementwise ops, lookups). In a metered iteration, which finds the smallest budget, it
   takes no more frames than other ops need.
-
-A reduction that is streamed in a metered iteration because it does not fit is noted
-(``DeviceBudget.in_slabs``).
 """
 
 from __future__ import annotations

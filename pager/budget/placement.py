@@ -14,7 +14,7 @@ what an iteration was found to take, and the larger the budget, the fewer weight
 verdict is kept with the pages, ``Extent.streamed``; ``None`` before it is made. It changes once at
 most: a weight that was whole streams if an iteration of other shapes finds no room for that, or
 what others have pinned leaves none. A copy of a weight that each iteration makes anew (a cast) has
-the verdict of the one before it.
+the verdict of the one before it, and so has a gradient in pages: its sums and norms go by that.
 
 *The smallest budget* is the one that an iteration takes in which all of them stream. A budget below
 it is refused, whatever was whole when that was found out; any other has room at least for that.

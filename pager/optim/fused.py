@@ -49,6 +49,7 @@ from . import torch_fused
 from .again import BatchAgain
 from .fused_states import (
     MASTER,
+    SMALL,
     entry,
     follow,
     geometry,
@@ -67,6 +68,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 SUPPORTED: tuple[type, ...] = (torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD)
 _BATCH_SHARE = 8  # what is updated together takes this fraction of the arena at most
+_STAND_IN = 1024  # elements, see `need_of`
 _WHOLE_SHARE = 2  # a parameter that takes more than this fraction goes slab by slab
 
 
@@ -626,14 +628,25 @@ def need_of(
     parameter: torch.Tensor,
     measure: Callable[[Callable[[], None]], int],
 ) -> tuple[int, int]:
-    """Dense bytes of an update, and of how many bytes of the parameter.
+    """Dense bytes of an update, and of how many bytes of the parameter: of as many as the kernels
+    do at a time on the CPU.
 
-    A stand-in of it is updated, as large as what the kernels do at a time on the CPU.
+    Stand-ins of it are updated, of so few elements that they take next to nothing of the budget:
+    each element takes the same, and something is taken for none.
     """
     assert parameter.grad is not None
-    count, device = min(parameter.numel(), CHUNK), parameter.device
-    twin = torch.zeros(count, dtype=parameter.dtype, device=device)
-    ones = torch.ones(count, dtype=parameter.grad.dtype, device=device)
-    update = _assemble(paged, group, twin, ones, {"step": torch.ones(())}, {}, None)
-    operands: list[list[State]] = [[as_operand(value) for value in update.values]]
-    return measure(lambda: _run(paged, [update], operands)), twin.nbytes
+    dtype, device = parameter.grad.dtype, parameter.device
+
+    def measured(count: int) -> int:
+        twin = torch.zeros(count, dtype=parameter.dtype, device=device)
+        ones = torch.ones(count, dtype=dtype, device=device)
+        update = _assemble(paged, group, twin, ones, {"step": torch.ones(())}, {}, None)
+        operands: list[list[State]] = [[as_operand(value) for value in update.values]]
+        return measure(lambda: _run(paged, [update], operands))
+
+    count, few = min(parameter.numel(), CHUNK), SMALL if paged.format.chosen else _STAND_IN
+    nbytes = count * parameter.dtype.itemsize
+    if count <= 2 * few:
+        return measured(count), nbytes
+    one, two = measured(few), measured(2 * few)
+    return one + max(0, two - one) * (count - few) // few, nbytes

@@ -10,7 +10,7 @@ import torch
 from ..errors import CorruptPage, InfeasibleBudget, PagerError
 from ..memory.space import Extent
 from .op_info import OpInfo
-from .page_run import is_too_large, run_in_slabs, run_on_pages
+from .page_run import BY_VERDICT, has_verdict, is_too_large, run_in_slabs, run_on_pages
 from .paged_tensor import (
     PagedTensor,
     dense_view,
@@ -63,7 +63,7 @@ def run_quickly(func: Any, args: Any) -> Any:
             return NOT_QUICK
         else:
             plain.append(value)
-    if pager is None:
+    if pager is None or (func in BY_VERDICT and has_verdict(func, paged)):
         return NOT_QUICK
     pager.take(runs)
     try:
@@ -127,7 +127,7 @@ def _run_dense(func: Any, info: OpInfo, args: Any, kwargs: dict[str, Any]) -> An
         out = copy_unmoved(func, args, kwargs)
         if out is not NotImplemented:
             return out
-    if apart and is_too_large(pager, runs):
+    if (apart or has_verdict(func, paged)) and is_too_large(pager, func, paged):
         out = run_in_slabs(pager, func, args, kwargs)
         if out is not NotImplemented:
             return out

@@ -17,7 +17,8 @@ rounding. ``amax`` and ``amin`` are exact.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +27,7 @@ import torch
 from ...kernels.cpu_split import Place
 from ...kernels.pieces import Operand, stretches
 from ..budget.fits import fits, frames_anyway
+from ..budget.placement import Taken
 from ..memory.space import Extent
 from .operands import operand, slabs
 from .page_ops import FLOATS, Elementwise, bind, elementwise_call, is_whole
@@ -35,6 +37,7 @@ if TYPE_CHECKING:
     from ..core import Core
 
 aten = torch.ops.aten
+_BYTES_OF_PART = 64  # of a reduction: a number of one page, and what it takes while it is made
 
 _HOW = {
     aten.sum.default: "sum",
@@ -52,6 +55,8 @@ _HOW = {
     aten.norm.ScalarOpt_dtype: "norm",
     aten._foreach_norm.Scalar: "norm",
 }
+# In place, element by element in memory order, each by itself; see `_fill_in_slabs`.
+_BY_STRETCH = (aten.normal_.default, aten.uniform_.default, aten.erfinv_.default)
 # Functions that the dispatcher runs as one op where nobody wants gradients.
 _FUNCTIONS: dict[Any, tuple[tuple[str, ...], tuple[Any, ...]]] = {
     torch.norm: (("self", "p", "dim", "keepdim", "out", "dtype"), ("fro", None, False, None, None)),
@@ -61,10 +66,9 @@ _FUNCTIONS: dict[Any, tuple[tuple[str, ...], tuple[Any, ...]]] = {
         (None, None, False, None, None),
     ),
 }
+BY_VERDICT = frozenset((*_HOW, *_FUNCTIONS, *_BY_STRETCH))  # functions with other bits in slabs
 _LISTS = (aten._foreach_norm.Scalar, aten._foreach_max.default)
 _AT_ONCE = 1 << 20  # elements, of which a reduction may make a copy in another dtype
-# In place, element by element in memory order, each by itself; see `_fill_in_slabs`.
-_BY_STRETCH = (aten.normal_.default, aten.uniform_.default, aten.erfinv_.default)
 
 
 @dataclass(eq=False)
@@ -175,25 +179,65 @@ def run_on_pages(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 
 
 # -- larger than the arena -------------------------------------------------------------------------
-def is_too_large(pager: Core, runs: Iterable[Extent]) -> bool:
-    """Whether ``runs`` are not to be on the device together, if that can be avoided: the arena has
-    fewer frames. In a metered iteration, in which it is as large as it has to be: fewer than other
-    ops need (:func:`run_in_slabs` refuses where that would change results)."""
+def has_verdict(func: Any, tensors: Sequence[PagedTensor]) -> bool:
+    """Whether ``func`` on these has other bits slab by slab, and it goes by the verdict on their
+    pages (``placement.py``) whether it does. Not where that takes no less than all the pages."""
+    if func not in BY_VERDICT or len(tensors) != 1:
+        return False
+    (tensor,) = tensors
+    size, run = tensor._storage.pager.page_size, tensor._storage.run
+    return run.count * size > size + _more_in_slabs(func, tensor)
+
+
+def _more_in_slabs(func: Any, tensor: PagedTensor) -> int:
+    """Dense bytes that it takes slab by slab: a page in float64, and a number for each."""
+    if func in _BY_STRETCH:
+        return 0
+    wide = tensor._storage.pager.page_size // tensor.element_size() * torch.float64.itemsize
+    return wide + _BYTES_OF_PART * tensor._storage.run.count
+
+
+def is_too_large(pager: Core, func: Any, tensors: Sequence[PagedTensor]) -> bool:
+    """Whether ``func`` is not to have all pages of ``tensors`` together, if that can be avoided: by
+    the verdict on them, or because the arena has fewer frames. In a metered iteration, in which it
+    is as large as it has to be: fewer than other ops need."""
+    if has_verdict(func, tensors) and pager.budget.placement.known(tensors[0]._storage.run):
+        return True
+    runs = {t._storage.run for t in tensors}
     return sum(run.count for run in runs) > frames_anyway(pager.budget)
 
 
-def _has_to_be_whole(pager: Core, tensors: Iterable[Any]) -> bool:
-    """Whether an op with other bits in slabs is not to go so in this metered iteration: later ones
-    have the frames for it. If they have not, what it would take is noted."""
-    if not pager.budget.metering:
-        return False
-    runs = {t._storage.run for t in tensors if type(t) is PagedTensor}
-    pages = sum(run.count for run in runs)
-    if fits(pager.budget, pages):
-        return True
-    if pager.metering_this():
-        pager.budget.in_slabs.add(pages)
-    return False
+def _whole_by_verdict(
+    func: Any, tensor: PagedTensor, action: Callable[[], Any], *, write: bool = False
+) -> Any:
+    """What ``action``, which is ``func`` on all of ``tensor``, gives with its pages held, if that
+    is the verdict on them, which a metered iteration makes. ``NotImplemented``, and nothing done,
+    where ``func`` goes slab by slab."""
+    pager, run = tensor._storage.pager, tensor._storage.run
+    if not pager.metering_this():
+        return NotImplemented
+    if not has_verdict(func, [tensor]):
+        return _held(pager, run, action, write)
+    budget, placement = pager.budget, pager.budget.placement
+    streamed = placement.known(run)
+    if not streamed:
+        finds_room = fits(budget, run.count) and budget.finds_room(run.count, 0)
+        if streamed is None:
+            placement.judge(run, streamed=not finds_room)
+        elif not finds_room:
+            placement.stream(run)
+        streamed = not finds_room
+    noted, more = placement.weight(run, 1), _more_in_slabs(func, tensor)
+    if streamed:
+        placement.note_product(noted, time.perf_counter(), Taken(0, more, 0))
+        return NotImplemented
+    with placement.product(noted, Taken(0, more)):
+        return _held(pager, run, action, write)
+
+
+def _held(pager: Core, run: Extent, action: Callable[[], Any], write: bool) -> Any:
+    with pager.hold([run], [run] if write else ()):
+        return action()
 
 
 def run_in_slabs(pager: Core, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -201,7 +245,7 @@ def run_in_slabs(pager: Core, func: Any, args: Sequence[Any], kwargs: dict[str, 
 
     Results are the bits of :func:`run_on_pages`, but that partial results of reductions are of
     single pages, joined in float64 in their order (the same bits wherever the pages are). So in a
-    metered iteration ``NotImplemented`` for these, where all operands fit into the budget.
+    metered iteration these are on all pages at once, if that is the verdict.
     """
     with torch._C.DisableTorchFunctionSubclass():
         if func in _BY_STRETCH:
@@ -210,8 +254,9 @@ def run_in_slabs(pager: Core, func: Any, args: Sequence[Any], kwargs: dict[str, 
         if call is None or any(_begins_amid(tensor) for tensor in call.tensors):
             return NotImplemented
         if isinstance(call, Reduction):
-            if _has_to_be_whole(pager, call.tensors):
-                return NotImplemented
+            out = _whole_by_verdict(func, call.tensor, lambda: run_on_pages(func, args, kwargs))
+            if out is not NotImplemented:
+                return out
             for tensor in call.tensors:  # stats()["streamed"] names them
                 if type(tensor) is PagedTensor:
                     pager.space.note_in_slabs(tensor._storage.run)
@@ -246,11 +291,17 @@ def _fill_in_slabs(pager: Core, func: Any, args: Sequence[Any], kwargs: dict[str
     tensor = args[0]
     if not tensor.is_contiguous() or tensor.storage_offset() or _begins_amid(tensor):
         return NotImplemented
-    if _has_to_be_whole(pager, [tensor]):
-        return NotImplemented
-    for slab in slabs(pager, [tensor], write=[True]):
-        for (view,) in stretches(slab.operands):  # type: ignore[arg-type]
+
+    def fill(operands: Sequence[Any]) -> PagedTensor:
+        for (view,) in stretches(operands):
             func(view, *args[1:], **kwargs)
+        return tensor  # type: ignore[no-any-return]
+
+    out = _whole_by_verdict(func, tensor, lambda: fill([operand(tensor)]), write=True)
+    if out is not NotImplemented:
+        return out
+    for slab in slabs(pager, [tensor], write=[True]):
+        fill(slab.operands)
     return tensor
 
 

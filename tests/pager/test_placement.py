@@ -33,6 +33,7 @@ class Case(NamedTuple):
     inputs: Callable[[], torch.Tensor]
     optimizer: Callable[[Any], torch.optim.Optimizer]
     autocast: bool = False
+    clips: bool = False
 
 
 def sgd(parameters: Any) -> torch.optim.Optimizer:
@@ -66,6 +67,8 @@ def train(case: Case, budget: int | None, *, steps: int = 3, policy: str = "lru"
                     with torch.autocast("cpu", torch.bfloat16, enabled=case.autocast):
                         loss = model(case.inputs()).float().square().mean()
                     loss.backward()
+                    if case.clips:
+                        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
                     optimizer.step()
                     optimizer.zero_grad()
             except tp.InfeasibleBudget:
@@ -458,6 +461,13 @@ def check_case(case: Case, rng: random.Random, budgets: int) -> None:
 )
 def test_random_models(seed: int, one_thread: None) -> None:
     check_random_models(seed, 3)
+
+
+@pytest.mark.parametrize("optimizer", [sgd, adamw])
+def test_clipped_gradients(optimizer: Any, allocator: object, one_thread: None) -> None:
+    """Their norms are the largest need of pages where all weights stream. A budget that has room
+    for the largest gradient, and not beside all else, is not refused for it."""
+    check_case(MLP._replace(optimizer=optimizer, clips=True), random.Random(5), 5)
 
 
 class Bags(nn.Module):
