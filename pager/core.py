@@ -408,8 +408,9 @@ class Core:
             extent.writes += 1
             if watch is not None:
                 watch.writing(extent)
-            if not extent.settled:
+            if not extent.settled or self.budget.metering:
                 self._check_write(extent)
+            if not extent.settled:
                 fresh.append(extent)
         if fresh:
             with self.lock:

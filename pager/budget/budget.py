@@ -95,6 +95,12 @@ _UNCHANGED = "No parameter was changed."
 _CHANGED = "What the iteration has changed before is as plain PyTorch has it."
 
 
+class LeftOut(InfeasibleBudget):
+    """Before a write to a parameter, in an iteration that is refused. An op that can do without the
+    write leaves it out, and the iteration goes on to its end, so that what comes after counts too.
+    Others raise this."""
+
+
 class DeviceBudget:
     """Moves the border of ``residency``'s arena. ``reserve`` is dense bytes, or ``None`` (auto)."""
 
@@ -333,8 +339,8 @@ class DeviceBudget:
         that it has gradients for, of all optimizers.
 
         ``False``: the step must not be taken. The iteration goes on without it, for what comes
-        after it, and is refused at its end. Before another change ``InfeasibleBudget`` is raised at
-        once."""
+        after it, and is refused at its end. Before another change :class:`LeftOut` is raised; or
+        ``InfeasibleBudget`` where parameters were changed before, which others should follow."""
         if not self.metering:
             self.backend.look_at_dense()
             return True
@@ -345,6 +351,8 @@ class DeviceBudget:
             self._check([optimizer] if self.checked and again else None, before)
             self._due.discard(id(optimizer))
         if self.refusal is not None and optimizer is None:
+            if self._changed is _UNCHANGED:
+                raise LeftOut(str(self.refusal), minimum=self.refusal.minimum)
             raise self.refusal
         return self.refusal is None
 

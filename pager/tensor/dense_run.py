@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ..budget.budget import LeftOut
 from ..errors import CorruptPage, InfeasibleBudget, PagerError
 from ..memory.space import Extent
 from .op_info import OpInfo
@@ -63,7 +64,9 @@ def run_quickly(func: Any, args: Any) -> Any:
             return NOT_QUICK
         else:
             plain.append(value)
-    if pager is None or (func in BY_VERDICT and has_verdict(func, paged)):
+    if pager is None or pager.budget.metering:
+        return NOT_QUICK
+    if func in BY_VERDICT and has_verdict(func, paged):
         return NOT_QUICK
     pager.take(runs)
     try:
@@ -95,10 +98,15 @@ def run_dense(func: Any, info: OpInfo, args: Any, kwargs: dict[str, Any]) -> Any
 
     What page kernels can do is done by them (``page_run.py``) where frames are scattered, or too
     few for all operands; other ops get dense copies then, or raise ``InfeasibleBudget``. Copies
-    into plain memory are made without a frame where none can be had (``tensor_bytes.py``).
+    into plain memory are made without a frame where none can be had (``tensor_bytes.py``). A write
+    to a parameter that the budget refuses is left out.
     """
     try:
         return _run_dense(func, info, args, kwargs)
+    except LeftOut:
+        written = _written_by(info, args, kwargs)
+        count = len(func._schema.returns)
+        return tuple(written) if count > 1 else written[0] if count else None
     except (InfeasibleBudget, CorruptPage):
         raise
     except PagerError:
@@ -127,7 +135,9 @@ def _run_dense(func: Any, info: OpInfo, args: Any, kwargs: dict[str, Any]) -> An
         out = copy_unmoved(func, args, kwargs)
         if out is not NotImplemented:
             return out
-    if (apart or has_verdict(func, paged)) and is_too_large(pager, func, paged):
+    # In a metered iteration it may all be there for want of an op that had to have it so.
+    by_rule = pager.budget.metering or has_verdict(func, paged)
+    if (apart or by_rule) and is_too_large(pager, func, paged):
         out = run_in_slabs(pager, func, args, kwargs)
         if out is not NotImplemented:
             return out

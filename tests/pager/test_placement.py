@@ -320,13 +320,15 @@ def test_what_follows_the_step_is_in_the_first_refusal(
 
 
 @pytest.mark.parametrize("optimizer", [sgd, adamw])
-def test_what_follows_another_write_to_a_parameter_is_in_the_second_refusal(
+def test_what_follows_another_write_to_a_parameter_is_in_the_first_refusal(
     optimizer: Any, allocator: object, one_thread: None
 ) -> None:
+    """Where the writes are refused, and where only what follows them has no room: then they are
+    made, which takes some bytes less than leaving them out (4096 of the number that is named)."""
     case = MLP._replace(optimizer=optimizer)
-    *first, last = refusals(case, sharpness_aware, 4 * PAGE)
-    assert len(first) <= 1
-    assert refusals(case, sharpness_aware, last - PAGE) == [last]
+    (minimum,) = refusals(case, sharpness_aware, 4 * PAGE)
+    (other,) = refusals(case, sharpness_aware, minimum - PAGE)
+    assert minimum - 4096 <= other <= minimum
 
 
 def test_the_steps_of_all_optimizers_are_foreseen_before_the_first(one_thread: None) -> None:
@@ -387,14 +389,37 @@ def refused_after_its_step(then: Callable[[Any, Any], None]) -> tp.InfeasibleBud
         return refusal.value
 
 
-def test_a_write_to_a_parameter_after_the_refused_step_is_not_made(one_thread: None) -> None:
-    def clip(model: Any, optimizer: Any) -> None:
+def test_writes_to_parameters_after_the_refused_step_are_left_out(one_thread: None) -> None:
+    def write(model: Any, optimizer: Any) -> None:
+        parameters = list(model.parameters())
         with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.clamp_(-0.01, 0.01)
+            for parameter in parameters:
+                assert parameter.clamp_(-0.01, 0.01) is parameter
+                parameter.data.zero_()
+                parameter[:2].mul_(0.5)
+                assert parameter.copy_(torch.ones(parameter.shape)) is parameter
+                torch.add(parameter, parameter, out=parameter)
+            torch._foreach_add_(parameters, 1.0)
+        model[0].weight.detach().normal_()
 
-    refusal = refused_after_its_step(clip)
-    assert "What comes after this write to a parameter is not counted yet" in str(refusal)
+    assert "is not counted yet" not in str(refused_after_its_step(write))
+
+
+def test_a_write_to_a_page_that_is_on_the_device_is_no_secret(one_thread: None) -> None:
+    model = nn.Linear(64, 64)
+    with tp.Pager(4 * PAGE, "64MiB", page_size=PAGE, device="cpu", policy="lru") as pager:
+        pager.page_module(model)
+        optimizer = pager.optimizer(sgd(model.parameters()))
+
+        @pager.iteration()
+        def refused() -> None:
+            with torch.no_grad():
+                model.weight.mul_(2.0)
+            step_of(model, optimizer, torch.randn(8192, 64))
+
+        with pytest.raises(tp.InfeasibleBudget) as refusal:
+            refused()
+    assert "No parameter was changed" not in str(refusal.value)
 
 
 def test_an_error_for_want_of_the_refused_step_is_the_refusal(one_thread: None) -> None:
