@@ -35,7 +35,7 @@ MOST_FILLED = 200  # updates that are looked at for what is left of the host's t
 CHEAP_SHARE = 0.1  # of a segment's time: an op that takes less is cheap to run again
 # Of the processor, so that what else runs changes nothing: for the bound, then for choices.
 BOUND_SECONDS, SECONDS, QUICK_SECONDS = 180.0, 35.0, 3.0
-GOOD_ENOUGH = 0.985  # of the bound, at which no further choice is tried
+GOOD_ENOUGH = 0.995  # of the bound, at which no further choice is tried
 # What is tried of the program's shares: how much more of what may be made again, and how late the
 # host may be by its estimated times, of an iteration.
 TRIALS = ((0.0, 0.02), (0.0, 0.05), (0.0, 0.0), (0.1, 0.02), (-0.1, 0.02), (0.0, 1.0))
