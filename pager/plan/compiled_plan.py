@@ -44,12 +44,14 @@ class CompiledPlan:
     first page when it is born. ``start``: positive key → frame of its first page when an iteration
     begins; ``away``: pages that are not on the device then. ``last_in``: key → number of its last
     in-move, the order of those still under way at the end. ``uses``: key → its accesses.
+    ``all_placed``: everything has a frame in advance.
     ``hosted``: access that is a step of the host → its place in the host's order.
     """
 
     def __init__(self, recorded: Recorded, plan: Plan, layout: Layout, keys: list[Keys]) -> None:
         self.keys = keys
         self.plan = plan
+        self.all_placed = not layout.unplaced_pages
         self.trace = without_ends(recorded.trace, plan.host_steps)
         self.actions: list[Sequence[Action]] = [()] * (len(keys) + 1)
         self.last_in: dict[int, int] = {}

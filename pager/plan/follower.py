@@ -205,15 +205,14 @@ class Follower:
             missing = enter_plan(residency, self.recorder.names, compiled)
         except PagerError:
             return False
-        self.planned.homes = {**compiled.start}
+        self.planned.follow(compiled)
         self.planned.issue(missing, ())
         return True
 
     def _follow(self, compiled: CompiledPlan, accesses: int) -> None:
         """From now on, when so many accesses have ended."""
         self.compiled, self._issued = compiled, accesses
-        self.planned.births = compiled.births
-        self.planned.homes = {**compiled.start}
+        self.planned.follow(compiled)
         self.recorder.on_access = self._accessed
 
     def _leave(self) -> None:
@@ -221,7 +220,7 @@ class Follower:
         if self.compiled is not None or self._in_state is not None:
             self.planned.clear()
         self.compiled = self._in_state = self.recorder.on_access = None
-        self.planned.births, self.planned.homes = {}, {}
+        self.planned.follow(None)
 
     def _accessed(self, keys: Keys) -> None:
         """An access begins. If the plan does not know it, another one may that began so."""

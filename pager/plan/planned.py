@@ -22,7 +22,7 @@ from ..moves.mover import TIERS, Mover
 from ..moves.residency import Residency
 from ..moves.tickets import MoveFailed
 from .access_log import Names
-from .compiled_plan import ANYWHERE, Action
+from .compiled_plan import ANYWHERE, Action, CompiledPlan
 
 _NOTHING = np.empty(0, np.int32)
 _PATIENCE = 16  # times that a move waits for its place: some 8 accesses
@@ -83,9 +83,10 @@ class PlannedMoves:
         self.late = self.faults = self.prefetched = 0
         self.births: dict[int, int] = {}
         self.homes: dict[int, int] = {}
-        # What has gone astray finds back to its place where moving pages inside the arena takes the
-        # host a few calls. On a CPU these are copies that the training thread makes.
-        self._tidies = not residency.backend.host_addressable
+        # Where moving pages inside the arena takes the host a few calls. On a CPU these are copies
+        # that the training thread makes.
+        self._may_tidy = not residency.backend.host_addressable
+        self._tidies = False
         self._hurry = False
         self._waiting_first: dict[str, tuple[Job, int]] = {}  # by tier, and how often it has waited
         self._residency, self._mover, self._names = residency, mover, names
@@ -134,6 +135,13 @@ class PlannedMoves:
             self._mover.error = self._mover.error or error
         if self._mover.error is not None:
             self.clear()
+
+    def follow(self, compiled: CompiledPlan | None) -> None:
+        """Places are those of this plan, as it begins. Where it has one for everything, what has
+        gone astray finds back; otherwise what has no place would be in the way again and again."""
+        self.births = compiled.births if compiled is not None else {}
+        self.homes = {**compiled.start} if compiled is not None else {}
+        self._tidies = self._may_tidy and compiled is not None and compiled.all_placed
 
     def clear(self) -> None:
         """Forget what has not begun."""
