@@ -20,7 +20,7 @@ def resident_pages(problem: Problem, schedule: Schedule) -> Ints:
     base = 0
     for outs, ins in zip(schedule.outs, schedule.ins):
         ends = [  # what dies in host needs no frame from then on
-            replace(chunk, step=_due(problem, chunk))
+            replace(chunk, step=int(problem.gaps.end[chunk.gap]))
             for chunk in outs
             if problem.gaps.kind[chunk.gap] == LAST
         ]
@@ -68,21 +68,13 @@ def fit(problem: Problem, schedule: Schedule) -> Schedule:
     return replace(schedule, ins=ins, outs=outs)
 
 
-def _due(problem: Problem, chunk: Chunk) -> int:
-    """When what is off in the chunk's gap is used, in the count of its chunks' steps: that of the
-    iteration in which it leaves, which is the next one for what is used in the last step."""
-    gaps, steps = problem.gaps, problem.steps
-    later = steps if gaps.begin[chunk.gap] + 1 == steps else 0
-    return int(gaps.end[chunk.gap]) - later
-
-
 def _last_due(problem: Problem, ins: list[list[Chunk]], step: int) -> tuple[int, int, int] | None:
     """Tier, index and absolute step of the chunk that is back at ``step`` and due last."""
     best: tuple[int, int, int] | None = None
     longest = 0
     for part, chunks in enumerate(ins):
         for index, chunk in enumerate(chunks):
-            due = _due(problem, chunk)
+            due = int(problem.gaps.end[chunk.gap])
             for at in (step, step + problem.steps):
                 if chunk.step <= at < due and due - at > longest:
                     longest, best = due - at, (part, index, at)
@@ -95,7 +87,7 @@ def _next_out(problem: Problem, outs: list[list[Chunk]], step: int) -> tuple[int
     shortest = problem.steps
     for part, chunks in enumerate(outs):
         for index, chunk in enumerate(chunks):
-            begin = (int(problem.gaps.begin[chunk.gap]) + 1) % problem.steps
+            begin = int(problem.gaps.begin[chunk.gap]) + 1
             for at in (step, step + problem.steps):
                 if begin <= at < chunk.step and chunk.step - at < shortest:
                     shortest, best = chunk.step - at, (part, index, at)
