@@ -92,7 +92,8 @@ def test_frames_are_spared_where_that_costs_nothing(
     def plan(trace: Trace, hardware: Hardware, *_: Any) -> Any:
         frames = hardware.device_bytes // hardware.page_size
         us = 100.0 if frames == 64 else 100.0 * cost
-        return SimpleNamespace(frames=frames, predicted=SimpleNamespace(iteration_us=us), moves=())
+        predicted = SimpleNamespace(iteration_us=us)
+        return trace, SimpleNamespace(frames=frames, predicted=predicted, moves=())
 
     monkeypatch.setattr(background, "_plan", plan)
     monkeypatch.setattr(
@@ -114,13 +115,13 @@ def test_a_plan_of_fewer_moves_is_taken(
 ) -> None:
     """If it takes hardly longer; with the bound that the full search has found."""
     trace, hardware = layers(6), machine(64)
-    made = background._plan(trace, hardware, True, "lp")
+    made = background._plan(trace, hardware, True, "lp")[1]
     assert made.predicted is not None
 
-    def plan(_trace: Trace, _hardware: Hardware, quick: bool, _policy: str) -> Plan:
+    def plan(its: Trace, _hardware: Hardware, quick: bool, _policy: str) -> tuple[Trace, Plan]:
         predicted = replace(made.predicted, iteration_us=us if quick else 100.0)
         kept = made.moves[: moves if quick else 4]
-        return replace(made, predicted=predicted, moves=kept, bound=Bound(90.0, 90.0))
+        return its, replace(made, predicted=predicted, moves=kept, bound=Bound(90.0, 90.0))
 
     monkeypatch.setattr(background, "_plan", plan)
     monkeypatch.setattr(background, "place", lambda *_: SimpleNamespace(unplaced_pages=0))
