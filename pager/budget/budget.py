@@ -507,6 +507,10 @@ class DeviceBudget:
         more = self.backend.meter_alive() - self._carried
         return more <= 0 or self._is_enough(self.dense_peak + more, self._least_frames)
 
+    def has_twice_the_dense(self) -> bool:
+        """Whether iterations could take twice the dense bytes that a metered one took."""
+        return self._is_enough(2 * self.dense_peak - self.dense_baseline, self._least_frames)
+
     def count_from_here(self) -> None:
         """What this iteration has allocated so far is part of ``dense_baseline``."""
         if not self.metering:

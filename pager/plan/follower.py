@@ -143,7 +143,8 @@ class Follower:
 
     def _time_ops(self) -> None:
         """What plain PyTorch takes for a kind of iteration is measured once, in the next one after
-        it was first seen; of the first kind at once."""
+        it was first seen; of the first kind at once. Beside a mode backward passes add gradients
+        up in new memory, which the budget has to have room for."""
         from .plain_speed import OpTimes, can_time_ops
 
         if self._stays_on is not None and self._stays_on.stop():
@@ -151,7 +152,9 @@ class Follower:
         known = self.current is not None and self.current.plain_us is not None
         planning = any(one.process is not None for one in self.signatures.all)
         busy = planning or self.recorder.ops or self._stays_on
-        if not (known or busy) and can_time_ops(self._pager):
+        if known or busy or not self._pager.budget.has_twice_the_dense():
+            return
+        if can_time_ops(self._pager):
             self._op_times = OpTimes(self._pager)
             self._op_times.start()
 

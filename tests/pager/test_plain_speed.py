@@ -6,6 +6,7 @@ import statistics
 import threading
 import time
 
+import pytest
 import torch
 from torch import nn
 
@@ -86,6 +87,34 @@ def test_timing_changes_no_bits_and_is_done_once(one_thread: None) -> None:
         assert len(pager.core.follower.signatures.all) == 1  # and the second as the others
         for mine, theirs in zip(paged.model.parameters(), plain.model.parameters()):
             assert torch.equal(mine.to_dense(), theirs)  # type: ignore[attr-defined]
+
+
+def _modes_of_iterations(budget: int) -> list[int]:
+    """Modes that iterations had, in a training in which a gradient is a sum of large parts."""
+    options = {"host_budget": "64MiB", "page_size": 64 << 10, "device": "cpu", "policy": "lp"}
+    modes = []
+    with tp.Pager(device_budget=budget, **options) as pager:  # type: ignore[arg-type]
+        model = pager.page_module(model_of(3))
+        optimizer = pager.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        for _ in range(4):
+            with pager.iteration():
+                modes.append(torch._C._len_torch_dispatch_stack())
+                inputs = torch.ones(ROWS, WIDTH, requires_grad=True)
+                loss = model(inputs[:1]).sum()
+                for row in range(4):
+                    loss = loss + inputs[row : row + 1].sum()
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+    return modes
+
+
+def test_nothing_is_timed_where_that_has_no_room() -> None:
+    """Beside a mode autograd adds gradients up in new memory."""
+    with pytest.raises(tp.InfeasibleBudget) as refused:
+        _modes_of_iterations(512 << 10)
+    assert refused.value.minimum is not None
+    assert _modes_of_iterations(refused.value.minimum) == [0, 0, 0, 0]
 
 
 def test_copies_of_pages_are_none_of_it(one_thread: None) -> None:
