@@ -149,8 +149,8 @@ MUTANTS = {
     ),
     "a checksum is made of bytes that have not arrived": Mutant(
         TRANSFERS,
-        "        self._backend.wait(mark)\n        stamps.claim(",
-        "        stamps.claim(",
+        "        self._backend.wait(mark)\n        self.stamp_host(",
+        "        self.stamp_host(",
         "pages_are_verified",
     ),
     "a page is saved before it has arrived": Mutant(
@@ -432,8 +432,8 @@ def found(mutants: Sequence[Mutant]) -> list[Finding]:
     """
     given = json.dumps(mutants)
     done = subprocess.run(
-        [sys.executable, "-m", "simdev.mutants"],
-        env={**os.environ, "PYTHONPATH": str(ROOT / "tests")},
+        [sys.executable, "-m", "tests.simdev.mutants"],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
         input=given, capture_output=True, text=True, timeout=1800,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
@@ -495,8 +495,11 @@ def _in_a_child(mutant: Mutant) -> Finding:
             result.write_text(json.dumps(_look(mutant.case, folder)))
             os._exit(0)
         _, status = os.waitpid(pid, 0)
-        if status:
-            return Finding("error", f"ended with {os.waitstatus_to_exitcode(status)}")
+        code = os.waitstatus_to_exitcode(status)
+        if code > 0:  # an error of what looks for faults finds none
+            raise RuntimeError(f"the case {mutant.case} could not be run; its error is above")
+        if code:
+            return Finding("error", f"ended by signal {-code}")
         return Finding(*json.loads(result.read_text()))
 
 
