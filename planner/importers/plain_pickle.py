@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import pickle
 import pickletools
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from ..errors import TraceError
 from .json_file import read_at_most
 
 MAX_BYTES = 2 << 30
+_LONGEST = 80  # characters of what Python says of a damaged file
 _CUT_OFF = (
     "exhausted",
     "remain",
@@ -46,19 +48,26 @@ def load_plain(path: Path, max_bytes: int = MAX_BYTES) -> Any:
     at = 0
     machine = _Machine()
     try:
-        for opcode, argument, position in pickletools.genops(content):
-            at = position or 0
-            if opcode.name == "STOP":
-                if machine.outer or len(machine.stack) != 1:
-                    raise ValueError("it does not end with one object")
-                break
-            follow = _INSTRUCTIONS.get(opcode.name)
-            if follow is None:
-                raise TraceError(f"{path}: {machine.refusal(opcode, argument, at)}")
-            follow(machine, argument)
+        with warnings.catch_warnings():
+            # Of damaged strings; what pickletools reads from them is only data.
+            warnings.simplefilter("ignore", DeprecationWarning)
+            for opcode, argument, position in pickletools.genops(content):
+                at = position or 0
+                if opcode.name == "STOP":
+                    if machine.outer or len(machine.stack) != 1:
+                        raise ValueError("it does not end with one object")
+                    break
+                follow = _INSTRUCTIONS.get(opcode.name)
+                if follow is None:
+                    raise TraceError(f"{path}: {machine.refusal(opcode, argument, at)}")
+                follow(machine, argument)
         return machine.stack[0]
     except (IndexError, KeyError, ValueError, TypeError, MemoryError) as error:
-        reason = "it is cut off" if any(word in str(error) for word in _CUT_OFF) else str(error)
+        reason = str(error)  # may quote all of a damaged file
+        if any(word in reason for word in _CUT_OFF):
+            reason = "it is cut off"
+        elif len(reason) > _LONGEST:
+            reason = reason[:_LONGEST] + "…"
         raise TraceError(f"{path}: not a whole pickle at byte {at} ({reason})") from error
 
 

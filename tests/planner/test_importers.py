@@ -239,6 +239,8 @@ def test_a_pickle_runs_nothing(tmp_path: Path, protocol: int) -> None:
         (b"\x80\x04N]Na.", "does not end with one object"),
         (b"\x80\x04}K\x01K\x02s.", "a dict key of type int"),
         (b"\x80\x04})K\x02s.", "a dict key of type tuple"),
+        (b"S'\\h'\nQ.", "instruction b'S' at byte 0 is refused"),  # an escape that is none
+        (b"F" + b"x" * 1000 + b"\n.", r"could not convert .{,80}…\)$"),
         (b"\x80\x04Q.", "instruction b'Q' at byte 2 is refused"),
         (b"\x80\x04\x82\x01.", "is refused"),
         (b"\x80\x04Nb.", "instruction b'b'"),
