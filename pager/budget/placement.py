@@ -99,7 +99,7 @@ class Placement:
         self._verdicts_before: dict[Extent, bool | None] = {}  # of those that it has changed
         self._gradients: list[_Gradient] = []
         self._products: list[_Product] = []
-        self._under_way: Weight | None = None
+        self.under_way: Weight | None = None  # whose product takes place
         self._casts: dict[Extent, Weight] = {}  # that autocast has made
         self._timeline = self._left = NO_TIMELINE
         self._beside, self._rest = NO_TIMELINE[1], 0
@@ -113,7 +113,7 @@ class Placement:
         self._before, self._dense = dense_before, 0
         self._timeline = self._left = NO_TIMELINE
         self._beside, self._rest = NO_TIMELINE[1], 0
-        self.turned, self._under_way = False, None
+        self.turned, self.under_way = False, None
         self.weights = {run: weight for run, weight in self.weights.items() if run.storages}
 
     def known(self, run: Extent) -> bool | None:
@@ -153,12 +153,12 @@ class Placement:
     @contextmanager
     def product(self, weight: Weight, taken: Taken) -> Iterator[Weight]:
         """Whole, takes place inside."""
-        began, before = time.perf_counter(), self._under_way
-        self._under_way = weight
+        began, before = time.perf_counter(), self.under_way
+        self.under_way = weight
         try:
             yield weight
         finally:
-            self._under_way = before
+            self.under_way = before
             self.note_product(weight, began, taken)
 
     def note_product(self, weight: Weight, began: float, taken: Taken) -> None:
@@ -179,7 +179,7 @@ class Placement:
 
     def owner(self, runs: Collection[Extent]) -> Weight | None:
         """The weight whose product an op on ``runs`` is a part of."""
-        weight = self._under_way
+        weight = self.under_way
         if weight is None:
             return next((self._casts[run] for run in runs if run in self._casts), None)
         if weight.run not in runs:

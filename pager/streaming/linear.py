@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd import forward_ad
 
+from ..budget.placement import Taken
 from ..errors import InfeasibleBudget
 from ..tensor.activations import raise_modified
 from ..tensor.dense_run import NOT_QUICK, PLAIN, Operands, run_dense
@@ -250,18 +251,28 @@ def _times(rows: torch.Tensor, weight: PagedTensor) -> torch.Tensor:
 
 
 def _watch_second_gradient(node: Any, weight: PagedTensor, rows: torch.Tensor, noted: Any) -> None:
-    """``node``, of PyTorch's rows @ weight, is that of a second derivative: it gives a dense
-    gradient of the weight, which :func:`_of_weight` does not see."""
+    """``node``, of PyTorch's rows @ weight, is that of a second derivative: it reads the weight
+    again, and gives a dense gradient of it, which :func:`_of_weight` does not see."""
     budget = weight._storage.pager.budget
-    taken = streaming_takes(weight, rows.dtype, rows.size(0), "weight")
+    of_weight = streaming_takes(weight, rows.dtype, rows.size(0), "weight")
+    of_rows = Taken(0, streaming_takes(weight, rows.dtype, rows.size(0), "forward").more)
 
-    def note(gradients: tuple[Any, ...], _: Any) -> None:
-        of_weight = gradients[-1]
-        if budget.metering and of_weight is not None and type(of_weight) is not PagedTensor:
-            budget.placement.note_product(noted, time.perf_counter(), taken)
-            budget.placement.note_gradient(noted, of_weight)
+    def begin(_: Any) -> None:
+        if budget.metering:
+            budget.placement.under_way = noted
 
-    node.register_hook(note)
+    def end(gradients: tuple[Any, ...], _: Any) -> None:
+        budget.placement.under_way = None
+        if not budget.metering:
+            return
+        if gradients[0] is not None:
+            budget.placement.note_product(noted, time.perf_counter(), of_rows)
+        if gradients[-1] is not None and type(gradients[-1]) is not PagedTensor:
+            budget.placement.note_product(noted, time.perf_counter(), of_weight)
+            budget.placement.note_gradient(noted, gradients[-1])
+
+    node.register_prehook(begin)
+    node.register_hook(end)
 
 
 def _times_whole(rows: torch.Tensor, weight: PagedTensor) -> torch.Tensor:

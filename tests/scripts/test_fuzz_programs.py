@@ -23,6 +23,12 @@ def test_random_programs_keep_every_promise(seeds: range) -> None:
     )
 
 
+@pytest.mark.parametrize("seed", [1104, 1202, 1286])
+@pytest.mark.filterwarnings("ignore")
+def test_a_minimum_holds_where_a_whole_weight_is_read_for_second_derivatives(seed: int) -> None:
+    assert broken_promise(draw(seed)) is None
+
+
 def test_a_program_is_the_same_for_its_seed() -> None:
     assert draw(3) == draw(3)
     assert draw(3) != draw(4)
