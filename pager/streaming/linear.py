@@ -37,6 +37,7 @@ from .linear_stream import (
     WeightGrad,
     finds_room,
     input_grad,
+    is_cast,
     is_streamed,
     is_watched,
     linear_in_slabs,
@@ -45,6 +46,7 @@ from .linear_stream import (
     streaming_takes,
     watched,
 )
+from .tables import Geometry
 
 LINEAR = torch.nn.functional.linear
 _STRIDED, _mm = torch.strided, torch.mm
@@ -142,7 +144,7 @@ def _is_ours(inputs: torch.Tensor, weight: PagedTensor, bias: Any) -> bool:
     if (
         pager.sees_ops
         or _modes() > our_modes.count
-        or (_any_autocast() and torch.is_autocast_enabled(pager.device.type))
+        or (_any_autocast() and is_cast(weight))
         or _functorch_level() is not None
         or forward_ad._current_level >= 0
     ):
@@ -294,7 +296,7 @@ def _of_weight(rows: torch.Tensor, inputs: torch.Tensor, metered: Any) -> torch.
         return rows.t().mm(inputs)
     nbytes = metered.numel() * metered.dtype.itemsize
     if metered._storage.run.streamed or not finds_room(metered, inputs, nbytes, pages=0):
-        return WeightGrad.apply(plain(rows), plain(inputs), metered)  # type: ignore[no-any-return,no-untyped-call]
+        return WeightGrad.apply(plain(rows), plain(inputs), Geometry.of(metered))  # type: ignore[no-any-return,no-untyped-call]
     placement = metered._storage.pager.budget.placement
     with watched(metered, inputs, way="weight") as noted:
         found = rows.t().mm(inputs)

@@ -41,9 +41,10 @@ from ...kernels.linear_grad import linear_input_grad, linear_weight_grad
 from ...kernels.paged_matrix import DTYPES
 from ..budget.fits import streams
 from ..budget.placement import Taken, Weight
+from ..tensor.activations import raise_modified
 from ..tensor.paged_tensor import PagedTensor
 from .rows import Matrix
-from .tables import new_gradient
+from .tables import Geometry
 
 _HALVES = (torch.float16, torch.bfloat16)
 _PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter, PagedTensor)
@@ -85,7 +86,7 @@ def watched(
 ) -> Iterator[Weight]:
     """Inside, a product takes place. ``way``: see :func:`streaming_takes`."""
     others = [t for t in (inputs, bias) if type(t) is PagedTensor]  # which are copied
-    dtype = torch.get_autocast_dtype(weight.device.type) if _is_cast(weight) else weight.dtype
+    dtype = torch.get_autocast_dtype(weight.device.type) if is_cast(weight) else weight.dtype
     taken = streaming_takes(weight, dtype, inputs.numel() // max(1, inputs.size(-1)), way)
     result = taken.result
     if dtype is not weight.dtype:
@@ -98,7 +99,7 @@ def watched(
         yield noted
 
 
-def _is_cast(weight: PagedTensor) -> bool:
+def is_cast(weight: PagedTensor) -> bool:
     """By autocast, to another dtype."""
     low = torch.get_autocast_dtype(weight.device.type)
     on = torch.is_autocast_enabled(weight.device.type)
@@ -183,14 +184,14 @@ def _as_autocast_has_it(
         return inputs, weight.dtype, bias
     low = torch.get_autocast_dtype(kind)
 
-    def is_cast(tensor: torch.Tensor) -> bool:
+    def becomes_low(tensor: torch.Tensor) -> bool:
         return tensor.is_floating_point() and tensor.dtype is not torch.float64
 
-    if is_cast(inputs):
+    if becomes_low(inputs):
         inputs = inputs.to(low)
-    if bias is not None and is_cast(bias):
+    if bias is not None and becomes_low(bias):
         bias = bias.to(low)
-    return inputs, low if is_cast(weight) else weight.dtype, bias
+    return inputs, low if becomes_low(weight) else weight.dtype, bias
 
 
 def _go_together(
@@ -223,12 +224,19 @@ def plain(tensor: Any) -> Any:
 
 # -- the graph -------------------------------------------------------------------------------------
 class _Product(torch.autograd.Function):
+    """Saves what the node of a whole product does (``linear.py``): a weight may stream from the
+    backward pass on, where activation checkpointing looks for what the forward pass has saved."""
+
     @staticmethod
     def forward(
         ctx: Any, x: torch.Tensor, bias: torch.Tensor | None, weight: PagedTensor
     ) -> torch.Tensor:
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(x, weight)
+        for_x, _, for_weight = ctx.needs_input_grad
+        ctx.geometry = Geometry.of(weight)
+        ctx.parameter = (weight, weight._version) if for_x and weight.is_leaf else None
+        kept = weight if for_x and not weight.is_leaf else None
+        ctx.save_for_backward(x if for_weight else None, kept)
         return _product(x, weight, bias)
 
     @staticmethod
@@ -238,9 +246,14 @@ class _Product(torch.autograd.Function):
         grad = plain(grad)
         x, weight = ctx.saved_tensors
         for_x, for_bias, for_weight = ctx.needs_input_grad
+        if ctx.parameter is not None:
+            weight, version = ctx.parameter
+            if weight._version != version:
+                raise_modified(weight, version)
         of_bias = grad.sum(0) if for_bias else None
         of_x = input_grad(grad, weight) if for_x else None
-        return of_x, of_bias, WeightGrad.apply(grad, x, weight) if for_weight else None  # type: ignore[no-untyped-call]
+        of_weight = WeightGrad.apply(grad, x, ctx.geometry) if for_weight else None  # type: ignore[no-untyped-call]
+        return of_x, of_bias, of_weight
 
 
 class _InputGrad(torch.autograd.Function):
@@ -258,15 +271,17 @@ class _InputGrad(torch.autograd.Function):
         factor, weight = ctx.saved_tensors
         for_factor, for_weight = ctx.needs_input_grad
         of_factor = product(grad, weight, None) if for_factor else None
-        return of_factor, WeightGrad.apply(factor, grad, weight) if for_weight else None  # type: ignore[no-untyped-call]
+        if not for_weight:
+            return of_factor, None
+        return of_factor, WeightGrad.apply(factor, grad, Geometry.of(weight))  # type: ignore[no-untyped-call]
 
 
 class WeightGrad(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, grad: torch.Tensor, x: torch.Tensor, weight: PagedTensor) -> PagedTensor:
+    def forward(ctx: Any, grad: torch.Tensor, x: torch.Tensor, geometry: Geometry) -> PagedTensor:
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(grad, x)
-        return _weight_grad(plain(grad), plain(x), weight)
+        return _weight_grad(plain(grad), plain(x), geometry)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor | None) -> Any:
@@ -325,10 +340,10 @@ def _input_grad(grad: torch.Tensor, weight: PagedTensor) -> torch.Tensor:
     return total.to(grad.dtype)
 
 
-def _weight_grad(grad: torch.Tensor, x: torch.Tensor, weight: PagedTensor) -> PagedTensor:
+def _weight_grad(grad: torch.Tensor, x: torch.Tensor, geometry: Geometry) -> PagedTensor:
     """In new pages. If they find no room in the tiers (``TierFull``), none of them stays."""
     with torch.no_grad():
-        result = new_gradient(weight)
+        result = geometry.new_gradient()
     matrix = Matrix.of(result)
     direct = _is_read_directly(matrix, x)
     if direct:

@@ -47,7 +47,7 @@ from ...kernels.rows import (
 )
 from ..budget.fits import fits, frames_anyway, streams
 from ..budget.placement import Taken, Weight
-from ..core import PagedStorage
+from ..core import Core, PagedStorage
 from ..tensor.dispatcher import serve_call, serve_op
 from ..tensor.op_info import our_modes
 from ..tensor.operands import begin_of, operand, slabs
@@ -218,10 +218,25 @@ def look_up(table: PagedTensor, indices: torch.Tensor) -> torch.Tensor:
 def new_gradient(table: torch.Tensor) -> PagedTensor:
     """In pages, with the table's geometry; the caller writes all of its values."""
     assert type(table) is PagedTensor
-    like = torch.empty(table.size(), dtype=table.dtype, device="meta")
-    gradient = blank(table._storage.pager, like, "gradient")
-    _gradients.add(gradient._storage)
-    return gradient
+    return Geometry.of(table).new_gradient()
+
+
+class Geometry(NamedTuple):
+    """Of a weight, for a gradient that is made when the weight itself may be gone."""
+
+    pager: Core
+    size: torch.Size
+    dtype: torch.dtype
+
+    @staticmethod
+    def of(weight: PagedTensor) -> Geometry:
+        return Geometry(weight._storage.pager, weight.size(), weight.dtype)
+
+    def new_gradient(self) -> PagedTensor:
+        like = torch.empty(self.size, dtype=self.dtype, device="meta")
+        gradient = blank(self.pager, like, "gradient")
+        _gradients.add(gradient._storage)
+        return gradient
 
 
 def is_gradient(value: Any) -> TypeGuard[PagedTensor]:

@@ -323,6 +323,29 @@ def test_checkpoint(pager) -> None:
         assert torch.allclose(mine, plain, atol=1e-3)
 
 
+@pytest.mark.parametrize("how", ["parameter", "part", "autocast"])
+def test_checkpoint_of_a_weight_that_streams_from_the_backward_pass_on(pager, how: str) -> None:
+    """It finds again what was saved while the weight was whole."""
+    x, weight, _, _ = operands()
+    dtype = torch.float64 if how == "autocast" else torch.float32
+    x, weight = x.to(dtype), weight[:120].to(dtype)
+    found = []
+
+    def product(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, w[:60] if how == "part" else w).relu()
+
+    for leaf in (weight.clone().requires_grad_(), put(pager, weight)):
+        inputs = x.clone().requires_grad_(how != "part")
+        with pager.iteration(), torch.autocast("cpu", torch.bfloat16, enabled=how == "autocast"):
+            out = checkpoint(product, inputs, leaf, use_reentrant=False)
+            if type(leaf) is tp.PagedTensor:
+                leaf._storage.run.streamed = True
+            out.square().sum().backward()
+        found.append((inputs.grad, dense(leaf.grad)))
+    for mine, plain in zip(found[1], found[0], strict=True):
+        assert (mine is plain is None) or torch.allclose(mine, plain, atol=1e-3)
+
+
 def test_autocast(pager) -> None:
     """The weight is cast block by block; its gradient has its own dtype."""
     x, weight, bias, seed = operands()
