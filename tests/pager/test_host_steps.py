@@ -376,4 +376,3 @@ def test_fifty_steps_with_dropout_accumulation_and_clipping(
         assert (stats["host_steps"] > 0) is bool(hosted), pager.core.host_steps.left
         for tier, peak in stats["peak_bytes"].items():
             assert peak <= stats["budget_bytes"][tier], tier
-        assert 0.3 < stats["measured_us"] / stats["predicted_us"] < 3, pager.explain()

@@ -12,7 +12,8 @@ from .ops import dtype_name, full_limit, inputs_of, op_params, samples
 from .trials import Call, Trials, seed, tensors
 from .worlds import World
 
-pytestmark = pytest.mark.filterwarnings("ignore")
+# In full runs all samples of grid_sampler_3d in five lanes take more than 15 minutes if it is busy.
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(3600)]
 
 TAKE_OPEN_NAMES = {func.__name__ for func in TAKE_OPEN}
 
