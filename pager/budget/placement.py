@@ -122,6 +122,10 @@ class Placement:
             run.streamed = self._copies.get(run.nbytes)
         return run.streamed
 
+    def streamed_copies(self) -> list[int]:
+        """Bytes of those that stream of what each iteration makes anew: casts of weights, say."""
+        return [nbytes for nbytes, streamed in self._copies.items() if streamed]
+
     def judge(self, run: Extent, *, streamed: bool) -> None:
         """From now on."""
         self._verdicts_before.setdefault(run, run.streamed)

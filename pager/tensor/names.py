@@ -68,7 +68,8 @@ def named_runs(pager: Core) -> Iterator[tuple[Extent, str]]:
 def streamed_names(pager: Core) -> list[str]:
     """Weights that go through the device slab by slab, by the verdict of ``placement.py`` or as an
     op on them (their mean, say) found no room for more; gradients and activations of which an op
-    found none. Those that belong to no model or optimizer are named by their size."""
+    found none, and casts of weights that stream, which each iteration makes anew. Those that belong
+    to no model or optimizer are named by their size."""
     names: dict[int, str] = {}
     for run, name in named_runs(pager):
         transient = run.kind in TRANSIENT_KINDS
@@ -77,7 +78,12 @@ def streamed_names(pager: Core) -> list[str]:
     for run in list(pager.space.runs.values()):
         if run.streamed and run.storages and run.id not in names:
             names[run.id] = f"tensor of {run.nbytes} bytes"
-    return sorted({*names.values(), *pager.space.passed_in_slabs})
+    found = {*names.values(), *pager.space.passed_in_slabs}
+    for nbytes in pager.budget.placement.streamed_copies():  # perhaps there is none just now
+        size = f" of {nbytes} bytes"
+        if not any(name.endswith(size) for name in found):
+            found.add(f"tensor{size}")
+    return sorted(found)
 
 
 def _optimizers(pager: Core) -> Iterator[torch.optim.Optimizer]:

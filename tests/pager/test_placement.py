@@ -120,6 +120,21 @@ MLP = Case(
 
 
 # -- verdicts --------------------------------------------------------------------------------------
+class HalfCast(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(x.bfloat16(), self.weight.bfloat16()).float()
+
+
+def test_a_cast_that_streams_is_named_when_it_is_gone(one_thread: None) -> None:
+    """Whoever looks after an iteration sees why bits are not PyTorch's."""
+    case = Case(lambda: HalfCast(512, 512, bias=False), lambda: torch.randn(8, 512), plain_sgd)
+    with pytest.raises(tp.InfeasibleBudget) as refused:
+        train(case, 4 * PAGE)
+    result = train(case, refused.value.minimum)
+    assert f"tensor of {512 * 512 * 2} bytes" in result.streamed
+    assert "tensor of" in result.explained
+
+
 def test_autocast_has_plain_bits_in_every_step(one_thread: None) -> None:
     """Of a weight only its half-size cast is ever on the device whole."""
     case = MLP._replace(autocast=True, optimizer=adamw)
