@@ -21,22 +21,29 @@ PAGE = 64 << 10
 
 @dataclass
 class Seen:
-    """What a training showed: ``(turn, name, value)`` in the order of the program."""
+    """What a training showed: ``(turn, name, value)`` in the order of the program. ``whole``: how
+    many of these were seen before anything streamed, by what the pager says."""
 
     values: list[tuple[int, str, Tensor]] = field(default_factory=list)
-    streamed: list[str] = field(default_factory=list)
+    whole: int = 0
+    pager: tp.Pager | None = None
     peak_bytes: int = 0
     turn: int = 0
     beside: bool = False  # a thread beside the training runs, or ended the program by its error
     part: int = 0  # of the turn: 0 up to the step, 1 behind it, 2 behind the iteration
+
+    @property
+    def streams(self) -> bool:
+        return self.pager is not None and bool(self.pager.stats()["streamed"])
 
     def note(self, name: str, value: Tensor) -> None:
         dense = value.to_dense() if isinstance(value, tp.PagedTensor) else value
         # In NumPy's memory: PyTorch's, of an iteration, counts for as long as it lives.
         flat = dense.detach().contiguous().reshape(-1).view(torch.uint8).numpy().copy()
         kept = torch.from_numpy(flat).view(dense.dtype).view(dense.shape)
-        # What comes behind an iteration is of the next turn: what streams is settled by then.
-        self.values.append((self.turn + (self.part == 2), name, kept))
+        if self.whole == len(self.values) and not self.streams:
+            self.whole += 1
+        self.values.append((self.turn, name, kept))
 
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
@@ -64,7 +71,9 @@ def train(
         with tp.Pager(
             device_budget=budget, host_budget="64MiB", page_size=PAGE, device="cpu", policy=policy
         ) as pager:
+            seen.pager = pager
             _train(program, seen, pager)
+            seen.pager = None
             seen.peak_bytes = pager.stats()["peak_bytes"]["device"]
     finally:
         gc.enable()
@@ -94,8 +103,6 @@ def _train(program: Program, seen: Seen, pager: tp.Pager | None) -> None:
     for name, weight in model.named_parameters():
         seen.note(f"final {name}", weight)
     seen.note("final mean", model.mean)
-    if pager is not None:  # as long as there is a model to name them by
-        seen.streamed = list(pager.stats()["streamed"])
 
 
 def _batch(program: Program, rows: int, number: int) -> Tensor:
