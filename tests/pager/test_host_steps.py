@@ -89,7 +89,7 @@ def test_the_same_bits(one_thread, kind: str) -> None:
 
 def test_over_all_cores() -> None:
     with make_pager(frames=200) as pager:
-        compare_runs(training(width=1024, steps=4), HostWorld(pager))
+        compare_runs(training(width=1024, steps=3), HostWorld(pager))
         assert pager.stats()["host_steps"] > 0, pager.core.host_steps.left
 
 

@@ -94,6 +94,8 @@ def _modes_of_iterations(budget: int) -> list[int]:
     options = {"host_budget": "64MiB", "page_size": 64 << 10, "device": "cpu", "policy": "lp"}
     modes = []
     with tp.Pager(device_budget=budget, **options) as pager:  # type: ignore[arg-type]
+        assert pager.core.follower is not None
+        pager.core.follower.most_plans = 0
         model = pager.page_module(model_of(3))
         optimizer = pager.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
         for _ in range(4):

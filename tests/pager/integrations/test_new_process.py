@@ -58,11 +58,12 @@ def strategy(folder: Path, checkpoint: Path | None) -> list[Any]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "library", "name"),
     [
         (trainer, "transformers", "checkpoint-2"),
-        pytest.param(strategy, "lightning", "epoch=0.ckpt", marks=pytest.mark.slow),
+        (strategy, "lightning", "epoch=0.ckpt"),
     ],
 )
 def test_going_on(kind: Any, library: str, name: str, tmp_path: Path) -> None:
