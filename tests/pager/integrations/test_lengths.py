@@ -13,30 +13,11 @@ import torch
 import tensorpager as tp
 
 from ..models import assert_same, plain
-from .tiny import PAGE_BYTES, VOCABULARY, assert_half, llama
+from .tiny import PAGE_BYTES, VOCABULARY, assert_half, llama, mixtral
 
 pytest.importorskip("transformers")
 
 LONGEST = 200
-
-
-def mixtral() -> Any:
-    from transformers import MixtralConfig, MixtralForCausalLM
-
-    torch.manual_seed(0)
-    return MixtralForCausalLM(
-        MixtralConfig(
-            vocab_size=VOCABULARY,
-            hidden_size=64,
-            intermediate_size=128,
-            num_hidden_layers=3,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            num_local_experts=4,
-            num_experts_per_tok=2,
-            max_position_embeddings=2 * LONGEST,
-        )
-    )
 
 
 MODELS = {"llama": llama, "mixtral": mixtral}

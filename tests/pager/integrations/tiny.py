@@ -37,6 +37,25 @@ def llama(
     return LlamaForCausalLM(config)
 
 
+def mixtral() -> Any:
+    """A ``MixtralForCausalLM`` of four experts."""
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    torch.manual_seed(0)
+    config = MixtralConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        max_position_embeddings=512,
+    )
+    return MixtralForCausalLM(config)
+
+
 def texts(count: int, length: int = 32, seed: int = 1) -> list[dict[str, torch.Tensor]]:
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(3, VOCABULARY, (count, length), generator=generator)
