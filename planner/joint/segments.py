@@ -1,12 +1,13 @@
 """What to choose in a trace of accesses: steps for the host, and segments to run again as a whole.
 
 The ops of such a trace are a pager's accesses. Those that are an optimizer's step, and could be the
-host's, have a ``host_us``; which ones it takes the joint program says (:func:`plan_steps`), and
-names them all itself where they are called ``HOSTED``.
- What goes from one to the next outside of pages is
-not in it, so no single op can be made again, but a segment whose inputs are kept can: what it makes
-for later ops is then made right before these. The trace in which some segments do that is a trace
-like any other (:func:`again`), and the linear program says what it takes.
+host's, have a ``host_us``; which ones the host takes the joint program says (:func:`plan_steps`).
+Those that are called ``HOSTED`` the host takes in any case.
+
+What goes from one op to the next outside of pages is not in the trace, so no single op can be made
+again, but a segment whose inputs are kept can: what it makes for later ops is then made right
+before these. The trace in which some segments do that is a trace like any other (:func:`again`),
+and the linear program says what it takes.
 """
 
 from __future__ import annotations

@@ -54,8 +54,8 @@ class World:
     def module(self, module: nn.Module) -> nn.Module:
         return module if self.pager is None else self.pager.page_module(module)
 
-    def optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-        return optimizer if self.pager is None else self.pager.optimizer(optimizer)
+    def optimizer(self, optimizer: torch.optim.Optimizer, **options: Any) -> torch.optim.Optimizer:
+        return optimizer if self.pager is None else self.pager.optimizer(optimizer, **options)
 
     def page(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor if self.pager is None else self.pager.page(tensor)

@@ -49,10 +49,8 @@ OPTIMIZERS: dict[str, Any] = {
 class HostWorld(World):
     """Its optimizers have the host step what it can."""
 
-    def optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-        if self.pager is None:
-            return optimizer
-        return self.pager.optimizer(optimizer, host_step=True)
+    def optimizer(self, optimizer: torch.optim.Optimizer, **options: Any) -> torch.optim.Optimizer:
+        return super().optimizer(optimizer, host_step=True, **options)
 
 
 def training(make: Any = OPTIMIZERS["adamw"], steps: int = 6, **options: Any) -> Any:

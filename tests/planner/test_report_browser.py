@@ -286,6 +286,10 @@ def dark_mode_and_a_narrow_window(page: Page, folder: Path) -> None:
             "Emulation.setEmulatedMedia",
             {"features": [{"name": "prefers-color-scheme", "value": scheme}]},
         )
+        # The page hears of it with its next frame.
+        page.until(
+            lambda now=scheme: page.js("return document.documentElement.dataset.theme") == now
+        )
         grounds.append(page.js("return getComputedStyle(document.body).backgroundColor"))
         assert page.driver.save_screenshot(str(folder / f"report-{scheme}.png"))
     assert grounds[0] != grounds[1]
