@@ -128,17 +128,19 @@ class IterationLog(TorchDispatchMode):
 
     def _number(self, tensor: torch.Tensor, *, before: bool) -> int:
         """Of the tensor's storage; −1 where it has none, or an empty one."""
-        if tensor.device.type not in ("cpu", "meta"):
-            self.foreign.add(str(tensor.device))
         try:
             storage = tensor.untyped_storage()
         except (NotImplementedError, RuntimeError):  # sparse, opaque
             return -1
-        if not storage.nbytes() or tensor.device.type == "meta":
-            return -1
+        # The reference that is kept also keeps the address from being another storage's.
         address = storage._cdata
         known = self._known.get(address)
-        if known is None or known.reference.expired():
+        if known is None:
+            device = tensor.device.type
+            if device not in ("cpu", "meta"):
+                self.foreign.add(str(tensor.device))
+            if device == "meta" or not storage.nbytes():
+                return -1
             known = _Storage(len(self.storages), storage, before=before)
             self._known[address] = known
             self.storages.append(known)
