@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
@@ -22,7 +22,6 @@ from .options import (
 from .output import emit_json, emit_text, whole_file
 
 if TYPE_CHECKING:
-    from ..perfetto.chrome_trace import Event
     from ..timeline import Timeline
     from ..trace import Trace
 
@@ -31,13 +30,6 @@ if TYPE_CHECKING:
 @trace_argument
 @plan_argument
 @optional_hardware_options
-@click.option(
-    "--join",
-    "profile_path",
-    metavar="PROFILE",
-    type=click.Path(path_type=Path),
-    help="Add to this torch.profiler trace (.json, .json.gz), from which TRACE was imported.",
-)
 @click.option(
     "--iterations",
     type=click.IntRange(1, 100),
@@ -51,7 +43,6 @@ def perfetto(
     trace_path: Path,
     plan_path: Path | None,
     machine: Machine | None,
-    profile_path: Path | None,
     iterations: int,
     output: Path,
     as_json: bool,
@@ -65,27 +56,15 @@ def perfetto(
     \b
     Example:
       tensorpager perfetto trace.parquet plan.json -o ui.json.gz
-      tensorpager import torch-profiler profile.json.gz -o step.parquet
-      tensorpager perfetto step.parquet --join profile.json.gz -o joined.json.gz
     """
     from ..perfetto.chrome_trace import write_events
+    from ..perfetto.picture import Picture
     from ..trace_file import read_trace
 
-    if profile_path is not None and iterations > 1:
-        raise click.UsageError("--join shows the recorded iteration; leave --iterations away.")
-    if profile_path is not None and output.exists() and output.samefile(profile_path):
-        raise click.UsageError(f"-o {output} is the profile itself; name another file.")
     trace = read_trace(trace_path)
     line = _timeline(trace, trace_path, plan_path, machine)
-    document: dict[str, Any] = {"traceEvents": []}
-    if profile_path is not None:
-        events, document = _joined(line, trace_path, profile_path)
-    else:
-        from ..perfetto.clock import steady
-        from ..perfetto.picture import Picture
-
-        events = Picture(line, steady(line, iterations), iterations).events()
-        document |= {"displayTimeUnit": "ms", "otherData": _other_data(line)}
+    events = Picture(line, iterations).events()
+    document = {"displayTimeUnit": "ms", "otherData": _other_data(line)}
     with whole_file(output) as part:
         write_events(part, events, document, output.suffix == ".gz")
     transfers = sum(event["ph"] == "X" and "move" in event["args"] for event in events)
@@ -119,26 +98,6 @@ def _timeline(
         return timeline(trace, plan, hardware)
     except PlanError as error:
         raise PlanError(f"{plan_path}: {error}") from error
-
-
-def _joined(
-    line: Timeline, trace_path: Path, profile_path: Path
-) -> tuple[list[Event], dict[str, Any]]:
-    """Our events on the profile's clock, and the profile, as it is."""
-    from ..importers.json_file import read_json_object
-    from ..perfetto.join import free_pid, joined_clock, measured_iteration, profile_events
-    from ..perfetto.picture import Picture
-    from ..timeline import timeline
-
-    document = read_json_object(profile_path)
-    theirs = profile_events(document, profile_path)
-    ops = measured_iteration(line.trace, trace_path, theirs, profile_path)
-    pid = free_pid(theirs)
-    recorded = timeline(line.trace)
-    events = Picture(recorded, joined_clock(recorded, ops), pid=pid, place=-2).events()
-    if line.plan is not None:
-        events += Picture(line, joined_clock(line, ops), pid=pid + 10, place=-1).events()
-    return events, document
 
 
 def _other_data(line: Timeline) -> dict[str, str]:

@@ -29,7 +29,7 @@ import numpy as np
 from ..errors import TraceError
 from ..iteration import cut_at_least_use, find_balanced
 from ..shown import shown
-from ..trace import Floats, Ints, Trace
+from ..trace import Ints, Trace
 from ..trace_check import check_bytes
 from .block_lives import Blocks, lives, trace_of
 from .json_file import is_number, read_json_object
@@ -101,47 +101,6 @@ def load(path: Path, page_size: int = 2 << 20) -> Trace:
             "recorded_ops": len(ops),
         },
     )
-
-
-@dataclass(frozen=True, eq=False)
-class Measured:
-    """The ops of a whole recording in their order, times as in the file. With GPU kernels an op
-    begins with its first one, and one without any takes no time after those before."""
-
-    names: list[str]
-    start_us: Floats  # [ops], not falling
-    duration_us: Floats  # [ops], as in the trace of an iteration
-
-
-def measured(events: list[Any], path: Path) -> Measured:
-    """When the ops of a profile ran, of which a trace made by :func:`load` has one iteration.
-
-    ``path`` names the file in errors (``TraceError``).
-    """
-    ops = _ops(events, path)
-    starts = np.array([op.start_us for op in ops])
-    if _use_kernel_times(events, ops):
-        starts = _launched(events, ops, starts)
-    durations = np.array([op.duration_us for op in ops])
-    return Measured([op.name for op in ops], np.maximum.accumulate(starts), durations)
-
-
-def _launched(events: list[Any], ops: list[_Op], starts: Floats) -> Floats:
-    """When the first kernel of each op began; of one without any, when those before it had ended,
-    or the next one begins. ``starts`` are given back if no kernel is known to be of any op."""
-    began: dict[int, float] = {}
-    for identity, kernel in _kernels(events):
-        began[identity] = min(float(kernel["ts"]), began.get(identity, np.inf))
-    first = np.array(
-        [min((began[i] for i in op.external_ids if i in began), default=np.inf) for op in ops]
-    )
-    has_any = np.isfinite(first)
-    if not has_any.any():
-        return starts
-    ends = np.where(has_any, first + np.array([op.duration_us for op in ops]), -np.inf)
-    ended, following = np.maximum.accumulate(ends), np.minimum.accumulate(first[::-1])[::-1]
-    found: Floats = np.where(has_any, first, np.minimum(ended, following))
-    return np.where(np.isfinite(found), found, following)
 
 
 # --- ops -------------------------------------------------------------------------------------

@@ -1,1 +1,1 @@
-"""A timeline as tracks of ui.perfetto.dev, alone or beside a profiler's recording."""
+"""A timeline as tracks of ui.perfetto.dev."""

@@ -73,12 +73,11 @@ class Track:
         ]
 
 
-def process_metadata(pid: int, name: str, labels: str, place: int) -> list[Event]:
-    """Name, labels (shown beside it) and place of a process among the others."""
+def process_metadata(pid: int, name: str, labels: str) -> list[Event]:
+    """Name and labels (shown beside it) of the process."""
     return [
         _metadata(pid, pid, "process_name", name=plain(name)),
         _metadata(pid, pid, "process_labels", labels=plain(labels)),
-        _metadata(pid, pid, "process_sort_index", sort_index=place),
     ]
 
 
@@ -99,8 +98,8 @@ def in_order(events: Iterable[Event]) -> list[Event]:
 def write_events(
     path: Path, events: Iterable[Event], document: dict[str, Any], packed: bool
 ) -> None:
-    """Writes ``document``, an object in the format, with ``events`` after those that it has in
-    ``traceEvents``; ``packed``: as gzip. The same content is always the same bytes."""
+    """Writes ``events``, one a line, and the other keys of ``document``; ``packed``: as gzip. The
+    same content is always the same bytes."""
     lines = (line.encode() for line in _lines(events, document))
     with path.open("wb") as file:
         if not packed:
@@ -111,17 +110,11 @@ def write_events(
 
 
 def _lines(events: Iterable[Event], document: dict[str, Any]) -> Iterator[str]:
-    """One event a line."""
-    mark = "{\n"
-    for key, value in document.items():
-        yield f"{mark}{json.dumps(key)}: "
+    mark = '{\n"traceEvents": [\n'
+    for event in events:
+        yield mark + json.dumps(event)
         mark = ",\n"
-        if key != "traceEvents":
-            yield json.dumps(value)
-            continue
-        comma = "[\n"
-        for event in (*value, *events):
-            yield comma + json.dumps(event)
-            comma = ",\n"
-        yield "[]" if comma == "[\n" else "\n]"
+    yield "\n]" if mark == ",\n" else '{\n"traceEvents": []'
+    for key, value in document.items():
+        yield f",\n{json.dumps(key)}: {json.dumps(value)}"
     yield "\n}\n"

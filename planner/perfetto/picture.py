@@ -18,24 +18,21 @@ from ..simulation import Transfer
 from ..timeline import Timeline, telling_points
 from ..trace import READ, WRITE, Floats, Trace
 from .chrome_trace import Event, Track, counter, in_order, process_metadata, time_us
-from .clock import Clock
 from .counters import counters
 from .transfers import Uses, merged
 
 CHANNELS = ("host-out", "disk-out", "disk-in", "host-in")
+PID = 1
 NAMED = 6  # tensors that an op's arguments name
 MOST_SAMPLES = 20_000  # of one counter
 
 
 @dataclass
 class Picture:
-    """The tracks of ``line``, ``iterations`` times, in the process ``pid``."""
+    """The tracks of ``line``, ``iterations`` times."""
 
     line: Timeline
-    clock: Clock
     iterations: int = 1
-    pid: int = 1
-    place: int = 0  # among the processes
     ops: Track = field(init=False)
     stalls: Track = field(init=False)
     host: Track = field(init=False)
@@ -44,13 +41,12 @@ class Picture:
     _incoming: dict[tuple[int, int], list[tuple[int, str]]] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.ops = Track(self.pid, self.pid, "ops")
-        self.stalls = Track(self.pid, self.pid + 1, "stalls")
+        self.ops = Track(PID, PID, "ops")
+        self.stalls = Track(PID, PID + 1, "stalls")
         self.channels = {
-            name: Track(self.pid, self.pid + 2 + number, name)
-            for number, name in enumerate(CHANNELS)
+            name: Track(PID, PID + 2 + number, name) for number, name in enumerate(CHANNELS)
         }
-        self.host = Track(self.pid, self.pid + 2 + len(CHANNELS), "host steps")
+        self.host = Track(PID, PID + 2 + len(CHANNELS), "host steps")
         self._incoming = defaultdict(list)
 
     @property
@@ -86,21 +82,18 @@ class Picture:
             assert self.line.hardware is not None
             name = f"tensorpager: plan of {plan.policy}"
             labels = describe(self.line.hardware)
-        return process_metadata(self.pid, name, labels, self.place)
+        return process_metadata(PID, name, labels)
 
     # -- slices ----------------------------------------------------------------------------------
     def _shown(self, begin_us: Floats, end_us: Floats, iteration: int) -> tuple[Any, Any]:
-        """Shown begins and ends, cut to the window."""
+        """Begins and ends, cut to the window."""
         shift = iteration * self.line.iteration_us
         begin = np.clip(begin_us + shift, 0.0, self.window_us)
         end = np.clip(end_us + shift, 0.0, self.window_us)
-        return self.clock.begin(begin).tolist(), self.clock.end(end).tolist()
+        return begin.tolist(), end.tolist()
 
     def _shown_ops(self, iteration: int) -> tuple[Any, Any]:
-        if self.clock.ops is None:
-            return self._shown(self.line.op_start_us, self.line.op_end_us, iteration)
-        begins, ends = self.clock.ops
-        return begins.tolist(), ends.tolist()
+        return self._shown(self.line.op_start_us, self.line.op_end_us, iteration)
 
     def _draw_transfers(self) -> None:
         line = self.line
@@ -208,11 +201,11 @@ class Picture:
         columns = values[:, kept].T.tolist()
         samples: dict[float, list[float]] = {}  # of those at one time the last
         for iteration in range(self.iterations):
-            shown = self.clock.begin(times[kept] + iteration * self.line.iteration_us).tolist()
+            shown = (times[kept] + iteration * self.line.iteration_us).tolist()
             samples |= zip(map(time_us, shown), columns)
-        end = time_us(float(self.clock.end(np.array([self.window_us]))[0]))
+        end = time_us(self.window_us)
         for us, row in {**samples, end: samples.get(end, columns[-1])}.items():
-            yield counter(self.pid, name, us, dict(zip(series, row)))
+            yield counter(PID, name, us, dict(zip(series, row)))
 
 
 def _tensor_args(trace: Trace, tensor: int) -> dict[str, Any]:

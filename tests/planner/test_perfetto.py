@@ -5,15 +5,12 @@ import json
 import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 
-from tensorpager.planner.importers import torch_profiler
-from tensorpager.planner.perfetto.clock import Clock, steady
 from tensorpager.planner.perfetto.picture import Picture
 from tensorpager.planner.plan import Move, StartRun
 from tensorpager.planner.simulator import simulate
@@ -132,7 +129,6 @@ def _check_metadata(event: Event) -> None:
     expected = {
         "process_name": ("name", str),
         "process_labels": ("labels", str),
-        "process_sort_index": ("sort_index", int),
         "thread_name": ("name", str),
         "thread_sort_index": ("sort_index", int),
     }[event["name"]]
@@ -371,7 +367,7 @@ def test_random_plans_are_drawn_by_the_rules() -> None:
         assert result.predicted is not None
         line = timeline(case.trace, case.plan, case.hardware)
         for iterations in (1, 3):
-            picture = Picture(line, steady(line, iterations), iterations)
+            picture = Picture(line, iterations)
             found = check(picture.events())
             assert len(found.slices["ops"]) == iterations * case.trace.ops
             assert len(found.slices["stalls"]) == iterations * len(line.stalls)
@@ -421,149 +417,6 @@ def test_slots_of_choices_are_within_the_simulators_peaks() -> None:
             same += int(bytes_used.max() == peak > 0)
             compared += int(peak > 0)
     assert same >= 0.9 * compared > 30
-
-
-def test_clock_keeps_to_its_knots() -> None:
-    clock = Clock(np.array([0.0, 10.0, 10.0, 20.0]), np.array([5.0, 15.0, 40.0, 60.0]))
-    at = np.array([-1.0, 0.0, 5.0, 10.0, 15.0, 20.0, 21.0])
-    assert clock.begin(at).tolist() == [4.0, 5.0, 10.0, 40.0, 50.0, 60.0, 61.0]
-    assert clock.end(at).tolist() == [4.0, 5.0, 10.0, 15.0, 50.0, 60.0, 61.0]
-
-
-# --- joined with a profile -------------------------------------------------------------------
-
-
-def gpu_profile() -> list[Event]:
-    """Three calls in 6 µs whose kernels run much later, the second call without any."""
-
-    def call(number: int, name: str, ts: float) -> Event:
-        return {"ph": "X", "cat": "cpu_op", "name": name, "pid": 7, "tid": 7, "ts": ts, "dur": 1.0,
-                "args": {"External id": number, "Input Dims": [], "Input type": []}}  # fmt: skip
-
-    def kernel(number: int, ts: float, dur: float) -> Event:
-        return {"ph": "X", "cat": "kernel", "name": "k", "pid": 0, "tid": 7, "ts": ts, "dur": dur,
-                "args": {"External id": number}}  # fmt: skip
-
-    def block(ts: float, nbytes: int) -> Event:
-        args = {"Addr": 1, "Bytes": nbytes, "Device Type": 1, "Device Id": 0}
-        return {"ph": "i", "cat": "cpu_instant_event", "name": "[memory]", "pid": 7, "tid": 7,
-                "s": "t", "ts": ts, "args": args}  # fmt: skip
-
-    return [
-        call(1, "aten::mm", 10.0), block(10.5, 5000), call(2, "aten::view", 12.0),
-        call(3, "aten::add", 15.0), block(15.5, -5000),
-        kernel(1, 100.0, 30.0), kernel(1, 140.0, 10.0), kernel(3, 160.0, 5.0),
-    ]  # fmt: skip
-
-
-def test_join_with_gpu_kernels(tmp_path: Path) -> None:
-    """Ops are where their kernels ran, not where they were called."""
-    profile = tmp_path / "p.json"
-    profile.write_text(json.dumps({"traceEvents": gpu_profile(), "traceName": "p"}))
-    trace = tmp_path / "t.parquet"
-    write_trace(trace, torch_profiler.load(profile, PAGE))
-    document = perfetto(trace, "--join", profile, output=tmp_path / "o.json")
-    assert document["traceEvents"][:8] == gpu_profile()
-    assert list(document) == ["traceEvents", "traceName"]
-    found = check(document["traceEvents"][8:])
-    assert spans(found.slices["ops"]) == [
-        ("aten::mm", 100.0, 140.0), ("aten::view", 140.0, 140.0), ("aten::add", 160.0, 165.0),
-    ]  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def real_profile(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    torch = pytest.importorskip("torch")
-    layers = [layer for _ in range(6) for layer in (torch.nn.Linear(64, 64), torch.nn.GELU())]
-    model = torch.nn.Sequential(*layers)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-
-    def train_step() -> None:
-        loss = model(torch.randn(256, 64)).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    train_step()
-    with torch.profiler.profile(
-        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True, record_shapes=True
-    ) as recording:
-        for _ in range(3):
-            train_step()
-    path: Path = tmp_path_factory.mktemp("profile") / "profile.json.gz"
-    recording.export_chrome_trace(str(path))
-    return path
-
-
-def test_join_with_a_real_profile(real_profile: Path, tmp_path: Path) -> None:
-    """Import, plan, join: the profile as it was, its ops where it has them, the plan's where it has
-    them plus what they wait."""
-    trace, plan, output = tmp_path / "t.parquet", tmp_path / "plan.json", tmp_path / "o.json.gz"
-    machine = tmp_path / "slow.toml"
-    machine.write_text(
-        "device_bytes = 1000000\nhost_bytes = 100000000\npage_size = 4096\n"
-        "d2h_bytes_per_s = 2e8\nh2d_bytes_per_s = 2e8\n"
-    )
-    hardware = ("--hardware", machine, "--device-bytes", "70%")
-    result = run("import", "torch-profiler", real_profile, "-o", trace, "--page-size", 4096)
-    assert result.exit_code == 0, result.stderr
-    result = run("plan", trace, *hardware, "--policy", "lru", "-o", plan)
-    assert result.exit_code == 0, result.stderr
-    document = perfetto(trace, plan, *hardware, "--join", real_profile, output=output)
-    original = read(real_profile)
-    theirs = original["traceEvents"]
-    assert document["traceEvents"][: len(theirs)] == theirs
-    assert {**document, "traceEvents": []} == {**original, "traceEvents": []}
-    ours = document["traceEvents"][len(theirs) :]
-    pids = sorted({event["pid"] for event in ours})
-    assert len(pids) == 2
-    assert not set(pids) & {event.get("pid") for event in theirs}
-    recorded = check(e for e in ours if e["pid"] == pids[0]).slices["ops"]
-    planned = check(e for e in ours if e["pid"] == pids[1])
-    starts = {(e["name"], round(e["ts"], 3)) for e in theirs if e.get("cat") == "cpu_op"}
-    assert all((event["name"], event["ts"]) in starts for event in recorded)
-    stalls = {event["args"]["op"]: event["args"]["us"] for event in planned.slices["stalls"]}
-    assert stalls
-    waited = 0.0
-    for op, (was, now) in enumerate(zip(recorded, planned.slices["ops"], strict=True)):
-        waited += stalls.get(op, 0.0)
-        assert now["ts"] - was["ts"] == pytest.approx(waited, abs=0.01 + op * 1e-3)
-    assert planned.slices["host-in"]
-    for flow in planned.flows:
-        assert flow.source["ts"] <= flow.target["ts"]
-
-
-def test_a_trace_is_joined_with_its_own_profile_only(
-    real_profile: Path, trace_path: Path, tmp_path: Path
-) -> None:
-    out = ("-o", tmp_path / "o.json")
-    remedy = f"run 'tensorpager import torch-profiler {real_profile}"
-    message = refused("perfetto", trace_path, "--join", real_profile, *out)
-    assert "was not imported from a profile (its source: 'by hand')" in message
-    assert remedy in message
-    profile = read(real_profile)
-    for event in profile["traceEvents"]:
-        if event.get("cat") == "cpu_op":
-            event["dur"] += 0.25
-    (tmp_path / "other.json").write_text(json.dumps(profile))
-    trace = tmp_path / "other.parquet"
-    write_trace(trace, torch_profiler.load(tmp_path / "other.json", PAGE))
-    assert remedy in refused("perfetto", trace, "--join", real_profile, *out)
-    write_trace(trace, replace(torch_profiler.load(real_profile, PAGE), metadata={}))
-    assert remedy in refused("perfetto", trace, "--join", real_profile, *out)
-    assert "no list 'traceEvents'" in _refused_profile(trace, tmp_path / "a.json", "{}", *out)
-    assert "not JSON" in _refused_profile(trace, tmp_path / "b.json", "nonsense", *out)
-    assert "leave --iterations away" in refused(
-        "perfetto", trace, "--join", real_profile, "--iterations", 2, *out
-    )
-    assert "is the profile itself" in refused(
-        "perfetto", trace, "--join", real_profile, "-o", real_profile
-    )
-
-
-def _refused_profile(trace: Path, profile: Path, content: str, *out: object) -> str:
-    profile.write_text(content)
-    return refused("perfetto", trace, "--join", profile, *out)
 
 
 @pytest.mark.slow
