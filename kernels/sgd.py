@@ -11,9 +11,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .launch import tl, triton, use_triton
+from .launch import use_triton
 from .pieces import Operand, memory_of
-from .rounding import load_as, random_bits, random_key, store_as, tile_elements, tile_rows
 from .update import (
     Group,
     Number,
@@ -22,13 +21,9 @@ from .update import (
     chunks,
     doubles,
     launch_groups,
-    load_state,
     make_groups,
     number,
-    state_dtype,
-    store_state,
     table,
-    warps,
 )
 
 __all__ = ["sgd_step", "sgd_step_reference"]
@@ -46,189 +41,6 @@ class _Sgd(NamedTuple):
     inv_scale: Number | None
     found_inf: torch.Tensor | None
     step: Number
-
-
-@triton.jit
-def _update(
-    addresses_ptr,
-    pieces,
-    piece,
-    scales_ptr,
-    first,
-    length,
-    key,
-    element,
-    numbers_ptr,
-    groups,
-    GRAD: tl.constexpr,
-    PARAM: tl.constexpr,
-    STATE: tl.constexpr,
-    MASTER: tl.constexpr,
-    STOCHASTIC: tl.constexpr,
-    MOMENTUM: tl.constexpr,
-    NESTEROV: tl.constexpr,
-    MAXIMIZE: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    MASKED: tl.constexpr,
-    TILE: tl.constexpr,
-):
-    """Update elements [first, first + TILE) of a piece; without MASKED it has so many.
-
-    key, element : random key, and number of the piece's first element, both uint32.
-    """
-    rows = tile_rows(first, TILE)
-    at = tile_elements(rows)
-    row = addresses_ptr + piece
-    param_at = tl.load(row + pieces)
-    lr = tl.load(numbers_ptr + groups)
-    decay = tl.load(numbers_ptr + 2 * groups)
-    inv_scale = tl.load(numbers_ptr + 6 * groups)
-
-    grad = load_as(tl.load(row), at, length, GRAD, ALIGNED, MASKED) * inv_scale
-    if MASTER:
-        master_at = tl.load(row + (3 if MOMENTUM else 2) * pieces)
-        param = load_as(master_at, at, length, "float32", ALIGNED, MASKED)
-    else:
-        param = load_as(param_at, at, length, PARAM, ALIGNED, MASKED)
-    if MAXIMIZE:
-        grad = -grad
-    grad = tl.where(decay != 0, grad + decay * param, grad)
-    if MOMENTUM:
-        momentum = tl.load(numbers_ptr + 3 * groups)
-        undamped = tl.load(numbers_ptr + 4 * groups)
-        fresh = tl.load(numbers_ptr + 5 * groups)
-        buffer_at = tl.load(row + 2 * pieces)
-        scales = buffer_at
-        if STATE == "uint8":
-            scales = tl.load(scales_ptr + piece)
-        old = load_state(buffer_at, scales, at, rows, length, STATE, False, ALIGNED, MASKED)
-        buffer = tl.where(fresh != 0, grad, old * momentum + undamped * grad)
-        random = at.to(tl.uint32)
-        if STOCHASTIC:
-            random = random_bits(key, element + random)
-        low = random & 0xFFFF
-        store_state(
-            buffer_at,
-            scales,
-            at,
-            rows,
-            buffer,
-            low,
-            length,
-            STATE,
-            False,
-            STOCHASTIC,
-            ALIGNED,
-            MASKED,
-        )
-        grad = grad + momentum * buffer if NESTEROV else buffer
-    param = param - lr * grad
-    store_as(param_at, at, param, length, PARAM, ALIGNED, MASKED)
-    if MASTER:
-        store_as(master_at, at, param, length, "float32", ALIGNED, MASKED)
-
-
-@triton.jit(
-    do_not_specialize=["pieces", "groups", "tiles"],
-    do_not_specialize_on_alignment=[
-        "addresses_ptr",
-        "scales_ptr",
-        "lengths_ptr",
-        "group_ptr",
-        "starts_ptr",
-        "seeds_ptr",
-        "numbers_ptr",
-    ],
-)
-def _sgd_step_kernel(
-    addresses_ptr,
-    scales_ptr,
-    lengths_ptr,
-    group_ptr,
-    starts_ptr,
-    seeds_ptr,
-    numbers_ptr,
-    pieces,
-    groups,
-    tiles,
-    GRAD: tl.constexpr,
-    PARAM: tl.constexpr,
-    MASTER: tl.constexpr,
-    STOCHASTIC: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    TILE: tl.constexpr,
-    STATE: tl.constexpr,
-    MOMENTUM: tl.constexpr,
-    NESTEROV: tl.constexpr,
-    MAXIMIZE: tl.constexpr,
-):
-    """Program t updates tile t % tiles of piece t // tiles, if the piece has so many.
-
-    addresses : int64 [operands, pieces]: gradient, parameter, then momentum and master where there
-        are any.
-    scales : int64 [8-bit states, pieces], addresses of the first scale of each piece.
-    numbers : [8, groups], see `_numbers`.
-    """
-    piece = tl.program_id(0) // tiles
-    first = tl.program_id(0) % tiles * TILE
-    group = tl.load(group_ptr + piece)
-    length = tl.load(lengths_ptr + piece)
-    numbers_ptr += group
-    found_inf = tl.load(numbers_ptr + 7 * groups)
-    if (first < length) & (found_inf == 0):
-        start = tl.load(starts_ptr + piece)
-        key = tl.load(seeds_ptr + group).to(tl.uint32)
-        if STOCHASTIC:
-            key = random_key(key, tl.load(numbers_ptr).to(tl.int32), start)
-        element = start.to(tl.uint32)
-        if first + TILE <= length:
-            _update(
-                addresses_ptr,
-                pieces,
-                piece,
-                scales_ptr,
-                first,
-                length,
-                key,
-                element,
-                numbers_ptr,
-                groups,
-                GRAD,
-                PARAM,
-                STATE,
-                MASTER,
-                STOCHASTIC,
-                MOMENTUM,
-                NESTEROV,
-                MAXIMIZE,
-                ALIGNED,
-                False,
-                TILE,
-            )
-        else:
-            _update(
-                addresses_ptr,
-                pieces,
-                piece,
-                scales_ptr,
-                first,
-                length,
-                key,
-                element,
-                numbers_ptr,
-                groups,
-                GRAD,
-                PARAM,
-                STATE,
-                MASTER,
-                STOCHASTIC,
-                MOMENTUM,
-                NESTEROV,
-                MAXIMIZE,
-                ALIGNED,
-                True,
-                TILE,
-            )
 
 
 @torch.no_grad()
@@ -288,16 +100,12 @@ def sgd_step(
         _run_reference(groups, first, chosen, work)
         return
     for bucket in alike(groups):
-        state = state_dtype(bucket[0])
         launch_groups(
-            _sgd_step_kernel,
             bucket,
             _numbers(bucket, [first[group.number] for group in bucket], chosen),
-            STATE=state,
+            maximize=maximize,
             MOMENTUM=momentum != 0,
             NESTEROV=nesterov,
-            MAXIMIZE=maximize,
-            num_warps=warps(state),
         )
 
 
@@ -331,13 +139,13 @@ def _numbers(groups: Sequence[Group], first: Sequence[bool], chosen: _Sgd) -> to
     device = memory_of(groups[0].param).device
     rows: list[torch.Tensor | float] = [
         doubles([chosen.step], device),
-        doubles([chosen.lr], device),
+        doubles([1.0 if chosen.inv_scale is None else chosen.inv_scale], device),
+        doubles([0.0 if chosen.found_inf is None else chosen.found_inf], device),
         chosen.weight_decay,
+        doubles([chosen.lr], device),
         chosen.momentum,
         1 - chosen.dampening,
         doubles(first, device),
-        doubles([1.0 if chosen.inv_scale is None else chosen.inv_scale], device),
-        doubles([0.0 if chosen.found_inf is None else chosen.found_inf], device),
     ]
     return table(rows, len(groups), groups[0].compute, device)
 

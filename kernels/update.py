@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -28,11 +27,15 @@ from .pieces import Operand, cut, dtype_name, memory_of, numel_of, stretches
 from .quantize import decode_reference, encode_reference, load_blocks, store_blocks
 from .rounding import (
     load_as,
+    random_bits,
     random_bits_reference,
+    random_key,
     stochastic_bf16,
     stochastic_bf16_reference,
     store_as,
     store_raw,
+    tile_elements,
+    tile_rows,
 )
 
 __all__ = ["Group", "KeptTables", "Number", "State", "make_groups"]
@@ -44,6 +47,8 @@ FIRST_MULTIPLE = 4096
 FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 CHUNK = 1 << 18  # elements that a reference updates at a time: its temporaries stay in the caches
 ROOMS = 2  # temporaries of a chunk that a reference has at once where nothing is converted
+# What an update does, beside what all of them do: compile-time constants of the kernel.
+RULE = ("ADAM", "DECOUPLED", "AMSGRAD", "MOMENTUM", "NESTEROV")
 STATE_FLOATS = (torch.float32, torch.bfloat16, torch.float64)
 
 
@@ -141,19 +146,21 @@ class Tables:
 
     def launch(
         self,
-        kernel: Any,
         numbers: torch.Tensor,
         *,
         grad: torch.dtype,
         param: torch.dtype,
+        state: str,
+        maximize: bool,
         master: bool = False,
         stochastic: bool = False,
-        **constants: Any,
+        **rule: bool,
     ) -> None:
-        """Queue `kernel`. numbers : float32 or float64 [rows, groups], on the device."""
+        """Queue the kernel. numbers : float32 or float64 [rows, groups], on the device; state :
+        dtype of the states; rule : what of `RULE` is true."""
         tiles = -(-self.longest // TILE)
         launch(
-            kernel,
+            _step_kernel,
             self.lengths.numel() * tiles,
             *(self.addresses, self.scales, self.lengths, self.group, self.starts, self.seeds),
             *(numbers, self.lengths.numel(), self.seeds.numel(), tiles),
@@ -163,18 +170,22 @@ class Tables:
             STOCHASTIC=stochastic,
             ALIGNED=self.aligned,
             TILE=TILE,
-            **constants,
+            STATE=state,
+            MAXIMIZE=maximize,
+            **(dict.fromkeys(RULE, False) | rule),
+            num_warps=warps(state),
             # So that the interpreter's bits are the device's, now and with any version of Triton.
             enable_fp_fusion=False,
         )
 
 
 def launch_groups(
-    kernel: Any, groups: Sequence[Group], numbers: torch.Tensor, **constants: Any
+    groups: Sequence[Group], numbers: torch.Tensor, *, maximize: bool, **rule: bool
 ) -> None:
-    """Queue one launch of `kernel` for groups of the same dtypes.
+    """Queue one launch for groups of the same dtypes.
 
     numbers : float32 or float64 [rows, groups], on the device; column i is for groups[i].
+    maximize, rule : as in `Tables.launch`.
     """
     device = memory_of(groups[0].param).device
     pieces = cut([group.flat for group in groups], LONGEST)
@@ -184,13 +195,14 @@ def launch_groups(
     tables = (pieces.addresses, pieces.lengths, pieces.group, starts, scales, seeds)
     there = [upload(table, device) for table in tables]
     Tables(*there, pieces.longest, pieces.aligned).launch(  # type: ignore[call-arg,arg-type]
-        kernel,
         numbers,
         grad=groups[0].grad.dtype,
         param=groups[0].param.dtype,
+        state=dtype_name(groups[0].dtypes[2]) if groups[0].states else "float32",
         master=groups[0].master is not None,
         stochastic=groups[0].seed is not None,
-        **constants,
+        maximize=maximize,
+        **rule,
     )
 
 
@@ -250,11 +262,6 @@ def warps(state: str) -> int:
     if state == "uint8":
         return 4 if torch.version.hip else 8  # 256 threads, four elements each
     return 4
-
-
-def state_dtype(group: Group) -> str:
-    """What kernels call the dtype of a group's states, which all have the same."""
-    return dtype_name(group.dtypes[2]) if group.states else "float32"
 
 
 def is_on_host(value: Number) -> bool:
@@ -333,6 +340,162 @@ def store_state(
         store_raw(address, at, stochastic_bf16(value, random), length, DTYPE, ALIGNED, MASKED)
     else:
         store_as(address, at, value, length, DTYPE, ALIGNED, MASKED)
+
+
+@triton.jit
+def state_memory(number: tl.constexpr, row, scales_ptr, pieces, STATE: tl.constexpr):
+    """Where a piece of a state is, and its scales if it has any."""
+    address = tl.load(row + (2 + number) * pieces)
+    scales = address
+    if STATE == "uint8":
+        scales = tl.load(scales_ptr + number * pieces)
+    return address, scales
+
+
+@triton.jit(
+    do_not_specialize=["pieces", "groups", "tiles"],
+    do_not_specialize_on_alignment=[
+        "addresses_ptr",
+        "scales_ptr",
+        "lengths_ptr",
+        "group_ptr",
+        "starts_ptr",
+        "seeds_ptr",
+        "numbers_ptr",
+    ],
+)
+def _step_kernel(
+    addresses_ptr,
+    scales_ptr,
+    lengths_ptr,
+    group_ptr,
+    starts_ptr,
+    seeds_ptr,
+    numbers_ptr,
+    pieces,
+    groups,
+    tiles,
+    GRAD: tl.constexpr,
+    PARAM: tl.constexpr,
+    MASTER: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    TILE: tl.constexpr,
+    STATE: tl.constexpr,
+    MAXIMIZE: tl.constexpr,
+    ADAM: tl.constexpr,
+    DECOUPLED: tl.constexpr,
+    AMSGRAD: tl.constexpr,
+    MOMENTUM: tl.constexpr,
+    NESTEROV: tl.constexpr,
+):
+    """Program t updates tile t % tiles of piece t // tiles, if the piece has so many.
+
+    addresses : int64 [operands, pieces]: gradient, parameter, states, and master if there is one.
+    scales : int64 [8-bit states, pieces], addresses of the first scale of each piece.
+    numbers : [rows, groups], as `_numbers` of `adam.py` and `sgd.py` have them; rows 0 to 4 are
+        the step, the gradients' scale, whether to do nothing, weight decay and learning rate.
+    """
+    piece = tl.program_id(0) // tiles
+    first = tl.program_id(0) % tiles * TILE
+    group = tl.load(group_ptr + piece)
+    length = tl.load(lengths_ptr + piece)
+    numbers_ptr += group
+    inv_scale = tl.load(numbers_ptr + groups)
+    found_inf = tl.load(numbers_ptr + 2 * groups)
+    decay = tl.load(numbers_ptr + 3 * groups)
+    rate = tl.load(numbers_ptr + 4 * groups)
+    numbers_ptr += 5 * groups
+    if (first < length) & (found_inf == 0):
+        start = tl.load(starts_ptr + piece)
+        key = tl.load(seeds_ptr + group).to(tl.uint32)
+        if STOCHASTIC:
+            key = random_key(key, tl.load(numbers_ptr - 5 * groups).to(tl.int32), start)
+        rows = tile_rows(first, TILE)
+        at = tile_elements(rows)
+        random = at.to(tl.uint32)
+        if STOCHASTIC:
+            random = random_bits(key, start.to(tl.uint32) + random)
+        row = addresses_ptr + piece
+        scales_ptr += piece
+        count: tl.constexpr = (2 + AMSGRAD) if ADAM else MOMENTUM  # of states
+        for masked in tl.static_range(2):  # a whole tile, or the last one of a piece
+            if (first + TILE > length) == (masked == 1):
+                param_at = tl.load(row + pieces)
+                grad = load_as(tl.load(row), at, length, GRAD, ALIGNED, masked) * inv_scale
+                master_at = param_at
+                if MASTER:
+                    master_at = tl.load(row + (2 + count) * pieces)
+                    param = load_as(master_at, at, length, "float32", ALIGNED, masked)
+                else:
+                    param = load_as(param_at, at, length, PARAM, ALIGNED, masked)
+                if MAXIMIZE:
+                    grad = -grad
+                if DECOUPLED:
+                    param = param * decay
+                else:
+                    grad = tl.where(decay != 0, grad + decay * param, grad)
+                if ADAM:
+                    root_correction = tl.load(numbers_ptr)
+                    weight1 = tl.load(numbers_ptr + groups)
+                    beta2 = tl.load(numbers_ptr + 2 * groups)
+                    weight2 = tl.load(numbers_ptr + 3 * groups)
+                    eps = tl.load(numbers_ptr + 4 * groups)
+                    a_at, a_scales = state_memory(0, row, scales_ptr, pieces, STATE)
+                    s_at, s_scales = state_memory(1, row, scales_ptr, pieces, STATE)
+                    avg = load_state(
+                        a_at, a_scales, at, rows, length, STATE, False, ALIGNED, masked
+                    )
+                    sq = load_state(s_at, s_scales, at, rows, length, STATE, True, ALIGNED, masked)
+                    # As torch's lerp, which keeps its precision at both ends.
+                    change = grad - avg
+                    near = avg + weight1 * change
+                    avg = tl.where(weight1 < 0.5, near, grad - change * (1 - weight1))
+                    sq = sq * beta2 + weight2 * grad * grad
+                    store_state(
+                        *(a_at, a_scales, at, rows, avg, random & 0xFFFF, length, STATE, False),
+                        *(STOCHASTIC, ALIGNED, masked),
+                    )
+                    store_state(
+                        *(s_at, s_scales, at, rows, sq, random >> 16, length, STATE, True),
+                        *(STOCHASTIC, ALIGNED, masked),
+                    )
+                    if AMSGRAD:
+                        m_at, m_scales = state_memory(2, row, scales_ptr, pieces, STATE)
+                        largest = load_state(
+                            m_at, m_scales, at, rows, length, STATE, True, ALIGNED, masked
+                        )
+                        # As torch's maximum, which keeps NaN.
+                        sq = tl.where((largest > sq) | (largest != largest), largest, sq)
+                        store_state(
+                            *(m_at, m_scales, at, rows, sq, random >> 16, length, STATE, True),
+                            *(STOCHASTIC, ALIGNED, masked),
+                        )
+                    if PARAM == "float64":
+                        denominator = tl.sqrt(sq) / root_correction + eps
+                        param = param - rate * avg / denominator
+                    else:
+                        denominator = tl.div_rn(tl.sqrt_rn(sq), root_correction) + eps
+                        param = param - tl.div_rn(rate * avg, denominator)
+                else:
+                    if MOMENTUM:
+                        momentum = tl.load(numbers_ptr)
+                        undamped = tl.load(numbers_ptr + groups)
+                        fresh = tl.load(numbers_ptr + 2 * groups)
+                        b_at, b_scales = state_memory(0, row, scales_ptr, pieces, STATE)
+                        old = load_state(
+                            b_at, b_scales, at, rows, length, STATE, False, ALIGNED, masked
+                        )
+                        buffer = tl.where(fresh != 0, grad, old * momentum + undamped * grad)
+                        store_state(
+                            *(b_at, b_scales, at, rows, buffer, random & 0xFFFF, length, STATE),
+                            *(False, STOCHASTIC, ALIGNED, masked),
+                        )
+                        grad = grad + momentum * buffer if NESTEROV else buffer
+                    param = param - rate * grad
+                store_as(param_at, at, param, length, PARAM, ALIGNED, masked)
+                if MASTER:
+                    store_as(master_at, at, param, length, "float32", ALIGNED, masked)
 
 
 @dataclass(frozen=True, eq=False)
