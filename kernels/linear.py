@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import torch
 
-from .launch import launch, tl, triton, use_triton
+from .launch import launch, runs_triton, tl, triton, use_triton
 from .linear_reference import check_forward, linear_forward_reference
 from .linear_tile import (
     FORWARD,
@@ -20,10 +20,27 @@ from .linear_tile import (
     whole_vectors,
     wide,
 )
-from .linear_tma import descriptors_fit, linear_forward_tma
 from .paged_matrix import PagedMatrix
 
 __all__ = ["linear_forward"]
+
+VECTOR_BYTES = 16
+# Rows of x up to which the kernel on pages is taken to be faster than torch's product with a dense
+# copy of the weight. Not measured (`scripts/bench_kernels.py` does it), but computed from an H200's
+# rates, 4.3 TB/s and 790 and 67 TFLOP/s, and a kernel at 0.8 and 0.6 of torch's speed.
+DIRECT_ROWS = {torch.float16: 1470, torch.bfloat16: 1470, torch.float32: 93}
+
+
+def reads_directly(m: int, k: int, dtype: torch.dtype, *, device_type: str = "cuda") -> bool:
+    """Whether x [m, k] times a weight [n, k] in scattered frames, or one of its slabs, goes by the
+    kernel on pages. The gradients have the same bytes and operations, and the same answer.
+
+    Without the compiled kernel one large product is faster than many small ones; where rows are not
+    whole vectors of 16 bytes, it would read them in narrow pieces.
+    """
+    if not runs_triton(torch.device(device_type)) or k * dtype.itemsize % VECTOR_BYTES:
+        return False
+    return m <= DIRECT_ROWS[dtype]
 
 
 @triton.jit(
@@ -125,11 +142,11 @@ def linear_forward(
     bias : [N] of the weight's dtype or float32, contiguous, or None.
     rows : half-open; None means all.
     tile : what one program computes; None takes it from the table in `linear_tile`. Ignored by the
-        reference, and where descriptors are used.
+        reference.
 
     Products are added up in float32 (on a CPU as torch does). float32 operands are multiplied
     exactly unless torch.backends.cuda.matmul.allow_tf32 says otherwise. Bits are the same from run
-    to run. With descriptors (`linear_tma`) where the device and the shape have them.
+    to run.
 
     On CUDA the product is queued on the current stream of the arena's device and the call does not
     wait; frames and operands must live, unchanged, until it has run. On a CPU the call returns when
@@ -144,9 +161,6 @@ def linear_forward(
         return
     if weight.columns == 0:
         out[:, begin:end] = 0 if bias is None else bias[begin:end]
-        return
-    if tile is None and descriptors_fit(x, weight, (begin, end)):
-        linear_forward_tma(x, weight, out, bias, rows)
         return
     x_wide = wide(x)
     tile = tile or pick_tile(FORWARD, x.shape[0], weight, (x, x_wide))

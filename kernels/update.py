@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -154,7 +155,7 @@ class Tables:
         maximize: bool,
         master: bool = False,
         stochastic: bool = False,
-        **rule: bool,
+        **rule: Any,
     ) -> None:
         """Queue the kernel. numbers : float32 or float64 [rows, groups], on the device; state :
         dtype of the states; rule : what of `RULE` is true."""

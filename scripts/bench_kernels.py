@@ -13,8 +13,8 @@ the floor is of), and of the whole call with all that the host does for it (whic
 torch). Below what fits in L2 (marked *) a share of the copy rate says little.
 
 Then paged linear by rows of x, directly, gathered and through cuBLAS, with the crossover for
-kernels/linear_choice.py; copies between host and device; and the
-goals, reached or missed.
+`DIRECT_ROWS` in kernels/linear.py; copies between host and device; and the goals, reached or
+missed.
 
 Without a GPU it says so, checks all cases on the CPU references at tiny sizes, and times these.
 
@@ -192,11 +192,10 @@ class GpuRun:
         rows = linear_sweep.sweep_products(
             self.clock, extent.shapes, extent.ms, extent.page_bytes, extent.seconds, over
         )
-        text = linear_sweep.measured_rates(self.bench.rates, rows)
-        self.record |= {"products": rows, "crossover": linear_sweep.crossover(rows)}
-        self.record["measured_rates"] = text
+        border = linear_sweep.crossover(rows)
+        self.record |= {"products": rows, "crossover": border}
         report.print_products(rows)
-        print(f"for kernels/linear_choice.py: {text}")
+        print(f"for DIRECT_ROWS in kernels/linear.py: {border}")
 
 
 def exit_code(

@@ -35,8 +35,7 @@ import torch
 from torch.autograd import forward_ad
 
 from ...kernels.launch import runs_triton
-from ...kernels.linear import linear_forward
-from ...kernels.linear_choice import reads_directly
+from ...kernels.linear import linear_forward, reads_directly
 from ...kernels.linear_grad import linear_input_grad, linear_weight_grad
 from ...kernels.paged_matrix import DTYPES
 from ..budget.fits import streams
@@ -373,5 +372,4 @@ def _is_read_directly(matrix: Matrix, x: torch.Tensor) -> bool:
     not depend on that."""
     if x.dtype is not matrix.dtype or x.dtype not in DTYPES or matrix.begin:
         return False
-    shape = (x.size(0), matrix.rows, matrix.columns)
-    return reads_directly(*shape, x.dtype, device_type=x.device.type)
+    return reads_directly(x.size(0), matrix.columns, x.dtype, device_type=x.device.type)

@@ -13,10 +13,6 @@ class ResultError(Exception):
     """A kernel computed something else than it should have. The message says what."""
 
 
-class SizeError(Exception):
-    """A kernel does not take operands of this size, in pages of this size. The message says why."""
-
-
 @dataclass(frozen=True)
 class Setting:
     """Where and how large.
@@ -107,15 +103,13 @@ class Case:
 
     kernels : which it launches, as ``module.launcher`` for a function ``_launcher_kernel``.
     peer : torch's op, for the table; "" if torch has none.
-    make : operands in place, or `SizeError`.
-    least_capability : major compute capability that the kernel needs.
+    make : operands in place.
     """
 
     name: str
     kernels: frozenset[str]
     peer: str
     make: Callable[[Setting], Job]
-    least_capability: int = 0
 
 
 def same(name: str, got: torch.Tensor, expected: torch.Tensor) -> None:

@@ -7,15 +7,12 @@ from torch.nn import functional as F
 
 from tensorpager.kernels.linear import linear_forward
 from tensorpager.kernels.linear_grad import linear_input_grad, linear_weight_grad
-from tensorpager.kernels.linear_tile import FORWARD, pick_tile, wide
-from tensorpager.kernels.linear_tma import linear_forward_tma, shape_fits
 
-from .case import Case, Job, Setting, SizeError, Work, close
+from .case import Case, Job, Setting, Work, close
 from .pages import Pages
 
 DTYPE = torch.bfloat16
 UNIT = 2.0**-8
-FIRST_WITH_DESCRIPTORS = 9
 
 
 def shape(setting: Setting) -> tuple[int, int, int]:
@@ -43,36 +40,19 @@ def _work(m: int, n: int, k: int) -> Work:
     return Work(2 * (m * k + m * n + n * k), flop=2 * m * n * k, dtype=DTYPE)
 
 
-def _forward(setting: Setting, *, descriptors: bool) -> Job:
+def _forward(setting: Setting) -> Job:
     m, n, k = shape(setting)
     weight, x = setting.randn(n, k, dtype=DTYPE), setting.randn(m, k, dtype=DTYPE, salt=1)
     pages = Pages(weight, setting.page_bytes, setting.seed)
     matrix = pages.matrix()
     out = torch.full((m, n), torch.nan, dtype=DTYPE, device=setting.device)
-    if descriptors and not shape_fits(x, matrix, (0, n)):
-        raise SizeError(f"descriptors do not take {matrix.rows_per_page} rows in a page")
-
-    def run() -> None:
-        if descriptors:
-            linear_forward_tma(x, matrix, out)
-        else:
-            linear_forward(x, matrix, out, tile=pick_tile(FORWARD, m, matrix, (x, wide(x))))
-
     return Job(
-        run=run,
+        run=lambda: linear_forward(x, matrix, out),
         peer=lambda: F.linear(x, weight),
         expect=lambda: None,
         compare=lambda: assert_product(out, x, weight.t()),
         work=_work(m, n, k),
     )
-
-
-def _pointers(setting: Setting) -> Job:
-    return _forward(setting, descriptors=False)
-
-
-def _descriptors(setting: Setting) -> Job:
-    return _forward(setting, descriptors=True)
 
 
 def _input_grad(setting: Setting) -> Job:
@@ -105,14 +85,7 @@ def _weight_grad(setting: Setting) -> Job:
 
 
 LINEAR = (
-    Case("linear", frozenset({"linear.linear_forward"}), "F.linear", _pointers),
-    Case(
-        "linear_descriptors",
-        frozenset({"linear_tma.linear_forward_tma"}),
-        "F.linear",
-        _descriptors,
-        FIRST_WITH_DESCRIPTORS,
-    ),
+    Case("linear", frozenset({"linear.linear_forward"}), "F.linear", _forward),
     Case("linear_input_grad", frozenset({"linear_grad.linear_input_grad"}), "mm", _input_grad),
     Case("linear_weight_grad", frozenset({"linear_grad.linear_weight_grad"}), "mm", _weight_grad),
 )

@@ -151,8 +151,8 @@ def _parameter_bound(expected: torch.Tensor) -> torch.Tensor:
 
 FUSED = "fused AdamW, float32"
 OPTIMIZERS = (
-    Case("adamw", frozenset({"adam.adam_step"}), "fused AdamW", _adam),
-    Case("adamw_bf16_states", frozenset({"adam.adam_step"}), FUSED, _adam_bf16),
-    Case("adamw_8bit_states", frozenset({"adam.adam_step"}), FUSED, _adam_8bit),
-    Case("sgd", frozenset({"sgd.sgd_step"}), "fused SGD", _sgd),
+    Case("adamw", frozenset({"update.step"}), "fused AdamW", _adam),
+    Case("adamw_bf16_states", frozenset({"update.step"}), FUSED, _adam_bf16),
+    Case("adamw_8bit_states", frozenset({"update.step"}), FUSED, _adam_8bit),
+    Case("sgd", frozenset({"update.step"}), "fused SGD", _sgd),
 )

@@ -13,10 +13,9 @@ import torch
 from torch.nn import functional as F
 
 from tensorpager.kernels.gather import gather_pages
-from tensorpager.kernels.linear import linear_forward
-from tensorpager.kernels.linear_choice import reads_directly
+from tensorpager.kernels.linear import linear_forward, reads_directly
 
-from .case import Rates, ResultError, Setting
+from .case import ResultError, Setting
 from .cases_linear import assert_product
 from .clock import Clock, take_turns
 from .pages import Pages
@@ -91,7 +90,7 @@ def sweep_products(
 
 def judged(row: dict[str, Any], seconds: dict[str, float]) -> dict[str, Any]:
     """The path that is taken, its share of cuBLAS's speed and of the better path's."""
-    chosen = "direct" if reads_directly(row["m"], row["n"], row["k"], DTYPE) else "gather"
+    chosen = "direct" if reads_directly(row["m"], row["k"], DTYPE) else "gather"
     best = min(seconds["direct"], seconds["gather"])
     return {
         "chosen": chosen,
@@ -120,16 +119,3 @@ def crossover(rows: Sequence[dict[str, Any]]) -> int | None:
         if total > best:
             best, border = total, m
     return border
-
-
-def measured_rates(rates: Rates, rows: Sequence[dict[str, Any]]) -> str:
-    """What to put into `kernels/linear_choice.py`, as Python."""
-    border = crossover(rows)
-    flops = {dtype: rates.flops.get(dtype, 0.0) for dtype in (torch.bfloat16, torch.float32)}
-    entry = (
-        "{}" if border is None else "{" + f"torch.bfloat16: {border}, torch.float16: {border}" + "}"
-    )
-    return (
-        f"Rates(bytes_per_second={rates.memory:.3g}, half_flops={flops[torch.bfloat16]:.3g}, "
-        f"single_flops={flops[torch.float32]:.3g}, crossover={entry})"
-    )

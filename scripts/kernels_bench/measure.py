@@ -11,7 +11,7 @@ import torch
 
 from tensorpager.planner.sizes import format_bytes
 
-from .case import Case, Job, Rates, ResultError, Setting, SizeError
+from .case import Case, Job, Rates, ResultError, Setting
 from .clock import LEAST_REPETITIONS, Clock, take_turns
 
 Row = dict[str, Any]
@@ -71,16 +71,10 @@ class Bench:
             return {"status": "not run", "why": "--minutes are over"}
         if self.broke_device:
             return {"status": "not run", "why": "a kernel before broke the device; see --only"}
-        if setting.device == "cuda":
-            capability = torch.cuda.get_device_capability()
-            if capability[0] < case.least_capability:
-                return {"status": "not run", "why": f"needs sm_{case.least_capability}0"}
         try:
             job = case.make(setting)
             job.check()
             return self._time(job)
-        except SizeError as error:
-            return {"status": "not run", "why": str(error)}
         except torch.OutOfMemoryError:
             why = f"{format_bytes(setting.nbytes)} with its rivals does not fit"
             return {"status": "not run", "why": why}
@@ -127,8 +121,6 @@ def check_all(cases: Sequence[Case], settings: Sequence[Setting]) -> list[Row]:
             row |= {"page_bytes": setting.page_bytes, "status": "right"}
             try:
                 case.make(setting).check()
-            except SizeError as error:
-                row |= {"status": "not run", "why": str(error)}
             except ResultError as error:
                 row |= {"status": "wrong", "why": str(error)}
             except Exception as error:  # one broken reference must not hide the others

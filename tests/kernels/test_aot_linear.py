@@ -1,14 +1,14 @@
 """Code quality of the paged matrix products on GPUs that are not there.
 
 Half precision runs on tensor cores, float32 (which is to be exact) does not. Matrices are read 128
-bits at a time or through descriptors; all other reads are words of the page table. Nothing spills.
+bits at a time; all other reads are words of the page table. Nothing spills.
 """
 
 import re
 import subprocess
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ import torch
 from aot_gate import TARGETS, MachineCode, Variant, _specialise, read_amdgcn, read_sass
 from page_suite import KIB, MIB
 
-from tensorpager.kernels import linear, linear_grad, linear_tma
+from tensorpager.kernels import linear, linear_grad
 from tensorpager.kernels.paged_matrix import PagedMatrix
 
 pytestmark = pytest.mark.aot
@@ -26,18 +26,15 @@ GATED = {
     "linear.linear_forward",
     "linear_grad.linear_input_grad",
     "linear_grad.linear_weight_grad",
-    "linear_tma.linear_forward_tma",
 }
 TENSOR_CORES = r"\bHMMA\b|\bHGMMA\b|\bUTC\w*MMA\b|\bv_mfma_f32_\w+_(?:b?f16)"
-SINGLE, BRAIN, HALF = torch.float32, torch.bfloat16, torch.float16
+SINGLE, BRAIN = torch.float32, torch.bfloat16
 MACHINES = ("sm_80", "sm_90", "sm_100", "gfx942")
 # What a block may have: the compiler does not refuse more, the launch would. 99 KiB is all that
 # sm_86 and sm_89 have, which run the pointer kernels too.
 SHARED_BYTES = {"sm_80": 99 * KIB, "sm_90": 227 * KIB, "sm_100": 227 * KIB, "gfx942": 64 * KIB}
 # Per thread, prefetches included; 64-lane warps read a row's word once for each of its vectors.
 TABLE_WORDS = {"cuda": 16, "hip": 48}
-BULK_COPIES = r"\bUTMALDG\b"
-DESCRIPTORS = {torch.float16: "fp16", torch.bfloat16: "bf16"}
 
 
 @dataclass(frozen=True)
@@ -46,7 +43,6 @@ class Code:
 
     costs: MachineCode
     tensor_core_ops: int
-    bulk_copies: int
     shared_bytes: int
 
 
@@ -65,7 +61,7 @@ def _record(module: Any, call: Callable[[], None]) -> Variant:
 
     def record(kernel: Any, programs: int, *args: Any, **constants: Any) -> None:
         assert 0 < programs < 2**31
-        recorded.append(_with_descriptors(kernel, args, constants))
+        recorded.append(_specialise(kernel, args, constants))
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "launch", record)
@@ -75,28 +71,10 @@ def _record(module: Any, call: Callable[[], None]) -> Variant:
     return variant
 
 
-def _with_descriptors(kernel: Any, args: tuple[Any, ...], constants: dict[str, Any]) -> Variant:
-    types = {
-        name: f"tensordesc<{DESCRIPTORS[arg.base.dtype]}{list(arg.block_shape)}>"
-        for name, arg in zip(kernel.arg_names, args, strict=False)
-        if hasattr(arg, "block_shape")
-    }
-    plain = [arg.base if hasattr(arg, "block_shape") else arg for arg in args]
-    variant = _specialise(kernel, tuple(plain), constants)
-    signature = tuple((name, types.get(name, kind)) for name, kind in variant.signature)
-    return replace(variant, signature=signature, aligned=variant.aligned - set(types))
-
-
 def _forward(dtype: torch.dtype, m: int, columns: int, rows: int = 256) -> Variant:
     weight = _matrix(rows, columns, dtype)
     x, out = torch.empty(m, columns, dtype=dtype), torch.empty(m, rows, dtype=dtype)
     return _record(linear, lambda: linear.linear_forward(x, weight, out))
-
-
-def _forward_tma(dtype: torch.dtype, m: int, columns: int, rows: int = 256) -> Variant:
-    weight = _matrix(rows, columns, dtype)
-    x, out = torch.empty(m, columns, dtype=dtype), torch.empty(m, rows, dtype=dtype)
-    return _record(linear_tma, lambda: linear_tma.linear_forward_tma(x, weight, out))
 
 
 def _input_grad(dtype: torch.dtype, m: int, columns: int, rows: int = 256) -> Variant:
@@ -147,7 +125,6 @@ def _compile(variant: Variant, target: str) -> Code:
     return Code(
         costs,
         len(re.findall(TENSOR_CORES, text)),
-        len(re.findall(BULK_COPIES, text)),
         compiled.metadata.shared,
     )
 
@@ -177,14 +154,12 @@ class Gate:
 
     launched: Callable[[torch.dtype, int, int], Variant]
     registers: int
-    has_pointers: bool = True
 
 
 GATES = {
     "linear.linear_forward": Gate(_forward, 176),
     "linear_grad.linear_input_grad": Gate(_input_grad, 232),
     "linear_grad.linear_weight_grad": Gate(_weight_grad, 176),
-    "linear_tma.linear_forward_tma": Gate(_forward_tma, 128, has_pointers=False),
 }
 
 
@@ -197,11 +172,7 @@ def _check(code: Code, gate: Gate, dtype: torch.dtype, target: str) -> None:
     narrow = [bits for bits in costs.load_bits if bits < 128]
     assert set(narrow) <= {32}, "a narrow read is a word of the page table"
     assert len(narrow) <= TABLE_WORDS[TARGETS[target].backend]
-    if gate.has_pointers:
-        assert costs.wide_loads() > 0
-    else:
-        assert code.bulk_copies > 0, "tiles come through descriptors"
-        assert costs.wide_loads() == 0
+    assert costs.wide_loads() > 0
     # 64-lane warps hold half as much of a tile per lane.
     assert min(costs.store_bits) >= (64 if TARGETS[target].backend == "hip" else 128)
     assert code.shared_bytes <= SHARED_BYTES[target]
@@ -217,16 +188,14 @@ def _cases() -> list[Any]:
         ("linear.linear_forward", SINGLE, 2000, 768, "sm_80"),
         ("linear_grad.linear_input_grad", BRAIN, 2000, 4096, "sm_90"),
         ("linear_grad.linear_weight_grad", BRAIN, 2000, 768, "sm_80"),
-        ("linear_tma.linear_forward_tma", BRAIN, 2000, 4096, "sm_90"),
-        ("linear_tma.linear_forward_tma", BRAIN, 16, 4096, "sm_100"),
     }
     every = [
         (name, dtype, m, columns, target)
-        for name, gate in GATES.items()
-        for dtype in ((SINGLE, BRAIN) if gate.has_pointers else (BRAIN, HALF))
+        for name in GATES
+        for dtype in (SINGLE, BRAIN)
         for m in (16, 100, 2000)
-        for columns in ((4096, 768, 104) if gate.has_pointers else (4096,))
-        for target in (MACHINES if gate.has_pointers else ("sm_90", "sm_100"))
+        for columns in (4096, 768, 104)
+        for target in MACHINES
     ]
     assert quick <= set(every)
     return [
@@ -253,7 +222,7 @@ def test_code(name: str, dtype: torch.dtype, m: int, columns: int, target: str) 
 @pytest.mark.parametrize("target", MACHINES)
 @pytest.mark.parametrize("columns", [100, 101])
 @pytest.mark.parametrize("dtype", [SINGLE, BRAIN], ids=str)
-@pytest.mark.parametrize("name", [name for name in GATES if GATES[name].has_pointers])
+@pytest.mark.parametrize("name", list(GATES))
 def test_narrow_operands_do_not_spill(
     name: str, dtype: torch.dtype, columns: int, target: str
 ) -> None:

@@ -15,7 +15,11 @@ from linear_suite import (
 from page_suite import Backend
 
 from tensorpager.kernels import launch
-from tensorpager.kernels.linear import linear_forward, linear_forward_reference
+from tensorpager.kernels.linear import (
+    linear_forward,
+    linear_forward_reference,
+    reads_directly,
+)
 from tensorpager.kernels.linear_tile import Tile
 from tensorpager.kernels.paged_matrix import PagedMatrix, row_stretches
 
@@ -237,3 +241,10 @@ def test_a_page_off_the_device_is_named_on_a_cpu() -> None:
         linear_forward(_X, weight, _OUT)
     linear_forward(_X, weight, _OUT, rows=(0, 16))
     linear_forward(_X, weight, _OUT, rows=(32, 40))
+
+
+def test_the_kernel_is_taken_for_few_rows_of_whole_vectors() -> None:
+    half = torch.bfloat16
+    assert [m for m in (1, 512, 1024, 2048) if reads_directly(m, 4096, half)] == [1, 512, 1024]
+    assert not reads_directly(16, 4097, half)
+    assert not reads_directly(1, 64, half, device_type="cpu")

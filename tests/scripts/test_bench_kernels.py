@@ -17,7 +17,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 from kernels_bench import linear_sweep, link_sweep, rates
-from kernels_bench.case import Case, Job, Rates, ResultError, Setting, SizeError, Work, close, same
+from kernels_bench.case import Case, Job, Rates, ResultError, Setting, Work, close, same
 from kernels_bench.cases import CASES
 from kernels_bench.clock import CpuClock, CudaClock, summary, take_turns
 from kernels_bench.goals import GOALS, Found, judge
@@ -83,8 +83,6 @@ def test_checks_notice_a_kernel_that_does_nothing(case: Case) -> None:
 @needs_gpu
 @each_case
 def test_cases_are_right_on_a_gpu(case: Case) -> None:
-    if torch.cuda.get_device_capability()[0] < case.least_capability:
-        pytest.skip(f"needs sm_{case.least_capability}0")
     case.make(Setting("cuda", (4 << 20) + 3 * PAGE, 64 << 10)).check()
 
 
@@ -275,7 +273,6 @@ def failing(error: Exception) -> Case:
     [
         (ResultError("element 3 differs"), "wrong"),
         (RuntimeError("no"), "broken"),
-        (SizeError("too small"), "not run"),
         (torch.OutOfMemoryError("full"), "not run"),
     ],
 )
@@ -325,16 +322,6 @@ def test_shares_of_the_chosen_path() -> None:
     assert row["direct_share"] == pytest.approx(0.8)
     assert row["chosen_share"] == pytest.approx(0.8)
     assert row["chosen_of_best"] == 1.0
-
-
-def test_measured_rates_are_python_for_the_table_of_choices() -> None:
-    from tensorpager.kernels import linear_choice
-
-    flops = {torch.bfloat16: 7.9e14, torch.float32: 5e13}
-    text = linear_sweep.measured_rates(Rates(4.3e12, 5e10, flops), [product(256, 1.0, 2.0)])
-    found = eval(text, {"Rates": linear_choice.Rates, "torch": torch})
-    assert found.crossover == {torch.bfloat16: 256, torch.float16: 256}
-    assert (found.bytes_per_second, found.half_flops, found.single_flops) == (4.3e12, 7.9e14, 5e13)
 
 
 def gpu_row(case: str, share: float, ratio: float, nbytes: int = 256 << 20) -> dict[str, Any]:
@@ -422,7 +409,7 @@ def test_gpu_run_from_end_to_end(
     missed = [goal for goal in last["goals"] if goal["outcome"] == "missed"]
     assert code == int(bool(missed))
     shown = capsys.readouterr().out
-    assert "Rates(bytes_per_second=" in shown
+    assert "for DIRECT_ROWS in kernels/linear.py" in shown
     assert "goals" in shown
 
 
