@@ -124,11 +124,11 @@ def test_runs_are_the_longest_consecutive_pieces(first: list[int], second: list[
         assert ends != (next_a.frame, next_b.frame), "two runs that could be one"
 
 
-LAUNCHERS = {"update.step": ("adam.adam_step", "sgd.sgd_step")}  # of a kernel with two
+SHARED = {"update.step": ("adam.adam_step", "sgd.sgd_step")}  # of a kernel with two
 
 
 def test_every_kernel_has_launcher_reference_and_test() -> None:
-    for name in (one for kernel in kernels_in_folder() for one in LAUNCHERS.get(kernel, (kernel,))):
+    for name in (one for kernel in kernels_in_folder() for one in SHARED.get(kernel, (kernel,))):
         module_name, launcher = name.split(".")
         module = importlib.import_module(f"tensorpager.kernels.{module_name}")
         public = {name.rstrip("_") for name in module.__all__}  # `softmax_grad_` works in place
