@@ -24,8 +24,7 @@ from typing import Any, Protocol
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from ..kernels.gather import gather_pages
-from ..kernels.scatter import scatter_pages
+from ..kernels.copies import gather_pages, scatter_pages
 from ..planner.sizes import parse_bytes
 from .budget.arguments import Arguments
 from .budget.budget import DeviceBudget

@@ -6,8 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from ...kernels.fill import fill_pages
-from ...kernels.launch import upload
+from ..memory.frame_pool import merge
 
 if TYPE_CHECKING:
     from ..core import Core
@@ -38,8 +37,6 @@ def scattered(pager: Core) -> Iterator[None]:
 
 def scramble(pager: Core) -> None:
     """Evict everything that is not pinned and poison the frames that it was in."""
-    import torch
-
     with pager.quiet():
         pager.residency.collect()
         for run in list(pager.space.runs.values()):
@@ -48,6 +45,7 @@ def scramble(pager: Core) -> None:
             frames = pager.residency.evict_run(run)
             if len(frames):
                 pager.residency.reach(frames)
+                arena, size = pager.residency.arena, pager.page_size
                 with pager.backend.on_compute():
-                    on_device = upload(torch.from_numpy(frames), pager.device)
-                    fill_pages(pager.residency.arena, on_device, pager.page_size, _NAN_BYTE)
+                    for first, _, count in merge(frames, frames):
+                        arena[first * size : (first + count) * size].fill_(_NAN_BYTE)

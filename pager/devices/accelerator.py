@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from ...kernels.move import slide_pages
 from ..errors import PagerError
 from .dense_meter import NO_TIMELINE, Timeline
 from .dense_refusal import Peak
@@ -266,8 +265,12 @@ class Accelerator:
             event.synchronize()
 
     def slide(self, source: int, target: int, pages: int, page_size: int) -> None:
-        end = (source + pages) * page_size
-        slide_pages(self.arena[:end], source, target, pages, page_size)
+        # Copies that do not overlap themselves, each behind the one before.
+        step, nbytes = (source - target) * page_size, pages * page_size
+        here = self.arena[source * page_size :][:nbytes].split(step)
+        there = self.arena[target * page_size :][:nbytes].split(step)
+        for to, of in zip(there, here, strict=True):
+            to.copy_(of)
 
     # -- dense memory ----------------------------------------------------------------------------
     def limit_dense(self, nbytes: int | None, *, counted: int = 0, roomy: bool = False) -> None:

@@ -26,8 +26,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ...kernels.launch import upload
-from ...kernels.move import move_pages
 from ..devices.device import Device
 from ..errors import InfeasibleBudget, TierFull
 from ..machine.ranks import about_share, ranks_sharing
@@ -41,7 +39,6 @@ from .tickets import MoveFailed
 _PINNED = np.iinfo(np.int64).max
 _AWAITED = _PINNED - 1
 _LATER = 1 << 50
-_FEW = 4  # stretches of pages that are moved one by one
 _NOTHING = np.empty(0, np.int32)
 
 
@@ -657,20 +654,11 @@ class Residency:
         """Copy resident pages into other, empty frames of the arena."""
         old = self.table.frame[pages].copy()
         self.reach(np.concatenate([old, frames]))
-        size, arena, stretches = self.page_size, self.arena, [*merge(old, frames)]
-        device = self.backend.device
+        size, arena = self.page_size, self.arena
         with self.backend.on_compute():
-            if len(stretches) <= _FEW:  # cheaper than to tell a kernel where they are
-                for source, target, count in stretches:
-                    there = arena[target * size : (target + count) * size]
-                    there.copy_(arena[source * size : (source + count) * size])
-            else:
-                move_pages(
-                    arena,
-                    upload(torch.from_numpy(old), device),
-                    upload(torch.from_numpy(frames.copy()), device),
-                    size,
-                )
+            for source, target, count in merge(old, frames):
+                there = arena[target * size : (target + count) * size]
+                there.copy_(arena[source * size : (source + count) * size])
         self.table.move(pages, frames)
         old.sort()
         for start, _, length in merge(old, old):

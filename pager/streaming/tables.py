@@ -34,7 +34,6 @@ from torch.autograd import forward_ad
 
 from ...kernels.as_torch import run_as_torch
 from ...kernels.cpu_split import Place
-from ...kernels.fill import fill_pages
 from ...kernels.launch import upload
 from ...kernels.pieces import Paged
 from ...kernels.row_sums import RowGroups, add_rows, group_rows
@@ -48,6 +47,7 @@ from ...kernels.rows import (
 from ..budget.fits import fits, frames_anyway, streams
 from ..budget.placement import Taken, Weight
 from ..core import Core, PagedStorage
+from ..memory.frame_pool import merge
 from ..tensor.dispatcher import serve_call, serve_op
 from ..tensor.op_info import our_modes
 from ..tensor.operands import begin_of, operand, slabs
@@ -277,8 +277,8 @@ def embedding_gradient(
             first_page = slab.held.low // size
             fresh = slab.held.frames[zeroed - first_page :]
             zeroed = first_page + len(slab.held.frames)
-            frames = upload(torch.from_numpy(fresh.copy()), table.device)
-            fill_pages(pager.residency.arena, frames, size, 0)
+            for first, _, count in merge(fresh, fresh):
+                pager.residency.arena[first * size : (first + count) * size].zero_()
             begin, end = np.searchsorted(ids, [slab.first, slab.stop]).tolist()
             for a in range(begin, end, step):
                 b = min(a + step, end)

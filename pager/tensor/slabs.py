@@ -32,8 +32,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import torch
 
+from ...kernels.copies import scatter_pages
 from ...kernels.launch import upload
-from ...kernels.scatter import scatter_pages
 from ..budget.fits import frames_anyway
 from ..core import PagedStorage
 from ..errors import PagerError

@@ -6,12 +6,9 @@ import torch
 from torch.nn import functional as F
 
 from tensorpager.kernels.checksum import page_checksums
-from tensorpager.kernels.fill import fill_pages
-from tensorpager.kernels.gather import gather_pages
-from tensorpager.kernels.move import move_pages, slide_pages
+from tensorpager.kernels.copies import gather_pages, scatter_pages
 from tensorpager.kernels.row_sums import add_rows, group_rows
 from tensorpager.kernels.rows import gather_rows
-from tensorpager.kernels.scatter import scatter_pages
 
 from .case import Case, Job, Setting, Work, close, same
 from .pages import Pages
@@ -46,56 +43,6 @@ def _scatter(setting: Setting) -> Job:
         peer=lambda: twin.copy_(dense),
         compare=lambda: same("pages", pages.read(), twin),
         work=Work(2 * setting.nbytes),
-    )
-
-
-def _move(setting: Setting) -> Job:
-    count = max(1, setting.nbytes // setting.page_bytes)
-    size = count * setting.page_bytes
-    arena = torch.empty(2 * size, dtype=torch.uint8, device=setting.device)
-    arena.random_(generator=setting.generator())
-    by_frame = arena.view(2 * count, setting.page_bytes)
-    order = torch.randperm(2 * count, generator=torch.Generator().manual_seed(setting.seed))
-    sources, targets = order.int().to(setting.device).split(count)
-    before = by_frame[sources.long()]
-    twin = torch.zeros_like(before)
-
-    def compare() -> None:
-        same("source frames", by_frame[sources.long()], before)
-        same("target frames", by_frame[targets.long()], twin)
-
-    return Job(
-        run=lambda: move_pages(arena, sources, targets, setting.page_bytes),
-        peer=lambda: twin.copy_(before),
-        compare=compare,
-        work=Work(2 * size),
-    )
-
-
-def _slide(setting: Setting) -> Job:
-    """By one frame: as little as can be, so in as many steps as can be."""
-    page, count = setting.page_bytes, max(1, setting.nbytes // setting.page_bytes)
-    arena = torch.empty((count + 1) * page, dtype=torch.uint8, device=setting.device)
-    arena.random_(generator=setting.generator())
-    before = arena[page:].clone()
-    twin = torch.zeros_like(before)
-    return Job(
-        run=lambda: slide_pages(arena, 1, 0, count, page),
-        peer=lambda: twin.copy_(before),
-        compare=lambda: same("frames", arena[:-page], twin),
-        work=Work(2 * before.nbytes),
-    )
-
-
-def _fill(setting: Setting) -> Job:
-    count = max(1, setting.nbytes // setting.page_bytes)
-    dense = torch.zeros(count * setting.page_bytes, dtype=torch.uint8, device=setting.device)
-    pages = Pages(dense, setting.page_bytes, setting.seed)
-    return Job(
-        run=lambda: fill_pages(pages.arena, pages.frame_of, setting.page_bytes, 255),
-        peer=lambda: dense.fill_(255),
-        compare=lambda: same("pages", pages.read(), dense),
-        work=Work(dense.nbytes),
     )
 
 
@@ -195,11 +142,8 @@ def _add_rows(setting: Setting) -> Job:
 
 
 COPIES = (
-    Case("gather", frozenset({"gather.gather_pages"}), "copy_", _gather),
-    Case("scatter", frozenset({"scatter.scatter_pages"}), "copy_", _scatter),
-    Case("move", frozenset({"move.move_pages"}), "copy_", _move),
-    Case("slide", frozenset({"move.slide_pages"}), "copy_", _slide),
-    Case("fill", frozenset({"fill.fill_pages"}), "fill_", _fill),
+    Case("gather", frozenset({"copies.copy_pages"}), "copy_", _gather),
+    Case("scatter", frozenset({"copies.copy_pages"}), "copy_", _scatter),
     Case("checksum", frozenset({"checksum.page_checksums"}), "", _checksum),
     Case("gather_rows", frozenset({"rows.gather_rows"}), "F.embedding", _gather_rows),
     Case("add_rows", frozenset({"row_sums.add_rows"}), "index_add_", _add_rows),

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from tensorpager.kernels.gather import gather_pages
+from tensorpager.kernels.copies import gather_pages
 from tensorpager.kernels.linear import linear_forward, reads_directly
 
 from .case import ResultError, Setting

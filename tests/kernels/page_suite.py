@@ -136,41 +136,7 @@ DENSE_CASES = [
 ]
 
 
-@dataclass(frozen=True)
-class FrameCase:
-    """Whole frames: a move from `src` to `dst`, or a fill of `dst`."""
-
-    page_bytes: int
-    src: tuple[int, ...]
-    dst: tuple[int, ...]
-
-    @property
-    def arena_frames(self) -> int:
-        return max(self.src + self.dst, default=0) + 2
-
-    def bytes_of(self, frame: int) -> slice:
-        """Bytes of a frame in the arena, half-open."""
-        return slice(frame * self.page_bytes, (frame + 1) * self.page_bytes)
-
-    def __str__(self) -> str:
-        pairs = ",".join(f"{s}to{d}" for s, d in zip(self.src, self.dst, strict=True)) or "none"
-        return f"{self.page_bytes // KIB}KiB,{pairs}"
-
-
-FRAME_CASES = [
-    FrameCase(_SMALL, (), ()),
-    FrameCase(_SMALL, (1,), (3,)),
-    FrameCase(_SMALL, (3,), (0,)),
-    FrameCase(_SMALL, (5, 0, 3), (1, 4, 7)),
-    FrameCase(_SMALL, (4, 5, 6, 9), (0, 1, 2, 8)),
-    FrameCase(_SMALL, (4, 5, 6), (2, 1, 0)),
-    FrameCase(_MEDIUM, (0, 2), (3, 5)),
-    FrameCase(_LARGE, (2, 0), (1, 4)),
-    FrameCase(4 * _LARGE, (2, 0), (1, 4)),
-]
-
 dense_cases = pytest.mark.parametrize("case", DENSE_CASES, ids=str)
-frame_cases = pytest.mark.parametrize("case", FRAME_CASES, ids=str)
 
 
 def kernels_in_folder() -> set[str]:

@@ -5,8 +5,7 @@ import torch
 from address_checker import AddressError, checked_addresses
 from page_suite import Backend, Guarded, distant_frame
 
-from tensorpager.kernels.fill import fill_pages
-from tensorpager.kernels.gather import gather_pages
+from tensorpager.kernels.copies import gather_pages, scatter_pages
 from tensorpager.kernels.launch import tl, triton
 
 pytestmark = pytest.mark.interpreter
@@ -74,8 +73,12 @@ def test_a_frame_of_another_tensor_is_caught() -> None:
     frames = INTERPRETER.frames([1, 3])
     before = arena.bytes()
     mine = arena.tensor[PAGE : 2 * PAGE]
-    with pytest.raises(AddressError, match="wrote 1024"), checked_addresses([frames], [mine]):
-        fill_pages(arena.tensor, frames, PAGE, 0)
+    dense = torch.zeros(2 * PAGE, dtype=torch.uint8)
+    with (
+        pytest.raises(AddressError, match="wrote 1024"),
+        checked_addresses([frames, dense], [mine]),
+    ):
+        scatter_pages(dense, frames, arena.tensor, PAGE)
     expected = before[:PAGE] + bytes(PAGE) + before[2 * PAGE :]
     arena.assert_is(expected)
 

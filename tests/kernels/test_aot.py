@@ -42,7 +42,6 @@ class Gate:
     narrow_loads: int
     narrow_stores: int
     registers: int = 40
-    has_loads: bool = True
 
 
 def _tables() -> list[torch.Tensor]:
@@ -57,42 +56,15 @@ def _dense_tensors(page_bytes: int) -> list[torch.Tensor]:
     return [memory[start:end] for start, end in ends]
 
 
-def _drive_gather(module: Any, arena: torch.Tensor, page_bytes: int) -> None:
+def _drive_copies(module: Any, arena: torch.Tensor, page_bytes: int) -> None:
     for dense in _dense_tensors(page_bytes):
         for table in _tables():
             module.gather_pages(arena, table, dense, page_bytes)
-
-
-def _drive_scatter(module: Any, arena: torch.Tensor, page_bytes: int) -> None:
-    for dense in _dense_tensors(page_bytes):
-        for table in _tables():
             module.scatter_pages(dense, table, arena, page_bytes)
 
 
-def _drive_move(module: Any, arena: torch.Tensor, page_bytes: int) -> None:
-    for table in _tables():
-        module.move_pages(arena, table, table, page_bytes)
-
-
-def _drive_slide(module: Any, arena: torch.Tensor, page_bytes: int) -> None:
-    arena = torch.empty(8 * page_bytes, dtype=torch.uint8, device=arena.device)
-    module.slide_pages(arena, 1, 0, 7, page_bytes)
-
-
-def _drive_fill(module: Any, arena: torch.Tensor, page_bytes: int) -> None:
-    for value in (0, 1, 255):
-        for table in _tables():
-            module.fill_pages(arena, table, page_bytes, value)
-
-
 GATES = {
-    "gather.gather_pages": Gate(_drive_gather, 3, vectors=8, narrow_loads=2, narrow_stores=1),
-    "scatter.scatter_pages": Gate(_drive_scatter, 3, vectors=8, narrow_loads=2, narrow_stores=1),
-    "move.move_pages": Gate(_drive_move, 2, vectors=4, narrow_loads=2, narrow_stores=0),
-    "move.slide_pages": Gate(_drive_slide, 2, vectors=4, narrow_loads=0, narrow_stores=0),
-    "fill.fill_pages": Gate(
-        _drive_fill, 2, vectors=4, narrow_loads=1, narrow_stores=0, has_loads=False
-    ),
+    "copies.copy_pages": Gate(_drive_copies, 6, vectors=8, narrow_loads=2, narrow_stores=1),
 }
 BYTE_COPY_REGISTERS = 64
 
@@ -124,7 +96,7 @@ def _check(code: MachineCode, gate: Gate, wide: bool, threads_per_warp: int) -> 
     if wide:
         vectors = gate.vectors * 32 // threads_per_warp
         assert code.wide_stores() == vectors
-        assert code.wide_loads() == (vectors if gate.has_loads else 0)
+        assert code.wide_loads() == vectors
         assert code.narrow_stores() <= gate.narrow_stores
         assert code.narrow_loads() <= gate.narrow_loads
         assert code.registers <= gate.registers
@@ -174,9 +146,9 @@ def test_gate_notices_missing_alignment(name: str, target: str) -> None:
 
 
 def test_gate_notices_spills() -> None:
-    byte_copy = next(v for v in _variants("gather.gather_pages") if not v.constant("WIDE"))
+    byte_copy = next(v for v in _variants("copies.copy_pages") if not v.constant("WIDE"))
     code = compile_variant(byte_copy.with_option("maxnreg", 24), TARGETS["sm_90"])
     assert code.spilled_bytes > 0
     assert code.local_accesses > 0
     with pytest.raises(AssertionError):
-        _check(code, GATES["gather.gather_pages"], False, threads_per_warp=32)
+        _check(code, GATES["copies.copy_pages"], False, threads_per_warp=32)

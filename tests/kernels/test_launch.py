@@ -14,11 +14,8 @@ from hypothesis import strategies as st
 from page_suite import kernels_in_folder
 
 from tensorpager.kernels import launch
-from tensorpager.kernels.fill import fill_pages
-from tensorpager.kernels.gather import gather_pages
+from tensorpager.kernels.copies import gather_pages, scatter_pages
 from tensorpager.kernels.launch import frame_runs
-from tensorpager.kernels.move import move_pages
-from tensorpager.kernels.scatter import scatter_pages
 
 PAGE = 4096
 FRAMES = 4
@@ -35,8 +32,6 @@ def _table(*frames: int) -> torch.Tensor:
 LAUNCHERS: dict[str, Callable[..., None]] = {
     "gather": lambda arena, table, dense, page: gather_pages(arena, table, dense, page),
     "scatter": lambda arena, table, dense, page: scatter_pages(dense, table, arena, page),
-    "move": lambda arena, table, dense, page: move_pages(arena, table, _table(3), page),
-    "fill": lambda arena, table, dense, page: fill_pages(arena, table, page, 0),
 }
 
 
@@ -82,17 +77,6 @@ def test_bad_dense_tensors_are_named(name: str, dense: torch.Tensor, message: st
     assert arena.eq(9).all()
 
 
-@pytest.mark.parametrize("value", [-1, 256])
-def test_fill_takes_a_byte(value: int) -> None:
-    with pytest.raises(ValueError, match=f"value is {value}; a byte is 0 to 255"):
-        fill_pages(_arena(), _table(1), PAGE, value)
-
-
-def test_move_takes_pairs() -> None:
-    with pytest.raises(ValueError, match="src_frames has 2 entries and dst_frames 1"):
-        move_pages(_arena(), _table(1, 2), _table(3), PAGE)
-
-
 @pytest.mark.skipif(
     launch.INTERPRETED, reason="the interpreter runs kernels, which trust the table"
 )
@@ -124,7 +108,10 @@ def test_runs_are_the_longest_consecutive_pieces(first: list[int], second: list[
         assert ends != (next_a.frame, next_b.frame), "two runs that could be one"
 
 
-SHARED = {"update.step": ("adam.adam_step", "sgd.sgd_step")}  # of a kernel with two
+SHARED = {  # launchers of kernels that have two
+    "copies.copy_pages": ("copies.gather_pages", "copies.scatter_pages"),
+    "update.step": ("adam.adam_step", "sgd.sgd_step"),
+}
 
 
 def test_every_kernel_has_launcher_reference_and_test() -> None:
@@ -143,17 +130,14 @@ _WITHOUT_TRITON = """
 import sys
 sys.modules["triton"] = None
 import torch
-from tensorpager.kernels import fill, gather, launch, move, scatter
+from tensorpager.kernels import copies, launch
 assert not launch.HAVE_TRITON and not launch.INTERPRETED
 arena = torch.arange(4, dtype=torch.uint8).repeat_interleave(4096)
-one, two = torch.tensor([1], dtype=torch.int32), torch.tensor([2], dtype=torch.int32)
+one = torch.tensor([1], dtype=torch.int32)
 out = torch.empty(10, dtype=torch.uint8)
-gather.gather_pages(arena, one, out, 4096)
-move.move_pages(arena, one, two, 4096)
-fill.fill_pages(arena, one, 4096, 8)
-scatter.scatter_pages(out + 4, one, arena, 4096)
-assert arena[4090:4110].tolist() == [0] * 6 + [5] * 10 + [8] * 4
-assert arena[8192:12288].eq(1).all()
+copies.gather_pages(arena, one, out, 4096)
+copies.scatter_pages(out + 4, one, arena, 4096)
+assert arena[4090:4110].tolist() == [0] * 6 + [5] * 10 + [1] * 4
 try:
     launch.launch(None, 1, arena)
 except RuntimeError as error:

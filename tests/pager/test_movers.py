@@ -237,8 +237,7 @@ def test_a_move_that_cannot_be_prepared_ends_the_plan(
 ) -> None:
     """E comes; the copy that would make room for A fails."""
     if copy == "moved":
-        monkeypatch.setattr(residency_module, "_FEW", 0)  # by the kernel
-        monkeypatch.setattr(residency_module, "move_pages", breaks)
+        monkeypatch.setattr(residency_module.Residency, "_move", breaks)
     else:
         monkeypatch.setattr("tensorpager.pager.devices.cpu.Cpu.slide", breaks)
     count = 4 if copy == "moved" else 2

@@ -237,7 +237,7 @@ def test_cuda_clock_times_calls_and_kernels(monkeypatch: pytest.MonkeyPatch) -> 
     device = FakeDevice(monkeypatch)
     clock = object.__new__(CudaClock)
     clock._flush = device  # type: ignore[assignment]
-    module = importlib.import_module("tensorpager.kernels.gather")
+    module = importlib.import_module("tensorpager.kernels.copies")
 
     def fake_launch(*_args: Any, **_constants: Any) -> None:
         device.ms += 5
@@ -420,7 +420,7 @@ def test_a_broken_sweep_does_not_stop_the_others(monkeypatch: pytest.MonkeyPatch
         raise RuntimeError("no such copy")
 
     monkeypatch.setattr(link_sweep, "sweep_link", broken)
-    choice = bench_kernels.Choice(("link", "fill"), time.monotonic() + 600, peers=False)
+    choice = bench_kernels.Choice(("link", "gather"), time.monotonic() + 600, peers=False)
     run = bench_kernels.GpuRun("a CPU", choice, TINY, CpuClock(), lambda _record: None)
     assert run.run() == 1
     assert "no such copy" in run.record["failures"][0]
