@@ -36,6 +36,7 @@ from .plan.explain import explain
 from .plan.follower import Follower
 from .plan.record import record_iterations, recording_from_environment
 from .plan.recorder import Recorder
+from .plan.starting import starting_plan
 from .profile_run import ProfileRun
 from .streaming import linear as _linear  # noqa: F401 - serves it
 from .streaming import tables as _tables  # noqa: F401 - serves them
@@ -81,6 +82,10 @@ class Pager:
             plan is there it pages on demand, as ``"lru"`` always does. ``"joint"`` plans as
             ``"lp"`` does, and where that promises to be faster, blocks of the model run again in
             the backward pass instead of having their activations stored, with the same bits.
+        plan: a file of ``tensorpager estimate --plan``, followed from the first iteration after the
+            metered one until there is a plan of what was recorded: its moves of parameters and
+            optimizer states, by their names and the order of their uses. A warning names the
+            first difference, and then it is left.
         verify: check a checksum on every way in from the host too (disk is always checked).
         metrics: ``True`` publishes what ``tensorpager top`` shows while the training runs, in
             memory that ends with the process, however it ends.
@@ -110,6 +115,7 @@ class Pager:
         dense_reserve: int | str = "auto",
         device: str | torch.device | None = None,
         policy: str = "lp",
+        plan: str | os.PathLike[str] | None = None,
         verify: bool = False,
         metrics: bool | None = None,
         io_engine: str = "auto",
@@ -120,6 +126,7 @@ class Pager:
             device_budget, host_budget, disk_budget, disk_path, page_size, dense_reserve, device,
             policy, metrics, io_engine, disk_write_limit,
         )  # fmt: skip
+        starting = None if plan is None else starting_plan(plan, given.page_size, policy)
         self.device, self.page_size, self.policy = given.device, given.page_size, policy
         self.core = core = Core(given, IoWatch(check_timeout(io_timeout)), verify=verify, face=self)
         name_pages(core)
@@ -136,7 +143,8 @@ class Pager:
         self._recorder = recorder = Recorder(core)
         plans = policy != "lru"
         segments = Segments(core, saved) if policy == "joint" else None
-        core.follower = self._follower = Follower(core, recorder, segments) if plans else None
+        follower = Follower(core, recorder, segments, starting) if plans else None
+        core.follower = self._follower = follower
         core.cycle = Cycle(core)
         core.passes = PlainPasses(core)
         self.metrics = Metrics(core, self._follower)

@@ -193,10 +193,11 @@ class Passes(Protocol):
 
 
 class Follower(Protocol):
-    """Of plans (``follower.py``). ``compiled``: the one that the iteration follows. ``others``:
-    ranks that plan together."""
+    """Of plans (``follower.py``). ``compiled``: the one that the iteration follows. ``is_ahead``:
+    that or another one moves pages ahead of use. ``others``: ranks that plan together."""
 
     compiled: Any
+    is_ahead: bool
     planned: Any
     others: Any
 
@@ -388,11 +389,7 @@ class Core:
                 turns.unpinned()
             if self.watch is not None:
                 self.watch.unpinned(extents)
-            if (
-                follower is not None
-                and follower.compiled is not None
-                and (at_home or turns.is_home())
-            ):
+            if follower is not None and follower.is_ahead and (at_home or turns.is_home()):
                 follower.unpinned()
             if self.after_op is not None:
                 self.after_op()

@@ -86,7 +86,8 @@ def estimate(
 
     An iteration is recorded with tensors that have shapes only. Times are a roofline of the device,
     speeds are bounds: no plan with these budgets is faster. A trace from `--out` has the ops of a
-    recorded one; with `--plan` neighbouring ops are joined if there are more than 1200.
+    recorded one; with `--plan` neighbouring ops are joined if there are more than 1200. A training
+    starts from the plan with `tp.Pager(plan=…)`.
 
     With `--ranks` it is one of N devices that train together by FSDP2, each on `--batch`: what it
     holds, gathers and waits for the network. `--hardware` is a node then, whose ranks share host
@@ -180,6 +181,7 @@ def _written(
     from ...planner.plan import plan_to_json
     from ...planner.registry import make_plan
     from ...planner.trace_file import write_trace
+    from .starting import uses_by_name
 
     if out_path is None:
         return None
@@ -191,6 +193,7 @@ def _written(
     trace = write_trace(out_path, trace)
     with progress_bar() as progress:
         plan = checked(trace, hardware, make_plan("joint", trace, hardware, progress=progress))
+    plan.extra["accesses"] = uses_by_name(trace)
     with whole_file(plan_path) as part:
         part.write_text(json.dumps(plan_to_json(plan), allow_nan=False) + "\n")
     return predicted_json(plan.predicted)

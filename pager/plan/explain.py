@@ -39,6 +39,7 @@ def explain(pager: Core, follower: Follower | None) -> str:
         pager.about_budgets,
         part,
         pager.cut_short,
+        f"{follower.starting}." if follower is not None and follower.starting else None,
         _plan_in_words(pager, follower),
         pager.wear.in_words(),
     )

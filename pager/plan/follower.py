@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from ..tensor.segments import Segments
     from .plain_speed import OpTimes
     from .planning import PlanningProcess
+    from .starting import StartingPlan
 
 _BATCH_SECONDS = 0.008  # of a channel's time: what one transfer moves
 _MOST_BATCH_BYTES = 128 << 20
@@ -76,7 +77,13 @@ class Follower:
     """Of one pager. Methods are called with its lock held. ``learned``: the kind of the latest
     iteration, if that told anything."""
 
-    def __init__(self, pager: Core, recorder: Recorder, segments: Segments | None = None) -> None:
+    def __init__(
+        self,
+        pager: Core,
+        recorder: Recorder,
+        segments: Segments | None = None,
+        starting: StartingPlan | None = None,
+    ) -> None:
         self._pager = pager
         pager.host_steps.chosen = self._place_on_host
         pager.host_steps.planned = segments is not None
@@ -90,6 +97,8 @@ class Follower:
         self.mover = pager.mover
         self.planned = PlannedMoves(pager.residency, pager.mover, recorder.names)
         self.compiled: CompiledPlan | None = None  # that it follows
+        self.starting = starting  # for iterations that have no plan yet
+        self.is_ahead = False
         self.most_plans = 4  # of one kind; each from better times than the one before
         self.only_if_faster = True  # no plan is followed that promises less than paging on demand
         self.departures = 0
@@ -136,6 +145,11 @@ class Follower:
         else:
             self._leave()
         self._on_demand = self.compiled is None
+        start = self.starting
+        if start is not None and self._on_demand and not off:
+            start.begin(pager, self.recorder, self.planned)
+            if start.runs:
+                self.is_ahead, self.recorder.on_access = True, start.accessed
         if self._on_demand and self.recorder.has_clock:
             log.clock = pager.backend
         if self._on_demand and not pager.budget.metering:
@@ -214,14 +228,17 @@ class Follower:
 
     def _follow(self, compiled: CompiledPlan, accesses: int) -> None:
         """From now on, when so many accesses have ended."""
-        self.compiled, self._issued = compiled, accesses
+        self.compiled, self._issued, self.is_ahead = compiled, accesses, True
         self.planned.follow(compiled)
         self.recorder.on_access = self._accessed
 
     def _leave(self) -> None:
         """Follow no plan; pages are faulted in."""
-        if self.compiled is not None or self._in_state is not None:
+        if self.is_ahead or self._in_state is not None:
             self.planned.clear()
+        if self.starting is not None:
+            self.starting.runs = False
+        self.is_ahead = False
         self.compiled = self._in_state = self.recorder.on_access = None
         self.planned.follow(None)
 
@@ -270,10 +287,14 @@ class Follower:
     def unpinned(self) -> None:
         """An access has ended: what the plan queues now is queued."""
         compiled, log = self.compiled, self.recorder.log
-        if compiled is None or log is None:
+        if not self.is_ahead or log is None:
             return
         if self._pager.space.dead:
             self._pager.residency.collect()
+        if compiled is None:
+            assert self.starting is not None
+            self.starting.go_on()
+            return
         first, self._issued = self._issued, max(self._issued, len(log.keys) + 1)
         some = compiled.actions[first : self._issued]
         if any(some) or any(self.planned.queues):
@@ -301,9 +322,11 @@ class Follower:
         if log is None:
             return
         self.stall_us_last = log.stall_seconds * 1e6
-        if not ok or (self.compiled is not None and len(log.keys) != len(self.compiled.keys)):
+        if self.starting is not None:
+            self.starting.end(ok=ok)
+        if not ok or self.compiled is None or len(log.keys) != len(self.compiled.keys):
             self._leave()
-        compiled, self.compiled = self.compiled, None
+        compiled, self.compiled, self.is_ahead = self.compiled, None, False
         self.recorder.on_access = None
         self.last_mode = "planned" if compiled is not None else "demand"
         if ok and not pager.budget.metering and not pager.fits:
@@ -313,6 +336,10 @@ class Follower:
     def warn(self) -> None:
         """Tell the user, once, that plans are not followed any more. Without the lock, in the
         training thread, where everything is as it should be: a warning may be raised."""
+        start = self.starting
+        if start is not None and start.refused is not None and not start.told:
+            start.told = True
+            warnings.warn(f"{start}.", RuntimeWarning, stacklevel=5)
         error = self.mover.error
         if error is None or self._warned:
             return
