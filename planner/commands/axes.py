@@ -42,15 +42,6 @@ class Axis:
     values: tuple[Value, ...]
     labels: tuple[str, ...]
 
-    @property
-    def spaced_by_factors(self) -> bool:
-        """Are the values so far apart that a picture had better be logarithmic? Shares are not."""
-        if any(isinstance(value, Share) for value in self.values):
-            return False
-        found = [_number(value) for value in self.values if _number(value) < math.inf]
-        least, most = min(found, default=0), max(found, default=0)
-        return KINDS[self.name].by_factors and 0 < FAR_APART * least < most
-
 
 class Point(NamedTuple):
     """One machine of the grid, and the label of each axis' value."""

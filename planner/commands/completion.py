@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Callable, Iterable
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
@@ -19,7 +17,6 @@ if TYPE_CHECKING:
 PROGRAM = "tensorpager"
 COMPLETE_VARIABLE = "_TENSORPAGER_COMPLETE"  # click looks for it whenever the program starts
 PAGE_SIZES = ("64KiB", "128KiB", "256KiB", "512KiB", "1MiB", "2MiB", "4MiB", "8MiB", "16MiB")
-MANY = 100  # tensor names, from which only the next part of each is offered
 
 
 @click.command()
@@ -27,8 +24,7 @@ MANY = 100  # tensor names, from which only the next part of each is offered
 def completion(shell: str) -> None:
     """Print the script that makes a shell complete.
 
-    It completes commands, options, hardware, policies, page sizes, sweeps, and the tensor names of
-    a trace. Tensor names that a shell would need quoted are left out.
+    It completes commands, options, hardware, policies, page sizes and sweeps.
 
     \\b
     Install it with one line:
@@ -103,45 +99,10 @@ def _page_size(context: click.Context, incomplete: str) -> Iterable[str]:
     return PAGE_SIZES
 
 
-def _tensor(context: click.Context, incomplete: str) -> Iterable[str]:
-    """Names in the trace on the command line, as far as they need no quotes. Of many only the part
-    up to the next dot. A file that is no trace has none."""
-    words = [context.params.get("trace_path"), *context.args]  # the latter if the line is not whole
-    path = next((word for word in words if word is not None and Path(word).is_file()), None)
-    if path is None:
-        return []
-    try:
-        import pyarrow.parquet as pq
-
-        column = pq.read_table(Path(path), columns=["tensor_name"])["tensor_name"]
-        names = [name for name in column.unique().to_pylist() if isinstance(name, str)]
-    except Exception:  # whatever it is: completing must never print anything but completions
-        return []
-    fit = sorted(n for n in names if n.startswith(incomplete) and n and shlex.quote(n) == n)
-    return fit if len(fit) <= MANY else _next_parts(fit, incomplete)
-
-
-def _next_parts(names: list[str], typed: str) -> list[str]:
-    """``layers.0.weight`` … as ``layers.``, or deeper if all names go on alike."""
-    while True:
-        parts = {name[: _end_of_part(name, len(typed))] for name in names}
-        if len(parts) > 1:
-            return sorted(parts)
-        (typed,) = parts
-        if typed in names:
-            return sorted(names)
-
-
-def _end_of_part(name: str, begin: int) -> int:
-    dot = name.find(".", begin)
-    return len(name) if dot < 0 else dot + 1
-
-
 VALUES: dict[str, Values] = {
     "--hardware": _hardware,
     "--policy": _policy,
     "--policies": _policy_list,
     "--sweep": _sweep,
     "--page-size": _page_size,
-    "--tensor": _tensor,
 }

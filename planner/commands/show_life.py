@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..sizes import format_bytes
-from .show_overview import bar, heading
-from .tables import format_share, format_us, pairs, short, table
+from .show_overview import heading
+from .tables import bar, format_share, format_us, pairs, short, table
 
 LONGEST_NAME = 64
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,9 +15,7 @@ from .chart import MemoryChart
 from .output import output_width
 from .show_groups import BY
 from .summary import View
-from .tables import TEXT_WIDTH, format_share, format_us, layers_table, pairs, short, table
-
-BAR = 8  # columns of a bar in a table
+from .tables import BAR, TEXT_WIDTH, bar, format_share, format_us, layers_table, pairs, short, table
 
 
 def overview(
@@ -161,12 +158,6 @@ def named_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Any:
             )
         )
     return result
-
-
-def bar(part: float, whole: float, columns: int = BAR) -> str:
-    """``part`` of ``whole``; what is not nothing shows."""
-    eighths = math.ceil(8 * columns * part / whole - 1e-9) if whole else 0
-    return "█" * (eighths // 8) + " ▏▎▍▌▋▊▉"[eighths % 8].strip()
 
 
 def _peak_tensors(found: dict[str, Any]) -> list[Any]:

@@ -1,4 +1,4 @@
-"""``tensorpager simulate --sweep``: what other machines would do, as tables and curves."""
+"""``tensorpager simulate --sweep``: what other machines would do, as tables."""
 
 from __future__ import annotations
 
@@ -14,11 +14,10 @@ import click
 from ..hardware import describe
 from ..sizes import format_bytes
 from .axes import Axis, Point, grid
-from .curve import MARKERS, Curves, Series
 from .failures import CheckFailed
 from .options import Machine
 from .output import Progress, emit, emit_json, progress_bar, whole_file
-from .tables import PREDICTED, format_us, pairs, short, table
+from .tables import PREDICTED, bar, format_us, pairs, short, table
 
 if TYPE_CHECKING:
     from ..plan import Plan
@@ -28,6 +27,7 @@ if TYPE_CHECKING:
 MOST_PLANS = 1000
 MOST_REASONS = 8
 WHOLE_TABLE = 2  # axes up to which a line has room for the peaks
+BARS = 1  # axes up to which there is room for a bar, as long as the speed
 _UNITS = {"TiB": 1 << 40, "GiB": 1 << 30, "MiB": 1 << 20, "KiB": 1 << 10, "B": 1}
 
 
@@ -164,8 +164,6 @@ def _print(
     for number, policy in enumerate(asked.policies):
         mine = outcomes[number * len(points) : (number + 1) * len(points)]
         parts += ["", _table(policy, axes, points, mine), *_reasons(points, mine)]
-    for curves in _curves(asked, axes, points, outcomes):
-        parts += ["", curves]
     if csv_path is not None:
         parts += ["", f"written to {csv_path}"]
     emit(*parts)
@@ -192,7 +190,7 @@ def _table(
     for point, outcome in zip(points, outcomes):
         predicted = outcome.predicted
         if predicted is None:
-            rows.append([*point.labels, "no plan", *[""] * (2 + len(sizes))])
+            rows.append([*point.labels, "no plan", *[""] * (2 + len(sizes) + (len(axes) <= BARS))])
             continue
         rows.append(
             [
@@ -201,12 +199,16 @@ def _table(
                 f"{predicted.percent_of_ideal:.2f}",
                 format_us(predicted.stall_us),
                 *(in_unit(getattr(predicted, name), unit) for name in sizes),
+                *([bar(predicted.percent_of_ideal, 100)] if len(axes) <= BARS else []),
             ]
         )
     what = "peaks, bytes out and in" if len(axes) <= WHOLE_TABLE else "bytes out and in"
     names = [axis.name if axis.name != "device" else "budget" for axis in axes]
+    ends = ["<"] if len(axes) <= BARS else []
     return table(
-        (*names, "time", "% ideal", "stall", *heads), rows, title=f"{policy}  ({what} in {unit})"
+        (*names, "time", "% ideal", "stall", *heads, *ends),
+        rows,
+        title=f"{policy}  ({what} in {unit})",
     )
 
 
@@ -226,33 +228,3 @@ def _reasons(points: Sequence[Point], outcomes: Sequence[Outcome]) -> list[str]:
     if len(failed) > MOST_REASONS:
         lines.append(f"… and {len(failed) - MOST_REASONS} more without a plan (--json says why)")
     return lines
-
-
-def _curves(
-    asked: Asked, axes: Sequence[Axis], points: Sequence[Point], outcomes: Sequence[Outcome]
-) -> list[Curves]:
-    """Percent of the ideal along the axis with the most values; a curve for each policy and each
-    combination of the other axes' values, unless these are too many to be told apart."""
-    if not axes:
-        return []
-    along = max(range(len(axes)), key=lambda number: len(axes[number].values))
-    field = axes[along].fields[0]
-    curves: dict[str, list[tuple[float, float | None]]] = {}
-    ticks: dict[float, str] = {}
-    for number, outcome in enumerate(outcomes):
-        point = points[number % len(points)]
-        x = float(getattr(point.hardware, field))
-        if math.isinf(x):
-            continue
-        others = [label for place, label in enumerate(point.labels) if place != along]
-        name = ", ".join([outcome.policy, *others])
-        y = outcome.predicted.percent_of_ideal if outcome.predicted else None
-        curves.setdefault(name, []).append((x, y))
-        ticks.setdefault(x, point.labels[along])
-    if len(curves) > len(MARKERS) or not ticks:
-        return []
-    series = [Series(name, sorted(xy, key=lambda pair: pair[0])) for name, xy in curves.items()]
-    title = f"% of the ideal by {axes[along].name}"
-    apart = axes[along].spaced_by_factors and min(ticks) > 0
-    found = Curves(title, series, sorted(ticks.items()), logarithmic=apart)
-    return [found] if found.drawable else []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 
 
 TEXT_WIDTH = 22
+BAR = 8  # columns of a bar in a table
 PREDICTED = (
     "iteration_us",
     "percent_of_ideal",
@@ -44,6 +46,12 @@ def short(text: str, width: int = TEXT_WIDTH) -> str:
         return text
     tail = (width - 1) * 2 // 3  # names differ at their ends
     return f"{text[: width - 1 - tail]}…{text[-tail:]}"
+
+
+def bar(part: float, whole: float, columns: int = BAR) -> str:
+    """``part`` of ``whole``; what is not nothing shows."""
+    eighths = math.ceil(8 * columns * part / whole - 1e-9) if whole else 0
+    return "█" * (eighths // 8) + " ▏▎▍▌▋▊▉"[eighths % 8].strip()
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, title: str = "") -> Table:

@@ -10,12 +10,20 @@ import click
 
 from ..hardware import describe
 from ..sizes import format_bytes
-from .curve import MARKERS, Curves, Series, even_ticks
 from .failures import CheckFailed
 from .output import Progress, emit, emit_json, progress_bar
 from .plan import checked
 from .sweep import Asked, row, write_csv
-from .tables import format_percent, format_share, format_us, pairs, predicted_json, short, table
+from .tables import (
+    bar,
+    format_percent,
+    format_share,
+    format_us,
+    pairs,
+    predicted_json,
+    short,
+    table,
+)
 
 if TYPE_CHECKING:
     from ..sweep import Outcome
@@ -144,16 +152,6 @@ def _print(asked: Asked, target: float, answers: list[Answer], csv_path: Path | 
         parts += ["", *_answer(answer)]
     for answer in answers:
         parts += ["", _table(answer)]
-    series = [
-        Series(answer.policy, [(float(o.hardware.device_bytes), _percent(o)) for o in answer.tried])
-        for answer in answers
-    ]
-    sizes = [x for one in series for x, _ in one.points]
-    if len(series) <= len(MARKERS):
-        title = "% of the ideal by device memory"
-        ticks = [(x, format_bytes(x)) for x in even_ticks(min(sizes), max(sizes))]
-        curves = Curves(title, series, ticks, level=target)
-        parts += ["", curves] if curves.drawable else []
     if csv_path is not None:
         parts += ["", f"written to {csv_path}"]
     emit(*parts)
@@ -221,18 +219,19 @@ def _table(answer: Answer) -> Any:
         )
         for outcome in answer.tried
     ]
-    heads = ("budget", "of peak", "time", "% ideal", "stall", "out", "in")
+    heads = ("budget", "of peak", "time", "% ideal", "stall", "out", "in", "<")
     return table(heads, rows, title=f"{answer.policy}: budgets tried")
 
 
 def _speed(outcome: Outcome) -> tuple[str, ...]:
     predicted = outcome.predicted
     if predicted is None:
-        return ("no plan", "", "", "", "")
+        return ("no plan", "", "", "", "", "")
     return (
         format_us(predicted.iteration_us),
         f"{predicted.percent_of_ideal:.2f}",
         format_us(predicted.stall_us),
         format_bytes(predicted.bytes_out),
         format_bytes(predicted.bytes_in),
+        bar(predicted.percent_of_ideal, 100),
     )

@@ -8,10 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tensorpager.planner.commands.completion import _next_parts
 from tensorpager.planner.hardware import PRESETS
-from tensorpager.planner.trace import make_trace
-from tensorpager.planner.trace_file import write_trace
 
 from .command_line import refused, run
 
@@ -39,14 +36,13 @@ def environment(tmp_path: Path) -> dict[str, str]:
 
 
 @pytest.mark.skipif(shutil.which("bash") is None, reason="no bash here")
-def test_bash_completes(trace_path: Path, environment: dict[str, str]) -> None:
+def test_bash_completes(environment: dict[str, str]) -> None:
     lines = {
         "tensorpager sim": ["simulate"],
         "tensorpager simulate --targ": ["--target"],
         "tensorpager plan t --hardware ": list(PRESETS),
         "tensorpager plan t --policy appo": ["appobmem"],
         "tensorpager compare t --policies lp,lr": ["lp,lru"],
-        f"tensorpager show {trace_path} --tensor ": ["weight"],
     }
     result = subprocess.run(
         ["bash", "--norc", "-c", ASK],
@@ -84,28 +80,3 @@ def test_what_other_shells_ask(shell: str, environment: dict[str, str]) -> None:
 
 def test_other_shells_are_refused() -> None:
     assert "'tcsh'" in refused("completion", "tcsh")
-
-
-def test_many_tensor_names_come_part_by_part() -> None:
-    names = [f"model.layers.{n}.{part}" for n in range(3) for part in ("weight", "bias")]
-    assert _next_parts(names, "") == [f"model.layers.{n}." for n in range(3)]
-    assert _next_parts(names[:2], "model.layers.0") == names[1::-1]
-
-
-def test_names_that_need_quotes_are_left_out(tmp_path: Path) -> None:
-    from click import Context
-
-    from tensorpager.planner.commands.completion import _tensor
-    from tensorpager.planner.commands.show import show
-
-    path = tmp_path / "names.parquet"
-    names = {0: "plain.weight", 1: "two words", 2: "a;b", 3: "é\x1b[0m"}
-    tensors = [(n, 1, False) for n in range(5)]
-    write_trace(
-        path, make_trace(tensors, [("op", 1.0, [], list(range(5)))], page_size=1, names=names)
-    )
-    context = Context(show)
-    context.params["trace_path"] = path
-    assert list(_tensor(context, "")) == ["plain.weight"]
-    path.write_bytes(b"no trace")
-    assert list(_tensor(context, "")) == []
