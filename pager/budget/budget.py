@@ -141,7 +141,7 @@ class DeviceBudget:
         self._peak_outside: int | None = None  # in steps outside of iterations
         self.stepped_outside = False  # of iterations
         self.unpaged: weakref.ref[Any] | None = None  # an optimizer that has stepped without pages
-        self.placement = Placement()
+        self.placement = Placement(backend.birth_at)
         self.make_dense_room: Callable[[int], bool] = lambda missing: False
         self.gave = False  # frames to dense memory, since the border was placed
         self.inferring = False
@@ -782,7 +782,7 @@ class DeviceBudget:
         size = self.page_size
         if not self._frames_log:
             return 0
-        when, current = self.backend.meter_timeline()
+        when, current, _ = self.backend.meter_timeline()
         frames = np.array([count for _, count in self._frames_log])
         if not len(when):  # only the peaks are known
             return int(frames.max()) * size + dense

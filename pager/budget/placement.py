@@ -22,15 +22,15 @@ it is refused, whatever was whole when that was found out; any other has room at
 *What others would take.* What an iteration takes if other weights stream is known without trying:
 products of whole weights are watched. The frames that they take are kept apart from other needs. Of
 each dense gradient of a weight it is known how long it lives (it would be in pages), and of each
-product what streaming takes in dense temporaries. A weight of one page never streams: it would take
-that page all the same.
+product what streaming takes in dense temporaries. A product that streams counts as just that too,
+so a named minimum does not depend on what was whole when it was found out. A weight of one page
+never streams: it would take that page all the same.
 """
 
 from __future__ import annotations
 
 import time
-import weakref
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -52,14 +52,15 @@ class Weight:
     frames: int = 0
 
 
-@dataclass(eq=False)
-class _Gradient:
-    """``nbytes`` of dense memory, allocated last before ``seen``, and given up after ``ended``."""
+class _Gradient(NamedTuple):
+    """``nbytes`` of dense memory, of which ``birth`` is known, or which was allocated last before
+    ``seen``. Memory that there was at ``since`` has been another tensor until ``seen``."""
 
     weight: Weight
     nbytes: int
     seen: float
-    ended: float = float("inf")
+    birth: int
+    since: float
 
 
 class Taken(NamedTuple):
@@ -72,7 +73,7 @@ class Taken(NamedTuple):
 
 
 class _Product(NamedTuple):
-    """Of a whole weight, in ``began`` … ``ended``; or an optimizer's step, of no weight."""
+    """Of a weight, in ``began`` … ``ended``; or an optimizer's step, of no weight."""
 
     weight: Weight | None
     began: float
@@ -91,28 +92,31 @@ class Choice(NamedTuple):
 class Placement:
     """Of one pager: its weights in metered iterations, and what they took."""
 
-    def __init__(self) -> None:
+    def __init__(self, birth_at: Callable[[int], int] = lambda address: 0) -> None:
+        self._birth_at = birth_at  # of dense memory at an address; 0 where that is not known
         self.weights: dict[Extent, Weight] = {}
         self.turned = False  # one that was whole began to stream in the middle of this iteration
         self._copies: dict[int, bool] = {}  # verdicts on what is no parameter, by size
         self._copies_before: dict[int, bool] = {}  # this iteration
         self._verdicts_before: dict[Extent, bool | None] = {}  # of those that it has changed
         self._gradients: list[_Gradient] = []
+        self._parts: dict[tuple[Hashable, int, int], tuple[Weight, float]] = {}  # see `note_part`
         self._products: list[_Product] = []
         self.under_way: Weight | None = None  # whose product takes place
         self._casts: dict[Extent, Weight] = {}  # that autocast has made
         self._timeline = self._left = NO_TIMELINE
-        self._beside, self._rest = NO_TIMELINE[1], 0
+        self._beside, self._rest = NO_TIMELINE.nbytes, 0
         self._dense = self._before = 0
 
     def start(self, dense_before: int) -> None:
         """Another iteration is metered; those before took ``dense_before`` bytes."""
         for noted in (self._verdicts_before, self._gradients, self._products, self._casts):
             noted.clear()
+        self._parts.clear()
         self._copies_before = dict(self._copies)
         self._before, self._dense = dense_before, 0
         self._timeline = self._left = NO_TIMELINE
-        self._beside, self._rest = NO_TIMELINE[1], 0
+        self._beside, self._rest = NO_TIMELINE.nbytes, 0
         self.turned, self.under_way = False, None
         self.weights = {run: weight for run, weight in self.weights.items() if run.storages}
 
@@ -165,21 +169,41 @@ class Placement:
             self.under_way = before
             self.note_product(weight, began, taken)
 
-    def note_product(self, weight: Weight, began: float, taken: Taken) -> None:
-        """It has just ended."""
+    def note_product(self, weight: Weight | None, began: float, taken: Taken) -> None:
+        """It has just ended. ``None``: of what streams in any case."""
         self._products.append(_Product(weight, began, time.perf_counter(), taken))
 
-    def note_gradient(self, weight: Weight, gradient: torch.Tensor) -> None:
-        """``gradient`` is a dense one, and was made just now."""
-        entry = _Gradient(weight, gradient.numel() * gradient.dtype.itemsize, time.perf_counter())
-        self._gradients.append(entry)
-        weakref.finalize(gradient, _end, entry).atexit = False
+    def note_gradient(self, weight: Weight, gradient: torch.Tensor, edge: Hashable) -> None:
+        """``gradient`` is a dense one, was made just now, and goes along ``edge`` of the graph."""
+        self.note_part(weight, gradient.numel(), edge)
+        self._note(weight, gradient, 0.0)
 
-    def note_total(self, run: Extent, gradient: torch.Tensor) -> None:
-        """The same of the gradient of a parameter: perhaps a sum, or of another dtype."""
-        weight = self.weights.get(run)
-        if weight is not None:
-            self.note_gradient(weight, gradient)
+    def note_part(self, weight: Weight, elements: int, edge: Hashable) -> None:
+        """A gradient of so many elements, dense or in pages, was made just now. Two of one edge are
+        added up in a backward pass: in pages that takes a frame of each, and of the sum."""
+        part = edge, elements, torch._C._current_graph_task_id()
+        if part in self._parts:
+            weight.least_frames = max(weight.least_frames, 3)
+        self._parts.setdefault(part, (weight, time.perf_counter()))
+
+    def note_total(self, weight: Weight | None, gradient: torch.Tensor, edge: Hashable) -> None:
+        """``gradient``, a dense one, is that of ``weight`` now: perhaps a sum, in memory of its own
+        or in that of one of its terms, or of another dtype. (If no product had all of the weight it
+        is what an op on other gradients gives, which is dense in any way.)"""
+        same = gradient.numel(), torch._C._current_graph_task_id()
+        made = [
+            when
+            for (other, *part), (of, when) in self._parts.items()
+            if (*part,) == same and (other == edge or of is weight)
+        ]
+        if weight is not None and made:
+            self._note(weight, gradient, min(made))
+
+    def _note(self, weight: Weight, gradient: torch.Tensor, since: float) -> None:
+        nbytes = gradient.numel() * gradient.dtype.itemsize
+        birth = self._birth_at(gradient.untyped_storage().data_ptr())
+        entry = _Gradient(weight, nbytes, time.perf_counter(), birth, since)
+        self._gradients.append(entry)
 
     def owner(self, runs: Collection[Extent]) -> Weight | None:
         """The weight whose product an op on ``runs`` is a part of."""
@@ -199,14 +223,11 @@ class Placement:
     def measure(self, timeline: Timeline, baseline: int, dense: int) -> None:
         """Dense bytes of another part of the iteration: when, beside ``baseline``, and at the
         peak."""
-        if self._dense and not len(timeline[0]):  # nothing is known of what it took them for
+        if self._dense and not len(timeline.when):  # nothing is known of what it took them for
             self._before = max(self._before, dense)
             return
-        when, current = self._timeline
-        self._timeline = (
-            np.concatenate([when, timeline[0]]),
-            np.concatenate([current, timeline[1] + baseline]),
-        )
+        timeline = timeline._replace(nbytes=timeline.nbytes + baseline)
+        self._timeline = Timeline(*(np.concatenate(c) for c in zip(self._timeline, timeline)))
         self._dense = max(self._dense, dense)
 
     def lives_on(self, living: Timeline, rest: int, step: float) -> int:
@@ -215,19 +236,18 @@ class Placement:
         made. It has each until it has made one in its place; or, of those made after the step at
         ``step``, which may stay for good (an average of weights), until then at least. The peak
         that this gives, by the verdicts that hold now."""
-        when = self._timeline[0]
+        when = self._timeline.when
         if not len(when):
             return 0
-        mine = living[0] >= when[0]
-        self._left = np.minimum(living[0][mine], step), living[1][mine]
-        self._rest = max(0, rest - int(self._left[1].sum()))
+        mine = Timeline(*(column[living.when >= when[0]] for column in living))
+        self._left = mine._replace(when=np.minimum(mine.when, step))
+        self._rest = max(0, rest - int(mine.nbytes.sum()))
         self._beside = np.array([self.left_at(moment) for moment in when], np.int64)
         return self._dense_with(self._wholes())
 
     def left_at(self, moment: float) -> int:
         """Bytes of these that the next iteration has beside its own at the same place."""
-        made, sizes = self._left
-        return self._rest + int(sizes[made >= moment].sum())
+        return self._rest + int(self._left.nbytes[self._left.when >= moment].sum())
 
     def choices(self, rigid: int) -> list[Choice]:
         """From as many whole as there are to none, the largest first to stream, equal ones
@@ -248,14 +268,20 @@ class Placement:
 
     def _dense_with(self, whole: list[Weight]) -> int:
         """The peak of dense bytes if these are whole, and the others stream."""
-        when, current = self._timeline
+        when, current, birth = self._timeline
         gradients = [g for g in self._gradients if g.weight not in whole]
         if not len(when):  # at the peak there was one of them, as far as is known
             return max(0, self._dense - max((g.nbytes for g in gradients), default=0))
         level = current + self._beside if len(self._beside) else current.copy()
         grown = np.diff(current, prepend=current[0])
-        for born, died in {_life(when, grown, gradient) for gradient in gradients}:
-            level[born:died] -= grown[born]
+        lives: dict[int, int] = {}  # where each memory begins to be that of a gradient
+        for gradient in gradients:
+            number, begun = _life(self._timeline, grown, gradient)
+            lives[number] = min(begun, lives.get(number, begun))
+        lives.pop(0, None)
+        for number, begun in lives.items():
+            born, last = np.flatnonzero(birth == number)[[0, -1]]
+            level[begun : last if grown[last] < 0 else None] -= grown[born]
         peak = 0
         for weight, began, ended, taken in self._products:
             if weight not in whole:
@@ -274,17 +300,14 @@ def _is_cast(run: Extent) -> bool:
     return run.kind == "activation" and run.small is None
 
 
-def _life(when: Any, grown: Any, gradient: _Gradient) -> tuple[int, int]:
-    """From which event to which one of a timeline its memory was taken. Several notes of the same
-    memory give the same life; none is empty."""
-    seen = int(np.searchsorted(when, gradient.seen, "right"))
-    births = np.flatnonzero(grown[:seen] == gradient.nbytes)
-    if not len(births):
-        return 0, 0
-    ended = int(np.searchsorted(when, gradient.ended))
-    deaths = np.flatnonzero(grown[ended:] == -gradient.nbytes)
-    return int(births[-1]), ended + int(deaths[0]) if len(deaths) else len(grown)
-
-
-def _end(gradient: _Gradient) -> None:
-    gradient.ended = min(gradient.ended, time.perf_counter())
+def _life(timeline: Timeline, grown: Any, gradient: _Gradient) -> tuple[int, int]:
+    """Birth of its memory, 0 where not known, and from which event on it was the gradient's."""
+    seen = int(np.searchsorted(timeline.when, gradient.seen, "right"))
+    mine = grown[:seen] == gradient.nbytes
+    if gradient.birth:
+        mine &= timeline.birth[:seen] == gradient.birth
+    made = np.flatnonzero(mine)
+    if not len(made):
+        return 0, seen
+    born = int(made[0] if gradient.birth else made[-1])
+    return int(timeline.birth[born]), born if timeline.when[born] >= gradient.since else seen

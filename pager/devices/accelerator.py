@@ -394,6 +394,9 @@ class Accelerator:
     def living(self) -> Timeline:
         return NO_TIMELINE
 
+    def birth_at(self, address: int) -> int:
+        return 0
+
     def close(self) -> None:
         try:
             self.kit.close()

@@ -212,6 +212,9 @@ class Cpu:
     def living(self) -> Timeline:
         return NO_TIMELINE if self._account is None else self._account.living()
 
+    def birth_at(self, address: int) -> int:
+        return 0 if self._account is None else self._account.birth_at(address)
+
     def close(self) -> None:
         if self._account is not None:
             self._account.close()

@@ -251,6 +251,12 @@ void* take_run(State& s, size_t nbytes, uint64_t birth) {
       " bytes, and the system has none (Cannot allocate memory).");
 }
 
+Header header_at(const void* given) {
+  Header header;
+  std::memcpy(&header, given, sizeof header);
+  return header;
+}
+
 void* take_small(size_t nbytes, uint64_t birth) {
   void* given = nullptr;
   if (posix_memalign(&given, kAlignment, nbytes + kAlignment) != 0) {
@@ -364,8 +370,7 @@ void release(void* data) {
   auto& s = state();
   if (reinterpret_cast<uintptr_t>(data) % kPage != 0) {
     void* given = static_cast<char*>(data) - kAlignment;
-    Header header;
-    std::memcpy(&header, given, sizeof header);
+    Header header = header_at(given);
     if (header.birth != 0) {
       std::lock_guard<std::mutex> guard(s.mutex);
       s.accounts.uncount(header.nbytes, header.birth);
@@ -557,8 +562,10 @@ void tp_dense_guest(int account) {
   }
 }
 
-// Events of the log since the reset, at most `most`; how many there are.
-int64_t tp_dense_events(int account, double* seconds, int64_t* bytes, int64_t most) {
+// Events of the log since the reset, at most `most`: when, bytes from then on, and the birth of the
+// block that was made or freed. How many there are.
+int64_t tp_dense_events(
+    int account, double* seconds, int64_t* bytes, int64_t* births, int64_t most) {
   auto& s = state();
   std::lock_guard<std::mutex> guard(s.mutex);
   const auto& log = s.accounts.items[account].log;
@@ -566,8 +573,21 @@ int64_t tp_dense_events(int account, double* seconds, int64_t* bytes, int64_t mo
   for (int64_t i = 0; i < std::min(events, most); ++i) {
     seconds[i] = log[i].seconds;
     bytes[i] = log[i].bytes;
+    births[i] = static_cast<int64_t>(log[i].birth);
   }
   return events;
+}
+
+// Of the block at `address`, made since the library was loaded; 0 for none that is counted.
+int64_t tp_dense_birth(uint64_t address) {
+  if (address % kPage != 0) {
+    auto given = reinterpret_cast<const char*>(address) - kAlignment; // in the same page
+    return address % kAlignment != 0 ? 0 : static_cast<int64_t>(header_at(given).birth);
+  }
+  auto& s = state();
+  std::lock_guard<std::mutex> guard(s.mutex);
+  auto found = s.live.find(address);
+  return found == s.live.end() ? 0 : static_cast<int64_t>(found->second.birth);
 }
 
 // live: bytes of counted blocks; free: of runs kept for use; mapped, unmapped: so far.
@@ -599,9 +619,10 @@ int tp_dense_largest(int account, uint64_t* addresses, int64_t* sizes, int most)
   return found;
 }
 
-// Counted blocks of at least kLarge that live, `most` of them: when each was made, and its bytes. How
-// many there are.
-int64_t tp_dense_living(int account, double* seconds, int64_t* bytes, int64_t most) {
+// Counted blocks of at least kLarge that live, `most` of them: when each was made, its bytes, and its
+// birth. How many there are.
+int64_t tp_dense_living(
+    int account, double* seconds, int64_t* bytes, int64_t* births, int64_t most) {
   auto& s = state();
   std::lock_guard<std::mutex> guard(s.mutex);
   auto& a = s.accounts.items[account];
@@ -613,6 +634,7 @@ int64_t tp_dense_living(int account, double* seconds, int64_t* bytes, int64_t mo
     if (found < most) {
       seconds[found] = block.made;
       bytes[found] = static_cast<int64_t>(block.nbytes);
+      births[found] = static_cast<int64_t>(block.birth);
     }
     ++found;
   }

@@ -38,8 +38,9 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "limit": (None, [_int, _long, _long]),
     "guests": (None, [_int, _long]),
     "guest": (None, [_int]),
-    "events": (_long, [_int, _pointer, _pointer, _long]),
-    "living": (_long, [_int, _pointer, _pointer, _long]),
+    "events": (_long, [_int, _pointer, _pointer, _pointer, _long]),
+    "living": (_long, [_int, _pointer, _pointer, _pointer, _long]),
+    "birth": (_long, [ctypes.c_uint64]),
     "totals": (None, [_pointer] * 4),
     "largest": (_int, [_int, _pointer, _pointer, _int]),
     "at_peak": (_int, [_int, _pointer, _pointer, _pointer, _int, _pointer]),
@@ -166,20 +167,24 @@ class Account:
             self._calls["calls"](self._number, int(self._asks), int(places))
 
     def timeline(self) -> Timeline:
-        """When (``time.perf_counter``), and how many bytes there were from then on."""
+        """What the log has seen."""
         return self._columns("events")
 
     def living(self) -> Timeline:
-        """When each counted block of 64 KiB or more that lives was made, and its bytes."""
+        """Of each counted block of 64 KiB or more that lives, ``when`` it was made."""
         return self._columns("living")
 
     def _columns(self, call: str) -> Timeline:
         if not self.close.alive:
             return NO_TIMELINE
-        rows = self._calls[call](self._number, None, None, 0)
-        seconds, nbytes = np.empty(rows), np.empty(rows, np.int64)
-        self._calls[call](self._number, seconds.ctypes.data, nbytes.ctypes.data, rows)
-        return seconds, nbytes
+        rows = self._calls[call](self._number, None, None, None, 0)
+        line = Timeline(np.empty(rows), np.empty(rows, np.int64), np.empty(rows, np.int64))
+        self._calls[call](self._number, *(column.ctypes.data for column in line), rows)
+        return line
+
+    def birth_at(self, address: int) -> int:
+        """Of the block that a tensor begins with, as ``timeline`` has it."""
+        return int(self._calls["birth"](address))
 
     def largest(self, most: int) -> list[tuple[int, int]]:
         """Address and bytes of the largest blocks that are counted, of 64 KiB or more."""
@@ -256,7 +261,7 @@ class AllocatorMeter:
             self.at_peak = self.account.at_peak()
             self.account.note_places(False)
         self.timeline = self.account.timeline()
-        self.alive = int(self.timeline[1][-1]) if len(self.timeline[1]) else 0
+        self.alive = int(self.timeline.nbytes[-1]) if len(self.timeline.nbytes) else 0
         self.account.restart()
         return peak
 

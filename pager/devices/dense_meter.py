@@ -8,16 +8,27 @@ already running the peak is sampled from the C library's own count instead.
 from __future__ import annotations
 
 import ctypes
+import itertools
 import threading
 import time
-from typing import Any
+from collections import defaultdict
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-Timeline = tuple[npt.NDArray[np.float64], npt.NDArray[np.int64]]
-NO_TIMELINE: Timeline = (np.empty(0), np.empty(0, np.int64))
+
+class Timeline(NamedTuple):
+    """Of dense memory: ``when`` blocks were made and freed (``time.perf_counter``), the ``nbytes``
+    that there were from then on, and the ``birth`` of the block, a number that no other one has."""
+
+    when: npt.NDArray[np.float64]
+    nbytes: npt.NDArray[np.int64]
+    birth: npt.NDArray[np.int64]
+
+
+NO_TIMELINE = Timeline(np.empty(0), np.empty(0, np.int64), np.empty(0, np.int64))
 
 
 class _Mallinfo2(ctypes.Structure):
@@ -75,6 +86,7 @@ class _Measurement:
 
 
 _here = _Here()
+_births = itertools.count(1)
 
 
 class DenseMeter:
@@ -88,7 +100,8 @@ class DenseMeter:
         self._before = 0  # bytes that were alive at ``start``, and count
         self.alive = 0  # bytes at ``stop``, of those that were counted
         self._measurement: _Measurement | None = None
-        # Of the last measurement: times (``time.perf_counter``) and the dense bytes from then on.
+        # Of the last measurement. The profiler does not say which block is freed: the one of that
+        # size that was made last.
         self.timeline = NO_TIMELINE
 
     def sample(self) -> None:
@@ -121,15 +134,23 @@ class DenseMeter:
             self.alive = max(0, mapped_bytes() - self._start)
             return self._sampled
         self._measurement = None
-        times, dense = [], []
+        times, dense, births = [], [], []
+        living: defaultdict[int, list[int]] = defaultdict(list)
         for thread in _switch_off():
             current = self._before
             for event in thread:
                 if str(event.kind()) == "memory_alloc":
-                    current += event.cpu_memory_usage()
+                    nbytes = event.cpu_memory_usage()
+                    current += nbytes
                     times.append(measurement.started + thread[0].cpu_elapsed_us(event) / 1e6)
                     dense.append(current)
-        self.timeline = np.array(times), np.array(dense, np.int64)
+                    alike = living[abs(nbytes)]
+                    if nbytes > 0:
+                        alike.append(next(_births))
+                    births.append(alike[-1] if nbytes > 0 else alike.pop() if alike else 0)
+        self.timeline = Timeline(
+            np.array(times), np.array(dense, np.int64), np.array(births, np.int64)
+        )
         self.alive = dense[-1] if dense else self._before
         return max(dense, default=self._before)
 

@@ -233,8 +233,11 @@ class Device(Protocol):
         """When dense memory was how large in the last measurement; empty where not known."""
 
     def living(self) -> Timeline:
-        """Large tensors that are counted and alive: when each was made, and its bytes; empty where
-        not known."""
+        """Large tensors that are counted and alive: when each was made, its bytes and its birth;
+        empty where not known."""
+
+    def birth_at(self, address: int) -> int:
+        """Of the tensor there, as ``meter_timeline`` has it; 0 where not known."""
 
     def close(self) -> None:
         """Give everything back; nothing that is queued uses it any more. Idempotent."""

@@ -39,7 +39,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ..errors import PagerError, TierFull
 from ..memory.space import Extent
-from ..streaming.tables import is_large
+from ..streaming.tables import edge_of, is_large
 from ..tensor.dispatcher import hide_from_dynamo
 from ..tensor.new_pages import copy_in
 from ..tensor.paged_tensor import PagedTensor
@@ -180,7 +180,9 @@ class InBackward:
             if _SMALL * grad.nbytes <= pager.page_size and not self._watch:
                 return  # dense: a copy and its bookkeeping cost more than such ones free
             if pager.metering_this() and type(parameter) is PagedTensor:
-                pager.budget.placement.note_total(parameter._storage.run, grad)
+                placement = pager.budget.placement
+                noted = placement.weights.get(parameter._storage.run)
+                placement.note_total(noted, grad, edge_of(parameter))
             parameter.grad = None
             parameter.grad = copy_in(pager, grad, "gradient")
             self.note_paged(parameter)

@@ -324,7 +324,7 @@ class AllocatorLevels:
         """Most dense bytes while each op ran, [ops], on top of those at the start (so they may be
         negative). ``began``: when each op began, ``time.perf_counter``; ``samples``: what
         ``sample()`` gave then."""
-        times, dense = self._meter.timeline
+        times, dense, _ = self._meter.timeline
         order = np.argsort(times, kind="stable")
         level = np.concatenate([[0], dense[order]]).astype(np.int64)  # after so many events
         at = np.searchsorted(times[order], began, "right")

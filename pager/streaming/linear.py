@@ -41,12 +41,13 @@ from .linear_stream import (
     is_streamed,
     is_watched,
     linear_in_slabs,
+    noted_as,
     plain,
     product,
     streaming_takes,
     watched,
 )
-from .tables import Geometry
+from .tables import Geometry, edge_of
 
 LINEAR = torch.nn.functional.linear
 _STRIDED, _mm = torch.strided, torch.mm
@@ -117,7 +118,7 @@ def _as_pytorch_has_it(inputs: torch.Tensor, weight: PagedTensor, bias: Any) -> 
         if of_weight is not None:
             taken = streaming_takes(weight, dtype, rows, "weight")
             placement.note_product(noted, began[0], taken._replace(result=result))
-            placement.note_gradient(noted, of_weight)
+            placement.note_gradient(noted, of_weight, edge_of(weight))
 
     node.register_prehook(begin)
     node.register_hook(end)
@@ -269,9 +270,11 @@ def _watch_second_gradient(node: Any, weight: PagedTensor, rows: torch.Tensor, n
             return
         if gradients[0] is not None:
             budget.placement.note_product(noted, time.perf_counter(), of_rows)
-        if gradients[-1] is not None and type(gradients[-1]) is not PagedTensor:
+        if type(gradients[-1]) is PagedTensor:
+            budget.placement.note_part(noted, weight.numel(), edge_of(weight))
+        elif gradients[-1] is not None:
             budget.placement.note_product(noted, time.perf_counter(), of_weight)
-            budget.placement.note_gradient(noted, gradients[-1])
+            budget.placement.note_gradient(noted, gradients[-1], edge_of(weight))
 
     node.register_prehook(begin)
     node.register_hook(end)
@@ -295,20 +298,28 @@ def _of_weight(rows: torch.Tensor, inputs: torch.Tensor, metered: Any) -> torch.
     if metered is None or not is_watched(metered):
         return rows.t().mm(inputs)
     nbytes = metered.numel() * metered.dtype.itemsize
-    if metered._storage.run.streamed or not finds_room(metered, inputs, nbytes, pages=0):
-        return WeightGrad.apply(plain(rows), plain(inputs), Geometry.of(metered))  # type: ignore[no-any-return,no-untyped-call]
     placement = metered._storage.pager.budget.placement
+    if metered._storage.run.streamed or not finds_room(metered, inputs, nbytes, pages=0):
+        placement.note_part(noted_as(metered), metered.numel(), edge_of(metered))
+        return WeightGrad.apply(plain(rows), plain(inputs), Geometry.of(metered))  # type: ignore[no-any-return,no-untyped-call]
     with watched(metered, inputs, way="weight") as noted:
         found = rows.t().mm(inputs)
-        placement.note_gradient(noted, found)
-    if not metered.is_leaf and metered.grad_fn is not None:  # autograd may sum up several
-        metered.register_hook(lambda total: _note_total(noted, total, placement))
+        placement.note_gradient(noted, found, edge_of(metered))
+    # Autograd may sum up several; those of a parameter in its `.grad`, if not for more derivatives.
+    if metered.grad_fn is not None or (metered.requires_grad and _grad_is_on()):
+        _note_total_later(metered, noted)
     return found
 
 
-def _note_total(noted: Any, gradient: torch.Tensor, placement: Any) -> None:
-    if type(gradient) is not PagedTensor:
-        placement.note_gradient(noted, gradient)
+def _note_total_later(weight: PagedTensor, noted: Any) -> None:
+    budget, edge = weight._storage.pager.budget, edge_of(weight)
+
+    def note(total: torch.Tensor) -> None:
+        handle.remove()
+        if type(total) is not PagedTensor and budget.metering:
+            budget.placement.note_total(noted, total, edge)
+
+    handle = weight.register_hook(note)  # type: ignore[no-untyped-call]
 
 
 def _on_views_at_hand(

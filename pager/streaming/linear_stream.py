@@ -27,6 +27,7 @@ goes slab by slab as well.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, closing, contextmanager
 from typing import Any
@@ -232,7 +233,7 @@ class _Product(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.set_materialize_grads(False)
         for_x, _, for_weight = ctx.needs_input_grad
-        ctx.geometry = Geometry.of(weight)
+        ctx.geometry, ctx.is_addmm = Geometry.of(weight), bias is not None
         ctx.parameter = (weight, weight._version) if for_x and weight.is_leaf else None
         kept = weight if for_x and not weight.is_leaf else None
         ctx.save_for_backward(x if for_weight else None, kept)
@@ -249,10 +250,15 @@ class _Product(torch.autograd.Function):
             weight, version = ctx.parameter
             if weight._version != version:
                 raise_modified(weight, version)
-        of_bias = grad.sum(0) if for_bias else None
+        of_weight = None
+        if (
+            for_weight and torch.is_grad_enabled() and not ctx.is_addmm
+        ):  # in the order of a whole one
+            of_weight = WeightGrad.apply(grad, x, ctx.geometry)  # type: ignore[no-untyped-call]
         of_x = input_grad(grad, weight) if for_x else None
-        of_weight = WeightGrad.apply(grad, x, ctx.geometry) if for_weight else None  # type: ignore[no-untyped-call]
-        return of_x, of_bias, of_weight
+        if for_weight and of_weight is None:
+            of_weight = WeightGrad.apply(grad, x, ctx.geometry)  # type: ignore[no-untyped-call]
+        return of_x, grad.sum(0) if for_bias else None, of_weight
 
 
 class _InputGrad(torch.autograd.Function):
@@ -298,6 +304,7 @@ class WeightGrad(torch.autograd.Function):
 # -- the products ----------------------------------------------------------------------------------
 def _product(x: torch.Tensor, weight: PagedTensor, bias: torch.Tensor | None) -> torch.Tensor:
     matrix = Matrix.of(weight)
+    _count(weight, x, "forward")
     out = x.new_empty(x.size(0), matrix.rows)
     direct = _is_read_directly(matrix, x)
     if direct:
@@ -319,6 +326,7 @@ def _product(x: torch.Tensor, weight: PagedTensor, bias: torch.Tensor | None) ->
 
 def _input_grad(grad: torch.Tensor, weight: PagedTensor) -> torch.Tensor:
     matrix = Matrix.of(weight)
+    _count(weight, grad, "inputs")
     wide = torch.float32 if grad.dtype in _HALVES else grad.dtype
     total = grad.new_zeros(grad.size(0), matrix.columns, dtype=wide)
     direct = _is_read_directly(matrix, grad)
@@ -344,6 +352,7 @@ def _weight_grad(grad: torch.Tensor, x: torch.Tensor, geometry: Geometry) -> Pag
     with torch.no_grad():
         result = geometry.new_gradient()
     matrix = Matrix.of(result)
+    _count(result, x, "weight")
     direct = _is_read_directly(matrix, x)
     if direct:
         grad, x = _contiguous_rows(grad), _contiguous_rows(x)
@@ -355,6 +364,15 @@ def _weight_grad(grad: torch.Tensor, x: torch.Tensor, geometry: Geometry) -> Pag
             for first, stop in slab.blocks():
                 slab.store(first, grad[:, first:stop].t().mm(x))
     return result
+
+
+def _count(weight: PagedTensor, x: torch.Tensor, way: str) -> None:
+    """A product slab by slab begins. In a metered iteration it counts as what a whole one is said
+    to take slab by slab (:func:`watched`), so that a minimum does not depend on what is whole."""
+    if is_watched(weight):
+        taken = streaming_takes(weight, x.dtype, x.size(0), way)
+        noted = noted_as(weight) if way != "weight" else None
+        weight._storage.pager.budget.placement.note_product(noted, time.perf_counter(), taken)
 
 
 def _as_it_is(tensor: torch.Tensor) -> AbstractContextManager[Any]:

@@ -23,7 +23,7 @@ from __future__ import annotations
 import math
 import time
 import weakref
-from collections.abc import Generator
+from collections.abc import Generator, Hashable
 from contextlib import closing
 from typing import Any, NamedTuple, TypeGuard
 
@@ -107,6 +107,17 @@ def has_room(table: PagedTensor) -> bool:
 def noted_as(table: PagedTensor) -> Weight:
     """What is known of it in this metered iteration."""
     return table._storage.pager.budget.placement.weight(table._storage.run, _pages_of_row(table))
+
+
+def edge_of(weight: PagedTensor) -> Hashable:
+    """Along which its gradients go, added up where there are several. (A tensor that checkpointing
+    has made again has the edge of the first one.)"""
+    node = weight.grad_fn
+    while node is not None and node.name() == "_LateBackward":  # of `linear.py`
+        node = node.next_functions[0][0]
+    if node is None or hasattr(node, "variable"):  # of a parameter
+        return weight._storage.run.id
+    return node._sequence_nr(), weight.storage_offset()
 
 
 def is_table(tensor: PagedTensor) -> bool:
@@ -447,7 +458,7 @@ def _gradient(table: PagedTensor, grad: torch.Tensor, indices: torch.Tensor, *op
         taken = Taken(0, _streaming_takes(table, len(flat)), None if whole else 0)
         pager.budget.placement.note_product(noted, began, taken)
         if whole:
-            pager.budget.placement.note_gradient(noted, found)
+            pager.budget.placement.note_gradient(noted, found, edge_of(table))
     return found
 
 

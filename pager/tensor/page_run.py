@@ -248,6 +248,8 @@ def run_in_slabs(pager: Core, func: Any, args: Sequence[Any], kwargs: dict[str, 
     metered iteration these are on all pages at once, if that is the verdict.
     """
     with torch._C.DisableTorchFunctionSubclass():
+        if func is aten.cat.default:
+            return _cat_in_turn(*args, **kwargs)
         if func in _BY_STRETCH:
             return _fill_in_slabs(pager, func, args, kwargs)
         call = call_of(func, args, kwargs)
@@ -303,6 +305,22 @@ def _fill_in_slabs(pager: Core, func: Any, args: Sequence[Any], kwargs: dict[str
     for slab in slabs(pager, [tensor], write=[True]):
         fill(slab.operands)
     return tensor
+
+
+def _cat_in_turn(tensors: Sequence[torch.Tensor], dim: int = 0) -> Any:
+    """Of matrices of one dtype, one after the other: what they give is dense in any way."""
+    one = tensors[0]
+    if any(t.dim() != 2 or t.dtype is not one.dtype or not t.is_contiguous() for t in tensors):
+        return NotImplemented
+    sizes = [t.size(dim) for t in tensors]
+    if any(t.size(1 - dim % 2) != one.size(1 - dim % 2) for t in tensors) or sum(sizes) == 0:
+        return NotImplemented
+    shape = list(one.size())
+    shape[dim] = sum(sizes)
+    out = torch.empty(shape, dtype=one.dtype, device=one.device)
+    for tensor, place in zip(tensors, out.split(sizes, dim)):
+        place.copy_(tensor)
+    return out
 
 
 def _begins_amid(tensor: torch.Tensor) -> bool:

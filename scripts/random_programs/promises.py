@@ -59,8 +59,11 @@ def _train_refused(program: Program, budget: int) -> Seen | Refusal:
     try:
         return train(program, budget, program.policy, seen)
     except tp.InfeasibleBudget as error:
-        before = {turn.rows for turn in program.turns[: seen.turn]}
-        new = program.turns[seen.turn].rows not in before
+        now, before = program.turns[seen.turn], program.turns[: seen.turn]
+        new = now.rows not in {turn.rows for turn in before}
+        # The first average is a copy of the weights, each later one is made of that before it.
+        averages = sum("average" in turn.after for turn in before)
+        new = new or ("average" in now.after and averages == 1 and seen.part == 1)
         return Refusal(
             f"turn {seen.turn}: {error}", error.minimum, (seen.turn, seen.part), new, seen.beside
         )

@@ -44,8 +44,18 @@ def test_it_counts_what_pytorch_asks_for(account: Account) -> None:
     assert account.current == 1000
     del two
     assert meter.stop() == 4 * MIB + 1001
-    _, levels = meter.timeline
+    _, levels, births = meter.timeline
     assert levels.tolist() == [MIB, MIB + 1000, 4 * MIB + 1001, 3 * MIB + 1001, 1000, 0]
+    assert births.tolist() == [births[0] + n for n in (0, 1, 2, 0, 2, 1)]
+
+
+def test_a_block_is_known_by_its_address(account: Account) -> None:
+    meter = AllocatorMeter(account)
+    meter.start()
+    blocks = [torch.empty(nbytes, dtype=torch.uint8) for nbytes in (MIB, 1000, 0)]
+    meter.stop()
+    births = [account.birth_at(block.data_ptr()) for block in blocks]
+    assert births == [*meter.timeline.birth, 0]
 
 
 def test_temporaries_inside_ops_count(account: Account) -> None:

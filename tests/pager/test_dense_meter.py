@@ -34,7 +34,10 @@ def test_the_peak_of_a_thread() -> None:
     allocate(3 * MIB)
     allocate(2 * MIB)
     assert meter.stop() == 3 * MIB
-    assert meter.timeline[1].tolist() == [3 * MIB, 0, 2 * MIB, 0]
+    assert meter.timeline.nbytes.tolist() == [3 * MIB, 0, 2 * MIB, 0]
+    one, _, two, _ = births = meter.timeline.birth.tolist()
+    assert births == [one, one, two, two]
+    assert one != two
     assert not profiler_is_on()
 
 

@@ -166,6 +166,19 @@ def test_operands_that_fit_one_by_one_only() -> None:
         assert pager.core.gathers == 0
 
 
+@pytest.mark.parametrize("dim", [0, 1, -1])
+def test_matrices_are_joined_one_after_the_other(dim: int) -> None:
+    """They fit one by one, and do not fit together."""
+    raw = [values(seed, shape=(FLOATS // 16, 48)) for seed in range(4)]
+    with settled_pager(4) as pager:
+        paged = [pager.page(t) for t in raw]
+        assert torch.equal(torch.cat(paged, dim), torch.cat(raw, dim))
+        assert torch.equal(torch.cat([paged[0], raw[1]], dim), torch.cat(raw[:2], dim))
+        for odd in (raw[1].double(), raw[1][:3, :5]):
+            with pytest.raises((tp.InfeasibleBudget, RuntimeError)):
+                torch.cat([paged[0], paged[2], odd], dim)
+
+
 def test_what_cannot_be_split_is_refused() -> None:
     with settled_pager(FRAMES) as pager:
         tensor = large(pager, values(1, shape=(LARGE,)))

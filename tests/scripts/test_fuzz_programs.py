@@ -23,9 +23,22 @@ def test_random_programs_keep_every_promise(seeds: range) -> None:
     )
 
 
-@pytest.mark.parametrize("seed", [1104, 1202, 1286])
+# Where a weight that was whole made a later refusal name more than the first one did.
+MINIMA = {
+    "a whole weight is read for second derivatives": 1104,
+    "gradients of second derivatives in another order": 485,
+    "a sum of gradients in pages takes three frames": 520,
+    "the same of a cast that checkpointing makes again": 1479,
+    "a stream took less than it is said to take": 868,
+    "a dense sum of gradients is no gradient's memory": 1324,
+    "a dense gradient of an op on gradients is dense anyway": 1075,
+    "an average is made in another way than its first": 565,
+}
+
+
+@pytest.mark.parametrize("seed", MINIMA.values(), ids=MINIMA.keys())
 @pytest.mark.filterwarnings("ignore")
-def test_a_minimum_holds_where_a_whole_weight_is_read_for_second_derivatives(seed: int) -> None:
+def test_a_minimum_holds(seed: int) -> None:
     assert broken_promise(draw(seed)) is None
 
 
