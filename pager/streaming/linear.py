@@ -306,8 +306,11 @@ def _of_weight(rows: torch.Tensor, inputs: torch.Tensor, metered: Any) -> torch.
         found = rows.t().mm(inputs)
         placement.note_gradient(noted, found, edge_of(metered))
     # Autograd may sum up several; those of a parameter in its `.grad`, if not for more derivatives.
-    if metered.grad_fn is not None or (metered.requires_grad and _grad_is_on()):
-        _note_total_later(metered, noted)
+    for tensor in (metered, metered._base):
+        if tensor is None or not tensor.requires_grad:
+            continue
+        if tensor.grad_fn is not None or _grad_is_on():
+            _note_total_later(tensor, noted)
     return found
 
 

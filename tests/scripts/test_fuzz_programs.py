@@ -29,6 +29,7 @@ MINIMA = {
     "gradients of second derivatives in another order": 485,
     "a sum of gradients in pages takes three frames": 520,
     "the same of a cast that checkpointing makes again": 1479,
+    "a sum that a view of the weight has a part in": 1755,
     "a stream took less than it is said to take": 868,
     "a dense sum of gradients is no gradient's memory": 1324,
     "a dense gradient of an op on gradients is dense anyway": 1075,
