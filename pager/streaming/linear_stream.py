@@ -251,9 +251,7 @@ class _Product(torch.autograd.Function):
             if weight._version != version:
                 raise_modified(weight, version)
         of_weight = None
-        if (
-            for_weight and torch.is_grad_enabled() and not ctx.is_addmm
-        ):  # in the order of a whole one
+        if for_weight and torch.is_grad_enabled() and not ctx.is_addmm:  # as a whole one has it
             of_weight = WeightGrad.apply(grad, x, ctx.geometry)  # type: ignore[no-untyped-call]
         of_x = input_grad(grad, weight) if for_x else None
         if for_weight and of_weight is None:
