@@ -130,7 +130,8 @@ class _Search:
     def run(self) -> Plan:
         self.progress("solving for the bound", 0.0)
         steps = MAX_STEPS if self.trace.ops <= MAX_STEPS else MERGED_STEPS
-        shares = self._solve(BOUND_STEPS if self.quick else steps)
+        self.steps = BOUND_STEPS if self.quick else steps
+        shares = self._solve(self.units)
         self.until = time.process_time() + (QUICK_SECONDS if self.quick else SECONDS)
         device_us = self.trace.op_duration_us[np.isnan(self.trace.op_host_us)]
         self.bound_us = float(device_us.sum())  # where the program has no answer
@@ -148,23 +149,26 @@ class _Search:
         percent = min(100.0, 100.0 * self.bound_us / taken) if taken else 100.0
         return replace(self.best.plan, policy="joint", bound=Bound(self.bound_us, percent))
 
-    def _solve(self, steps: int) -> Shares | None:
+    def _solve(self, units: list[Unit], *, hosted: bool = False) -> Shares | None:
         try:
             return solve_joint(
                 self.trace,
                 self.hardware,
                 self.uses,
                 self.remakes,
-                self.units,
-                steps=steps,
+                units,
+                steps=self.steps,
                 time_limit_s=BOUND_SECONDS,
+                hosted=hosted,
             )
         except Unsolved:
             return None
 
     def _choices(self, shares: Shares) -> None:
-        """The program's shares made whole in several ways, then by the times of the best plan."""
+        """The program's shares made whole in several ways, then by the times of the best plan. What
+        is made again is asked anew for the updates that the host takes then."""
         begins_us, best = shares.begins_us, None
+        asked: dict[tuple[Unit, ...], Shares | None] = {}
         while best is not self.best or best is None:
             best = self.best
             for number, (more, slack) in enumerate(TRIALS):
@@ -173,8 +177,17 @@ class _Search:
                 timely = self._timely(chosen.units, begins_us, slack)
                 filled = self._filled(timely, shares, begins_us, slack)
                 self._try(Decisions(chosen.remakes, filled), begins_us)
-                if self._good() or time.process_time() > self.until:
+                if self._over():
                     return
+                if filled and self.remakes and not self.quick:
+                    mine = tuple(filled)
+                    if mine not in asked:
+                        asked[mine] = self._solve(filled, hosted=True)
+                    if (again := asked[mine]) is not None:
+                        remakes = rounded(self.trace, again, self.remakes, filled, more).remakes
+                        self._try(Decisions(remakes, filled), again.begins_us)
+                        if self._over():
+                            return
             if self.best is None or self.best.simulation.op_start_us is None:
                 return
             begins_us = np.append(self.best.simulation.op_start_us, self.best.iteration_us)
@@ -242,10 +255,11 @@ class _Search:
         self._keep(Outcome(found, simulation, 0.0))
         return None
 
-    def _good(self) -> bool:
-        if self.best is None or self.best.plan.predicted is None:
-            return False
-        return self.bound_us >= GOOD_ENOUGH * self.best.plan.predicted.iteration_us
+    def _over(self) -> bool:
+        """Whether no further choice is tried."""
+        if time.process_time() > self.until or self.best is None:
+            return time.process_time() > self.until
+        return self.bound_us >= GOOD_ENOUGH * self.best.iteration_us
 
 
 def _largest(trace: Trace, remakes: list[Remake]) -> list[Remake]:

@@ -46,8 +46,10 @@ def solve_joint(
     *,
     steps: int,
     time_limit_s: float,
+    hosted: bool = False,
 ) -> Shares | None:
-    """``None`` if nothing is feasible. Raises ``Unsolved`` if the solver ends without an answer."""
+    """``hosted``: all of ``units`` are the host's. ``None`` if nothing is feasible. Raises
+    ``Unsolved`` if the solver ends without an answer."""
     problem = make_problem(trace, hardware)
     begins = problem.gaps.begin
     step_of = np.arange(trace.ops)
@@ -59,6 +61,7 @@ def solve_joint(
         problem = with_kept_copies(problem)
     pages = trace.pages(hardware.page_size).tolist()
     builder = _Joint(problem, trace, uses, remakes, units, step_of, begins, pages)
+    builder.least = float(hosted)
     x = run(builder, builder.cost(), time_limit_s)
     return None if x is None else builder.shares(x)
 
@@ -81,6 +84,7 @@ class _Joint(Builder):
         self.page_count, self.gap_begins = page_count, gap_begins
         self.free: list[int] = []  # columns that may be negative
         self.none: list[int] = []  # columns that are 0
+        self.least = 0.0  # share of each update that the host takes
         self.moved: list[int] = []  # flows of what the host updates
         self.kept_gaps: list[int] = []
         super().__init__(problem, problem.device_pages, copies_keep_slots=False)
@@ -335,6 +339,7 @@ class _Joint(Builder):
             kept = self.parts[-1]
             bounds[kept.off[self.kept_gaps], 1] = np.inf
             bounds[kept.written, 1] = 0.0
+            bounds[self.share, 0] = self.least
         return bounds
 
     def cost(self) -> Floats:

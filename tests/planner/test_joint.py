@@ -248,6 +248,25 @@ def test_the_bound_of_moves_alone_is_that_of_lp() -> None:
     assert all_of_it.iteration_us <= alone.iteration_us * (1 + 1e-6)
 
 
+def test_what_is_made_again_is_asked_anew_where_all_updates_are_the_hosts() -> None:
+    trace = layers(6)
+    hardware, uses = machine(trace, 0.4, 4e9), Uses(trace)
+    remakes, units = find_remakes(trace, uses), find_units(trace, uses)
+
+    def solved(some: list[Unit], *, hosted: bool) -> tuple[float, list[float]]:
+        shares = solve_joint(
+            trace, hardware, uses, remakes, some, steps=1200, time_limit_s=60, hosted=hosted
+        )
+        assert shares is not None
+        return shares.iteration_us, shares.units.tolist()
+
+    free, _ = solved(units, hosted=False)
+    for some in (units[:2], units):
+        mine, shares = solved(some, hosted=True)
+        assert shares == pytest.approx([1.0] * len(some))
+        assert mine >= free * (1 - 1e-6)
+
+
 def test_fewer_steps_relax_the_bound() -> None:
     trace = layers(6)
     hardware = machine(trace, 0.4)
