@@ -165,10 +165,9 @@ class _Search:
             return None
 
     def _choices(self, shares: Shares) -> None:
-        """The program's shares made whole in several ways, then by the times of the best plan. What
-        is made again is asked anew for the updates that the host takes then."""
+        """The program's shares made whole in several ways, then by the times of the best plan."""
         begins_us, best = shares.begins_us, None
-        asked: dict[tuple[Unit, ...], Shares | None] = {}
+        asked = self.quick or not self.remakes
         while best is not self.best or best is None:
             best = self.best
             for number, (more, slack) in enumerate(TRIALS):
@@ -177,20 +176,24 @@ class _Search:
                 timely = self._timely(chosen.units, begins_us, slack)
                 filled = self._filled(timely, shares, begins_us, slack)
                 self._try(Decisions(chosen.remakes, filled), begins_us)
+                if not self._over() and filled and not asked:
+                    asked = True
+                    self._ask_anew(filled)
                 if self._over():
                     return
-                if filled and self.remakes and not self.quick:
-                    mine = tuple(filled)
-                    if mine not in asked:
-                        asked[mine] = self._solve(filled, hosted=True)
-                    if (again := asked[mine]) is not None:
-                        remakes = rounded(self.trace, again, self.remakes, filled, more).remakes
-                        self._try(Decisions(remakes, filled), again.begins_us)
-                        if self._over():
-                            return
             if self.best is None or self.best.simulation.op_start_us is None:
                 return
             begins_us = np.append(self.best.simulation.op_start_us, self.best.iteration_us)
+
+    def _ask_anew(self, units: list[Unit]) -> None:
+        """What is made again where the host takes just these updates: they fill host memory that
+        the program shared out in parts. This takes no time of the other choices."""
+        began = time.process_time()
+        shares = self._solve(units, hosted=True)
+        if shares is not None:
+            remakes = rounded(self.trace, shares, self.remakes, units).remakes
+            self._try(Decisions(remakes, units), shares.begins_us)
+        self.until += time.process_time() - began
 
     def _late(self, units: Sequence[Unit], begins_us: Floats, slack: float) -> dict[Unit, float]:
         """Updates that the host ends more than a ``slack`` of the iteration too late, and when."""
@@ -257,9 +260,8 @@ class _Search:
 
     def _over(self) -> bool:
         """Whether no further choice is tried."""
-        if time.process_time() > self.until or self.best is None:
-            return time.process_time() > self.until
-        return self.bound_us >= GOOD_ENOUGH * self.best.iteration_us
+        good = self.best is not None and self.bound_us >= GOOD_ENOUGH * self.best.iteration_us
+        return good or time.process_time() > self.until
 
 
 def _largest(trace: Trace, remakes: list[Remake]) -> list[Remake]:
