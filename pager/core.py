@@ -71,6 +71,10 @@ class Watcher(Protocol):
         """The next access is an optimizer's step on ``runs`` that the host could take. ``hosted``:
         it takes it: the access, of pages in host memory, begins now."""
 
+    def collective(self, what: str) -> None:
+        """An access of no pages: ranks meet in ``what`` ("gather", "reduce"), or, if that is empty,
+        have met."""
+
     def filling(self, run: Extent) -> AbstractContextManager[None]:
         """Inside, values are copied into new pages of ``run``, by no op of the program."""
 
@@ -512,6 +516,22 @@ class Core:
             self.stall_us += seconds * 1e6
             if watch is not None and moved != self.mover.activity:
                 watch.waited(seconds, began, own=own)
+
+    @contextmanager
+    def collective(self, what: str) -> Iterator[None]:
+        """Inside, this thread meets other ranks, while pages move: an access of its own to those
+        who look on, which ends where the next one begins, inside or after it."""
+        self._meets(what)
+        yield
+        self._meets("")
+
+    def _meets(self, what: str) -> None:
+        watch, follower = self.watcher(), self.follower
+        if watch is not None:
+            with self.lock:
+                watch.collective(what)
+                if follower is not None and follower.compiled is not None:
+                    follower.unpinned()
 
     def note_guest(self) -> None:
         """This thread, which is not at home, uses pages: beside an iteration, perhaps."""

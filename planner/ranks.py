@@ -16,7 +16,8 @@ the network takes beyond what is computed meanwhile is an op of its own, "wait f
 *The network*: rings. A collective of S bytes takes N − 1 steps of ``latency_us`` and moves
 S (N − 1) / N through the slowest of its links: the device's own within a node, the node's where
 there are several. *A node*: ranks share its host memory and its disk; each has a link of its own,
-and all links together move at most what host memory does.
+and all links together move at most what host memory does. *Stragglers*: ranks meet in every
+collective, so where they take different times for the same ops, the slowest of them decides.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from statistics import NormalDist
 
 import numpy as np
 
@@ -39,7 +41,8 @@ ROOT = "root"
 class Cluster:
     """``ranks`` on ``nodes`` nodes, equally many on each. Rates in bytes a second: ``fabric`` of a
     device to others of its node, ``network`` of a node to others, ``host`` of a node's memory,
-    which all its links share (``inf``: enough for all). Raises ``ValueError`` otherwise."""
+    which all its links share (``inf``: enough for all). ``spread``: standard deviation of the times
+    that ranks take for the same ops, by their mean. Raises ``ValueError`` otherwise."""
 
     ranks: int
     nodes: int = 1
@@ -47,6 +50,7 @@ class Cluster:
     network: float = 50e9
     latency_us: float = 10.0
     host: float = float("inf")
+    spread: float = 0.0
 
     def __post_init__(self) -> None:
         if self.ranks < 1 or self.nodes < 1 or self.ranks % self.nodes:
@@ -58,6 +62,13 @@ class Cluster:
     @property
     def per_node(self) -> int:
         return self.ranks // self.nodes
+
+    @property
+    def slowest(self) -> float:
+        """What the slowest of the ranks takes, by what they take on average: if that is normally
+        distributed (Blom's approximation of its largest value, off by 5 % for two)."""
+        place = (self.ranks - 0.375) / (self.ranks + 0.25)
+        return 1 + self.spread * max(0.0, NormalDist().inv_cdf(place))
 
     def collective_us(self, nbytes: float) -> float:
         """An all-gather or a reduce-scatter of ``nbytes`` in all."""
@@ -297,7 +308,7 @@ class _Rank:
             target = trace.tensors + tensor if whole else tensor
             reads += [target] if mode & READ else []
             writes += [target] if mode & WRITE else []
-        share = self.cluster.ranks if shards else 1
+        share = (self.cluster.ranks if shards else 1) / self.cluster.slowest
         self._add(trace.op_names[op], float(trace.op_duration_us[op]) / share, reads, writes)
         self.rerun[-1] = bool(trace.op_rerun[op])
         host_us = float(trace.op_host_us[op])

@@ -10,6 +10,7 @@ the training that nobody interrupted. Ranks are forked here, as torchrun would s
 """
 
 import argparse
+import faulthandler
 import json
 import os
 import signal
@@ -39,6 +40,7 @@ KINDS = ("2:ddp", "2:fsdp2", "4:fsdp2", "4:hsdp")  # ranks, and how they share t
 PHASES = ("forward", "backward", "step", "save")
 TRAINING = ("--preset=tiny", "--batch=4", "--seq=16", "--warmup=2", "--steps=4", "--policy=lru")
 SECONDS = 300.0  # for one training
+LAST_SECONDS = 10.0  # for its last words
 
 Ended = dict[int, tuple[int, float]]  # by rank: exit code, and when
 
@@ -66,6 +68,7 @@ def start(
             log = os.open(folder / f"rank-{rank}.log", os.O_CREAT | os.O_TRUNC | os.O_WRONLY, 0o600)
             os.dup2(log, 1)
             os.dup2(log, 2)
+            faulthandler.enable()  # says where it was if it takes too long
             code = 70
             try:
                 if rank == kill[0]:
@@ -78,15 +81,15 @@ def start(
                 os._exit(code)
         children[pid] = rank
     ended: Ended = {}
-    deadline = time.monotonic() + SECONDS
+    deadline, late = time.monotonic() + SECONDS, False
     while children:
         pid, status = os.waitpid(-1, os.WNOHANG)
         if pid:
             ended[children.pop(pid)] = os.waitstatus_to_exitcode(status), time.monotonic()
         elif time.monotonic() > deadline:
             for child in children:
-                os.kill(child, signal.SIGKILL)
-            deadline += SECONDS
+                os.kill(child, signal.SIGKILL if late else signal.SIGABRT)
+            deadline, late = time.monotonic() + LAST_SECONDS, True
         else:
             time.sleep(0.02)
     return ended
@@ -153,7 +156,7 @@ def run(
             codes = {rank: code for rank, (code, _) in
                      start(ranks, parallel, folder, given, (-1, "")).items()}  # fmt: skip
             if not record.exists():
-                said = [(folder / f"rank-{rank}.log").read_text()[-300:] for rank in codes]
+                said = [(folder / f"rank-{rank}.log").read_text()[-3000:] for rank in codes]
                 faults.append(f"the ranks that went on from step {step} ended with {codes}: {said}")
             else:
                 faults += differences(json.loads(record.read_text()), whole, step)

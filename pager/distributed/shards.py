@@ -8,6 +8,10 @@
                                                       -> or it is updated (``in_backward.py``)
     optimizer.step(): on the local shards (``optim/shards.py``)
 
+Where the CPU is the device, gathers and reduce-scatters are accesses of their own, of no pages: a
+plan knows how long they take, and moves pages meanwhile. (An accelerator has them on streams of
+their own; what ops wait for them is a part of these.)
+
 A sharded parameter stays the DTensor that FSDP2 made; only the memory of its shard is replaced. So
 optimizers, ``clip_grad_norm_`` and ``state_dict`` go on finding what they know. FSDP2 keeps the
 shard twice, as a flat tensor that it gathers from and as the DTensor's local tensor; both become
@@ -19,8 +23,10 @@ that it frees and fills again. So saved tensors leave that memory alone.
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections.abc import Iterator
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -41,17 +47,26 @@ if TYPE_CHECKING:
 
 _COPY_IN = torch.ops.fsdp.all_gather_copy_in.default
 _KIND = "all_gather_copy_in"
+_COMMS = {"_all_gather_comm": "gather", "_reduce_scatter_comm": "reduce"}  # of FSDP2's groups
+_MOMENT = 1.0  # seconds
 
 
-def fsdp_params(module: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, FSDPParam]]:
-    """What ``fully_shard`` keeps for each parameter, and the module that it was called on."""
+def fsdp_groups(module: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, Any]]:
+    """Parameters that FSDP2 gathers together, and the module that ``fully_shard`` was called on."""
     for child in module.modules():
         if isinstance(child, FSDPModule):
             state = child._get_fsdp_state()
             groups = getattr(state, "_fsdp_param_groups", None)  # several since PyTorch 2.13
             for group in [state._fsdp_param_group] if groups is None else groups:
-                for param in group.fsdp_params if group is not None else ():
-                    yield child, param
+                if group is not None:
+                    yield child, group
+
+
+def fsdp_params(module: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, FSDPParam]]:
+    """What ``fully_shard`` keeps for each parameter, and the module that it was called on."""
+    for child, group in fsdp_groups(module):
+        for param in group.fsdp_params:
+            yield child, param
 
 
 def page_shards(pager: Core, module: torch.nn.Module) -> None:
@@ -83,6 +98,9 @@ def page_shards(pager: Core, module: torch.nn.Module) -> None:
     meshes = {_ranks_of(param) for _, param in fsdp_params(module)}
     if len(meshes) == 1:  # else who meets whom differs from gather to gather
         plan_together(pager, meshes.pop(), timeout_of(None))
+    if pager.backend.host_addressable:
+        for _, group in fsdp_groups(module):
+            _watch_collectives(pager, group)
     hooked = set()
     for child, param in fsdp_params(module):
         sharded: Any = param.sharded_param
@@ -190,6 +208,44 @@ class _LeaveGathered:
 
     def __reduce__(self) -> Any:
         return _LeaveGathered, ()
+
+
+# -- collectives -----------------------------------------------------------------------------------
+def _watch_collectives(pager: Core, group: Any) -> None:
+    for name, what in _COMMS.items():
+        comm: Any = getattr(group, name)
+        kind: Any = type(comm)
+        if not isinstance(comm, _Collective):  # of another pager, or of other groups too
+            comm.__class__ = _watched(kind)
+        comm.pager, comm.what = weakref.ref(pager), what
+
+
+class _Collective:
+    """What FSDP2 gathers with, or reduces with: of its own class too, since FSDP2 asks for that."""
+
+    pager: weakref.ref[Core]
+    what: str
+
+    def __call__(self, output_tensor: Any, input_tensor: Any, *given: Any, **named: Any) -> Any:
+        pager, run = self.pager(), super().__call__  # type: ignore[misc]
+        if pager is None or pager.closed_reason is not None:
+            return run(output_tensor, input_tensor, *given, **named)
+        before = pager.backend.dense_now()
+        with pager.collective(self.what):
+            found = run(output_tensor, input_tensor, *given, **named)
+            # gloo reduces a copy, which its own thread gives back a moment after the op is over.
+            # Whether that is still there for what comes next would decide what a plan has left.
+            end = time.monotonic() + _MOMENT
+            while self.what == "reduce" and time.monotonic() < end:
+                if pager.backend.dense_now() - before < input_tensor.nbytes:
+                    break
+                time.sleep(1e-5)
+        return found
+
+
+@cache
+def _watched(kind: type) -> type:
+    return type(kind.__name__, (_Collective, kind), {})
 
 
 # -- FSDP2's op that copies all shards of a group: one shard on the device at a time ---------------

@@ -82,7 +82,8 @@ class AccessLog:
     it began; ``times``: at which each access did; ``stalls``: position → seconds that it waited for
     what a plan can bring; ``stall_seconds``: all waiting; ``writes`` and ``deaths``: (position,
     key). ``steps``: position of an access that is an optimizer's step, which the host could take →
-    its keys; ``hosted``: those that it has taken.
+    its keys; ``hosted``: those that it has taken. ``collectives``: position of an access, of no
+    pages, in which ranks meet → what in.
 
     ``stamps``: of ``clock``, a device that has one, or ``None``: as each access began, and one at
     the end. ``settle_times`` puts its times in the place of the host's: when ops began and ended
@@ -102,6 +103,7 @@ class AccessLog:
         self.again: frozenset[str] = frozenset()  # blocks that run again in it
         self.steps: dict[int, Keys] = {}
         self.hosted: set[int] = set()
+        self.collectives: dict[int, str] = {}
         self.writes: list[tuple[int, int]] = []
         self.deaths: list[tuple[int, int]] = []
         self.newborn: list[Extent] = []

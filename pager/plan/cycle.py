@@ -116,6 +116,9 @@ class Cycle:
     def step(self, runs: Sequence[Extent], *, hosted: bool) -> None:
         pass  # nothing is trained here
 
+    def collective(self, what: str) -> None:
+        pass
+
     def unpinned(self, runs: Sequence[Extent]) -> None:
         if self._frames < 0 or self._pager.mover.error is not None:
             return

@@ -130,6 +130,14 @@ def _plan_lines(compiled: CompiledPlan) -> list[str]:
         f"It moves {ways or 'nothing'}; {trace.tensors - len(moving)} runs stay on the device all "
         f"the time, and {format_bytes(away)} are off it when an iteration begins.",
     ]
+    met = [name in ("gather", "reduce") for name in trace.op_names]
+    if any(met):
+        took = float(trace.op_duration_us[met].sum()) / 1e3
+        lines.append(
+            f"{took:.1f} ms of it are {sum(met)} gathers and reduce-scatters: the network, and "
+            "ranks that wait for each other. Shards arrive before their gathers begin, and other "
+            "pages move meanwhile."
+        )
     if plan.host_steps:
         lines.append(
             f"The host takes {len(plan.host_steps)} of {_steps_in(trace)} steps of parameters, "

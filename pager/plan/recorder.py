@@ -144,6 +144,12 @@ class Recorder:
             if hosted:
                 log.hosted.add(where)
 
+    def collective(self, what: str) -> None:
+        if self.log is not None:
+            if what:
+                self.log.collectives[len(self.log.keys)] = what
+            self.pinning((), ())
+
     def writing(self, run: Extent) -> None:
         if self.log is not None:
             self.log.writes.append((len(self.log.keys) - 1, run.key))

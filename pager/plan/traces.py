@@ -148,7 +148,7 @@ def trace_of_accesses(
         if where == len(log.keys):
             break
         is_stream = keys[:1] >= (FIRST_STREAM,)
-        name = "stream" if is_stream else "access"
+        name = "stream" if is_stream else log.collectives.get(where, "access")
         if step_us is not None and set(log.steps.get(where, ())) == set(keys):
             name = HOSTED if where in log.hosted else STEP
         op = add_op(name, where, seconds[where] * 1e6)

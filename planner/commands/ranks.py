@@ -39,6 +39,7 @@ class Fleet:
     network: float
     latency_us: float
     host: float
+    spread: float
     tokens: int | None = None
     price: float | None = None
 
@@ -47,7 +48,9 @@ class Fleet:
         from ..ranks import Cluster
 
         nodes = -(-ranks // (self.ranks // self.nodes))
-        return Cluster(ranks, nodes, self.fabric, self.network, self.latency_us, self.host)
+        return Cluster(
+            ranks, nodes, self.fabric, self.network, self.latency_us, self.host, self.spread / 100
+        )
 
     @property
     def counts(self) -> list[int]:
@@ -83,6 +86,13 @@ _NETWORK = [
         default="inf",
         help="What all links of a node move together (default: no limit).",
     ),
+    click.option(
+        "--spread",
+        type=click.FloatRange(min=0),
+        metavar="%",
+        default=0.0,
+        help="How much devices differ: standard deviation of what they take for the same ops.",
+    ),
 ]
 _COST = [
     click.option(
@@ -111,7 +121,7 @@ def network_options(command: F) -> F:
 
 
 def _with_fleet(command: F, options: list[Callable[[Any], Any]], help_text: str) -> F:
-    names = ("nodes", "fabric", "network", "latency_us", "host", "tokens", "price")
+    names = ("nodes", "fabric", "network", "latency_us", "host", "spread", "tokens", "price")
 
     @wraps(command)
     def with_fleet(ranks: int | None, **values: Any) -> Any:
@@ -232,7 +242,8 @@ def _print(
                 (
                     "network",
                     f"{fleet.fabric / 1e9:g} GB/s in a node, {fleet.network / 1e9:g} GB/s between "
-                    f"nodes, {fleet.latency_us:g} µs a step",
+                    f"nodes, {fleet.latency_us:g} µs a step"
+                    + (f"; devices differ by {fleet.spread:g} %" if fleet.spread else ""),
                 ),
             ]
         ),

@@ -36,6 +36,7 @@ from tensorpager.pager.debug.check import check_invariants
 from tensorpager.pager.tensor.paged_tensor import dense_twin
 from tensorpager.planner.trace import Trace
 
+LAYERS = 5
 STEPS = 6  # so that ranks follow a plan in the last one
 PAGE_BYTES = 64 << 10
 RANK_BYTES = {"device": 2 << 20, "host": 1 << 20, "disk": 8 << 20}  # far less than all together
@@ -244,6 +245,8 @@ def train_together(pager: tp.Pager | None, found: Found) -> tuple[list[float], l
                 kind = follower.signatures.all[-1]
                 assert kind.recorded is not None
                 found["uses"] = uses_of_shards(kind.recorded.trace)
+                found["met"] = collectives_of(kind.recorded.trace)
+                found["planned"] = pager.explain() if pager is not None else ""
                 if rank == 0:
                     kind.leave("it took longer")
         losses.append(loss.item())
@@ -259,6 +262,23 @@ def uses_of_shards(trace: Trace) -> list[int]:
     used = Counter(trace.access_tensor.tolist())
     kinds = enumerate(trace.tensor_kinds)
     return [used[tensor] for tensor, kind in kinds if kind == "parameter"]
+
+
+def collectives_of(trace: Trace) -> Found:
+    """How many gathers and reduce-scatters, whether each takes time and no page, and whether what
+    comes before a gather is an access of shards."""
+    met = {op: name for op, name in enumerate(trace.op_names) if name in ("gather", "reduce")}
+    kinds = [trace.tensor_kinds[tensor] for tensor in trace.access_tensor.tolist()]
+    uses: dict[int, set[str]] = {}
+    for op, kind in zip(trace.access_op.tolist(), kinds):
+        uses.setdefault(op, set()).add(kind)
+    gathers = [op for op, name in met.items() if name == "gather"]
+    return {
+        **Counter(met.values()),
+        "pages": any(op in uses for op in met),
+        "least_us": min(float(trace.op_duration_us[op]) for op in met),
+        "before": all(uses[op - 1] == {"parameter"} for op in gathers),
+    }
 
 
 def _watch_planning(follower: Any, found: Found) -> None:

@@ -3,17 +3,26 @@
 import json
 import subprocess
 import sys
+import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
+    DefaultAllGather,
+    DefaultReduceScatter,
+)
 
 import tensorpager as tp
+from tensorpager.pager.distributed.shards import _watch_collectives
 from tensorpager.pager.machine import ranks
 from tensorpager.planner.sizes import parse_bytes
 
 from .. import programs
-from .distributed_worker import LEAVES_IN, SLOW_UNTIL
+from .distributed_worker import LAYERS, LEAVES_IN, SLOW_UNTIL
+from .models import make_pager
 
 WORKER = Path(__file__).with_name("distributed_worker.py")
 MiB = 1 << 20
@@ -82,12 +91,47 @@ def test_ranks_enter_and_leave_plans_together(tmp_path: Path) -> None:
         assert found["modes"] == first["modes"]
         assert len(found["uses"]) >= 4
         assert min(found["uses"]) >= 2, "shards are accessed as they are gathered"
+        met = found["met"]
+        assert met["before"], "a prefetch ends before the gather begins"
+        assert not met["pages"]
+        assert met["least_us"] > 0
+        assert met["gather"] >= met["reduce"] == LAYERS
+        count = met["gather"] + met["reduce"]
+        assert f"are {count} gathers and reduce-scatters" in found["planned"]
         entered = found["modes"].index("planned")
         assert entered >= begin
         assert found["modes"][entered : end + 1] == ["planned"] * (end + 1 - entered)
         assert set(found["modes"][end + 1 :]) == {"demand"}
     assert "it took longer" in first["said"]
     assert "another rank has left its plan" in second["said"]
+
+
+def test_what_a_reduce_scatter_holds_is_given_back_before_it_is_over() -> None:
+    """gloo's thread frees its copy a moment after the op has returned: what an iteration needs
+    would depend on that moment."""
+    late: list[threading.Timer] = []
+
+    class Gloo(DefaultReduceScatter):
+        def __call__(self, output_tensor: torch.Tensor, input_tensor: torch.Tensor) -> None:  # type: ignore[override]
+            copies = [input_tensor.clone()]
+            output_tensor.copy_(copies[0][: len(output_tensor)])
+            late.append(threading.Timer(0.05, copies.clear))
+            late[-1].start()
+
+    with make_pager() as pager:
+        group = SimpleNamespace(_all_gather_comm=DefaultAllGather(), _reduce_scatter_comm=Gloo())
+        _watch_collectives(pager.core, group)
+        comm: Any = group._reduce_scatter_comm
+        assert isinstance(comm, Gloo), "FSDP2 asks"
+        whole, mine = torch.ones(1 << 20), torch.zeros(1 << 19)
+        before = pager.core.backend.dense_now()
+        for _ in range(3):
+            comm(output_tensor=mine, input_tensor=whole)
+            assert pager.core.backend.dense_now() - before < whole.nbytes
+        assert mine.all()
+    for timer in late:
+        timer.join()
+    comm(output_tensor=mine, input_tensor=whole)  # without the pager it is as it was
 
 
 @pytest.mark.slow

@@ -152,6 +152,8 @@ class _Watcher:
 
     def step(self, runs: Any, *, hosted: bool) -> None: ...
 
+    def collective(self, what: str) -> None: ...
+
 
 class _InOrder(_Watcher):
     """Runs in the order in which their uses end."""
