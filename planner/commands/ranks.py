@@ -211,6 +211,8 @@ def _rows(asked: Asked, fleet: Fleet, count: int, node: Hardware) -> list[dict[s
     joined = bucketed(trace, PLANNED_OPS) if trace.ops > PLANNED_OPS else trace
     for policy in asked.policies:
         outcome = evaluate(joined, Task(policy, hardware, asked.quick))
+        if outcome.predicted is None and joined is not trace:  # for one joined op, perhaps
+            outcome = evaluate(trace, Task(policy, hardware, asked.quick))
         predicted = outcome.predicted
         found.append(row(policy, predicted.iteration_us if predicted else None, outcome.reason))
     return found

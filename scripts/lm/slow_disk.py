@@ -12,11 +12,13 @@ from tensorpager.pager.core import Core
 from tensorpager.pager.disk.engine import Engine
 from tensorpager.pager.disk.tier import DiskTier
 
+WAKING_SECONDS = 0.02
+
 
 class Pace:
     """``bytes_per_s`` in each of two directions. Each transfer has a slot of time, one slot after
     another in its direction. It starts at once and returns at the end of its slot. Idle time earns
-    no credit."""
+    no credit, but for the moment in which a busy machine wakes up a thread that has more to do."""
 
     def __init__(self, bytes_per_s: float) -> None:
         self.bytes_per_s = bytes_per_s
@@ -26,7 +28,8 @@ class Pace:
     def slot(self, way: Any, nbytes: int) -> float:
         """When it ends."""
         with self._lock:
-            begin = max(time.monotonic(), self._free_at.get(way, 0.0))
+            now, free = time.monotonic(), self._free_at.get(way, 0.0)
+            begin = now if now > free + WAKING_SECONDS else free
             self._free_at[way] = begin + nbytes / self.bytes_per_s
             return self._free_at[way]
 

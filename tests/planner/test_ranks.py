@@ -121,6 +121,20 @@ def test_ranks_of_a_node_share_host_and_disk() -> None:
         Cluster(7, 2)
 
 
+@pytest.mark.parametrize("ranks", [2, 4, 64])
+def test_the_slowest_of_ranks_that_differ_decides(ranks: int) -> None:
+    trace = training()
+    times = np.random.default_rng(0).normal(1.0, 0.1, (20_000, ranks))
+    alike, differ = (
+        Cluster(ranks, fabric=math.inf, latency_us=0.0, spread=spread) for spread in (0.0, 0.1)
+    )
+    assert alike.slowest == 1
+    assert differ.slowest == pytest.approx(times.max(axis=1).mean(), rel=0.005)
+    took = rank_trace(trace, alike).ideal_us, rank_trace(trace, differ).ideal_us
+    assert took[1] == pytest.approx(took[0] * differ.slowest)
+    assert Cluster(1, spread=0.1).slowest == 1
+
+
 def test_between_nodes_the_slower_link_decides() -> None:
     one, two = Cluster(8, 1, 300e9, 50e9, 10.0), Cluster(8, 2, 300e9, 50e9, 10.0)
     assert one.collective_us(8e6) == pytest.approx(70 + 7e6 / 300e9 * 1e6)
@@ -167,6 +181,7 @@ def test_the_command(tmp_path: Path) -> None:
     [
         (["--ranks", "3", "--nodes", "2"], "cannot be spread evenly over --nodes 2"),
         (["--network", "1GB"], "say how many with --ranks"),
+        (["--spread", "2"], "say how many with --ranks"),
         (["--ranks", "2", "--target", "90%"], "leave out --target"),
         (["--ranks", "2", "--sweep", "device=50%:100%:2"], "leave out --sweep"),
     ],

@@ -1,0 +1,36 @@
+"""``bench_ranks.py``: what is made of what ranks found, and that ranks of all modes run."""
+
+import json
+from pathlib import Path
+
+import pytest
+from bench_ranks import spread_of, step_us
+from lm.processes import ROOT
+
+from .. import programs
+
+
+def test_the_slowest_rank_of_each_step_counts() -> None:
+    steps = [[1.0, 2.0, 9.0], [3.0, 1.0, 1.0]]
+    found = {"ranks": [{"step_seconds": of_one, "own_seconds": of_one} for of_one in steps]}
+    assert step_us(found) == 3e6, "of 3, 2 and 9 s"
+    assert spread_of(found) == pytest.approx(1 / 3), "medians of 2 s and 1 s"
+    assert spread_of({"ranks": found["ranks"][:1]}) == 0
+
+
+@pytest.mark.slow
+def test_ranks_of_all_modes(tmp_path: Path) -> None:
+    script, out = str(ROOT / "scripts" / "bench_ranks.py"), tmp_path / "ranks.json"
+    tiny = ["--preset=tiny", "--ranks=2", "--steps=2", "--seq=16", f"--json={out}"]
+    loose = ["--share=60%", "--link-rate=50", "--within=1e9", "--faster=0"]
+    programs.run(script, *tiny, *loose)
+    (row,) = json.loads(out.read_text())["rows"]
+    assert row["same_losses"]
+    assert row["within_budget"]
+    assert row["network"]["fabric"] > 0
+    assert row["measured_us"].keys() == {"demand", "planned"}
+    ended = programs.run(script, *tiny, "--fits", "--rounds=1", "--most=1e9")
+    assert ended.returncode == 0, ended.stderr[-2000:]
+    (row,) = json.loads(out.read_text())["rows"]
+    assert row["same_losses"]
+    assert len(row["of_pairs"]) == 1
