@@ -530,7 +530,7 @@ class Core:
         if watch is not None:
             with self.lock:
                 watch.collective(what)
-                if follower is not None and follower.compiled is not None:
+                if follower is not None and follower.is_ahead:
                     follower.unpinned()
 
     def note_guest(self) -> None:
