@@ -14,7 +14,7 @@ from __future__ import annotations
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -26,6 +26,9 @@ from .device import LANES, Bytes, Copy, HostMemory, Mark
 
 if TYPE_CHECKING:
     from .registration import Registration
+
+
+_THERE: AbstractContextManager[None] = nullcontext()
 
 
 class Kit(Protocol):
@@ -189,9 +192,12 @@ class Accelerator:
             if other != stream:
                 stream.wait_stream(other)
 
-    @contextmanager
-    def on_compute(self) -> Iterator[None]:
+    def on_compute(self) -> AbstractContextManager[Any]:
         there = self._here() == self._compute
+        return _THERE if there and not self._others else self._after_all(there)
+
+    @contextmanager
+    def _after_all(self, there: bool) -> Iterator[None]:
         with nullcontext() if there else on_stream(self._compute):
             self._after_ops(self._compute)
             yield

@@ -102,9 +102,15 @@ class FramePool:
 
     def take(self, start: int, n: int) -> None:
         """Claims exactly the ``n`` frames from ``start`` on, which must all be free."""
+        taken = self.take_if_free(start, n)
+        assert taken, f"frames {start} to {start + n} are not all free"
+
+    def take_if_free(self, start: int, n: int) -> bool:
+        """The same where all of them are; False, and no change, otherwise."""
         assert n > 0, f"{n} frames"
         run = self._run_around(start, n)
-        assert run is not None, f"frames {start} to {start + n} are not all free"
+        if run is None:
+            return False
         run_start, run_length = run
         self._remove_run(run_start)
         if run_start < start:
@@ -112,19 +118,6 @@ class FramePool:
         if run_start + run_length > start + n:
             self._insert_run(start + n, run_start + run_length - start - n)
         self._free_count -= n
-
-    def take_all(self, frames: Int32) -> bool:
-        """Claims exactly ``frames``, in order, if all of them are free and none comes twice; False,
-        and no change, otherwise."""
-        if len(frames) and int(frames[-1]) >= self._count:
-            return False
-        runs = [(start, n) for start, _, n in merge(frames, frames)]
-        if not all(self.is_free(start, n) for start, n in runs):
-            return False
-        if any(start + n > after for (start, n), (after, _) in pairwise(runs)):
-            return False
-        for start, n in runs:
-            self.take(start, n)
         return True
 
     def free(self, start: int, n: int) -> None:

@@ -261,22 +261,27 @@ class Residency:
         tickets = self.mover.tickets
         tickets.wait(tickets.of(("device", frames)))
 
-    def reach_at_once(self, frames: Int32) -> bool:
-        """The same where the host has to wait for nothing; whether."""
+    def reach_at_once(self, first: int, count: int) -> bool:
+        """The same of ``count`` frames from ``first`` on, where the host has to wait for nothing;
+        whether."""
         tickets = self.mover.tickets
-        found = tickets.of(("device", frames)) if tickets.any else []
-        if not all(ticket.is_over and ticket.error is None for ticket in found):
-            return False
-        tickets.wait(found)
+        found = tickets.of_row("device", first, count)
+        for ticket in found:
+            if not ticket.is_over or ticket.error is not None:
+                return False
+        if found:
+            tickets.wait(found)
         return True
 
     def has_come(self, run: Extent) -> bool:
         """``run`` is there, in one piece, and may be used. ``False`` where it is not, or the host
         would have to wait for it."""
-        frames = self._frames_of(run)
-        if not self.is_whole(run) or not self.reach_at_once(frames):
+        if not self.is_whole(run):
             return False
-        run.base, run.generation, run.settled = int(frames[0]), next(generations), False
+        base = int(self.table.frame[run.first])
+        if not self.reach_at_once(base, run.count):
+            return False
+        run.base, run.generation, run.settled = base, next(generations), False
         return True
 
     def _is_scattered(self, run: Extent) -> bool:
@@ -759,12 +764,9 @@ class Residency:
     def place_at(self, run: Extent, base: int, *, reached: bool = False) -> bool:
         """Put a run that was never written into the frames from ``base`` on, if they are free.
         ``reached``: nothing goes on in these any more."""
-        if base < 0 or base + run.count > self.pool.count:
-            return False
-        if not self.pool.is_free(base, run.count):
+        if base < 0 or not self.pool.take_if_free(base, run.count):
             return False
         size = self.page_size
-        self.pool.take(base, run.count)
         if not reached and self.mover.tickets.any:
             self.reach(run.pages - np.int32(run.first - base))
         with self.backend.on_compute():  # also where its maker writes it: on that stream

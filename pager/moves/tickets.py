@@ -134,6 +134,13 @@ class Tickets:
         live = self._live
         return [live[number] for number in sorted(found) if number in live]
 
+    def of_row(self, tier: str, first: int, count: int) -> list[Ticket]:
+        """The same of ``count`` places from ``first`` on."""
+        self._sweep()
+        live = self._live
+        theirs = self._columns[tier][first : first + count] if live else ()  # ends with the last
+        return [live[number] for number in sorted({*map(int, theirs)}) if number in live]
+
     def pending(self, tier: str, numbers: Int32) -> npt.NDArray[np.bool_]:
         """Which of these places have one that is not over, or has failed."""
         self._sweep()

@@ -168,10 +168,12 @@ class InBackward:
     def page_grad(self, parameter: torch.Tensor) -> None:
         """Post-accumulate hook: ``parameter`` is updated at once, where that is allowed, or else
         its dense gradient moves into pages, unless it is much smaller than one."""
-        pager = self.pager
-        if pager.fits or self.update(parameter):
-            return
-        grad = parameter.grad
+        if not self.pager.fits and not self.update(parameter):
+            with torch._C.DisableTorchFunctionSubclass():
+                self._into_pages(parameter)
+
+    def _into_pages(self, parameter: torch.Tensor) -> None:
+        pager, grad = self.pager, parameter.grad
         if grad is None or grad.requires_grad:  # create_graph=True: its history is wanted
             return
         if type(grad) is PagedTensor:

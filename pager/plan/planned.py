@@ -99,26 +99,27 @@ class PlannedMoves:
     def issue(self, actions: Iterable[Action], newborn: Sequence[Extent]) -> None:
         """Queue moves. Those of runs that are gone, and of pages that a run does not have, are left
         out."""
+        dropped: dict[str, list[Int32]] = {}
         for action in actions:
             run = self._names.run_of(action.key, newborn)
             if run is None or action.first + action.pages > run.count:
                 continue
             if action.what == "drop":
-                self._drop(run, action)
+                dropped.setdefault(action.tier, []).append(Job(action, run).pages)
             else:
                 queues = self._outs
                 if action.what == "in":
                     queues, self.homes[action.key] = self._ins, action.base
                 queues[action.tier].append(Job(action, run))
+        for tier, pages in dropped.items():
+            self._drop(tier, np.unique(np.concatenate(pages)))
         self.go_on()
 
-    def _drop(self, run: Extent, action: Action) -> None:
+    def _drop(self, tier: str, pages: Int32) -> None:
         """Copies below are given up where the page is on the device."""
-        first = run.first + action.first
-        pages = np.arange(first, first + action.pages, dtype=np.int32)
         pages = pages[self._table.frame[pages] >= 0]
         pages = pages[~self._mover.tickets.pending("device", self._table.frame[pages])]
-        self._mover.slots.drop_copies(pages, action.tier)
+        self._mover.slots.drop_copies(pages, tier)
 
     def go_on(self) -> None:
         """Begin what can begin. Where that fails, or what was queued before has, its pages are
@@ -202,7 +203,7 @@ class PlannedMoves:
         """Frames are taken, the planned ones where that is possible, for what has a copy in
         ``tier``; what comes at one point of the program comes together. ``leaving``: runs with
         pages that have yet to leave."""
-        self._bring_as_planned(tier, queue, leaving)
+        self._bring_at_once(tier, queue, leaving)
         coming = _Coming(self._mover, tier)
         while queue:
             job = queue[0]
@@ -215,46 +216,58 @@ class PlannedMoves:
             queue.popleft()
         coming.begin()
 
-    def _bring_as_planned(self, tier: str, queue: deque[Job], leaving: set[Extent]) -> None:
-        """The first of ``queue`` at once, as far as the frames of the plan are free. Nothing is
-        done where other pages than those of the plan are there, or not."""
-        if len(queue) < 2 or self._residency.workspaces:
+    def _bring_at_once(self, tier: str, queue: deque[Job], leaving: set[Extent]) -> None:
+        """The first of ``queue`` together, as long as nothing has to be moved aside for them: none
+        of their pages is there, and a place for them is free, that of the plan if it is."""
+        if self._residency.workspaces:
             return
-        table, pool, bases = self._table, self._residency.pool, dict[Extent, int]()
-        pages, whole, shifts, of_whole = [], [], [], []
+        table, pool, places = self._table, self._residency.pool, dict[Extent, int]()
+        jobs = []
         for job in queue:
-            run, base = job.run, job.action.base
-            if run in leaving or run.parts is not None or not self._is_inside(run, base):
+            if job.run in leaving or job.run.parts is not None or not self._names.is_live(job.run):
                 break
-            if not pool.is_free(base + job.action.first, job.action.pages):
+            jobs.append(job)
+        if not jobs:
+            return
+        pages = np.concatenate([job.pages for job in jobs])
+        sizes = [job.action.pages for job in jobs]
+        to_come = (table.frame[pages] < 0) & ((table.flags[pages] & BLANK) == 0)
+        to_come &= self._mover.slots.of(tier, pages) >= 0
+        starts = np.cumsum([0, *sizes[:-1]])
+        shifts = []
+        for job, comes in zip(jobs, np.logical_and.reduceat(to_come, starts).tolist()):
+            run, first = job.run, job.action.first
+            place = places.get(run)
+            if place is None:
+                place = self._place_at_hand(job)
+            if not comes or place is None or not pool.is_free(place + first, job.action.pages):
                 break
-            if bases.setdefault(run, base) != base or not self._names.is_live(run):
-                break
-            pages.append(job.pages)
-            shifts.append(base - run.first)
-            if job.action.pages < run.count:
-                whole.append(run.pages)
-                of_whole.append(base - run.first)
-        if len(pages) < 2:
-            return
-        several = np.concatenate(pages)
-        their = several + np.repeat(np.array(shifts, np.int32), [len(some) for some in pages])
-        if not (table.frame[several] < 0).all() or (table.flags[several] & BLANK).any():
-            return
-        if not (self._mover.slots.of(tier, several) >= 0).all():
-            return
-        if whole:  # what is there of them is at its place
-            all_pages = np.concatenate(whole)
-            places = np.repeat(np.array(of_whole, np.int32), [len(some) for some in whole])
-            now = table.frame[all_pages]
-            if not ((now < 0) | (now == all_pages + places)).all():
-                return
-        if not pool.take_all(np.sort(their)):
-            return
-        self.prefetched += len(pages)
-        for _ in pages:
+            pool.take(place + first, job.action.pages)
+            places[run] = place
+            shifts.append(place - run.first)
+        for _ in shifts:
             queue.popleft()
-        self._mover.bring(tier, several, their)
+        if shifts:
+            self.prefetched += len(shifts)
+            sizes = sizes[: len(shifts)]
+            pages = pages[: sum(sizes)]
+            self._mover.bring(tier, pages, pages + np.repeat(np.array(shifts, np.int32), sizes))
+
+    def _place_at_hand(self, job: Job) -> int | None:
+        """The frame of the first page of what ``job`` brings a part of: beside what is there of it,
+        or else where the plan has it, or, if that is taken, where all of it has room."""
+        run, pool = job.run, self._residency.pool
+        first, count, base = job.action.first, job.action.pages, job.action.base
+        if count < run.count:
+            own = self._table.frame[run.pages]
+            there = np.flatnonzero(own >= 0)
+            if len(there):
+                place = int(own[there[0]] - there[0])
+                is_right = self._is_inside(run, place) and (own[there] == place + there).all()
+                return place if is_right and (place == base or not self._tidies) else None
+        if self._is_inside(run, base) and pool.is_free(base + first, count):
+            return base
+        return None if self._tidies else pool.find_run(run.count)
 
     def _may_wait(self, job: Job) -> bool:
         """Its place is taken by what the plan has there until later: the plan counts on runs to
@@ -450,7 +463,7 @@ class PlannedMoves:
             return residency.has_come(run)
         planned = self.births.get(run.key, ANYWHERE)
         base = planned if self._can_be_born(run, planned) else pool.find_run(run.count)
-        if base is None or not residency.reach_at_once(run.pages - np.int32(run.first - base)):
+        if base is None or not residency.reach_at_once(base, run.count):
             return False
         return residency.place_at(run, base, reached=True) and run.base >= 0
 

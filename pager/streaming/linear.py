@@ -50,7 +50,7 @@ from .linear_stream import (
 from .tables import Geometry, edge_of
 
 LINEAR = torch.nn.functional.linear
-_STRIDED, _mm = torch.strided, torch.mm
+_STRIDED, _mm, _MM = torch.strided, torch.mm, torch.ops.aten.mm.default
 _MATRIX = "_tensorpager_matrix"  # on a dense view: what `_note_matrix` found
 # Asked before each linear, so without the way through `torch` and `torch._C`.
 _modes = torch._C._len_torch_dispatch_stack
@@ -296,6 +296,8 @@ def _times_whole(rows: torch.Tensor, weight: PagedTensor) -> torch.Tensor:
 def _of_weight(rows: torch.Tensor, inputs: torch.Tensor, metered: Any) -> torch.Tensor:
     """rows.T @ inputs: the gradient of the weight, which is ``metered`` in a metered iteration."""
     if metered is None or not is_watched(metered):
+        if type(inputs) is PagedTensor and not _grad_is_on() and _is_ours(rows, inputs, None):
+            return run_dense(_MM, PLAIN, (rows.t(), inputs), {})  # type: ignore[no-any-return]
         return rows.t().mm(inputs)
     nbytes = metered.numel() * metered.dtype.itemsize
     placement = metered._storage.pager.budget.placement

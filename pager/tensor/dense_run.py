@@ -243,7 +243,9 @@ def _written_by(info: OpInfo, args: Any, kwargs: dict[str, Any]) -> list[PagedTe
 def _call(func: Any, paged: list[PagedTensor], args: Any, kwargs: dict[str, Any]) -> Any:
     """``func`` on dense operands, with lazy conjugation at work where there are complex numbers
     (the dispatcher switches it off below a tensor subclass)."""
-    if not any(tensor.dtype.is_complex for tensor in paged):
+    with torch._C.DisableTorchFunctionSubclass():
+        is_complex = any(tensor.dtype.is_complex for tensor in paged)
+    if not is_complex:
         return func(*args, **kwargs)
     keys = torch._C.DispatchKey
     guard = torch._C._SetExcludeDispatchKeyGuard

@@ -271,9 +271,10 @@ def dense_view(tensor: PagedTensor, address: int) -> torch.Tensor:
     storage = torch._C._construct_storage_from_data_pointer(
         address, tensor._storage.pager.device, tensor._storage.nbytes
     )
-    view = torch.empty(0, dtype=tensor.dtype, device=tensor._storage.pager.device)
-    set_memory(view, storage, tensor.storage_offset(), tensor.size(), tensor.stride())
-    return as_lazy(view, tensor)
+    with torch._C.DisableTorchFunctionSubclass():  # or each of these calls is a trip through Python
+        view = torch.empty(0, dtype=tensor.dtype, device=tensor._storage.pager.device)
+        set_memory(view, storage, tensor.storage_offset(), tensor.size(), tensor.stride())
+        return as_lazy(view, tensor)
 
 
 def withdraw(tensors: Sequence[PagedTensor], views: Iterable[torch.Tensor]) -> None:

@@ -240,12 +240,11 @@ TestAgainstABitmap = AgainstABitmap.TestCase
 TestAgainstABitmap.settings = settings(max_examples=100, stateful_step_count=60, deadline=None)
 
 
-def test_frames_are_taken_all_or_none() -> None:
+def test_frames_are_taken_if_they_are_free() -> None:
     pool = FramePool(10)
-    pool.take(4, 1)
-    for refused in ([3, 4], [8, 9, 10], [1, 1], [5, 6, 6, 7]):
-        assert not pool.take_all(np.array(refused, np.int32))
+    assert pool.take_if_free(4, 1)
+    for start, n in ((3, 2), (4, 1), (8, 3), (10, 1)):
+        assert not pool.take_if_free(start, n)
         assert pool.runs() == [(0, 4), (5, 5)]
-    assert pool.take_all(np.array([1, 2, 6, 9], np.int32))
-    assert pool.runs() == [(0, 1), (3, 1), (5, 1), (7, 2)]
-    assert pool.take_all(np.array([], np.int32))
+    assert pool.take_if_free(1, 2)
+    assert pool.runs() == [(0, 1), (3, 1), (5, 5)]
