@@ -126,6 +126,40 @@ def test_what_begins_at_one_point_moves_together(monkeypatch: pytest.MonkeyPatch
         assert unchanged(tensors)
 
 
+def test_what_finds_its_place_taken_comes_with_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """D goes where there is room, and E to its place; nothing is moved aside for them."""
+    with make_pager(frames=FRAMES, policy="lp") as pager:
+        tensors = laid_out(pager, "DDEE......")
+        residency, mover = pager.core.residency, pager.core.mover
+        with pager.core.lock:
+            for letter in "DE":
+                residency.evict_pages(pages_of(tensors[letter]))
+        tensors |= laid_out(pager, "BBB.......")
+        keys = named(pager, tensors)
+        coming = []
+        bring = mover.bring
+
+        def noted(tier: str, pages: np.ndarray, *rest: Any) -> None:
+            coming.append(len(pages))
+            bring(tier, pages, *rest)
+
+        monkeypatch.setattr(mover, "bring", noted)
+        monkeypatch.setattr(residency, "relocate", None)
+        ins = [Action("in", "host", keys["D"], 0, 2, 1), Action("in", "host", keys["E"], 0, 2, 8)]
+        with pager.core.lock:
+            pager.core.follower.planned.issue(ins, ())
+            mover.drain()
+            for letter in "DE":
+                residency.settle(tensors[letter]._storage.run)
+        assert coming == [4]
+        after = layout(pager, tensors)
+        assert after[:3] == "BBB"
+        assert "DD" in after
+        assert after[8:] == "EE"
+        check_invariants(pager.core)
+        assert unchanged(tensors)
+
+
 # -- places of the plan ----------------------------------------------------------------------------
 @pytest.fixture
 def a_place_that_is_taken() -> Iterator[tuple[tp.Pager, Tensors, dict[str, int]]]:
