@@ -24,10 +24,10 @@ class _Shared:
         if self.pager is None:
             self.pager = tp.Pager(
                 policy="lru",
-                device_budget="80MiB",
+                device_budget="176MiB",
                 host_budget="256MiB",
                 page_size=PAGE_BYTES,
-                dense_reserve="32MiB",
+                dense_reserve="128MiB",
                 device="cpu",
             )
             self.open.append(self.pager)
