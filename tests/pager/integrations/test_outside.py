@@ -43,7 +43,7 @@ def run(name, budgets):
     pager.plan()  # and what plans are made with
     with pager.inference():
         prompt = torch.arange(3, 13)[None]
-        model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=24,
+        model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=12,
             eos_token_id=None)
     return pager.stats()
 
