@@ -32,7 +32,7 @@ from .devices.choice import make_device
 from .disk.tier import DiskTier
 from .disk.watch import IoWatch, WatchedEngine
 from .disk.wear import Wear
-from .errors import InfeasibleBudget, PagerError
+from .errors import InfeasibleBudget, PagerError, TierFull
 from .machine.calibration.cache import threads_for
 from .machine.ranks import share_of
 from .memory.frame_pool import FramePool
@@ -494,7 +494,13 @@ class Core:
                 raise
 
         with self.waiting(own=streamed):
-            turns.take(attempt)
+            while True:
+                try:
+                    return turns.take(attempt)
+                except TierFull:  # and nothing has moved
+                    if not self.mover.slots.lends_some:
+                        raise
+                    turns.pause()  # a save that goes on gives its slots back
 
     def watcher(self) -> Watcher | None:
         """Who looks on at what this thread does."""

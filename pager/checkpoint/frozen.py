@@ -5,30 +5,32 @@
     save begins     saver (another thread)      training
         |           reads page after page       forward, backward: nobody writes
         |           …                           step: is about to write pages
-        |                                         not saved yet: copied first, into a file
+        |                                         not saved yet: copied first, into free slots
         |           reads the copy              writes
         v           done: watches no more
 
-No copy is made before somebody writes: a step writes what is saved last, and most is saved by then.
-Where there is no disk for copies the step waits until its pages are saved. Both are counted as
-waiting for pages (``stall_us``).
+No copy is made before somebody writes: a step writes what is saved last, and most is saved by
+then. Copies are in slots of the host tier, or else of the disk's, that pages have not wanted so
+far. Where there are none the step waits until its pages are saved. Both are counted as waiting for
+pages (``stall_us``). Should pages want these slots meanwhile, a fault waits for the save's end.
 """
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
-from ..disk.file import open_scratch_files
 from ..errors import PagerError
+from ..memory.frame_pool import merge
+from ..moves.mover import TIERS
 from ..tensor.operands import flat, has_no_gaps
 from ..tensor.paged_tensor import PagedTensor
 from ..tensor.sharded import is_sharded, local_of, with_local
@@ -52,12 +54,11 @@ class Frozen:
     """
 
     def __init__(self, tree: Any) -> None:
-        self._lock = threading.Condition(threading.RLock())
+        self._lock = threading.Condition()  # nobody who has it asks for the pager's
         self._left: Counter[Extent] = Counter()  # tensors of each that are not saved yet
-        self._copies: dict[Extent, int] = {}  # where in the file
+        self._copies: dict[Extent, tuple[str, Int32]] = {}  # slots; under the pager's lock
+        self._writes: list[Future[None]] = []  # of the disk, that may go on
         self._pager: Core | None = None
-        self._file: int | None = None
-        self._file_bytes = 0
         self.copied_bytes = 0
         paged = [local_of(tensor) for tensor in tensors_of(tree)]
         pagers = {t._storage.pager for t in paged if type(t) is PagedTensor}
@@ -100,33 +101,36 @@ class Frozen:
             self._lock.notify_all()
 
     def _copy(self, run: Extent, pages: Int32, out: Bytes) -> None:
-        assert self._pager is not None
-        with self._lock:
-            start = self._copies.get(run)
-            if start is None:
-                with self._pager.lock:
-                    self._pager.mover.copy_of(pages, out)
+        pager = self._pager
+        assert pager is not None
+        with pager.lock:
+            if run not in self._copies:
+                pager.mover.copy_of(pages, out)
                 return
-            assert self._file is not None
-            place = start + (int(pages[0]) - run.first) * self._pager.page_size
-            rest = memoryview(out)
-            while rest:
-                count = os.preadv(self._file, [rest], place)
-                if not count:
-                    raise PagerError("the file of copies was cut off")
-                rest, place = rest[count:], place + count
+            tier, slots = self._copies[run]
+            first = int(pages[0]) - run.first
+            slots = slots[first : first + len(pages)]
+            if tier == "disk":
+                assert pager.disk is not None
+                pieces = _pieces(slots, out, pager.page_size)
+                pager.io_watch.wait(pager.disk.submit_read(pieces))
+                return
+            for place, view in pager.host.stretches(_numbers(slots), slots):
+                start = place * pager.page_size
+                out[start : start + len(view)] = view
 
     def end(self) -> None:
         """All is saved, or it is given up."""
+        pager = self._pager
         with self._lock:
             self._left.clear()
-            self._copies.clear()
-            if self._file is not None:
-                os.close(self._file)
-                self._file = None
             self._lock.notify_all()
-        if self._pager is not None:
-            self._pager.before_write = None
+        if pager is not None:
+            with pager.lock:
+                pager.before_write = None
+                for tier, slots in self._copies.values():
+                    pager.mover.slots.give_back(tier, slots)
+                self._copies.clear()
 
     # -- training --------------------------------------------------------------------------------
     def about_to_write(self, pager: Core, extents: Iterable[Extent]) -> None:
@@ -135,37 +139,61 @@ class Frozen:
             if self._left[extent] <= 0 or extent in self._copies:
                 continue
             began = time.perf_counter()
-            with self._lock:
-                if self._left[extent] > 0 and extent not in self._copies:
-                    self._keep(pager, extent)
+            if not self._keep(pager, extent):
+                with self._lock:
+                    while self._left[extent] > 0:
+                        self._lock.wait()
             seconds, watch = time.perf_counter() - began, pager.watcher()
             pager.stall_us += seconds * 1e6
             if watch is not None:
                 watch.waited(seconds, None, own=False)
 
-    def _keep(self, pager: Core, extent: Extent) -> None:
-        """Copy it, or wait until it has been saved."""
-        if self._file is None:
-            pages = sum(run.count for run, left in self._left.items() if left > 0)
-            folder = pager.disk.directory if pager.disk is not None else None
-            self._file = next(open_scratch_files(folder, pages * pager.page_size), None)
-        if self._file is None:
-            self._lock.wait_for(lambda: self._left[extent] <= 0)
+    def _keep(self, pager: Core, extent: Extent) -> bool:
+        """Copy it, if there are slots for that; whether it need not be waited for."""
+        with pager.lock:
+            if self._left[extent] <= 0 or extent in self._copies:
+                return True
+            lend = pager.mover.slots.lend
+            places = ((tier, lend(tier, extent.count)) for tier in TIERS)
+            tier, slots = next(((t, some) for t, some in places if some is not None), ("", None))
+            if slots is None:
+                return False
+            try:
+                self._fill(pager, extent.pages, tier, slots)
+            except PagerError:  # of the disk: what it did not finish it may still be at
+                pager.mover.slots.give_back(tier, slots, self._writes)
+                return False
+            self._copies[extent] = tier, slots
+            self.copied_bytes += extent.count * pager.page_size
+            return True
+
+    def _fill(self, pager: Core, pages: Int32, tier: str, slots: Int32) -> None:
+        size = pager.page_size
+        self._writes = []
+        if tier == "host":
+            for place, view in pager.host.stretches(_numbers(slots), slots):
+                pager.mover.copy_of(pages[place : place + len(view) // size], view)
             return
-        start, at_once = self._file_bytes, max(1, STEP_BYTES // pager.page_size)
-        buffer = bytearray(at_once * pager.page_size)
-        for first in range(0, extent.count, at_once):
-            rows = extent.pages[first : first + at_once]
-            rest = memoryview(buffer)[: len(rows) * pager.page_size]
-            with pager.lock:
-                pager.mover.copy_of(rows, np.frombuffer(rest, np.uint8))
-            place = start + first * pager.page_size
-            while rest:
-                count = os.pwritev(self._file, [rest], place)
-                rest, place = rest[count:], place + count
-        self._file_bytes += extent.count * pager.page_size
-        self.copied_bytes += extent.count * pager.page_size
-        self._copies[extent] = start
+        assert pager.disk is not None
+        at_once = max(1, STEP_BYTES // size)
+        for first in range(0, len(pages), at_once):
+            some = slots[first : first + at_once]
+            buffer = np.empty(len(some) * size, np.uint8)
+            pager.mover.copy_of(pages[first : first + at_once], buffer)
+            self._writes = [pager.disk.submit_write(_pieces(some, buffer, size))]
+            pager.io_watch.wait(self._writes[0])
+
+
+def _numbers(slots: Int32) -> Int32:
+    return np.arange(len(slots), dtype=np.int32)
+
+
+def _pieces(slots: Int32, buffer: Bytes, size: int) -> list[tuple[int, Bytes]]:
+    """Slots of the disk, and the parts of ``buffer`` that belong there."""
+    return [
+        (slot, buffer[place * size : (place + count) * size])
+        for slot, place, count in merge(slots, _numbers(slots))
+    ]
 
 
 class _Watch:

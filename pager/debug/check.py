@@ -54,7 +54,8 @@ def _check(pager: Core) -> None:
         slots = column[column >= 0]
         assert len(np.unique(slots)) == len(slots), f"two pages are in one {name} slot"
         assert not (column[~live] >= 0).any(), f"a free page holds a {name} slot"
-        _check_pool(pool.runs(), slots, pool.count, f"{name} slot")
+        taken = np.concatenate([slots, pager.mover.slots.lent[name]])
+        _check_pool(pool.runs(), taken, pool.count, f"{name} slot")
 
     # Stamps say whose page, and which version of it, each slot holds.
     stamped = [(pager.mover.carrier.host_stamps, table.host)]

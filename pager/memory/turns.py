@@ -189,6 +189,10 @@ class Turns:
                 raise crowded.refusal from None
         self._changed.wait(_TICK_SECONDS)
 
+    def pause(self) -> None:
+        """Let others have the lock for a moment."""
+        self._changed.wait(_TICK_SECONDS)
+
     def _leave(self) -> None:
         me = threading.get_ident()
         if me in self.queue:

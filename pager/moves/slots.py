@@ -21,7 +21,7 @@ class Slots:
     """Of one pager; under its lock. The host's have precedence: the disk is for what they cannot
     hold.
 
-    ``peaks``: slots in use at once, at most.
+    ``peaks``: slots in use at once, at most. ``lent``: those that are no page's, by tier.
     """
 
     def __init__(
@@ -35,6 +35,8 @@ class Slots:
     ) -> None:
         self.host, self.disk = host, disk
         self.peaks = {"host": 0, "disk": 0}
+        self.lent = dict.fromkeys(("host", "disk"), np.empty(0, np.int32))
+        self._wanted = {"host": 0, "disk": 0}  # by pages, at once, at most
         self._held: list[tuple[list[Future[None]], dict[str, Int32]]] = []  # see `hold`
         self._table, self._tickets, self._size = table, tickets, page_size
         self._pools = {"host": host.slots} | ({"disk": disk.slots} if disk is not None else {})
@@ -83,9 +85,35 @@ class Slots:
         for start, _, length in merge(slots, slots):
             self._all[tier].free(start, length)
 
+    def lend(self, tier: str, count: int) -> Int32 | None:
+        """``count`` free slots for what is no page's, of those that pages have not wanted so far;
+        ``None`` if there are not so many. For :meth:`give_back`."""
+        pool = self._pools.get(tier)
+        if pool is None or pool.count - self._wanted[tier] - len(self.lent[tier]) < count:
+            return None
+        runs = pool.allocate(count)
+        if runs is None:
+            return None
+        slots = expand(runs)
+        self.lent[tier] = np.concatenate([self.lent[tier], slots])
+        self.note_peaks()
+        return slots
+
+    @property
+    def lends_some(self) -> bool:
+        return any(map(len, self.lent.values()))
+
+    def give_back(self, tier: str, slots: Int32, after: Sequence[Future[None]] = ()) -> None:
+        """What was lent is free again, when ``after`` has ended."""
+        self.lent[tier] = np.setdiff1d(self.lent[tier], slots)
+        self.hold(after, {tier: slots})
+        self.let_go()
+
     def note_peaks(self) -> None:
         for tier, pool in self._pools.items():
-            self.peaks[tier] = max(self.peaks[tier], pool.count - pool.free_count)
+            used = pool.count - pool.free_count
+            self.peaks[tier] = max(self.peaks[tier], used)
+            self._wanted[tier] = max(self._wanted[tier], used - len(self.lent[tier]))
 
     def _spare(self, tier: str, leaving: Int32) -> Int32:
         """Pages whose copy in ``tier`` may be given up: they stay on the device. Those with a copy

@@ -20,10 +20,11 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 
 import tensorpager as tp
 from tensorpager.pager.checkpoint import dcp as ours
-from tensorpager.pager.checkpoint import frozen
+from tensorpager.pager.debug.check import check_invariants
+from tensorpager.pager.moves.slots import Slots
 from tensorpager.pager.tensor import tensor_bytes
 
-from .models import SEED, assert_same, loss_of, make_pager, mlp, plain
+from .models import PAGE_BYTES, SEED, assert_same, loss_of, make_pager, mlp, plain
 
 Failed = dcp.api.CheckpointException  # which holds the error of each rank
 Models = tuple[torch.nn.Module, torch.optim.Optimizer]
@@ -153,37 +154,47 @@ def begin_save(some: Models, writer: Any) -> Future[Any]:
     )
 
 
-@pytest.mark.parametrize("fits", [False, True])
-def test_training_goes_on_while_it_is_saved(tmp_path: Path, fits: bool) -> None:
+@pytest.mark.parametrize(("fits", "tier"), [(False, "host"), (False, "disk"), (True, "host")])
+def test_training_goes_on_while_it_is_saved(tmp_path: Path, fits: bool, tier: str) -> None:
     """The values are those from when the save began; what is written before it is saved is copied
-    first. Training takes no notice."""
+    into free slots first. Training takes no notice, and budgets hold."""
     with make_pager(fits=fits) as pager:
         some = models(pager)
         train(pager, some, 4)
         expected_end = values(some)
-    with make_pager(fits=fits, disk_budget="64MiB", disk_path=tmp_path) as pager:
+    room: Any = {"host_budget": "64MiB"} if tier == "host" else {}
+    if tier == "disk":
+        room = {"host_budget": 0, "disk_budget": "64MiB", "disk_path": tmp_path}
+    with make_pager(fits=fits, **room) as pager:
         some = models(pager)
         train(pager, some, 2)
-        expected = values(some)
+        expected, slots = values(some), pager.core.mover.slots
         writer = Held(tmp_path / "a")
         future = begin_save(some, writer)
         with pytest.raises(tp.PagerError, match="asynchronous save of this pager goes on"):
             tp.dcp.Writer(tmp_path / "b").stage(state_of(some))
         train(pager, some)
+        assert slots.lends_some
+        stats = pager.stats()
+        assert stats["used_bytes"][tier] >= len(slots.lent[tier]) * pager.page_size
+        assert stats["peak_bytes"][tier] <= stats["budget_bytes"][tier]
+        assert set(os.listdir(tmp_path)) <= {"a"}, "no file but the tier's, which has no name"
         writer.may_begin.set()
         train(pager, some)
         future.result(300)
         assert writer.copied > 0
+        assert not slots.lends_some
+        check_invariants(pager.core)
         assert pager.core.before_write is None
         assert_same(values(some), expected_end)
         load(some, tp.dcp.Reader(tmp_path / "a"))
         assert_same(values(some), expected)
 
 
-def test_without_a_disk_the_step_waits_until_it_is_saved(
+def test_without_free_slots_the_step_waits_until_it_is_saved(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(frozen, "open_scratch_files", lambda folder, nbytes: iter(()))
+    monkeypatch.setattr(Slots, "lend", lambda *given: None)
     with make_pager() as pager:
         some = models(pager)
         train(pager, some, 2)
@@ -196,6 +207,28 @@ def test_without_a_disk_the_step_waits_until_it_is_saved(
         future.result(300)
         assert writer.copied == 0
         assert pager.stats()["stall_us"] > waited
+        load(some, tp.dcp.Reader(tmp_path / "a"))
+        assert_same(values(some), expected)
+
+
+def test_pages_that_want_the_slots_of_copies_wait_for_the_save(tmp_path: Path) -> None:
+    with make_pager(host_budget="8MiB") as pager:
+        some = models(pager)
+        train(pager, some, 2)
+        expected, slots = values(some), pager.core.mover.slots
+        writer = Held(tmp_path / "a")
+        future = begin_save(some, writer)
+        train(pager, some)
+        lent, free = len(slots.lent["host"]), pager.core.host.slots.free_count
+        assert lent > 8
+        allowed = threading.Timer(0.2, writer.may_begin.set)
+        allowed.start()
+        count = free + pager.core.residency.pool.count + lent // 2
+        more = [pager.page(torch.full((PAGE_BYTES // 4,), float(n))) for n in range(count)]
+        assert not slots.lends_some
+        future.result(300)
+        assert all(bool((plain(one) == n).all()) for n, one in enumerate(more))
+        del more
         load(some, tp.dcp.Reader(tmp_path / "a"))
         assert_same(values(some), expected)
 
