@@ -1,19 +1,27 @@
 """What one iteration accesses, in order, by keys that mean the same in every iteration.
 
 A run of pages that lived before the iteration has a positive key for as long as it lives. One that
-is born inside has a negative one of its number in the order of first accesses and of its size. So
-two iterations do the same to the same sizes if and only if their keys are equal, whatever happened
-to be at which address: a plan of one batch length knows nothing of another's. A stream
-(``slabs.py``) is an access as well, with a key of its own for the runs that it goes through. A run
-that outlives its iteration gets the positive key that the run born at the same place of an earlier
-iteration had, if that one is dead by now: gradients that are kept for several
+is born inside has a negative one. That of an activation says where it was born, and not how large
+it is: batches of another length make activations of another size, at the same places of the
+program. That of another run (a gradient) is of its number in the order of first accesses, and of
+its size. A stream (``slabs.py``) is an access as well, with a key of its own for the runs that it
+goes through. A run that outlives its iteration gets the positive key that the run born at the same
+place of an earlier iteration had, if that one is dead by now: gradients that are kept for several
 iterations come back under their names.
+
+The *order* of an iteration is its accesses without activations. It is the same for batches of every
+length, though small activations have no pages of their own, so that long batches have more accesses
+than short ones: by their orders one iteration is found in another (``compiled_plan.py``). ::
+
+    long batch    w1 | a1 | w2 | a2 | a3 | w2 a3 | g1 | w1 a1 | g2 | ...
+    short batch   w1 | a1 | w2 | a2      | w2    | g1 | w1 a1 | g2 | ...
+    both orders   w1      | w2           | w2    | g1 | w1    | g2 | ...
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ..devices.device import Device
@@ -22,16 +30,32 @@ from ..memory.space import Extent, Space
 Keys = tuple[int, ...]
 FIRST_STREAM = 1 << 40  # keys of streams are not less, those of runs are
 _MOST_NEWBORN = 1 << 32  # runs born in one iteration
+LAST_ACTIVATION = -(1 << 61)  # keys of activations are less, those of other runs are not
+_MOST_AT_ONE_PLACE = 1 << 24  # activations that are born between two accesses of the order
 
 
 def newborn_key(index: int, pages: int) -> int:
-    """Of the run of ``pages`` pages that was the ``index``-th, from 0, to be born and used."""
+    """Of the run of ``pages`` pages, no activation, that was the ``index``-th of these, from 0, to
+    be born and used."""
     return -(pages * _MOST_NEWBORN + index + 1)
 
 
-def newborn_index(key: int) -> int:
-    """The inverse of :func:`newborn_key`."""
-    return -key % _MOST_NEWBORN - 1
+def activation_key(place: int, index: int) -> int:
+    """Of the ``index``-th activation, from 0, to be born when ``place`` accesses of the order have
+    begun."""
+    return LAST_ACTIVATION - (place * _MOST_AT_ONE_PLACE + index + 1)
+
+
+def is_activation(key: int) -> bool:
+    """Whether it is of an activation that was born in the iteration."""
+    return key < LAST_ACTIVATION
+
+
+def ordered(keys: Keys) -> Keys:
+    """What the order has of an access; nothing where that is of activations only."""
+    if len(keys) == 1:
+        return () if keys[0] < LAST_ACTIVATION else keys
+    return tuple([key for key in keys if key >= LAST_ACTIVATION])
 
 
 class StreamAccess:
@@ -78,12 +102,12 @@ class Call(NamedTuple):
 
 
 class AccessLog:
-    """The accesses of one iteration. ``births``: runs born before it. ``began``: seconds at which
-    it began; ``times``: at which each access did; ``stalls``: position → seconds that it waited for
-    what a plan can bring; ``stall_seconds``: all waiting; ``writes`` and ``deaths``: (position,
-    key). ``steps``: position of an access that is an optimizer's step, which the host could take →
-    its keys; ``hosted``: those that it has taken. ``collectives``: position of an access, of no
-    pages, in which ranks meet → what in.
+    """The accesses of one iteration, and their ``order``. ``births``: runs born before it.
+    ``began``: seconds at which it began; ``times``: at which each access did; ``stalls``: position
+    → seconds that it waited for what a plan can bring; ``stall_seconds``: all waiting; ``writes``
+    and ``deaths``: (position, key). ``steps``: position of an access that is an optimizer's step,
+    which the host could take → its keys; ``hosted``: those that it has taken. ``collectives``:
+    position of an access, of no pages, in which ranks meet → what in.
 
     ``stamps``: of ``clock``, a device that has one, or ``None``: as each access began, and one at
     the end. ``settle_times`` puts its times in the place of the host's: when ops began and ended
@@ -94,6 +118,7 @@ class AccessLog:
         self.births = births
         self.began = time.perf_counter()
         self.keys: list[Keys] = []
+        self.order: list[Keys] = []
         self.times: list[float] = []
         self.waits: list[Wait] = []
         self.stalls: dict[int, float] = {}
@@ -106,11 +131,29 @@ class AccessLog:
         self.collectives: dict[int, str] = {}
         self.writes: list[tuple[int, int]] = []
         self.deaths: list[tuple[int, int]] = []
-        self.newborn: list[Extent] = []
+        self.newborn: dict[int, Extent] = {}  # by key
+        self._named = 0  # of these, other than activations
+        self.born_here = 0  # activations since the latest access of the order
         self.facts: dict[int, Facts] = {}  # once it is known that a trace is made of it
         self.ended = 0.0
         self.clock: Device | None = None
         self.stamps: list[Any] = []
+
+    def name(self, run: Extent) -> int:
+        """Key of a run that was born in this iteration."""
+        if run.kind == "activation":
+            run.key = activation_key(len(self.order), self.born_here)
+            self.born_here += 1
+        else:
+            run.key = newborn_key(self._named, run.count)
+            self._named += 1
+        self.newborn[run.key] = run
+        return run.key
+
+    @property
+    def activation_pages(self) -> int:
+        """Of all activations that were born in it, from its end until its runs are forgotten."""
+        return sum(run.count for key, run in self.newborn.items() if is_activation(key))
 
     def end(self) -> None:
         self.ended = time.perf_counter()
@@ -155,24 +198,14 @@ class Names:
     def is_live(self, run: Extent) -> bool:
         return self._space.runs.get(run.id) is run
 
-    def run_of(self, key: int, newborn: Sequence[Extent]) -> Extent | None:
+    def run_of(self, key: int, newborn: Mapping[int, Extent]) -> Extent | None:
         """The live run called ``key``, or ``None``."""
-        if key < 0:
-            index = newborn_index(key)
-            run = newborn[index] if index < len(newborn) else None
-            if run is not None and run.key != key:
-                run = None  # of another size, or renamed
-        else:
-            run = self.runs.get(key)
+        run = (newborn if key < 0 else self.runs).get(key)
         return run if run is not None and self.is_live(run) else None
 
     def name(self, run: Extent, log: AccessLog) -> int:
         """Key of a run that has none yet."""
-        if run.born < log.births:
-            return self._keep(run)
-        run.key = newborn_key(len(log.newborn), run.count)
-        log.newborn.append(run)
-        return run.key
+        return self._keep(run) if run.born < log.births else log.name(run)
 
     def of_stream(self, runs: Sequence[tuple[int, bool]]) -> int:
         """Key of a stream through runs with these keys, each written or not."""
@@ -180,15 +213,15 @@ class Names:
 
     def facts_of(self, log: AccessLog) -> dict[int, Facts]:
         """Of every run that ``log`` may name; those that are gone until ``forget_dead``."""
-        born = {newborn_key(index, run.count): run for index, run in enumerate(log.newborn)}
-        return {key: Facts(run.count, run.kind) for key, run in (self.runs | born).items()}
+        runs = self.runs | log.newborn
+        return {key: Facts(run.count, run.kind) for key, run in runs.items()}
 
     def settle(self, log: AccessLog) -> None:
         """End of an iteration: runs that outlive it are named for the next ones."""
-        for index, run in enumerate(log.newborn):
+        for born, run in log.newborn.items():
             if not self.is_live(run):
                 continue
-            place = (index, run.count, run.kind)
+            place = (born, run.count, run.kind)
             known = self._heirs.setdefault(place, [])
             free = next((key for key in known if not self._is_taken(key)), None)
             if free is None:

@@ -1,13 +1,19 @@
-"""A plan in the terms of the runtime: what to do at which access, and which frames are whose."""
+"""A plan in the terms of the runtime: what to do at which access, and which frames are whose.
+
+It is made of the accesses of one iteration, and followed in every one with the same order of
+accesses (``access_log.py``): there activations have other sizes, and some of them are not there, or
+are there and unknown. Their moves are carried out for as large a part of them as the plan says.
+"""
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from ...planner.joint.options import without_ends
 from ...planner.plan import Plan
-from .access_log import Keys
+from .access_log import Keys, ordered
 
 if TYPE_CHECKING:
     from ...planner.layout import Layout
@@ -18,7 +24,8 @@ ANYWHERE = -1  # no frame was found for it in advance
 
 class Action(NamedTuple):
     """Move pages ``first … first+pages`` of the run called ``key``; ``what`` is "out", "in" or
-    "drop"; ``base`` the frame of the run's first page once it is on the device."""
+    "drop"; ``base`` the frame of the run's first page once it is on the device; ``of``: pages of
+    the run by the plan, 0 for as many as it has."""
 
     what: str
     tier: str
@@ -26,6 +33,14 @@ class Action(NamedTuple):
     first: int
     pages: int
     base: int
+    of: int = 0
+
+    def on(self, count: int) -> Action:
+        """The same for a run of ``count`` pages."""
+        if self.of in (0, count):
+            return self
+        first, end = (at * count // self.of for at in (self.first, self.first + self.pages))
+        return self._replace(first=first, pages=end - first)
 
 
 class Away(NamedTuple):
@@ -38,7 +53,8 @@ class Away(NamedTuple):
 
 
 class CompiledPlan:
-    """What is followed through one kind of iteration, whose accesses are ``keys``.
+    """What is followed through one kind of iteration. ``keys``: the accesses of the one that it was
+    made of; ``order``: theirs, and ``places``: which accesses these are.
 
     ``actions[n]`` are queued when ``n`` accesses have ended. ``births``: key → frame of a run's
     first page when it is born. ``start``: positive key → frame of its first page when an iteration
@@ -50,12 +66,18 @@ class CompiledPlan:
 
     def __init__(self, recorded: Recorded, plan: Plan, layout: Layout, keys: list[Keys]) -> None:
         self.keys = keys
+        ordering = [
+            (where, of_order) for where, of_order in enumerate(map(ordered, keys)) if of_order
+        ]
+        self.places = [where for where, _ in ordering]
+        self.order = [of_order for _, of_order in ordering]
         self.plan = plan
         self.all_placed = not layout.unplaced_pages
         self.trace = without_ends(recorded.trace, plan.host_steps)
         self.actions: list[Sequence[Action]] = [()] * (len(keys) + 1)
         self.last_in: dict[int, int] = {}
         names, last_use = recorded.keys, _last_uses(recorded)
+        pages = -(-recorded.trace.tensor_bytes // recorded.trace.page_size)
         found: dict[int, list[Action]] = {}
         for index, move in enumerate(plan.moves):
             key = names[move.tensor]
@@ -65,7 +87,7 @@ class CompiledPlan:
                     continue  # it would come only to die
             action = Action(
                 move.action, move.tier, key, move.first_page, move.page_count,
-                layout.ins.get(index, ANYWHERE),
+                layout.ins.get(index, ANYWHERE), int(pages[move.tensor]),
             )  # fmt: skip
             found.setdefault(recorded.position[move.issue_op], []).append(action)
         for where, actions in found.items():
@@ -78,6 +100,21 @@ class CompiledPlan:
         for where, access in enumerate(keys):
             for key in access:
                 self.uses.setdefault(key, []).append(where)
+
+    def find(self, keys: Keys, of_order: Keys, after: int, place: int) -> int | None:
+        """Which of its accesses one is that begins, when its access ``after`` was the latest one
+        and ``place`` accesses of the order have begun: ``after`` if it knows nothing of it, or
+        ``None`` if it has another order."""
+        following = after + 1
+        if following < len(self.keys) and self.keys[following] == keys:
+            return following
+        if of_order:
+            known = place < len(self.order) and self.order[place] == of_order
+            return self.places[place] if known else None
+        end = self.places[place] if place < len(self.places) else len(self.keys)
+        uses = self.uses.get(keys[0], ()) if keys else ()
+        index = bisect_right(uses, after)
+        return uses[index] if index < len(uses) and uses[index] < end else after
 
     @property
     def predicted_us(self) -> float:

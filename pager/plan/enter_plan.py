@@ -35,7 +35,7 @@ def enter_plan(residency: Residency, names: Names, compiled: CompiledPlan) -> li
 
 def _by_first_use(names: Names, compiled: CompiledPlan) -> list[tuple[int, Extent]]:
     """Keys and runs that live on from iteration to iteration."""
-    found = ((key, names.run_of(key, ())) for key in compiled.uses if key > 0)
+    found = ((key, names.run_of(key, {})) for key in compiled.uses if key > 0)
     return [(key, run) for key, run in found if run is not None]
 
 
@@ -53,7 +53,7 @@ def _targets(
     for _, run in order:
         wanted[run.first : run.first + run.count] = True
     for away in compiled.away:
-        gone = names.run_of(away.key, ())
+        gone = names.run_of(away.key, {})
         if gone is not None:
             rows = slice(gone.first, gone.first + gone.count)
             wanted[rows][away.first : away.first + away.pages] = False

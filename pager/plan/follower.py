@@ -105,7 +105,8 @@ class Follower:
         self.planned_iterations = 0
         self.last_mode = "demand"
         self.stall_us_last: float | None = None  # of the last iteration
-        self._issued = 0
+        self._at = -1  # its access that is under way, or was the latest one
+        self._issued = 0  # its moves until so many accesses have ended
         self._base: StepSignature | None = None  # of the iteration in which blocks run again
         self._called: tuple[str, int, Keys] | None = None  # the segment that runs
         self._on_demand = False  # has followed no plan at all
@@ -139,7 +140,7 @@ class Follower:
         off = off or (others is not None and not others.may_follow)
         if compiled is not None and not off and self._enter(compiled):
             self._in_state = compiled
-            self._follow(compiled, 0)
+            self._follow(compiled, -1)
             self.planned.go_home()
             self.unpinned()
         else:
@@ -223,12 +224,12 @@ class Follower:
         except PagerError:
             return False
         self.planned.follow(compiled)
-        self.planned.issue(missing, ())
+        self.planned.issue(missing, {})
         return True
 
-    def _follow(self, compiled: CompiledPlan, accesses: int) -> None:
-        """From now on, when so many accesses have ended."""
-        self.compiled, self._issued, self.is_ahead = compiled, accesses, True
+    def _follow(self, compiled: CompiledPlan, at: int) -> None:
+        """From now on; its access ``at`` is the latest one."""
+        self.compiled, self._at, self._issued, self.is_ahead = compiled, at, at + 1, True
         self.planned.follow(compiled)
         self.recorder.on_access = self._accessed
 
@@ -242,19 +243,21 @@ class Follower:
         self.compiled = self._in_state = self.recorder.on_access = None
         self.planned.follow(None)
 
-    def _accessed(self, keys: Keys) -> None:
-        """An access begins. If the plan does not know it, another one may that began so."""
+    def _accessed(self, keys: Keys, of_order: Keys) -> None:
+        """An access begins. If it is not in the order of the plan, another plan may be followed,
+        for an order that began so."""
         compiled, log = self.compiled, self.recorder.log
         assert compiled is not None
         assert log is not None
-        position = len(log.keys)
-        if position < len(compiled.keys) and compiled.keys[position] == keys:
+        at = compiled.find(keys, of_order, self._at, len(log.order))
+        if at is not None:
+            self._at = at
             return
         self.departures += 1
         self._leave()
-        other = self.signatures.with_prefix([*log.keys, keys])
+        other = self.signatures.with_prefix([*log.order, of_order])
         if other is not None:
-            self._follow(other, position + 1)
+            self._follow(other, other.places[len(log.order)])
 
     def serve_at_once(self, runs: Sequence[Extent]) -> bool:
         """:meth:`bring`, where the plan has brought them and nobody has to wait; whether."""
@@ -277,7 +280,7 @@ class Follower:
         if self.planned.serve(runs):
             return
         assert self.log is not None
-        with by_next_use(residency, self.compiled, len(self.log.keys) - 1):
+        with by_next_use(residency, self.compiled, self._at):
             self.planned.make_windows(runs)
             residency.bring(runs)
         for run in runs:
@@ -286,16 +289,21 @@ class Follower:
 
     def unpinned(self) -> None:
         """An access has ended: what the plan queues now is queued."""
-        compiled, log = self.compiled, self.recorder.log
-        if not self.is_ahead or log is None:
+        if not self.is_ahead or self.log is None:
+            return
+        if self.compiled is not None:
+            self._issue(self.compiled, self._at + 1, self.log)
             return
         if self._pager.space.dead:
             self._pager.residency.collect()
-        if compiled is None:
-            assert self.starting is not None
-            self.starting.go_on()
-            return
-        first, self._issued = self._issued, max(self._issued, len(log.keys) + 1)
+        assert self.starting is not None
+        self.starting.go_on()
+
+    def _issue(self, compiled: CompiledPlan, ended: int, log: AccessLog) -> None:
+        """What the plan queues until so many of its accesses have ended."""
+        if self._pager.space.dead:
+            self._pager.residency.collect()
+        first, self._issued = self._issued, max(self._issued, ended + 1)
         some = compiled.actions[first : self._issued]
         if any(some) or any(self.planned.queues):
             self.planned.issue(itertools.chain(*some), log.newborn)
@@ -306,7 +314,8 @@ class Follower:
         compiled, log = self.compiled, self.log
         if compiled is None or log is None or not self._pager.in_iteration():
             return None
-        where = len(log.keys)
+        begun = len(log.order)
+        where = compiled.places[begun] if begun < len(compiled.places) else -1
         place = compiled.hosted.get(where)
         known = place is not None and set(compiled.keys[where]) == {run.key for run in runs}
         return place if known else None
@@ -324,8 +333,11 @@ class Follower:
         self.stall_us_last = log.stall_seconds * 1e6
         if self.starting is not None:
             self.starting.end(ok=ok)
-        if not ok or self.compiled is None or len(log.keys) != len(self.compiled.keys):
+        compiled = self.compiled
+        if not ok or compiled is None or len(log.order) != len(compiled.order):
             self._leave()
+        elif self._issued <= len(compiled.keys):  # what comes last there was not here
+            self._issue(compiled, len(compiled.keys), log)
         compiled, self.compiled, self.is_ahead = self.compiled, None, False
         self.recorder.on_access = None
         self.last_mode = "planned" if compiled is not None else "demand"
@@ -356,39 +368,47 @@ class Follower:
         """``times``: of its ops, where they were timed, which has made it slower."""
         of_device = log.clock is not None or not self.recorder.has_clock
         log.settle_times(self._pager.backend)
+        size = log.activation_pages
         signature = self.signatures.find(log)
-        if signature is None:
-            log.facts = self.recorder.names.facts_of(log)
-            log.newborn = []
-            self._get_ready()
-            signature = self.signatures.add(log)
-        else:
+        if signature is not None:
             signature.seen += 1
+        else:
+            self._look_up(log)
+            self._get_ready()
+            signature = self.signatures.add(log, size)
         # The planner takes time from an iteration that it runs beside.
         planning = any(one.process is not None for one in self.signatures.all)
         if times is not None:
-            signature.plain_us = times.total_us()
-        elif of_device and signature.seen > 1:
-            if not followed:
-                signature.samples.append(signature.seconds_of(log))
-            elif not planning:
-                signature.beside.append(signature.seconds_of(log))
+            signature.plain_us = signature.as_longest(times.total_us(), size)
+        elif of_device and signature.seen > 1 and not (followed and planning):
+            signature.sample(log, size, followed=followed)
         self._relate(signature)
         self.signatures.came(signature)
+        took_us = (log.ended - self._began) * 1e6
         if followed:
             self.planned_iterations += 1
             if not planning:
-                signature.measured_us.append((log.ended - self._began) * 1e6)
-                signature.planned_stall_us.append(log.stall_seconds * 1e6)
+                signature.measured_us.append(signature.as_longest(took_us, size))
+                stalled_us = signature.as_longest(log.stall_seconds * 1e6, size)
+                signature.planned_stall_us.append(stalled_us)
             if self.only_if_faster:
                 signature.leave_if_slower()
         elif self._on_demand and times is None:
             if not planning:
-                signature.demand_us.append((log.ended - self._began) * 1e6)
-            signature.demand_stall_us.append(sum(log.stalls.values()) * 1e6)
+                signature.demand_us.append(signature.as_longest(took_us, size))
+            stalled_us = signature.as_longest(sum(log.stalls.values()) * 1e6, size)
+            signature.demand_stall_us.append(stalled_us)
+        if signature.is_shorter(size):
+            self._look_up(log)
+            signature.lengthen(log, size)
         self.learned = signature
         if self.others is None:
             self.plan_if_due()
+
+    def _look_up(self, log: AccessLog) -> None:
+        """What a trace says of its runs, which may be gone then."""
+        log.facts = self.recorder.names.facts_of(log)
+        log.newborn = {}
 
     def _relate(self, signature: StepSignature) -> None:
         """Of what kind an iteration was in which blocks were to run again."""
@@ -475,6 +495,7 @@ class Follower:
         )  # fmt: skip
         quick = quick or not signature.wants_full_search
         signature.plans += 1
+        signature.planned_size = signature.size
         signature.hardware = hardware
         signature.process, self._ready = self._ready or PlanningProcess(), None
         signature.process.ask(

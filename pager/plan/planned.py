@@ -9,7 +9,7 @@ not queued by then is faulted in. So a plan can be wrong in any way and costs on
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -96,13 +96,16 @@ class PlannedMoves:
         self.queues = (*self._outs.values(), *self._ins.values())  # what has not begun
 
     # -- queueing --------------------------------------------------------------------------------
-    def issue(self, actions: Iterable[Action], newborn: Sequence[Extent]) -> None:
+    def issue(self, actions: Iterable[Action], newborn: Mapping[int, Extent]) -> None:
         """Queue moves. Those of runs that are gone, and of pages that a run does not have, are left
         out."""
         dropped: dict[str, list[Int32]] = {}
-        for action in actions:
-            run = self._names.run_of(action.key, newborn)
-            if run is None or action.first + action.pages > run.count:
+        for planned in actions:
+            run = self._names.run_of(planned.key, newborn)
+            if run is None:
+                continue
+            action = planned.on(run.count)
+            if not action.pages or action.first + action.pages > run.count:
                 continue
             if action.what == "drop":
                 dropped.setdefault(action.tier, []).append(Job(action, run).pages)
@@ -391,7 +394,7 @@ class PlannedMoves:
 
     def _go_home(self) -> None:
         for key, base in self.homes.items():
-            run = self._names.run_of(key, ())
+            run = self._names.run_of(key, {})
             if run is None or run.base == base or run.pins or run.parts is not None:
                 continue
             own = self._table.frame[run.pages]

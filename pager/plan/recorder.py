@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import PagerError
 from ..memory.space import Extent
-from .access_log import AccessLog, Keys, Names, StreamAccess, Wait
+from .access_log import LAST_ACTIVATION, AccessLog, Keys, Names, StreamAccess, Wait, ordered
 
 if TYPE_CHECKING:
     from ...planner.trace import Trace
@@ -36,14 +36,15 @@ _KEY = attrgetter("key")
 
 class Recorder:
     """Of one pager. What it is told of comes with the lock held, and belongs to the iteration, if
-    one runs. ``on_access``: told of each access before it is in ``log``."""
+    one runs. ``on_access``: told of each access, and of what the order has of
+    it, before it is in ``log``."""
 
     def __init__(self, pager: Core) -> None:
         self.pager = pager
         self.names = Names(pager.space)
         self.log: AccessLog | None = None
         self.ops: OpLog | None = None
-        self.on_access: Callable[[Keys], None] | None = None
+        self.on_access: Callable[[Keys, Keys], None] | None = None
         self.has_clock = pager.backend.stamp() is not None
         pager.space.on_death = self._died
 
@@ -118,10 +119,14 @@ class Recorder:
             keys = stream or tuple(map(_KEY, runs))
             if 0 in keys:
                 keys = tuple([run.key or self._name(run) for run in runs])
+            of_order = keys if keys and min(keys) >= LAST_ACTIVATION else ordered(keys)
             if self.on_access is not None:
-                self.on_access(keys)
+                self.on_access(keys, of_order)
             log.keys.append(keys)
             log.times.append(perf_counter())
+            if of_order:
+                log.order.append(of_order)
+                log.born_here = 0
             if log.clock is not None:
                 log.stamps.append(log.clock.stamp())
             self.pager.space.clock = len(log.keys)

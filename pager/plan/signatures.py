@@ -1,10 +1,14 @@
-"""Kinds of iterations (a training step, a step that only accumulates, an evaluation, another batch
-shape), told apart by their signatures, which are what they access, and which one comes next."""
+"""Kinds of iterations (a training step, a step that only accumulates, an evaluation), told apart by
+their signatures, which are the orders of what they access, and which one comes next.
+
+Batches of every length are one kind (``access_log.py``). What is known of it is of the longest one
+seen: its accesses, and times. Those of a shorter one are made longer (:class:`Growth`).
+"""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,6 +19,7 @@ from .compiled_plan import CompiledPlan
 
 if TYPE_CHECKING:
     from ...planner.hardware import Hardware
+    from ...planner.trace import Floats
     from .planning import PlanningProcess
     from .traces import Recorded
 
@@ -25,13 +30,42 @@ _OFF_BY = 0.05
 _CLOSE = 99.5  # percent of the bound's speed: no plan is worth much more
 _SLOWER = 1.02  # times what iterations on demand take: a plan is left
 _SAMPLES = 5
+_GROWTH_SAMPLES = 8
+_MORE_FRAMES = 17 / 16  # times those that there are: a plan for as many is followed
+_LONGER = 9 / 8  # times what was planned: another plan is worth its time
 _MOST_KINDS = 8
 _HISTORY = 256
 _LONGEST_MATCH = 16
 
 
+class Growth:
+    """How long things take with so many pages of activations, as far as the latest iterations tell:
+    some seconds that are always the same, and some for each page, neither below 0."""
+
+    def __init__(self) -> None:
+        self._seen: deque[tuple[int, Floats]] = deque(maxlen=_GROWTH_SAMPLES)
+
+    def add(self, size: int, seconds: Sequence[float]) -> None:
+        self._seen.append((size, np.array(seconds)))
+
+    def ratio(self, size: int, wanted: int) -> Floats:
+        """How many times as long each thing takes with ``wanted`` pages as with ``size``."""
+        sizes = np.array([float(some) for some, _ in self._seen])
+        if size == wanted or not len(sizes) or sizes.min() == sizes.max():
+            return np.ones(1)
+        times = np.array([seconds for _, seconds in self._seen])
+        middle, typical = sizes.mean(), times.mean(axis=0)
+        beside = sizes - middle
+        slope = (beside @ times) / (beside @ beside)
+        slope = np.clip(slope, 0.0, typical / middle)
+        have, want = (typical + slope * (some - middle) for some in (size, wanted))
+        found: Floats = np.divide(want, have, out=np.ones_like(have), where=have > 0.0)
+        return found
+
+
 class StepSignature:
-    """Iterations with the same accesses. ``log`` is of the first one seen.
+    """Iterations with the same order of accesses. ``log`` is of the longest one seen, with ``size``
+    pages of activations; all times are as it would take.
 
     ``turned_down``: why the latest plan is not followed; another one may be made when ``again_at``
     iterations have been seen.
@@ -43,14 +77,15 @@ class StepSignature:
     ``plain_us``: what its ops take in plain PyTorch (``plain_speed.py``), where that was measured.
     """
 
-    def __init__(self, number: int, log: AccessLog) -> None:
+    def __init__(self, number: int, log: AccessLog, size: int = 0) -> None:
         self.number = number
-        self.keys: list[Keys] = log.keys
         self.log = log
+        self.size = size
         self.seen = 1
         self.compiled: CompiledPlan | None = None
         self.recorded: Recorded | None = None  # what `process` or `compiled` was made from
         self.hardware: Hardware | None = None  # it was, or is being, planned for
+        self.planned_size = 0  # of what it was made from
         self.process: PlanningProcess | None = None
         self.refused: str | None = None  # why there is no plan
         self.left = False  # for good, a plan that was followed
@@ -72,14 +107,66 @@ class StepSignature:
         self.plain_us: float | None = None
         self.demand_us: deque[float] = deque(maxlen=_SAMPLES)  # of those that followed none
         self.demand_stall_us: deque[float] = deque(maxlen=_SAMPLES)
+        self._of_each, self._of_all = Growth(), Growth()
+        self._of_each.add(size, self.samples[0])
+        self._of_all.add(size, [sum(self.samples[0])])
 
-    def seconds_of(self, log: AccessLog) -> list[float]:
-        """Of each access of ``log``. What the host took the device would take as long for as
+    @property
+    def keys(self) -> list[Keys]:
+        return self.log.keys
+
+    # -- batches of another length ---------------------------------------------------------------
+    def is_shorter(self, size: int) -> bool:
+        """Whether one with ``size`` pages of activations is to take the place of the longest."""
+        return size > self.size and self.process is None
+
+    def lengthen(self, log: AccessLog, size: int) -> None:
+        """``log``, with ``size`` pages of activations, is the longest now. What the host took by a
+        plan it may take, and need not, by the next one."""
+        alike = log.keys == self.keys
+        if alike:
+            log.hosted = self.log.hosted
+        elif len(log.hosted) != len(self.log.hosted):
+            return
+        more = float(self._of_all.ratio(self.size, size)[0])
+        for times in (
+            self.measured_us, self.planned_stall_us, self.demand_us, self.demand_stall_us,
+        ):  # fmt: skip
+            for index in range(len(times)):
+                times[index] *= more
+        if self.plain_us is not None:
+            self.plain_us *= more
+        if alike:
+            each = self._of_each.ratio(self.size, size)
+            for samples in (self.samples, self.beside):
+                for index, seconds in enumerate(samples):
+                    samples[index] = (each * seconds).tolist()
+        else:
+            self._of_each = Growth()
+            self._of_each.add(size, log.seconds())
+            self.beside.clear()
+            self.samples.clear()
+            self.samples.append(log.seconds())
+        self.log, self.size = log, size
+        if size > _LONGER * self.planned_size and not self.left:
+            self.plans = min(self.plans, 1)
+            self.refused = self.turned_down = None
+
+    def as_longest(self, us: float, size: int) -> float:
+        """What takes ``us`` with ``size`` pages of activations."""
+        return us * float(self._of_all.ratio(size, self.size)[0])
+
+    def sample(self, log: AccessLog, size: int, *, followed: bool) -> None:
+        """The times of another one. What the host took the device would take as long for as
         before."""
         found = log.seconds()
-        for where in log.hosted - self.log.hosted:
-            found[where] = self.samples[0][where]
-        return found
+        if log.keys == self.keys:
+            for where in log.hosted - self.log.hosted:
+                found[where] = self.samples[0][where]
+            self._of_each.add(size, found)
+            as_longest = self._of_each.ratio(size, self.size) * found
+            (self.beside if followed else self.samples).append(as_longest.tolist())
+        self._of_all.add(size, [sum(found)])
 
     def seconds(self) -> list[float]:
         """Of each access, as the next plan should take it: beside moves, where that is known."""
@@ -258,12 +345,13 @@ class StepSignature:
         self.compiled, self.refused, self.left = None, why, True
 
     def arena_has(self, nbytes: int) -> None:
-        """The device has so many bytes for pages now."""
+        """The device has so many bytes for pages now. A plan for a few more is followed until there
+        is another one."""
         planned_bytes = self.hardware.device_bytes if self.hardware is not None else None
         if planned_bytes == nbytes:
             return
         self._forget_demand()
-        if planned_bytes is None or planned_bytes > nbytes:
+        if planned_bytes is None or planned_bytes > _MORE_FRAMES * nbytes:
             self.forget_plan()
         elif self.process is None:
             self.plans = min(self.plans, 1)
@@ -308,12 +396,13 @@ class Signatures:
         self._history: list[int] = []
 
     def find(self, log: AccessLog) -> StepSignature | None:
-        return next((signature for signature in self.all if signature.keys == log.keys), None)
+        order = _order(log)
+        return next((signature for signature in self.all if _order(signature.log) == order), None)
 
-    def add(self, log: AccessLog) -> StepSignature:
+    def add(self, log: AccessLog, size: int) -> StepSignature:
         """A new kind; the one that was not seen for longest is forgotten if there are many."""
         self._numbers += 1
-        signature = StepSignature(self._numbers, log)
+        signature = StepSignature(self._numbers, log, size)
         self.all.append(signature)
         if len(self.all) > _MOST_KINDS:
             self.all.pop(0).cancel()
@@ -347,7 +436,12 @@ class Signatures:
                 break
         return next((signature for signature in self.all if signature.number == number), None)
 
-    def with_prefix(self, keys: list[Keys]) -> CompiledPlan | None:
-        """The plan of a kind that began as ``keys`` have so far."""
-        plans = (one.compiled for one in reversed(self.all) if one.keys[: len(keys)] == keys)
-        return next((compiled for compiled in plans if compiled is not None), None)
+    def with_prefix(self, order: list[Keys]) -> CompiledPlan | None:
+        """The plan of a kind that began as ``order`` has so far."""
+        plans = (one.compiled for one in reversed(self.all) if one.compiled is not None)
+        return next((plan for plan in plans if plan.order[: len(order)] == order), None)
+
+
+def _order(log: AccessLog) -> list[Keys]:
+    """Where there are activations only, all accesses."""
+    return log.order or log.keys

@@ -145,10 +145,10 @@ class StartingPlan:
                     yield Action("in", tier, run.key, begin, first - begin, ANYWHERE)
                 begin = first + count
 
-    def accessed(self, keys: Keys) -> None:
+    def accessed(self, _: Keys, of_order: Keys) -> None:
         """An access begins. What it uses is of the op that runs in the plan, or of the next one if
         all of that was used; anything else is where training and plan differ."""
-        for key in keys if self.runs else ():
+        for key in of_order if self.runs else ():
             number = self._of_key.get(key)
             if number is None:
                 continue
@@ -194,7 +194,7 @@ class StartingPlan:
                 if action.what == "in":
                     pager.residency.touch(self._found[self._of_key[action.key]])
         self.moves += len(mine)
-        self._planned.issue(mine, ())
+        self._planned.issue(mine, {})
 
     def end(self, *, ok: bool) -> None:
         if self.runs and ok and (self._left or self._at + 1 < len(self._order)):

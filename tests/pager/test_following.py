@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -11,8 +11,15 @@ import pytest
 import tensorpager as tp
 from tensorpager.pager.debug.check import check_invariants
 from tensorpager.pager.moves.transfers import Transfer
-from tensorpager.pager.plan.access_log import AccessLog
-from tensorpager.pager.plan.compiled_plan import ANYWHERE, Action
+from tensorpager.pager.plan.access_log import (
+    FIRST_STREAM,
+    AccessLog,
+    activation_key,
+    is_activation,
+    newborn_key,
+    ordered,
+)
+from tensorpager.pager.plan.compiled_plan import ANYWHERE, Action, CompiledPlan
 from tensorpager.pager.plan.enter_plan import enter_plan
 from tensorpager.pager.plan.follower import by_next_use
 from tensorpager.pager.plan.planned import _PATIENCE
@@ -64,6 +71,53 @@ def test_what_the_plan_found_no_place_for_stays() -> None:
         assert unchanged(tensors)
 
 
+# -- batches of another length ---------------------------------------------------------------------
+def test_keys_say_where_activations_are_born_and_how_large_others_are() -> None:
+    keys = {newborn_key(index, pages) for index in range(3) for pages in range(1, 4)}
+    activations = {activation_key(place, index) for index in range(3) for place in range(4)}
+    assert len(keys | activations) == 9 + 12
+    assert max(keys | activations) < 0
+    assert all(map(is_activation, activations))
+    assert not any(map(is_activation, keys | {1, FIRST_STREAM}))
+    one, two = activation_key(0, 0), activation_key(0, 1)
+    assert ordered((one,)) == ordered((one, two)) == ()
+    assert ordered((1, one)) == (1,)
+    assert ordered((-7,)) == (-7,)
+
+
+def test_accesses_are_found_by_their_order() -> None:
+    """Small activations are not there in short batches, and have no place in the plan if it is of
+    one."""
+    a, b, c = (activation_key(1, index) for index in range(3))
+    keys = [(1,), (a,), (b,), (2, a), (2,)]
+    plan = SimpleNamespace(
+        keys=keys, order=[(1,), (2,), (2,)], places=[0, 3, 4], uses={a: [1, 3], b: [2]}
+    )
+
+    def found(keys: tuple[int, ...], after: int, place: int) -> int | None:
+        return CompiledPlan.find(cast(CompiledPlan, plan), keys, ordered(keys), after, place)
+
+    assert [found(access, where - 1, 0) for where, access in enumerate(keys)] == [0, 1, 2, 3, 4]
+    assert found((b,), 0, 1) == 2
+    assert found((2,), 0, 1) == 3  # without what was saved
+    assert found((c,), 1, 1) == 1  # unknown
+    assert found((b,), 3, 2) == 3  # here it is not used again
+    assert found((3,), 2, 1) is None
+    assert found((1,), 4, 3) is None
+
+
+def test_moves_of_as_large_a_part() -> None:
+    """Parts that follow each other do so in runs of any size."""
+    first = Action("out", "host", 1, 0, 3, 7, 10)
+    second = first._replace(first=3, pages=7)
+    assert first.on(10) == first
+    assert first.on(20)[3:5] == (0, 6)
+    assert second.on(20)[3:5] == (6, 14)
+    assert first.on(3)[3:5] == (0, 0)
+    assert second.on(3)[3:5] == (0, 3)
+    assert first._replace(of=0).on(4) == first._replace(of=0)
+
+
 # -- a fault while a plan is followed --------------------------------------------------------------
 def test_what_the_plan_uses_last_is_evicted() -> None:
     """LRU would take A, which comes next."""
@@ -113,7 +167,7 @@ def test_what_begins_at_one_point_moves_together(monkeypatch: pytest.MonkeyPatch
         rest = [Action("in", "host", keys["D"], 2, 2, 0)]
         planned = pager.core.follower.planned
         with pager.core.lock:
-            planned.issue([*ins, *outs, *rest], ())
+            planned.issue([*ins, *outs, *rest], {})
             assert not planned.waiting
         moved = [(transfer.to_device, len(transfer.pages)) for transfer in begun]
         assert moved == [(False, 6), (True, 8)]
@@ -147,7 +201,7 @@ def test_what_finds_its_place_taken_comes_with_the_others(monkeypatch: pytest.Mo
         monkeypatch.setattr(residency, "relocate", None)
         ins = [Action("in", "host", keys["D"], 0, 2, 1), Action("in", "host", keys["E"], 0, 2, 8)]
         with pager.core.lock:
-            pager.core.follower.planned.issue(ins, ())
+            pager.core.follower.planned.issue(ins, {})
             mover.drain()
             for letter in "DE":
                 residency.settle(tensors[letter]._storage.run)
@@ -179,7 +233,7 @@ def a_place_that_is_taken() -> Iterator[tuple[tp.Pager, Tensors, dict[str, int]]
 
 def come(pager: tp.Pager, key: int) -> None:
     with pager.core.lock:
-        pager.core.follower.planned.issue([Action("in", "host", key, 0, 4, 0)], ())
+        pager.core.follower.planned.issue([Action("in", "host", key, 0, 4, 0)], {})
 
 
 def test_what_has_gone_astray_makes_way(a_place_that_is_taken) -> None:
@@ -245,7 +299,7 @@ def waiting_for_a_window() -> Callable[[tp.Pager], tuple[Tensors, list]]:
         pager.core.take(runs)
         planned = pager.core.follower.planned
         with pager.core.lock:
-            planned.issue([Action("in", "host", keys["A"], 0, 4, ANYWHERE)], ())
+            planned.issue([Action("in", "host", keys["A"], 0, 4, ANYWHERE)], {})
             assert planned.waiting
             planned.go_on()
             assert planned.waiting  # nothing has changed

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 import tensorpager as tp
-from tensorpager.pager.plan.access_log import AccessLog
+from tensorpager.pager.plan.access_log import AccessLog, activation_key, ordered
 from tensorpager.pager.plan.compiled_plan import CompiledPlan
-from tensorpager.pager.plan.signatures import StepSignature
+from tensorpager.pager.plan.signatures import Growth, StepSignature
 from tensorpager.planner.hardware import Hardware
 
 from .models import PAGE_BYTES, make_pager, mlp
@@ -67,6 +67,65 @@ def test_what_happens_once_is_no_part_of_a_duration() -> None:
     assert signature.seconds() == pytest.approx([6.5 / 6, 2 * 6.5 / 6, 3 * 6.5 / 6])
 
 
+# -- batches of another length ---------------------------------------------------------------------
+def test_what_grows_with_the_length_and_what_does_not() -> None:
+    growth = Growth()
+    growth.add(10, [1.0, 2.0, 3.0])
+    assert growth.ratio(10, 40).tolist() == [1.0]  # nothing is known of that
+    growth.add(30, [1.0, 4.0, 1.0])
+    assert growth.ratio(10, 40) == pytest.approx([1.0, 2.5, 1.0])
+    assert growth.ratio(40, 10) == pytest.approx([1.0, 0.4, 1.0])
+    growth = Growth()
+    growth.add(10, [1.0])
+    growth.add(20, [4.0])  # slow by chance: no more than as many times as long as it is larger
+    assert growth.ratio(10, 20) == pytest.approx([2.0])
+
+
+def logged(seconds: list[float], keys: list[tuple[int, ...]] | None = None) -> AccessLog:
+    log = AccessLog()
+    log.keys = keys or [(1,)] * len(seconds)
+    log.order = [of_order for of_order in map(ordered, log.keys) if of_order]
+    log.began, log.ended = 0.0, sum(seconds)
+    log.times = [sum(seconds[:index]) for index in range(len(seconds))]
+    return log
+
+
+def test_times_are_those_of_the_longest() -> None:
+    signature = StepSignature(1, logged([1.0, 1.0]), 10)
+    signature.sample(logged([1.0, 3.0]), 30, followed=False)
+    assert signature.samples[-1] == pytest.approx([1.0, 1.0])
+    signature.demand_us.append(signature.as_longest(8e6, 30))
+    assert list(signature.demand_us) == pytest.approx([4e6])
+    longest = logged([1.0, 3.0])
+    assert signature.is_shorter(30)
+    signature.lengthen(longest, 30)
+    assert signature.log is longest
+    assert list(signature.samples) == [pytest.approx([1.0, 3.0])] * 2
+    assert list(signature.demand_us) == pytest.approx([8e6])
+    assert not signature.is_shorter(30)
+
+
+def test_a_longest_one_with_other_activations() -> None:
+    """Of its accesses the times before tell nothing, of the whole they do."""
+    signature = StepSignature(1, logged([1.0, 1.0], [(1,), (2,)]), 10)
+    signature.sample(logged([1.0, 3.0], [(1,), (2,)]), 30, followed=False)
+    signature.demand_us.append(2e6)
+    more = [(1,), (activation_key(1, 0),), (2,)]
+    signature.lengthen(logged([1.0, 2.0, 3.0], more), 50)
+    assert list(signature.samples) == [pytest.approx([1.0, 2.0, 3.0])]
+    assert list(signature.demand_us) == pytest.approx([6e6])
+
+
+def test_a_much_longer_one_is_planned_again() -> None:
+    signature = StepSignature(1, logged([1.0]), 80)
+    signature.planned_size, signature.plans = 80, 4
+    signature.lengthen(logged([1.0]), 90)
+    assert signature.plans == 4
+    signature.lengthen(logged([1.0]), 91)
+    assert signature.plans == 1
+
+
+# -- promises --------------------------------------------------------------------------------------
 def test_a_promise_is_of_the_fastest_iteration_and_the_plans_own_waiting() -> None:
     signature = signature_of([[9e-3], [2e-3]])
     assert signature.promised_us(SimpleNamespace(predicted_us=9500.0, ideal_us=9000.0)) == 2500.0
@@ -179,7 +238,7 @@ def test_a_training_goes_on_without_a_plan_that_takes_longer(monkeypatch) -> Non
 
 def test_read_only_weights_are_not_written_to_the_disk(monkeypatch, tmp_path) -> None:
     """However fast the disk is: the host holds all. And a plan outlives what is metered later, as
-    long as there are frames for it."""
+    long as there are about as many frames as it has."""
     options = {**TIERS["both"], "host_budget": "8MiB", "disk_path": tmp_path}
     with make_pager(policy="lp", **options) as pager:
         on_machine(pager, monkeypatch, host=FEW * 1e4, disk=MANY)
@@ -194,7 +253,11 @@ def test_read_only_weights_are_not_written_to_the_disk(monkeypatch, tmp_path) ->
         with pager.core.lock:
             follower.arena_resized()
             assert follower.current.compiled is compiled
-            pager.core.residency.resize(pager.core.residency.pool.count - 1)
+            frames = pager.core.residency.pool.count
+            pager.core.residency.resize(frames - frames // 17)
+            follower.arena_resized()
+            assert follower.current.compiled is compiled
+            pager.core.residency.resize(frames - frames // 17 - 1)
             follower.arena_resized()
             assert follower.current.compiled is None
 

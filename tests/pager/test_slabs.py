@@ -422,7 +422,7 @@ def test_moves_of_pages_that_a_part_holds(tmp_path) -> None:
             key = named(pager, {"A": tensor})["A"]
             with pager.core.lock:
                 for what in ("out", "in"):
-                    planned.issue([Action(what, "host", key, 0, 4, ANYWHERE)], ())
+                    planned.issue([Action(what, "host", key, 0, 4, ANYWHERE)], {})
                 assert not planned.waiting
             assert frames_of(tensor) == [-1, 0, -1, 1]
             check_invariants(pager.core)
