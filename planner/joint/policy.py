@@ -216,16 +216,23 @@ class _Search:
         self, units: list[Unit], shares: Shares, begins_us: Floats, slack: float
     ) -> list[Unit]:
         """With more updates, as long as the host has time: those of which the program gave it the
-        largest share, and among these the largest. What is left of its time the small ones take."""
+        largest share, and among these the largest. What is left of its time the small ones take.
+        Where host memory has no room for all of them, no more than the program had there."""
         chosen = set(units)
+        sizes = self.trace.pages(self.hardware.page_size)
+        below = [int(sizes[[*unit.weights, *unit.states]].sum()) for unit in self.units]
+        room, taken = self.hardware.host_pages, 0
+        if sum(below) > room:
+            room = float(np.dot(below, shares.units))
+            taken = sum(n for n, unit in zip(below, self.units) if unit in chosen)
         order = sorted(
             (number for number, unit in enumerate(self.units) if unit not in chosen),
             key=lambda n: (-round(float(shares.units[n]), 2), -self.units[n].host_us, n),
         )
         for number in order[:MOST_FILLED]:
             more = [*units, self.units[number]]
-            if not self._late(more, begins_us, slack):
-                units = more
+            if taken + below[number] <= room and not self._late(more, begins_us, slack):
+                units, taken = more, taken + below[number]
         return sorted(units, key=lambda unit: unit.ops)
 
     def _try(self, decisions: Decisions, begins_us: Floats | None = None) -> None:
