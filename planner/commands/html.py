@@ -18,8 +18,6 @@ from .options import (
     optional_hardware_options,
     output_option,
     plan_argument,
-    policy_names,
-    quick_option,
     trace_argument,
 )
 from .output import emit_json, emit_text, progress_bar, whole_file
@@ -34,11 +32,6 @@ if TYPE_CHECKING:
 @plan_argument
 @optional_hardware_options
 @click.option(
-    "--policies",
-    metavar="A,B,…",
-    help="Also plan with these and compare them. Takes as long as planning takes.",
-)
-@click.option(
     "--remedies/--no-remedies",
     "find_remedies",
     default=True,
@@ -46,16 +39,13 @@ if TYPE_CHECKING:
     help="Plan, quickly, for machines with more of what the plan waits for, and say what each "
     "would give.",
 )
-@quick_option
 @output_option("The report, an HTML file.")
 @json_option
 def html(
     trace_path: Path,
     plan_path: Path | None,
     machine: Machine | None,
-    policies: str | None,
     find_remedies: bool,
-    quick: bool,
     output: Path,
     as_json: bool,
 ) -> None:
@@ -71,33 +61,22 @@ def html(
     Example:
       tensorpager html trace.parquet plan.json -o report.html
     """
-    from ..lifetimes import require_working_sets
     from ..report.remedies import remedies
     from ..timeline import timeline
     from ..trace_file import read_trace
 
-    if machine is None:
-        _require_no_machine_is_needed(plan_path, policies)
+    if machine is None and plan_path is not None:
+        _refuse_plan_without_machine(plan_path)
     trace = read_trace(trace_path)
     hardware = machine.for_trace(trace) if machine else None
     plan = None
     if plan_path is not None and hardware is not None:
         plan = read_plan_for(plan_path, trace, trace_path, hardware)
     with progress_bar() as progress:
-        comparison = None
-        if policies is not None and hardware is not None:
-            from .compare import beside, planned
-
-            require_working_sets(trace, hardware)
-            names = policy_names(policies)
-            outcomes = planned(trace, hardware, names, quick=quick, progress=progress)
-            comparison = beside(trace, hardware, outcomes, quick=quick)
         line = timeline(trace, plan, hardware)
         helpful = remedies(line, progress) if find_remedies else []
         names_of = {"trace": trace_path.name} | ({"plan": plan_path.name} if plan_path else {})
-        size = write_report(
-            output, line, hardware, files=names_of, comparison=comparison, remedies=helpful
-        )
+        size = write_report(output, line, hardware, files=names_of, remedies=helpful)
     if as_json:
         emit_json({"path": str(output), "ops": trace.ops, "bytes": size})
         return
@@ -116,23 +95,20 @@ def write_report(output: Path, line: Timeline, hardware: Hardware | None, **more
     return len(content)
 
 
-def _require_no_machine_is_needed(plan_path: Path | None, policies: str | None) -> None:
-    """Raises ``HardwareError`` if there is something to run on a machine."""
-    if plan_path is not None:
-        from ..plan import read_plan
+def _refuse_plan_without_machine(plan_path: Path) -> None:
+    """Raises ``HardwareError`` that says what the plan knows of its machine."""
+    from ..plan import read_plan
 
-        plan = read_plan(plan_path)
-        sizes = " ".join(
-            f"--{tier}-bytes {'inf' if math.isinf(size) else int(size)}"
-            for tier, size in (
-                ("device", plan.device_bytes),
-                ("host", plan.host_bytes),
-                ("disk", plan.disk_bytes),
-            )
+    plan = read_plan(plan_path)
+    sizes = " ".join(
+        f"--{tier}-bytes {'inf' if math.isinf(size) else int(size)}"
+        for tier, size in (
+            ("device", plan.device_bytes),
+            ("host", plan.host_bytes),
+            ("disk", plan.disk_bytes),
         )
-        raise HardwareError(
-            f"{plan_path} says how large the machine's memories are, not how fast its link and its "
-            f"disk; give --hardware NAME|FILE {sizes} --page-size {plan.page_size}"
-        )
-    if policies is not None:
-        raise HardwareError("--policies plans for a machine; name it with --hardware NAME|FILE")
+    )
+    raise HardwareError(
+        f"{plan_path} says how large the machine's memories are, not how fast its link and its "
+        f"disk; give --hardware NAME|FILE {sizes} --page-size {plan.page_size}"
+    )

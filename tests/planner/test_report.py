@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tensorpager.planner.commands.compare import beside, planned
 from tensorpager.planner.hardware import Hardware, load_hardware
 from tensorpager.planner.plan import Bound, Move, Plan, StartRun
 from tensorpager.planner.report import rows
@@ -313,28 +312,11 @@ def test_equal_input_gives_equal_files(
     trace_path: Path, machine_path: Path, save_plan: Callable[..., Path], tmp_path: Path
 ) -> None:
     plan = save_plan(MOVES)
-    options = ("--hardware", machine_path, "--policies", "lru", "--quick")
+    options = ("--hardware", machine_path)
     for name in ("a.html", "b.html"):
         result = run("html", trace_path, plan, *options, "-o", tmp_path / name)
         assert result.exit_code == 0, result.stderr
     assert (tmp_path / "a.html").read_bytes() == (tmp_path / "b.html").read_bytes()
-
-
-def test_policies_are_compared_where_they_are_asked_for(
-    trace_path: Path, machine: Hardware, machine_path: Path, tmp_path: Path
-) -> None:
-    out = tmp_path / "report.html"
-    options = ("--hardware", machine_path, "--policies", "lru,vdnn", "--quick")
-    result = run("html", trace_path, *options, "-o", out)
-    assert result.exit_code == 0, result.stderr
-    header, _ = payload_of(out)
-    outcomes = planned(weight_trace(), machine, ["lru", "vdnn"], quick=True)
-    expected = beside(weight_trace(), machine, outcomes, quick=True)
-    for row in expected["policies"]:
-        del row["plan_seconds"]
-    assert header["comparison"] == expected
-    assert header["facts"]["hardware"]["disk_bytes"] is None  # inf
-    assert header["facts"]["policy"] is None
 
 
 def test_compare_draws_the_fastest_plan_and_all_policies(
@@ -364,7 +346,6 @@ def test_a_plan_needs_a_machine(
     message = refused("html", trace_path, save_plan(MOVES), "-o", out)
     assert "not how fast its link" in message
     assert "--device-bytes 4000 --host-bytes 1000000 --disk-bytes inf --page-size 1000" in message
-    assert "--hardware" in refused("html", trace_path, "--policies", "lru", "-o", out)
     assert not out.exists()
 
 
