@@ -34,7 +34,6 @@ to NaN as a whole. Codes and scale of zero are zero bytes.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import numpy as np
 import torch
@@ -180,18 +179,19 @@ def store_blocks(
     do_not_specialize=["pieces", "tiles"],
     do_not_specialize_on_alignment=["addresses_ptr", "lengths_ptr", "scales_ptr"],
 )
-def _quantize_kernel(
+def _convert_kernel(
     addresses_ptr,
     lengths_ptr,
     scales_ptr,
     pieces,
     tiles,
     DTYPE: tl.constexpr,
+    DECODE: tl.constexpr,
     ROOT: tl.constexpr,
     ALIGNED: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Program t encodes tile t % tiles of piece t // tiles, if the piece has so many."""
+    """Program t encodes or decodes tile t % tiles of piece t // tiles, if the piece has so many."""
     piece = tl.program_id(0) // tiles
     first = tl.program_id(0) % tiles * TILE
     length = tl.load(lengths_ptr + piece)
@@ -201,37 +201,12 @@ def _quantize_kernel(
         scales = tl.load(scales_ptr + piece)
         rows = tile_rows(first, TILE)
         at = tile_elements(rows)
-        value = load_as(values, at, length, DTYPE, ALIGNED, True)
-        store_blocks(codes, scales, at, rows, value, at, length, ROOT, False, ALIGNED, True)
-
-
-@triton.jit(
-    do_not_specialize=["pieces", "tiles"],
-    do_not_specialize_on_alignment=["addresses_ptr", "lengths_ptr", "scales_ptr"],
-)
-def _dequantize_kernel(
-    addresses_ptr,
-    lengths_ptr,
-    scales_ptr,
-    pieces,
-    tiles,
-    DTYPE: tl.constexpr,
-    ROOT: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    TILE: tl.constexpr,
-):
-    """Program t decodes tile t % tiles of piece t // tiles, if the piece has so many."""
-    piece = tl.program_id(0) // tiles
-    first = tl.program_id(0) % tiles * TILE
-    length = tl.load(lengths_ptr + piece)
-    if first < length:
-        values = tl.load(addresses_ptr + piece)
-        codes = tl.load(addresses_ptr + pieces + piece)
-        scales = tl.load(scales_ptr + piece)
-        rows = tile_rows(first, TILE)
-        at = tile_elements(rows)
-        value = load_blocks(codes, scales, at, rows, length, ROOT, ALIGNED, True)
-        store_as(values, at, value, length, DTYPE, ALIGNED, True)
+        if DECODE:
+            value = load_blocks(codes, scales, at, rows, length, ROOT, ALIGNED, True)
+            store_as(values, at, value, length, DTYPE, ALIGNED, True)
+        else:
+            value = load_as(values, at, length, DTYPE, ALIGNED, True)
+            store_blocks(codes, scales, at, rows, value, at, length, ROOT, False, ALIGNED, True)
 
 
 def quantize(values: Sequence[Operand], out: Sequence[Blockwise], *, root: bool) -> None:
@@ -244,20 +219,21 @@ def quantize(values: Sequence[Operand], out: Sequence[Blockwise], *, root: bool)
     On CUDA queued on the current stream, without waiting; on a CPU done on return. Raises
     ValueError where sizes or dtypes do not fit, before anything is written.
     """
-    _run(_quantize_kernel, values, out, root, quantize_reference)
+    _run(values, out, root, quantize_reference, decode=False)
 
 
 def dequantize(states: Sequence[Blockwise], out: Sequence[Operand], *, root: bool) -> None:
     """Decode tensors, as `quantize` encodes them; `out` is rounded to its dtype's nearest."""
-    _run(_dequantize_kernel, out, states, root, lambda o, s, root: dequantize_reference(s, o, root))
+    _run(out, states, root, lambda o, s, root: dequantize_reference(s, o, root), decode=True)
 
 
 def _run(
-    kernel: Any,
     values: Sequence[Operand],
     states: Sequence[Blockwise],
     root: bool,
     reference: Callable[[Sequence[Operand], Sequence[Blockwise], bool], None],
+    *,
+    decode: bool,
 ) -> None:
     if len(values) != len(states):
         raise ValueError(f"{len(values)} tensors and {len(states)} states; pass one for each")
@@ -282,7 +258,7 @@ def _run(
         tiles = -(-pieces.longest // TILE)
         on_device = pieces.to(memory.device)
         launch(
-            kernel,
+            _convert_kernel,
             pieces.count * tiles,
             on_device.addresses,
             on_device.lengths,
@@ -290,6 +266,7 @@ def _run(
             pieces.count,
             tiles,
             DTYPE=dtype_name(dtype),
+            DECODE=decode,
             ROOT=root,
             ALIGNED=pieces.aligned,
             TILE=TILE,

@@ -106,8 +106,8 @@ def _softmax_grad(setting: Setting) -> Job:
 
 
 ELEMENTS = (
-    Case("quantize", frozenset({"quantize.quantize"}), "", _quantize),
-    Case("dequantize", frozenset({"quantize.dequantize"}), "", _dequantize),
+    Case("quantize", frozenset({"quantize.convert"}), "", _quantize),
+    Case("dequantize", frozenset({"quantize.convert"}), "", _dequantize),
     Case(
         "softmax_update",
         frozenset({"softmax_slabs.softmax_update"}),

@@ -19,7 +19,7 @@ from tensorpager.kernels import adam, launch, quantize, sgd, update
 from tensorpager.kernels.blockwise import Blockwise
 
 pytestmark = pytest.mark.aot
-GATED = {"update.step", "quantize.quantize", "quantize.dequantize"}
+GATED = {"update.step", "quantize.convert"}
 BF16, F32, U8 = torch.bfloat16, torch.float32, torch.uint8
 N = 4096
 

@@ -110,6 +110,7 @@ def test_runs_are_the_longest_consecutive_pieces(first: list[int], second: list[
 
 SHARED = {  # launchers of kernels that have two
     "copies.copy_pages": ("copies.gather_pages", "copies.scatter_pages"),
+    "quantize.convert": ("quantize.quantize", "quantize.dequantize"),
     "update.step": ("adam.adam_step", "sgd.sgd_step"),
 }
 
