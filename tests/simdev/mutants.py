@@ -252,7 +252,7 @@ MUTANTS = {
         ON_COMPUTE,
         HERE,
         "a_page_moves_to_the_frame_of_one_that_leaves",
-        "        device = self.backend.device\n",
+        "        size, arena = self.page_size, self.arena\n",
     ),
     "chaos writes at once": Mutant(
         CHAOS,
