@@ -18,7 +18,8 @@ from .lifetimes import live_pages
 from .trace import READ, WRITE, Trace, make_trace
 
 SLAB_BYTES = 256_000_000  # of parameter that one op updates
-TOGETHER = SLAB_BYTES / 2  # of parameters whose updates are joined
+TOGETHER = SLAB_BYTES / 2  # of parameters whose updates are joined, at most
+UPDATES = 32  # buckets of a small model's updates, so that the host can do some of them
 SMALL_US = 1e-9  # as good as nothing
 
 
@@ -57,10 +58,11 @@ def _groups(trace: Trace, limit_us: float) -> list[list[int]]:
     host = ~np.isnan(trace.op_host_us)
     kinds = list(zip(trace.op_rerun.tolist(), host.tolist(), blocks))
     weights = _updated_bytes(trace)
+    together = min(TOGETHER, sum(weights) / UPDATES)
     groups: list[list[int]] = []
     size, limit = 0.0, 0.0
     for op, us in enumerate(trace.op_duration_us.tolist()):
-        mine, limit = (weights[op], TOGETHER) if host[op] else (us, max(limit_us, SMALL_US))
+        mine, limit = (weights[op], together) if host[op] else (us, max(limit_us, SMALL_US))
         if groups and kinds[op] == kinds[op - 1] and size + mine <= limit:
             groups[-1].append(op)
             size += mine

@@ -58,13 +58,13 @@ class Outlook:
 def outlook(
     trace: Trace, hardware: Hardware, progress: Callable[[str, float], None] | None = None
 ) -> Outlook:
-    """Bounds are for the trace in ``BUCKETS`` ops."""
+    """Bounds are for the trace in ``BUCKETS`` ops, if it has more."""
     progress = progress or (lambda what, share: None)
     page = hardware.page_size
     peak = int(live_pages(trace, page).max(initial=0)) * page
     working = working_set_pages(trace, page)
     smallest = int(working.max(initial=0)) * page
-    joined = bucketed(trace, BUCKETS)
+    joined = bucketed(trace, BUCKETS) if trace.ops > BUCKETS else trace
     top = int(min(hardware.device_bytes // page * page, peak))
     fits, runs = top >= peak, top >= smallest
     points: list[Point] = []

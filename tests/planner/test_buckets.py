@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from tensorpager.planner.buckets import SLAB_BYTES, bucketed
+from tensorpager.planner.buckets import SLAB_BYTES, UPDATES, bucketed
 from tensorpager.planner.lifetimes import live_pages
 from tensorpager.planner.trace import READ, READWRITE, WRITE, make_trace
 from tensorpager.planner.trace_file import decode_trace, encode_trace
@@ -46,6 +46,24 @@ def test_time_peak_blocks_and_choices_are_kept() -> None:
     ]  # fmt: skip
     assert joined.op_names[0] == "block.0.start"
     decode_trace(encode_trace(joined, "joined"), "joined")  # it is a trace that can be read
+
+
+def test_updates_of_a_small_model_stay_apart() -> None:
+    """The host could else do all of them or none."""
+    layers = 64
+    tensors = [(i, PAGE, True) for i in range(layers)]
+    passes = [(f"op{i}", 5.0, [i], []) for i in range(layers)]
+    updates = [(f"update.{i}", 3.0, [i], [i]) for i in range(layers)]
+    trace = make_trace(
+        tensors,
+        passes + updates,
+        page_size=PAGE,
+        kinds=dict.fromkeys(range(layers), "parameter"),
+        host_us=[None] * layers + [10.0] * layers,
+    )
+    joined = bucketed(trace, 40)
+    assert np.count_nonzero(~np.isnan(joined.op_host_us)) == UPDATES
+    assert np.nansum(joined.op_host_us) == 10.0 * layers
 
 
 def test_what_lives_inside_is_no_tensor() -> None:
