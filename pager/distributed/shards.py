@@ -216,7 +216,10 @@ def _watch_collectives(pager: Core, group: Any) -> None:
         comm: Any = getattr(group, name)
         kind: Any = type(comm)
         if not isinstance(comm, _Collective):  # of another pager, or of other groups too
-            comm.__class__ = _watched(kind)
+            watched: Any = object.__new__(_watched(kind))
+            vars(watched).update(vars(comm))
+            comm = watched
+            setattr(group, name, comm)
         comm.pager, comm.what = weakref.ref(pager), what
 
 
