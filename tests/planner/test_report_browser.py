@@ -188,9 +188,10 @@ def a_drag_zooms_all_charts_and_a_double_click_ends_it(page: Page, folder: Path)
     ranges = page.ranges()
     assert len(set(ranges)) == 1
     assert "layers" in page.hover("map", 0.5, 0.1)
+    left, top, width, height = page.plot("memory")  # which has scrolled
     for count in (1, 2):
         for kind in ("mousePressed", "mouseReleased"):
-            page.mouse(kind, left + 0.5 * width, y, button="left", clickCount=count)
+            page.mouse(kind, left + 0.5 * width, top + height / 2, button="left", clickCount=count)
     page.until(lambda: page.window() == (0.0, 1.0))
 
 
