@@ -165,25 +165,38 @@ class _Search:
             return None
 
     def _choices(self, shares: Shares) -> None:
-        """The program's shares made whole in several ways, then by the times of the best plan."""
-        begins_us, best = shares.begins_us, None
-        asked = self.quick or not self.remakes
-        while best is not self.best or best is None:
+        """The program's shares made whole in several ways, then by the times of the best plan; and
+        the same once more where asking the program anew gives a better one."""
+        filled = self._improve(shares, shares.begins_us)
+        before = self.best
+        if filled and self.remakes and not self.quick and not self._good():
+            self._ask_anew(filled)
+        if self.best is not before and self.best is not None:
+            self._improve(shares, self._times(self.best))
+
+    def _improve(self, shares: Shares, begins_us: Floats | None) -> list[Unit]:
+        """Until no better plan comes of it. The updates that the host takes in the first one."""
+        first: list[Unit] = []
+        best = None
+        while begins_us is not None and (best is not self.best or best is None):
             best = self.best
             for number, (more, slack) in enumerate(TRIALS):
                 self.progress("trying the program's choices", 0.1 + 0.1 * number)
                 chosen = rounded(self.trace, shares, self.remakes, self.units, more)
                 timely = self._timely(chosen.units, begins_us, slack)
                 filled = self._filled(timely, shares, begins_us, slack)
+                first = first or filled
                 self._try(Decisions(chosen.remakes, filled), begins_us)
-                if not self._over() and filled and not asked:
-                    asked = True
-                    self._ask_anew(filled)
                 if self._over():
-                    return
-            if self.best is None or self.best.simulation.op_start_us is None:
-                return
-            begins_us = np.append(self.best.simulation.op_start_us, self.best.iteration_us)
+                    return first
+            begins_us = None if self.best is None else self._times(self.best)
+        return first
+
+    @staticmethod
+    def _times(best: Outcome) -> Floats | None:
+        """When the ops of a plan begin, and its end."""
+        begins_us = best.simulation.op_start_us
+        return None if begins_us is None else np.append(begins_us, best.iteration_us)
 
     def _ask_anew(self, units: list[Unit]) -> None:
         """What is made again where the host takes just these updates: they fill host memory that
@@ -265,10 +278,12 @@ class _Search:
         self._keep(Outcome(found, simulation, 0.0))
         return None
 
+    def _good(self) -> bool:
+        return self.best is not None and self.bound_us >= GOOD_ENOUGH * self.best.iteration_us
+
     def _over(self) -> bool:
         """Whether no further choice is tried."""
-        good = self.best is not None and self.bound_us >= GOOD_ENOUGH * self.best.iteration_us
-        return good or time.process_time() > self.until
+        return self._good() or time.process_time() > self.until
 
 
 def _largest(trace: Trace, remakes: list[Remake]) -> list[Remake]:
