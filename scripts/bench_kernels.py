@@ -2,19 +2,17 @@
 """Every page kernel against its floor and against torch's own op on dense tensors, on a GPU.
 
     bench_kernels.py --quick
-    bench_kernels.py --only adamw --only linear --json FILE
+    bench_kernels.py --only adamw --only gather --json FILE
 
-The floor of a kernel is the time that its bytes take at the rate of a large dense copy, or its
-products at cuBLAS's rate, whichever is longer; both rates are measured first. Frames are in random
+The floor of a kernel is the time that its bytes take at the rate of a large dense copy, which is
+measured first. Frames are in random
 order. Each call is first checked once against the same computation on dense tensors, and timed only
 if it is right. Times are medians of many repetitions by CUDA events, kernel and rival in turns,
 behind other work in the queue and with L2 flushed: of a launch's kernels alone (which the share of
 the floor is of), and of the whole call with all that the host does for it (which is compared with
 torch). Below what fits in L2 (marked *) a share of the copy rate says little.
 
-Then paged linear by rows of x, directly, gathered and through cuBLAS, with the crossover for
-`DIRECT_ROWS` in kernels/linear.py; copies between host and device; and the goals, reached or
-missed.
+Then copies between host and device; and the goals, reached or missed.
 
 Without a GPU it says so, checks all cases on the CPU references at tiny sizes, and times these.
 
@@ -30,10 +28,9 @@ from typing import Any
 
 import click
 import torch
-from kernels_bench import linear_sweep, link_sweep, report
+from kernels_bench import link_sweep, report
 from kernels_bench.case import Case, ResultError, Setting
 from kernels_bench.cases import CASES
-from kernels_bench.cases_linear import LINEAR
 from kernels_bench.clock import Clock, CpuClock, CudaClock
 from kernels_bench.goals import Found, judge
 from kernels_bench.measure import Bench, Row, Sizes, check_all
@@ -49,22 +46,18 @@ CPU_CHECKED = (  # a partial last page, whole pages, and a single one
     Setting("cpu", 8 * CPU_PAGE, CPU_PAGE),
     Setting("cpu", CPU_PAGE, CPU_PAGE),
 )
-SWEEPS = ("link", "linear_sweep")
-NAMES = (*(case.name for case in CASES), *SWEEPS)
+NAMES = (*(case.name for case in CASES), "link")
 
 
 @dataclass(frozen=True)
 class Extent:
     """How much a run on a GPU does.
 
-    seconds : for timing one case in one setting. shapes, ms : of paged linear, N and K, and M.
-    link_bytes : copied between host and device.
+    seconds : for timing one case in one setting. link_bytes : copied between host and device.
     """
 
     seconds: float
     sizes: Sizes
-    shapes: Sequence[tuple[int, int]]
-    ms: Sequence[int]
     page_bytes: int
     link_bytes: int
     repeats: int
@@ -73,8 +66,6 @@ class Extent:
 FULL = Extent(
     seconds=0.5,
     sizes=Sizes((MIB, 16 * MIB, 256 * MIB, GIB), (64 * KIB, 2 * MIB, 16 * MIB)),
-    shapes=linear_sweep.SHAPES,
-    ms=linear_sweep.MS,
     page_bytes=2 * MIB,
     link_bytes=512 * MIB,
     repeats=21,
@@ -82,8 +73,6 @@ FULL = Extent(
 QUICK = Extent(
     seconds=0.25,
     sizes=Sizes((256 * MIB,), (2 * MIB,)),
-    shapes=linear_sweep.SHAPES[:1],
-    ms=linear_sweep.QUICK_MS,
     page_bytes=2 * MIB,
     link_bytes=256 * MIB,
     repeats=5,
@@ -137,10 +126,8 @@ class GpuRun:
             "rates": {
                 "copy_bytes_per_second": rates.memory,
                 "link_bytes_per_second": rates.link,
-                "flops": {str(dtype): flops for dtype, flops in rates.flops.items()},
             },
             "rows": self.bench.rows,
-            "products": [],
             "link": None,
             "failures": self.failures,
             "goals": [],
@@ -149,20 +136,19 @@ class GpuRun:
         print(f"{self.name}: {report.rates_text(rates)}, {l2}", flush=True)
 
     def run(self) -> int:
-        """Returns the exit code. The short sweeps first, so that a run that is cut short has
+        """Returns the exit code. The short sweep first, so that a run that is cut short has
         all that goals need."""
         self._attempt("link", self._link)
-        self._attempt("linear_sweep", self._products)
         if self.choice.cases:
             print(report.HEAD)
             self.bench.run(self.choice.cases, self.extent.sizes, self._show)
         record = self.record
-        goals = record["goals"] = judge(Found(record["rows"], record["products"], record["link"]))
+        goals = record["goals"] = judge(Found(record["rows"], record["link"]))
         report.print_goals(goals)
         print(f"cases: {report.counts(record['rows'])}")
         self.save(record)
         judged = [] if on_fake_cuda() else goals
-        return exit_code([*record["rows"], *record["products"]], self.failures, judged)
+        return exit_code(record["rows"], self.failures, judged)
 
     def _attempt(self, sweep: str, run: Callable[[], None]) -> None:
         if not self.choice.wants(sweep):
@@ -186,16 +172,6 @@ class GpuRun:
         link = link_sweep.sweep_link(self.clock, setting, 2 * self.extent.seconds)
         self.record["link"] = link
         report.print_link(link)
-
-    def _products(self) -> None:
-        extent, over = self.extent, self.choice.over
-        rows = linear_sweep.sweep_products(
-            self.clock, extent.shapes, extent.ms, extent.page_bytes, extent.seconds, over
-        )
-        border = linear_sweep.crossover(rows)
-        self.record |= {"products": rows, "crossover": border}
-        report.print_products(rows)
-        print(f"for DIRECT_ROWS in kernels/linear.py: {border}")
 
 
 def exit_code(
@@ -224,8 +200,7 @@ def on_cpu(choice: Choice, *, quick: bool, save: Save) -> int:
     bench = Bench(
         clock, rates, seconds, choice.deadline, time.monotonic, peers=False, least=CPU_REPETITIONS
     )
-    memory_bound = [case for case in choice.cases if case not in LINEAR]
-    bench.run(memory_bound, CPU_QUICK_SIZES if quick else CPU_SIZES, lambda _row: None)
+    bench.run(choice.cases, CPU_QUICK_SIZES if quick else CPU_SIZES, lambda _row: None)
     for line in report.reference_text(bench.rows):
         print(line)
     print("These are CPU references, not kernels: nothing here says how fast a kernel is.")
@@ -242,7 +217,7 @@ def on_cpu(choice: Choice, *, quick: bool, save: Save) -> int:
 
 
 @click.command(help=__doc__.replace("\n\n    bench", "\n\n\b\n    bench") if __doc__ else None)
-@click.option("--quick", is_flag=True, help="Only 256 MiB in pages of 2 MiB, and fewer M.")
+@click.option("--quick", is_flag=True, help="Only 256 MiB in pages of 2 MiB.")
 @click.option("--only", multiple=True, type=click.Choice(NAMES), metavar="NAME",
               help=f"Of {', '.join(NAMES)}; may be repeated.")  # fmt: skip
 @click.option("--no-peers", is_flag=True, help="Leave torch's own ops out.")

@@ -9,9 +9,8 @@ it the product goes *block* by block (``rows.py``). ::
 
 *Bits.* Blocks depend on the weight's shape and the page size alone: not on the budget, nor on where
 pages are, nor on how many fit in a slab. So results are the same bits from run to run, in metered
-and planned iterations, and under any budget under which the weight streams (on CUDA the kernel on
-pages adds up in an order of its own; which way is taken depends on shapes alone, too). They may
-differ from those of one whole product, as those of any two shapes of a matrix product may:
+and planned iterations, and under any budget under which the weight streams. They may differ from
+those of one whole product, as those of any two shapes of a matrix product may:
 
 * forward: the same sums of K terms, perhaps in another order;
 * input gradient: one partial sum for each block, added up in order, in float32 for half precision
@@ -36,9 +35,6 @@ import torch
 from torch.autograd import forward_ad
 
 from ...kernels.launch import runs_triton
-from ...kernels.linear import linear_forward, reads_directly
-from ...kernels.linear_grad import linear_input_grad, linear_weight_grad
-from ...kernels.paged_matrix import DTYPES
 from ..budget.fits import streams
 from ..budget.placement import Taken, Weight
 from ..tensor.activations import raise_modified
@@ -304,14 +300,8 @@ def _product(x: torch.Tensor, weight: PagedTensor, bias: torch.Tensor | None) ->
     matrix = Matrix.of(weight)
     _count(weight, x, "forward")
     out = x.new_empty(x.size(0), matrix.rows)
-    direct = _is_read_directly(matrix, x)
-    if direct:
-        x, bias = _contiguous_rows(x), None if bias is None else bias.contiguous()
     with torch.no_grad(), _as_it_is(x), closing(matrix.walk()) as slabs:
         for slab in slabs:
-            if direct:
-                linear_forward(x, slab.paged(), out, bias, (slab.first, slab.stop))
-                continue
             for first, stop in slab.blocks():
                 rows = slab.block(first, stop).to(x.dtype).t()
                 if bias is None:
@@ -327,14 +317,8 @@ def _input_grad(grad: torch.Tensor, weight: PagedTensor) -> torch.Tensor:
     _count(weight, grad, "inputs")
     wide = torch.float32 if grad.dtype in _HALVES else grad.dtype
     total = grad.new_zeros(grad.size(0), matrix.columns, dtype=wide)
-    direct = _is_read_directly(matrix, grad)
-    grad = _contiguous_rows(grad) if direct else grad
     with torch.no_grad(), _as_it_is(grad), closing(matrix.walk()) as slabs:
         for slab in slabs:
-            if direct:
-                span = slab.first, slab.stop
-                linear_input_grad(grad, slab.paged(), total, span, accumulate=True)
-                continue
             for first, stop in slab.blocks():
                 rows, here = slab.block(first, stop), grad[:, first:stop]
                 if wide is not grad.dtype and runs_triton(grad.device):  # CUDA alone has it
@@ -351,14 +335,8 @@ def _weight_grad(grad: torch.Tensor, x: torch.Tensor, geometry: Geometry) -> Pag
         result = geometry.new_gradient()
     matrix = Matrix.of(result)
     _count(result, x, "weight")
-    direct = _is_read_directly(matrix, x)
-    if direct:
-        grad, x = _contiguous_rows(grad), _contiguous_rows(x)
     with torch.no_grad(), _as_it_is(x), closing(matrix.walk(write=True)) as slabs:
         for slab in slabs:
-            if direct:
-                linear_weight_grad(grad, x, slab.paged(), (slab.first, slab.stop))
-                continue
             for first, stop in slab.blocks():
                 slab.store(first, grad[:, first:stop].t().mm(x))
     return result
@@ -376,16 +354,3 @@ def _count(weight: PagedTensor, x: torch.Tensor, way: str) -> None:
 def _as_it_is(tensor: torch.Tensor) -> AbstractContextManager[Any]:
     """No autocast: operands have the dtype that they shall have."""
     return torch.autocast(tensor.device.type, enabled=False)
-
-
-def _contiguous_rows(matrix: torch.Tensor) -> torch.Tensor:
-    apart = matrix.size(0) <= 1 or matrix.stride(0) >= matrix.size(1)
-    return matrix if apart and matrix.stride(1) == 1 else matrix.contiguous()
-
-
-def _is_read_directly(matrix: Matrix, x: torch.Tensor) -> bool:
-    """Whether the kernel on pages multiplies it with ``x``, wherever its frames are: bits should
-    not depend on that."""
-    if x.dtype is not matrix.dtype or x.dtype not in DTYPES or matrix.begin:
-        return False
-    return reads_directly(x.size(0), matrix.columns, x.dtype, device_type=x.device.type)

@@ -16,7 +16,6 @@ from typing import NamedTuple
 
 import torch
 
-from ...kernels.paged_matrix import PagedMatrix
 from ..core import PagedStorage
 from ..tensor.operands import begin_of
 from ..tensor.paged_tensor import PagedTensor
@@ -122,13 +121,3 @@ class HeldRows(NamedTuple):
         """Write rows from ``first`` on."""
         source = values.to(self.matrix.dtype).reshape(-1).view(torch.uint8)
         self.held.put(source, self.matrix.byte(first))
-
-    def paged(self) -> PagedMatrix:
-        """For kernels, which read and write nothing but the pages that are held."""
-        matrix, pager = self.matrix, self.matrix.storage.pager
-        with pager.lock:
-            frames = pager.table.device_frames(
-                matrix.storage.run.first, matrix.page_count(0, matrix.rows)
-            )
-        shape = (matrix.dtype, matrix.rows, matrix.columns)
-        return PagedMatrix(pager.residency.arena, frames, pager.page_size, *shape)

@@ -43,13 +43,10 @@ class Work:
     """The least that any implementation does.
 
     memory_bytes : read plus written, of device memory. link_bytes : that come from host memory.
-    flop : additions and multiplications of a matrix product in `dtype`.
     """
 
     memory_bytes: int = 0
     link_bytes: int = 0
-    flop: int = 0
-    dtype: torch.dtype = torch.bfloat16
 
 
 @dataclass(frozen=True)
@@ -57,18 +54,15 @@ class Rates:
     """Measured in the same run, per second.
 
     memory : bytes read plus bytes written by a large dense copy. link : bytes of one large copy
-    from page-locked memory. flops : of a large dense product, by dtype; without an entry a floor
-    counts bytes only.
+    from page-locked memory.
     """
 
     memory: float
     link: float
-    flops: dict[torch.dtype, float]
 
     def floor_seconds(self, work: Work) -> float:
         """Nothing does `work` faster than that."""
-        product = work.flop / self.flops[work.dtype] if work.dtype in self.flops else 0.0
-        return max(work.memory_bytes / self.memory, work.link_bytes / self.link, product)
+        return max(work.memory_bytes / self.memory, work.link_bytes / self.link)
 
 
 @dataclass(frozen=True)

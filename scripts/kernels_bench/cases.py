@@ -5,7 +5,6 @@ from __future__ import annotations
 from .case import Case
 from .cases_copies import COPIES
 from .cases_elements import ELEMENTS
-from .cases_linear import LINEAR
 from .cases_optimizers import OPTIMIZERS
 
-CASES: tuple[Case, ...] = (*OPTIMIZERS, *COPIES, *ELEMENTS, *LINEAR)
+CASES: tuple[Case, ...] = (*OPTIMIZERS, *COPIES, *ELEMENTS)

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Any
 
 LARGE_BYTES = 256 << 20
-FEW_ROWS = 1024  # of x
 
 
 @dataclass(frozen=True)
@@ -18,7 +17,6 @@ class Found:
     """What a run on a GPU found, as in its JSON file."""
 
     rows: Sequence[dict[str, Any]]
-    products: Sequence[dict[str, Any]]
     link: dict[str, Any] | None
 
 
@@ -53,19 +51,6 @@ def _case(name: str, figure: str) -> Callable[[Found], tuple[float, str] | None]
     return worst
 
 
-def _product(figure: str, most_m: int | None) -> Callable[[Found], tuple[float, str] | None]:
-    def worst(found: Found) -> tuple[float, str] | None:
-        return _least(
-            [
-                (row[figure], f"M = {row['m']}, weight {row['n']} x {row['k']}")
-                for row in found.products
-                if figure in row and (most_m is None or row["m"] <= most_m)
-            ]
-        )
-
-    return worst
-
-
 def _link(figure: str) -> Callable[[Found], tuple[float, str] | None]:
     def only(found: Found) -> tuple[float, str] | None:
         if found.link is None or figure not in found.link:
@@ -88,8 +73,6 @@ GOALS = (
         1.0,
         _case("adamw", "peer_over_call"),
     ),
-    Goal("paged linear up to M = 1024, of cuBLAS", 0.90, _product("direct_share", FEW_ROWS)),
-    Goal("chosen path at every M, of cuBLAS", 0.95, _product("chosen_share", None)),
     Goal("host to device by pages of 2 MiB, of one large copy", 0.95, _link("share_in")),
 )
 

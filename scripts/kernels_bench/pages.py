@@ -7,7 +7,6 @@ from typing import Any
 import torch
 
 from tensorpager.kernels.blockwise import BLOCK, Blockwise
-from tensorpager.kernels.paged_matrix import PagedMatrix
 from tensorpager.kernels.pieces import Paged
 from tensorpager.kernels.quantize import quantize_reference
 
@@ -45,10 +44,6 @@ class Pages:
         self.paged = Paged(
             self.arena, order[:pages].int().numpy(), page_bytes, values.dtype, values.numel()
         )
-
-    def matrix(self) -> PagedMatrix:
-        rows, columns = self.shape
-        return PagedMatrix(self.arena, self.frame_of, self.page_bytes, self.dtype, rows, columns)
 
     def read(self, name: str = "pages") -> torch.Tensor:
         """What the pages hold. Raises `ResultError` if bytes outside of them changed."""

@@ -9,23 +9,17 @@ from .clock import Clock, take_turns
 
 COPY_BYTES = {"cuda": 2 << 30, "cpu": 64 << 20}
 LINK_BYTES = 512 << 20
-PRODUCT = 8192
-DTYPES = (torch.bfloat16, torch.float32)
 
 
 def measure_rates(clock: Clock, seconds: float) -> Rates:
-    """Copy, link and product rates, `seconds` for each measurement. On a CPU only the copy's.
+    """Copy and link rates, `seconds` for each measurement. On a CPU only the copy's.
 
     A copy in RAM stands for the link there.
     """
     memory = _copy_rate(clock, seconds)
     if clock.device == "cpu":
-        return Rates(memory, memory / 2, {})
-    return Rates(
-        memory,
-        _link_rate(clock, seconds),
-        {dtype: _product_rate(clock, seconds, dtype) for dtype in DTYPES},
-    )
+        return Rates(memory, memory / 2)
+    return Rates(memory, _link_rate(clock, seconds))
 
 
 def _copy_rate(clock: Clock, seconds: float) -> float:
@@ -43,10 +37,3 @@ def _link_rate(clock: Clock, seconds: float) -> float:
     target = torch.zeros_like(source, device=clock.device)
     copy = {"copy": lambda: clock.call(lambda: target.copy_(source, non_blocking=True))}
     return LINK_BYTES / take_turns(copy, seconds)["copy"].median
-
-
-def _product_rate(clock: Clock, seconds: float, dtype: torch.dtype) -> float:
-    """Additions and multiplications per second of a large square product."""
-    a, b = (torch.randn(PRODUCT, PRODUCT, device=clock.device).to(dtype) for _ in range(2))
-    times = take_turns({"product": lambda: clock.call(lambda: a @ b.t())}, seconds)
-    return 2 * PRODUCT**3 / times["product"].median

@@ -23,7 +23,6 @@ HEAD = (
 def rates_text(rates: Rates) -> str:
     parts = [f"copy {rates.memory / 1e9:,.0f} GB/s (read plus written)"]
     parts.append(f"from page-locked memory {rates.link / 1e9:,.1f} GB/s")
-    parts += [f"{str(dtype)[6:]} {f / 1e12:,.0f} TFLOP/s" for dtype, f in rates.flops.items()]
     return ", ".join(parts)
 
 
@@ -45,22 +44,6 @@ def row_text(row: dict[str, Any]) -> str:
 
 def _ms(times: dict[str, Any] | None) -> str:
     return "" if times is None else f"{times['median_ms']:.4f} ms"
-
-
-def print_products(rows: Sequence[dict[str, Any]]) -> None:
-    """The paged product by M: times, and shares of cuBLAS's speed."""
-    title = "paged linear, bfloat16 (shares of cuBLAS on a dense or consecutive weight)"
-    heads = ("weight", "M", "cuBLAS", "direct", "gather", "direct", "chosen", "path", "of best")
-    table = Table(*heads, title=title, title_justify="left")
-    for row in rows:
-        begin = [f"{row['n']} x {row['k']}", str(row["m"])]
-        if row["status"] != "right":
-            table.add_row(*begin, row["status"].upper(), row["why"])
-            continue
-        times = [_ms(row[path]) for path in ("cublas", "direct", "gather")]
-        shares = [f"{row['direct_share']:.1%}", f"{row['chosen_share']:.1%}", row["chosen"]]
-        table.add_row(*begin, *times, *shares, f"{row['chosen_of_best']:.1%}")
-    _console().print(table)
 
 
 def print_link(link: dict[str, Any]) -> None:

@@ -242,15 +242,6 @@ def test_some_rows_of_a_larger_weight(pager) -> None:
     )
 
 
-def test_by_the_kernels_on_pages(pager, monkeypatch) -> None:
-    """What CUDA does where that is faster; here their references run."""
-    monkeypatch.setattr(linear_stream, "_is_read_directly", lambda *_: True)
-    x, weight, bias, seed = operands()
-    for given in (seed, torch.ones(1, 1).expand_as(seed)):
-        found = results(pager, x, weight, bias, given)
-        assert_near(found, results(None, x, weight, bias, given), x, weight, given)
-
-
 # -- gradients -------------------------------------------------------------------------------------
 def test_accumulation_is_in_place(pager) -> None:
     x, weight, _, seed = operands()

@@ -16,7 +16,7 @@ import bench_kernels
 import pytest
 import torch
 from click.testing import CliRunner
-from kernels_bench import linear_sweep, link_sweep, rates
+from kernels_bench import link_sweep, rates
 from kernels_bench.case import Case, Job, Rates, ResultError, Setting, Work, close, same
 from kernels_bench.cases import CASES
 from kernels_bench.clock import CpuClock, CudaClock, summary, take_turns
@@ -32,7 +32,7 @@ from page_suite import kernels_in_folder
 PAGE = 4096
 ODD = Setting("cpu", 5 * PAGE - 36, PAGE)
 WHOLE = Setting("cpu", 8 * PAGE, PAGE)
-FLAT_RATES = Rates(1e9, 1e9, {})
+FLAT_RATES = Rates(1e9, 1e9)
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 each_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 
@@ -161,11 +161,9 @@ def test_comparisons() -> None:
 
 
 def test_floor_is_the_longest_of_its_parts() -> None:
-    measured = Rates(memory=100.0, link=10.0, flops={torch.bfloat16: 1000.0})
+    measured = Rates(memory=100.0, link=10.0)
     assert measured.floor_seconds(Work(memory_bytes=200)) == 2
     assert measured.floor_seconds(Work(memory_bytes=200, link_bytes=50)) == 5
-    assert measured.floor_seconds(Work(memory_bytes=200, flop=3000)) == 3
-    assert measured.floor_seconds(Work(memory_bytes=200, flop=3000, dtype=torch.float32)) == 2
 
 
 def test_turns_alternate_and_keep_time() -> None:
@@ -300,30 +298,6 @@ def test_pages_larger_than_the_operand_are_left_out() -> None:
     assert Sizes((10, 100), (5, 50)).pairs() == [(10, 5), (100, 5), (100, 50)]
 
 
-def product(m: int, direct: float, gather: float, cublas: float = 1.0) -> dict[str, Any]:
-    row: dict[str, Any] = {"m": m, "n": 4096, "k": 4096, "status": "right"}
-    seconds = {"direct": direct, "gather": gather, "cublas": cublas}
-    times = {path: {"median_ms": 1e3 * value} for path, value in seconds.items()}
-    return {**row, **times, **linear_sweep.judged(row, seconds)}
-
-
-def test_crossover_is_the_last_m_where_the_kernel_wins() -> None:
-    rows = [product(1, 1.0, 3.0), product(512, 1.0, 1.5), product(2048, 1.2, 1.1)]
-    assert linear_sweep.crossover(rows) == 512
-    noisy = [product(1, 1.0, 3.0), product(64, 1.01, 1.0), product(512, 1.0, 2.0)]
-    assert linear_sweep.crossover(noisy) == 512
-    assert linear_sweep.crossover([product(1, 2.0, 1.0)]) == 0
-    assert linear_sweep.crossover([]) is None
-
-
-def test_shares_of_the_chosen_path() -> None:
-    row = product(1, direct=1.25, gather=5.0)
-    assert row["chosen"] == "direct"
-    assert row["direct_share"] == pytest.approx(0.8)
-    assert row["chosen_share"] == pytest.approx(0.8)
-    assert row["chosen_of_best"] == 1.0
-
-
 def gpu_row(case: str, share: float, ratio: float, nbytes: int = 256 << 20) -> dict[str, Any]:
     row = {"case": case, "nbytes": nbytes, "page_bytes": 2 << 20, "status": "right"}
     return {**row, "share_of_floor": share, "peer_over_call": ratio}
@@ -337,11 +311,10 @@ def test_goals_take_the_worst_figure() -> None:
         gpu_row("scatter", 0.89, 1.0),
         gpu_row("adamw", 0.90, 0.99),
     ]
-    products = [product(1, 1.0, 9.0), product(8192, 1.2, 1.08)]
     link = {"share_in": 0.96, "page_bytes": 2 << 20}
-    outcomes = {goal["goal"]: goal for goal in judge(Found(rows, products, link))}
+    outcomes = {goal["goal"]: goal for goal in judge(Found(rows, link))}
     assert [goal["outcome"] for goal in outcomes.values()] == [
-        *("reached", "missed", "reached", "missed", "reached", "missed", "reached")
+        *("reached", "missed", "reached", "missed", "reached")
     ]
     first = next(iter(outcomes.values()))
     assert first["figure"] == 0.91
@@ -349,7 +322,7 @@ def test_goals_take_the_worst_figure() -> None:
 
 
 def test_goals_without_figures_are_not_measured() -> None:
-    found = judge(Found([], [], None))
+    found = judge(Found([], None))
     assert [goal["outcome"] for goal in found] == ["not measured"] * len(GOALS)
     assert bench_kernels.exit_code([], [], found) == 0
 
@@ -374,8 +347,6 @@ def test_copies_between_host_and_device_are_checked() -> None:
 TINY = bench_kernels.Extent(
     seconds=0.0,
     sizes=Sizes((5 * PAGE,), (PAGE,)),
-    shapes=((64, 64),),
-    ms=(1, 3),
     page_bytes=PAGE,
     link_bytes=8 * PAGE,
     repeats=1,
@@ -388,7 +359,7 @@ def test_gpu_run_from_end_to_end(
     """With a CPU's clock: the order, the record after each step, and the exit code."""
     monkeypatch.setitem(rates.COPY_BYTES, "cpu", 1 << 16)
     records: list[dict[str, Any]] = []
-    chosen = ("link", "linear_sweep", "gather", "adamw")
+    chosen = ("link", "gather", "adamw")
     choice = bench_kernels.Choice(chosen, time.monotonic() + 600, peers=True)
     run = bench_kernels.GpuRun(
         "a CPU",
@@ -398,18 +369,16 @@ def test_gpu_run_from_end_to_end(
         lambda record: records.append(json.loads(json.dumps(record))),
     )
     code = run.run()
-    assert len(records) == 2 + 2 + 1
+    assert len(records) == 1 + 2 + 1
     assert records[0]["link"]
     last = records[-1]
     assert [row["case"] for row in last["rows"]] == ["adamw", "gather"]
-    assert all(row["status"] == "right" for row in [*last["rows"], *last["products"]])
+    assert all(row["status"] == "right" for row in last["rows"])
     assert {"call", "peer", "floor_ms", "share_of_floor", "peer_over_call"} <= set(last["rows"][0])
-    assert [row["m"] for row in last["products"]] == [1, 3]
     assert last["failures"] == []
     missed = [goal for goal in last["goals"] if goal["outcome"] == "missed"]
     assert code == int(bool(missed))
     shown = capsys.readouterr().out
-    assert "for DIRECT_ROWS in kernels/linear.py" in shown
     assert "goals" in shown
 
 
