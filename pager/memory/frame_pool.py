@@ -140,6 +140,20 @@ class FramePool:
         self._insert_run(merged_start, merged_end - merged_start)
         self._free_count += n
 
+    def take_all(self, frames: Int32) -> None:
+        """Claims ``frames``, in any order, which must all be free."""
+        for start, n in _runs_of(frames):
+            self.take(start, n)
+
+    def free_all(self, frames: Int32) -> None:
+        """Gives them back."""
+        for start, n in _runs_of(frames):
+            self.free(start, n)
+
+    def all_free(self, frames: Int32) -> bool:
+        """Whether they are."""
+        return all(self.is_free(start, n) for start, n in _runs_of(frames))
+
     def resize(self, count: int) -> None:
         """Adds free frames at the end, or removes frames there, which must all be free."""
         old = self._count
@@ -170,6 +184,11 @@ class FramePool:
         del self._starts[bisect_left(self._starts, start)]
         del self._by_size[bisect_left(self._by_size, (length, start))]
         return length
+
+
+def _runs_of(numbers: Int32) -> Iterator[Run]:
+    numbers = np.sort(numbers)
+    return ((start, count) for start, _, count in merge(numbers, numbers))
 
 
 def expand(runs: list[tuple[int, int]]) -> Int32:

@@ -13,13 +13,12 @@ moved aside inside the arena: a copy in memory, far cheaper than waiting for a t
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
-from ..memory.frame_pool import merge
 from ..memory.page_table import Int32
 from ..memory.space import Extent
 
@@ -34,9 +33,8 @@ _ROOM, _HELD, _WALL = 0, 1, 2
 def find_window(residency: Residency, run: Extent) -> int | None:
     """The first of ``run.count`` consecutive frames that are free, or were made so; pages of
     ``run`` itself may be in them, then at their places. ``None`` as of :func:`_open_window`."""
-    rows = slice(run.first, run.first + run.count)
     found = None
-    if (residency.table.frame[rows] < 0).all():
+    if (residency.table.frame[run.pages] < 0).all():
         found = residency.pool.find_run(run.count)
     return _open_window(residency, run) if found is None else found
 
@@ -67,7 +65,7 @@ def make_way(
     use, or on its way; whether they are free then. ``home_of``: the frame in which the first page
     of a run should be. What makes way goes there, or where there is room.
     """
-    table, pool, runs = residency.table, residency.pool, residency.space.runs
+    table, runs = residency.table, residency.space.runs
     pages = table.frame_page[frames]
     if residency.mover.tickets.pending("device", frames[pages >= 0]).any():
         return False
@@ -75,26 +73,30 @@ def make_way(
     others = [runs[owner] for owner in owners if owner != run.id]
     if any(_stays(other) or base_of(residency, other) == home_of(other) for other in others):
         return False
+    return _cleared(residency, frames, others, lambda run: _goes_home(residency, run, home_of(run)))
+
+
+def _cleared(
+    residency: Residency, frames: Int32, runs: Sequence[Extent], move: Callable[[Extent], bool]
+) -> bool:
+    """``move`` moves ``runs``, which are in ``frames``, one after another; whether all have gone,
+    and these are free. Meanwhile what is free of them is taken, so that nothing is moved there."""
+    pages, pool = residency.table.frame_page, residency.pool
     taken = np.zeros(len(frames), np.bool_)
 
     def take_free() -> bool:
-        """So that nothing is moved there. ``False`` where what is empty is not free either."""
-        fresh = np.sort(frames[(table.frame_page[frames] < 0) & ~taken])
-        for start, _, length in merge(fresh, fresh):
-            if not pool.is_free(start, length):
-                return False
-            pool.take(start, length)
-            taken[(frames >= start) & (frames < start + length)] = True
-        return True
+        """``False`` where what is empty is not free either."""
+        fresh = (pages[frames] < 0) & ~taken
+        free = pool.all_free(frames[fresh])
+        if free:
+            pool.take_all(frames[fresh])
+            taken[fresh] = True
+        return free
 
     try:
-        return take_free() and all(
-            _goes_home(residency, other, home_of(other)) and take_free() for other in others
-        )
+        return take_free() and all(move(run) and take_free() for run in runs)
     finally:
-        mine = np.sort(frames[taken])
-        for start, _, length in merge(mine, mine):
-            pool.free(start, length)
+        pool.free_all(frames[taken])
 
 
 def base_of(residency: Residency, run: Extent) -> int:
@@ -113,8 +115,7 @@ def _goes_home(residency: Residency, run: Extent, home: int) -> bool:
         if base is None or not 0 <= base <= pool.count - run.count:
             continue
         targets = there + np.int32(base)
-        free = all(pool.is_free(start, length) for start, _, length in merge(targets, targets))
-        if free and not tickets.pending("device", targets).any():
+        if pool.all_free(targets) and not tickets.pending("device", targets).any():
             residency.relocate(run.pages[there], targets)
             return True
     return False
@@ -156,17 +157,14 @@ def _slide(residency: Residency, run: Extent) -> int | None:
     others = between[(pages >= 0) & (table.owner[pages] != run.id)]
     targets = np.arange(begin, begin + moved, dtype=np.int32)
     base: int = end - run.count
-    own = np.arange(run.first, run.first + run.count, dtype=np.int32)
+    own = run.pages
     if (table.frame[own] < 0).all():
         wrong = others != targets
         if wrong.any():
             residency.slide(others[wrong], targets[wrong])
         return base
-    own_targets = (own - run.first + base).astype(np.int32)
     pages = np.concatenate([table.frame_page[others], own])
-    targets = np.concatenate([targets, own_targets])
-    wrong = (table.frame[pages] >= 0) & (table.frame[pages] != targets)
-    rearrange(residency, pages[wrong], targets[wrong])
+    _arrange(residency, pages, np.concatenate([targets, own + np.int32(base - run.first)]))
     return base
 
 
@@ -206,31 +204,14 @@ def _stays(run: Extent) -> bool:
 
 def _clear(residency: Residency, run: Extent, base: int) -> bool:
     """Move what is in the window from ``base`` on to other places, and ``run``'s pages into it."""
-    table, pool = residency.table, residency.pool
+    table = residency.table
     window = np.arange(base, base + run.count, dtype=np.int32)
-
-    mine = np.zeros(run.count, np.bool_)
-
-    def take_free() -> None:  # so that nothing is moved from one place in the window to another
-        fresh = (table.frame_page[window] < 0) & ~mine
-        for start, _, length in merge(window[fresh], window[fresh]):
-            pool.take(start, length)
-        mine[fresh] = True
-
-    cleared = True
-    try:
-        take_free()
-        held = table.frame_page[window]
-        owners = np.unique(table.owner[held[held >= 0]]).tolist()
-        occupants = [residency.space.runs[owner] for owner in owners if owner != run.id]
-        for other in occupants:
-            cleared = cleared and _move_aside(residency, other)
-            take_free()
-    finally:
-        for start, _, length in merge(window[mine], window[mine]):
-            pool.free(start, length)
+    held = table.frame_page[window]
+    owners = np.unique(table.owner[held[held >= 0]]).tolist()
+    occupants = [residency.space.runs[owner] for owner in owners if owner != run.id]
+    cleared = _cleared(residency, window, occupants, lambda other: _move_aside(residency, other))
     if cleared:
-        _bring_together(residency, run, base)
+        _arrange(residency, run.pages, run.pages + np.int32(base - run.first))
     return cleared
 
 
@@ -239,16 +220,14 @@ def _move_aside(residency: Residency, run: Extent) -> bool:
     start = residency.pool.find_run(run.count)
     if start is None:
         return False
-    _bring_together(residency, run, start)
+    _arrange(residency, run.pages, run.pages + np.int32(start - run.first))
     return True
 
 
-def _bring_together(residency: Residency, run: Extent, base: int) -> None:
-    """Pages of ``run`` go to their frames from ``base`` on, which are free or their own."""
-    table = residency.table
-    pages = np.arange(run.first, run.first + run.count, dtype=np.int32)
-    targets = (pages - run.first + base).astype(np.int32)
-    wrong = (table.frame[pages] >= 0) & (table.frame[pages] != targets)
+def _arrange(residency: Residency, pages: Int32, targets: Int32) -> None:
+    """:func:`rearrange` of those of ``pages`` that are on the device, and elsewhere."""
+    frames = residency.table.frame[pages]
+    wrong = (frames >= 0) & (frames != targets)
     rearrange(residency, pages[wrong], targets[wrong])
 
 

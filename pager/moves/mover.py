@@ -13,7 +13,7 @@ import numpy as np
 from ..devices.device import Bytes, Device
 from ..disk.tier import DiskTier
 from ..disk.watch import IoWatch
-from ..memory.frame_pool import FramePool, merge
+from ..memory.frame_pool import FramePool
 from ..memory.host import HostTier
 from ..memory.page_table import DIRTY, Int32, PageTable
 from .slots import Slots
@@ -239,8 +239,7 @@ class Mover:
         """The bytes are still in these frames: what came after has not touched them."""
         assert (self.table.frame[pages] < 0).all()
         assert (self.slots.of(tier, pages) == slots).all()
-        for start, _, count in merge(*2 * (np.sort(frames),)):
-            self.pool.take(start, count)
+        self.pool.take_all(frames)
         self.table.place(pages, frames)
         self.slots.drop_copies(pages, tier)
         self._count(tier, "out", -len(pages))

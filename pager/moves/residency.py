@@ -156,10 +156,6 @@ class Residency:
                 self._set_age(run, tick)
         self.tick = tick
 
-    def keep_unused(self, run: Extent) -> None:
-        """:meth:`keep` for one that is at hand: that is no use of it."""
-        run.pins += 1
-
     def keep_parts(self, parts: Sequence[Part], *, streamed: bool = False) -> None:
         """The same for parts; may be done several times. ``streamed``: what is not held of their
         runs is the first to leave from now on."""
@@ -284,10 +280,6 @@ class Residency:
         run.base, run.generation, run.settled = base, next(generations), False
         return True
 
-    def _is_scattered(self, run: Extent) -> bool:
-        """In frames already, just not consecutive, and to be left so."""
-        return self.scattered and self._is_there(run)
-
     def _is_there(self, run: Extent) -> bool:
         return bool((self._frames_of(run) >= 0).all())
 
@@ -304,12 +296,12 @@ class Residency:
     def _frames_of(self, run: Extent) -> Int32:
         return self.table.frame[run.first : run.first + run.count]
 
-    def pinned_pages(self, besides: Collection[Extent] = ()) -> int:
-        """Pages that are held, of all runs but ``besides``."""
+    def pinned_pages(self) -> int:
+        """Pages that are held."""
         return sum(
             run.count if run.pins else len(run.held_pages)
             for run in self.space.runs.values()
-            if (run.pins or run.parts) and run not in besides
+            if run.pins or run.parts
         )
 
     def held_frames(self, besides: Collection[Extent] = ()) -> Int32:
@@ -333,15 +325,9 @@ class Residency:
         if mine is not None:
             need = _pages_in(mine)
         if need > self.frames and not self.make_room(need):
-            minimum = self.minimum_bytes(need)
-            raise InfeasibleBudget(
-                f"one operation needs {need} pages of {self.page_size} bytes on the device at "
-                f"once and the arena has {self.frames}; raise device_budget to at least "
-                f"{minimum} bytes.{about_share('device', self.backend.device.type)}",
-                minimum=minimum * ranks_sharing("device", self.backend.device.type),
-            )
+            raise self._refusal(need, need)
         if together > self.frames:
-            raise Crowded(self._refusal_beside(need, together))
+            raise Crowded(self._refusal(need, together))
         if not self.turns.is_home():
             return
         self.largest_need = max(self.largest_need, need)
@@ -363,15 +349,18 @@ class Residency:
     def needs(self, needs: tuple[int, int]) -> None:
         self.largest_need, self.rigid_need = needs
 
-    def _refusal_beside(self, need: int, together: int) -> InfeasibleBudget:
-        minimum = self.minimum_bytes(together)
+    def _refusal(self, need: int, together: int) -> InfeasibleBudget:
+        minimum, kind, there = self.minimum_bytes(together), self.backend.device.type, self.frames
+        beside, end = f"and the arena has {there}", "."
+        if together > need:
+            beside = f"beside {together - need} that other threads have pinned, the arena has "
+            beside += f"{there}, and none of these threads gives any back"
+            end = ", or end their pins before."
         return InfeasibleBudget(
             f"one operation needs {need} pages of {self.page_size} bytes on the device at once "
-            f"beside {together - need} that other threads have pinned, the arena has "
-            f"{self.frames}, and none of these threads gives any back; raise device_budget to "
-            f"at least {minimum} bytes, or end their pins before."
-            f"{about_share('device', self.backend.device.type)}",
-            minimum=minimum * ranks_sharing("device", self.backend.device.type),
+            f"{beside}; raise device_budget to at least {minimum} bytes{end}"
+            f"{about_share('device', kind)}",
+            minimum=minimum * ranks_sharing("device", kind),
         )
 
     # -- streams (``slabs.py``) ------------------------------------------------------------------
@@ -400,9 +389,10 @@ class Residency:
             if len(absent):
                 self.fill(run, absent, self.claim_any(len(absent)))
             return
-        if run.base >= 0 or self._is_scattered(run) or self.is_whole(run):
+        if run.base >= 0 or self.is_whole(run):
             return  # there, or on its way
-        if run.pins == 1 or not self._is_there(run):  # else in frames that another op reads
+        # Else in frames that another op reads, or to be left as they are.
+        if not self._is_there(run) or (run.pins == 1 and not self.scattered):
             self.fill(run, run.pages, self._claim(run))
 
     def fill(self, run: Extent, pages: Int32, frames: Int32) -> None:
@@ -490,9 +480,7 @@ class Residency:
             if start is None:
                 raise
             return np.arange(start, start + count, dtype=np.int32)
-        empty = window[self.table.frame_page[window] < 0]
-        for first, _, length in merge(empty, empty):
-            self.pool.take(first, length)
+        self.pool.take_all(window[self.table.frame_page[window] < 0])
         return window
 
     def _in_place_base(self, run: Extent) -> int | None:
@@ -644,14 +632,11 @@ class Residency:
 
     def relocate(self, pages: Int32, frames: Int32) -> None:
         """Move resident, unpinned ``pages`` into free ``frames``. All or nothing."""
-        taken = np.sort(frames)
-        for start, _, length in merge(taken, taken):
-            self.pool.take(start, length)
+        self.pool.take_all(frames)
         try:
             self._move(pages, frames)
         except BaseException:
-            for start, _, length in merge(taken, taken):
-                self.pool.free(start, length)
+            self.pool.free_all(frames)
             raise
         self.settle_all(pages)
 
@@ -665,9 +650,7 @@ class Residency:
                 there = arena[target * size : (target + count) * size]
                 there.copy_(arena[source * size : (source + count) * size])
         self.table.move(pages, frames)
-        old.sort()
-        for start, _, length in merge(old, old):
-            self.pool.free(start, length)
+        self.pool.free_all(old)
 
     @property
     def arena(self) -> torch.Tensor:
@@ -698,9 +681,8 @@ class Residency:
             self._lent = np.concatenate([self._lent, lent])
 
     def _resize(self, frames: int) -> None:
-        for start, _, length in merge(lent := np.sort(self._lent), lent):
-            self.pool.free(start, length)
-        self._lent = lent[:0]
+        self.pool.free_all(self._lent)
+        self._lent = _NOTHING
         old = self.pool.count
         frames = max(frames, int(self.held_frames().max(initial=-1)) + 1)
         if frames < old:

@@ -11,7 +11,7 @@ import numpy as np
 from ...planner.sizes import format_bytes
 from ..disk.tier import DiskTier
 from ..errors import TierFull
-from ..memory.frame_pool import FramePool, expand, merge
+from ..memory.frame_pool import FramePool, expand
 from ..memory.host import HostTier
 from ..memory.page_table import Int32, PageTable
 from .tickets import Tickets
@@ -79,11 +79,9 @@ class Slots:
     def give(self, tier: str, slots: Int32) -> None:
         """Back into the pool: what was taken is not needed, or not any more. What is held gets
         there when it is not."""
-        slots = np.sort(slots)
         if self._held:
             slots = np.setdiff1d(slots, self.held(tier))
-        for start, _, length in merge(slots, slots):
-            self._all[tier].free(start, length)
+        self._all[tier].free_all(slots)
 
     def lend(self, tier: str, count: int) -> Int32 | None:
         """``count`` free slots for what is no page's, of those that pages have not wanted so far;

@@ -30,8 +30,8 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from functools import partial
-from queue import Empty, SimpleQueue
-from typing import TYPE_CHECKING
+from queue import Empty, Queue, SimpleQueue
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -264,16 +264,17 @@ class Tickets:
 
 class Lane:
     """Transfers of one tier in one direction, begun in their order, by ``threads`` threads: the
-    next one is under way when one ends, as Python lies in between, which waits for the GIL."""
+    next one is under way when one ends, as Python lies in between, which waits for the GIL.
+    ``queue``: one with another order."""
 
-    def __init__(self, name: str, threads: int) -> None:
+    def __init__(self, name: str, threads: int, queue: Queue[Any] | None = None) -> None:
         self.name = name
         self.threads: list[threading.Thread] = []
         # While any transfer was under way: what was moved, and how long that took.
         self.moved_pages = 0
         self.moving_seconds = 0.0
         self._count = threads
-        self._queue: SimpleQueue[tuple[Transfer, Ticket] | None] = SimpleQueue()
+        self._queue: Queue[Any] | SimpleQueue[Any] = SimpleQueue() if queue is None else queue
         self._clock = threading.Lock()
         self._busy = 0
         self._since = 0.0

@@ -23,11 +23,11 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
-from queue import Empty
+from queue import Queue
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -66,7 +66,7 @@ class HostSteps:
         self.planned = self.offered = False
         self.chosen: Callable[[Sequence[Extent]], int | None] = lambda runs: None
         self._pager = pager
-        self._lane = _Steps()
+        self._lane = Lane("host-step", 1, _ByRank())
         self._work: _Work | None = None
         pager.mover.beside.append(self._lane)
 
@@ -336,45 +336,15 @@ class _Step:
         ) from error
 
 
-class _Steps(Lane):
-    """The host's own: one step at a time, over all cores; of those whose pages have arrived the one
-    that is wanted first."""
+class _ByRank(Queue[Any]):
+    """Steps and their tickets: of those whose pages have arrived the one comes first that is wanted
+    first. Where none can begin, the oldest: what that waits for waits for no other step."""
 
-    def __init__(self) -> None:
-        super().__init__("host-step", 1)
-        self._queue = _ByRank()  # type: ignore[assignment]
-
-
-class _ByRank:
-    """A queue of steps and their tickets, and of ``None`` when all is over."""
-
-    def __init__(self) -> None:
-        self._waiting: deque[Any] = deque()
-        self._changed = threading.Condition()
-
-    def put(self, work: Any) -> None:
-        with self._changed:
-            self._waiting.append(work)
-            self._changed.notify()
-
-    def get(self) -> Any:
-        with self._changed:
-            while not self._waiting:
-                self._changed.wait()
-            return self._pick()
-
-    def get_nowait(self) -> Any:
-        with self._changed:
-            if not self._waiting:
-                raise Empty
-            return self._pick()
-
-    def _pick(self) -> Any:
-        """Where none can begin, the oldest: what that waits for waits for no other step."""
+    def _get(self) -> Any:
         ready = [
-            work for work in self._waiting
+            work for work in self.queue
             if work is not None and all(before.is_over for before in work[1].after)
         ]  # fmt: skip
-        chosen = min(ready, key=lambda work: work[0].rank) if ready else self._waiting[0]
-        self._waiting.remove(chosen)
+        chosen = min(ready, key=lambda work: work[0].rank) if ready else self.queue[0]
+        self.queue.remove(chosen)
         return chosen

@@ -220,7 +220,7 @@ class OpenWeights:
             if tensor is where.dense:
                 tensor = _as_view_of(paged, where)
             opened = paged._open = OpenWeight(paged, where, tensor)
-            self._pager.residency.keep_unused(opened.run)
+            opened.run.pins += 1  # at hand, which is no use of it
             self._open.append(opened)
 
     def _memory_of(self, paged: PagedTensor) -> _Memory:
