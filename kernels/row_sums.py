@@ -179,7 +179,6 @@ def add_rows(
     grad_out: torch.Tensor,
     groups: RowGroups,
     target: Paged,
-    frame_of: torch.Tensor | None = None,
     scale_grad_by_freq: bool = False,
 ) -> None:
     """Add an embedding's gradient into pages: target[ids[k]] += sum where row ids[k] stands.
@@ -189,8 +188,6 @@ def add_rows(
     scale_grad_by_freq : each gradient times 1 / (how often its row stands in the batch).
     target : V * D elements, fp64 where grad_out is and else fp32, fp16 or bf16. Rounded once, after
         the sum in fp32 (fp64). Frames of pages that hold no row of `groups` may be -1.
-    frame_of : int32 [pages] on the arena's device, target.frames as they stand there; without it
-        they are copied up.
 
     On CUDA queued on the current stream of the arena's device without waiting; a row outside the
     table, or on a page off the device, is the caller's bug. On a CPU these are an IndexError and a
@@ -202,14 +199,14 @@ def add_rows(
     if not groups.ids.numel() or not grad_out.numel():
         return
     if not use_triton(target.arena):
-        add_rows_reference(grad_out, groups, target, None, scale_grad_by_freq)
+        add_rows_reference(grad_out, groups, target, scale_grad_by_freq)
         return
     tiles_per_row, constants = _sum_tile(grad_out, target.dtype)
     launch(
         _add_rows_kernel,
         groups.ids.numel() * tiles_per_row,
         target.arena,
-        frame_table(target, frame_of),
+        frame_table(target),
         grad_out,
         groups.ids,
         groups.order,
@@ -227,7 +224,6 @@ def add_rows_reference(
     grad_out: torch.Tensor,
     groups: RowGroups,
     target: Paged,
-    frame_of: torch.Tensor | None = None,
     scale_grad_by_freq: bool = False,
 ) -> None:
     """`add_rows` in plain torch."""

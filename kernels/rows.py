@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from .launch import check_arena, check_frames, launch, tl, triton, upload, use_triton
+from .launch import check_arena, launch, tl, triton, upload, use_triton
 from .pieces import Paged
 
 __all__ = ["gather_rows", "pages_of_rows"]
@@ -107,15 +107,12 @@ def gather_rows(
     weight: Paged,
     indices: torch.Tensor,
     out: torch.Tensor,
-    frame_of: torch.Tensor | None = None,
 ) -> None:
     """Copy rows of a table in pages: out[i] = weight[indices[i]].
 
     weight : V * D elements of any dtype. Frames of pages that hold no row looked up may be -1.
     indices : int64 [n], contiguous, on the arena's device; 0 <= index < V.
     out : [n, D] of weight's dtype, contiguous, outside the pages.
-    frame_of : int32 [pages] on the arena's device, weight.frames as they stand there; without it
-        they are copied up.
 
     On CUDA queued on the current stream of the arena's device without waiting; an index outside
     the table, or a row on a page off the device, is the caller's bug (`pages_of_rows` tells what to
@@ -147,7 +144,7 @@ def gather_rows(
         _gather_rows_kernel,
         -(-n * columns // TILE_WORDS) * tiles_per_row,
         weight.arena,
-        frame_table(weight, frame_of),
+        frame_table(weight),
         indices,
         out,
         n,
@@ -165,7 +162,6 @@ def gather_rows_reference(
     weight: Paged,
     indices: torch.Tensor,
     out: torch.Tensor,
-    frame_of: torch.Tensor | None = None,
 ) -> None:
     """`gather_rows` in plain torch."""
     for blocks, numbers, part in row_blocks(weight, indices, out):
@@ -223,17 +219,9 @@ def _check_rows(table: Paged, frames: torch.Tensor, rows: torch.Tensor, row_nume
             )
 
 
-def frame_table(table: Paged, frame_of: torch.Tensor | None) -> torch.Tensor:
-    """The table's frames on the arena's device, as given or copied up."""
-    if frame_of is None:
-        return upload(torch.from_numpy(table.frames), table.arena.device)
-    check_frames("frame_of", frame_of, table.arena)
-    if frame_of.numel() != len(table.frames):
-        raise ValueError(
-            f"frame_of has {frame_of.numel()} entries for {len(table.frames)} pages; pass one for "
-            "each page of the table"
-        )
-    return frame_of
+def frame_table(table: Paged) -> torch.Tensor:
+    """The table's frames on the arena's device."""
+    return upload(torch.from_numpy(table.frames), table.arena.device)
 
 
 def check_table(name: str, table: Paged, matrix_name: str, matrix: torch.Tensor) -> None:

@@ -17,7 +17,7 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from threading import RLock, get_ident
 from typing import Any, Protocol
 
@@ -50,12 +50,13 @@ _left_to_others: list[object] = []  # arenas that plain tensors still lie in
 _left_to_the_disk: list[tuple[object, ...]] = []  # tiers of cores closed while it did not answer
 
 
-class Watcher(Protocol):
+class Watcher:
     """Told of every use of paged tensors, in order, under the lock; must be quick. While an
     iteration runs other threads' uses are none of its, and it is not told of them.
 
     An access is ``pinning``, then ``writing`` for each run that will be written, then ``unpinned``
-    with the same runs. ``pinning`` comes before pages are waited for. Accesses can nest.
+    with the same runs. ``pinning`` comes before pages are waited for. Accesses can nest. What a
+    watcher does not want to know it leaves as it is here.
     """
 
     def pinning(self, runs: Sequence[Extent]) -> None:
@@ -77,6 +78,7 @@ class Watcher(Protocol):
 
     def filling(self, run: Extent) -> AbstractContextManager[None]:
         """Inside, values are copied into new pages of ``run``, by no op of the program."""
+        return nullcontext()
 
     def wait_begins(self) -> Any:
         """Pages may have to be waited for; what it gives is for ``waited``."""

@@ -47,11 +47,12 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
+from ..disk.file import transfer
 from ..errors import PagerError
 from ..tensor.tensor_bytes import Read, chunks
 from .file import MappedFile, atomic_file, sync_folder
 from .frozen import Frozen
-from .torch_file import write_torch
+from .torch_file import mapped_tensor, write_torch
 
 __all__ = ["Reader", "Writer"]
 _ALIGNMENT = 64  # of tensors' bytes in the file
@@ -194,7 +195,7 @@ def _load_tensor(window: Any, mapped: MappedFile, item: Any, planner: LoadPlanne
         raise PagerError(f"{what}: a tensor cannot be read: {_line(error)}") from None
     if not isinstance(hole, torch.Tensor) or hole.layout is not torch.strided:
         raise PagerError(f"{what}: {type(hole).__name__} where a tensor was expected")
-    source = _mapped(hole, mapped, window.start)
+    source = mapped_tensor(hole, mapped, window.start)
     for dim, (offset, length) in enumerate(zip(item.storage_offsets, item.lengths)):
         source = source.narrow(dim, offset, length)
     target = planner.resolve_tensor(item).detach()
@@ -205,18 +206,6 @@ def _load_tensor(window: Any, mapped: MappedFile, item: Any, planner: LoadPlanne
         )
     target.copy_(source)
     planner.commit_tensor(item, target)
-
-
-def _mapped(hole: torch.Tensor, mapped: MappedFile, start: int) -> torch.Tensor:
-    storage: Any = hole.untyped_storage()
-    if not hole.numel():
-        return torch.empty(hole.size(), dtype=hole.dtype)
-    place, width = start + storage._checkpoint_offset, hole.element_size()
-    if place % width:  # others do not align tensors
-        flat = mapped.tensor(place, storage.nbytes(), torch.uint8).clone().view(hole.dtype)
-    else:
-        flat = mapped.tensor(place, storage.nbytes() // width, hole.dtype)
-    return flat.as_strided(hole.size(), hole.stride(), hole.storage_offset())
 
 
 def _plain_value(mapped: MappedFile, start: int, length: int) -> io.BytesIO:
@@ -316,9 +305,7 @@ class _Window(io.RawIOBase):
         return count
 
     def write(self, data: Any) -> int:
-        rest = memoryview(data).cast("B")
-        total = len(rest)
-        while rest:
-            count = os.pwrite(self.fileno(), rest, self.start + self._at)
-            rest, self._at = rest[count:], self._at + count
-        return total
+        view = memoryview(data).cast("B")
+        transfer(os.pwritev, self.fileno(), [view], self.start + self._at)
+        self._at += len(view)
+        return len(view)

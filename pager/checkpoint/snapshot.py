@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..disk.file import open_scratch_files
+from ..disk.file import open_scratch_files, transfer
 from ..tensor.sharded import local_of, with_local
 from ..tensor.tensor_bytes import chunks
 from .file import MappedFile
@@ -85,8 +85,6 @@ class _InFile:
         start = offset = self.end
         self.end += _room(tensor)
         for chunk in chunks(tensor):
-            rest = chunk
-            while rest:
-                written = os.pwrite(self.descriptor, rest, offset)
-                rest, offset = rest[written:], offset + written
+            transfer(os.pwritev, self.descriptor, [chunk], offset)
+            offset += len(chunk)
         return self.mapped.tensor(start, tensor.numel(), tensor.dtype)

@@ -130,7 +130,7 @@ def map_torch(path: Path) -> tuple[Any, MappedFile]:
         _check_byte_order(path)
         with FakeTensorMode():
             layout = torch.load(path, map_location="cpu", weights_only=True)
-        return with_tensors(layout, lambda hole: _mapped(hole, mapped)), mapped
+        return with_tensors(layout, lambda hole: mapped_tensor(hole, mapped)), mapped
     except (OSError, PagerError):
         raise
     except Exception as error:  # what a broken file makes PyTorch's unpickler stumble over
@@ -152,7 +152,8 @@ def _check_byte_order(path: Path) -> None:
         raise PagerError(f"{path} was written on a {order!r}-endian machine; save it again here")
 
 
-def _mapped(hole: torch.Tensor, mapped: MappedFile) -> torch.Tensor:
+def mapped_tensor(hole: torch.Tensor, mapped: MappedFile, start: int = 0) -> torch.Tensor:
+    """What ``hole``, of a file that begins at byte ``start`` of ``mapped``, stands for."""
     shape = tuple(hole.size()), tuple(hole.stride())
     offset = getattr(hole.untyped_storage(), "_checkpoint_offset", None)
     if hole.layout is not torch.strided or hole.is_quantized or offset is None:
@@ -162,8 +163,11 @@ def _mapped(hole: torch.Tensor, mapped: MappedFile) -> torch.Tensor:
             f"{mapped.what} has a tensor of shape {shape[0]}, layout {hole.layout}, that cannot be "
             "mapped; torch.load the file and load its parts yourself"
         )
-    numel = hole.untyped_storage().nbytes() // hole.element_size()
-    flat = mapped.tensor(offset, numel, hole.dtype)
+    nbytes, width = hole.untyped_storage().nbytes(), hole.element_size()
+    if (start + offset) % width:  # others do not align tensors
+        flat = mapped.tensor(start + offset, nbytes, torch.uint8).clone().view(hole.dtype)
+    else:
+        flat = mapped.tensor(start + offset, nbytes // width, hole.dtype)
     if not flat.numel():
         return torch.empty_strided(*shape, dtype=hole.dtype)
     return flat.as_strided(*shape, hole.storage_offset())

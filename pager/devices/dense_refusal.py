@@ -93,52 +93,15 @@ def place() -> Place:
 def describe(nbytes: int, blocks: list[tuple[int, int]]) -> str:
     """What a cap refuses. ``blocks``: address and bytes of the largest that are in use. Call it in
     a callback of the allocator, on the thread that runs the op."""
-    module = _module(sys._getframe(1))
-    where = f" in {module}" if module else ""
-    return (
-        f"{_op()}{where} asked for {format_bytes(nbytes)} ({nbytes} bytes); the largest dense "
-        f"tensors are {_named(blocks)}."
-    )
-
-
-def _op() -> str:
-    """The op under way: of backward by autograd's name, else by what was called."""
-    node = torch._C._current_autograd_node()
-    if node is not None:
-        return str(node.name())
-    frame: FrameType | None = sys._getframe(2)
-    while frame is not None:
-        if frame.f_globals.get("__name__", "").startswith(_OWN):
-            func = frame.f_locals.get("func")  # an op on pages
-            if isinstance(func, torch._ops.OpOverload):
-                return str(func)
-        elif frame.f_globals.get("__name__") == _CALLS:
-            return str(frame.f_locals.get("self", "an op"))
-        else:
-            code = frame.f_code
-            line = linecache.getline(code.co_filename, frame.f_lineno).strip()
-            return f"{code.co_name}() at {line!r}" if line else f"{code.co_name}()"
-        frame = frame.f_back
-    return "an op"
-
-
-def _module(frame: FrameType | None) -> str:
-    """The innermost module whose code is running."""
-    while frame is not None:
-        owner = frame.f_locals.get("self")
-        if isinstance(owner, torch.nn.Module):
-            return f"{type(owner).__name__}.{frame.f_code.co_name}"
-        frame = frame.f_back
-    return ""
-
-
-def _named(blocks: list[tuple[int, int]]) -> str:
     owners = _owners({address for address, _ in blocks})
     names = [
-        f"{format_bytes(nbytes)} ({owners.get(address, 'kept by autograd or by an op')})"
-        for address, nbytes in blocks
+        f"{format_bytes(size)} ({owners.get(address, 'kept by autograd or by an op')})"
+        for address, size in blocks
     ]
-    return ", ".join(names) or "all below 64 KiB"
+    return (
+        f"{place()} asked for {format_bytes(nbytes)} ({nbytes} bytes); the largest dense tensors "
+        f"are {', '.join(names) or 'all below 64 KiB'}."
+    )
 
 
 def _owners(addresses: set[int]) -> dict[int, str]:

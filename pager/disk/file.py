@@ -10,6 +10,7 @@ import os
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -142,11 +143,11 @@ def enable_direct(fd: int, page_size: int, nbytes: int) -> bool:
 
 
 def transfer(
-    call: Callable[[int, Sequence[Bytes], int], int],
+    call: Callable[[int, Sequence[Any], int], int],
     fd: int,
-    buffers: Sequence[Bytes],
+    buffers: Sequence[Any],
     offset: int,
-    unit: int,
+    unit: int = 1,
 ) -> None:
     """``call`` (``os.pwritev`` or ``os.preadv``) until all ``buffers`` are written or filled, one
     after another. ``unit``: what ends early is resumed at a multiple of this many bytes. OSError if

@@ -20,11 +20,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ..core import Watcher
 from ..errors import PagerError
 from ..memory.page_table import BLANK, Int32
 from ..memory.space import Extent
@@ -39,8 +40,8 @@ Pair = tuple[Extent | None, Extent | None]
 _NOTHING = np.empty(0, np.int32)
 
 
-class Cycle:
-    """Of one pager, a watcher of its core (``core.Watcher``) in inference (``inference.py``)."""
+class Cycle(Watcher):
+    """Of one pager, a watcher of its core in inference (``inference.py``)."""
 
     def __init__(self, pager: Core) -> None:
         self._pager = pager
@@ -113,12 +114,6 @@ class Cycle:
         if known and (self._unplaced or frames != self._frames):
             self._decide(frames)
 
-    def step(self, runs: Sequence[Extent], *, hosted: bool) -> None:
-        pass  # nothing is trained here
-
-    def collective(self, what: str) -> None:
-        pass
-
     def unpinned(self, runs: Sequence[Extent]) -> None:
         if self._frames < 0 or self._pager.mover.error is not None:
             return
@@ -126,24 +121,6 @@ class Cycle:
             if run.kind == "parameter" and run not in self._staying and run not in self._coming:
                 self._let_go(run)
         self._look_ahead()
-
-    def writing(self, run: Extent) -> None:
-        pass
-
-    def filling(self, run: Extent) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def wait_begins(self) -> Any:
-        return None
-
-    def waited(self, seconds: float, began: Any, *, own: bool) -> None:
-        pass
-
-    def stream_begins(self, runs: Sequence[Extent], write: Sequence[bool], frames: int) -> Any:
-        return None
-
-    def stream_ended(self, access: Any) -> None:
-        pass
 
     # -- what stays ------------------------------------------------------------------------------
     def _decide(self, frames: int) -> None:

@@ -22,6 +22,7 @@ from operator import attrgetter
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
+from ..core import Watcher
 from ..errors import PagerError
 from ..memory.space import Extent
 from .access_log import LAST_ACTIVATION, AccessLog, Keys, Names, StreamAccess, Wait, ordered
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
 _KEY = attrgetter("key")
 
 
-class Recorder:
+class Recorder(Watcher):
     """Of one pager. What it is told of comes with the lock held, and belongs to the iteration, if
     one runs. ``on_access``: told of each access, and of what the order has of
     it, before it is in ``log``."""

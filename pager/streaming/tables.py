@@ -299,7 +299,7 @@ def embedding_gradient(
                     grouped.starts[a : b + 1] - starts[a],
                     grouped.lookups,
                 )
-                add_rows(grad, some, operand(gradient), None, scale_grad_by_freq)  # type: ignore[arg-type]
+                add_rows(grad, some, operand(gradient), scale_grad_by_freq)  # type: ignore[arg-type]
     return gradient
 
 

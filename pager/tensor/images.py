@@ -34,7 +34,7 @@ import torch
 
 from ..core import PagedStorage
 from ..devices.memory import make_read_only, map_bytes, map_memory
-from ..disk.file import open_scratch_files
+from ..disk.file import open_scratch_files, transfer
 from ..memory.untyped import PagedUntypedStorage, Range, bytes_at
 from .interop import VIEW, refuse
 from .paged_tensor import PagedTensor, as_lazy
@@ -108,12 +108,11 @@ class Image:
 def _write(descriptor: int, pieces: Iterable[memoryview]) -> bool:
     offset = 0
     for piece in pieces:
-        while piece:
-            try:
-                written = os.pwrite(descriptor, piece, offset)
-            except OSError:
-                return False
-            piece, offset = piece[written:], offset + written
+        try:
+            transfer(os.pwritev, descriptor, [piece], offset)
+        except OSError:
+            return False
+        offset += len(piece)
     return True
 
 

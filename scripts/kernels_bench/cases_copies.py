@@ -102,7 +102,7 @@ def _gather_rows(setting: Setting) -> Job:
         twin[:] = [F.embedding(indices, table)]
 
     return Job(
-        run=lambda: gather_rows(pages.paged, indices, out, pages.frame_of),
+        run=lambda: gather_rows(pages.paged, indices, out),
         peer=peer,
         compare=lambda: same("rows", out, twin[0]),
         work=Work(2 * table.nbytes + indices.nbytes),
@@ -134,7 +134,7 @@ def _add_rows(setting: Setting) -> Job:
 
     touched = groups.ids.numel() * width * 4
     return Job(
-        run=lambda: add_rows(grad, groups, pages.paged, pages.frame_of),
+        run=lambda: add_rows(grad, groups, pages.paged),
         peer=lambda: table.index_add_(0, indices, grad),
         compare=compare,
         work=Work(grad.nbytes + 2 * touched),

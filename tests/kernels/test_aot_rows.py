@@ -59,7 +59,7 @@ def _gather(module: Any, dtype: torch.dtype, row: int) -> None:
 
 def _add(module: Any, dtype: torch.dtype, row: int) -> None:
     grad = torch.empty(3, row, dtype=dtype)
-    module.add_rows(grad, group_rows(INDICES), _table(dtype, row), None, row == 1000)
+    module.add_rows(grad, group_rows(INDICES), _table(dtype, row), row == 1000)
 
 
 def _update(module: Any, dtype: torch.dtype, row: int) -> None:

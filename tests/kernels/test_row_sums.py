@@ -79,12 +79,12 @@ def _sum(
     pages = -(-numel * dtype.itemsize // PAGE)
     memory = Guarded(pages * PAGE, backend)
     memory.tensor.zero_()
-    target = Paged(memory.tensor, np.arange(pages, dtype=np.int32), PAGE, dtype, numel)
-    frame_of = backend.frames(list(range(pages)))
+    frames = np.arange(pages, dtype=np.int32)
+    target = Paged(memory.tensor, frames, PAGE, dtype, numel)
     backend.run(
         add_rows,
-        *(grad, groups, target, frame_of, by_frequency),
-        reads=[grad, frame_of, memory.tensor, *_tables(groups)],
+        *(grad, groups, target, by_frequency),
+        reads=[grad, torch.from_numpy(frames), memory.tensor, *_tables(groups)],
         writes=[memory.tensor],
     )
     memory.assert_is(memory.bytes())
@@ -115,7 +115,7 @@ def test_sums_into_pages(backend: Backend, case: str, types: str) -> None:
     before = target.memory.bytes()
     backend.run(
         add_rows,
-        *(grad, groups, target.paged, target.frame_of),
+        *(grad, groups, target.paged),
         reads=[target.frame_of, grad, *_tables(groups), *target.places()],
         writes=target.places(),
     )
@@ -161,7 +161,7 @@ def test_scaled_by_frequency_into_pages(backend: Backend) -> None:
     groups, grad = _groups(rows, backend), grad.to(backend.device)
     backend.run(
         add_rows,
-        *(grad, groups, target.paged, target.frame_of, True),
+        *(grad, groups, target.paged, True),
         reads=[target.frame_of, grad, *_tables(groups), *target.places()],
         writes=target.places(),
     )
@@ -200,7 +200,7 @@ def test_nothing_to_sum(backend: Backend, rows: list[int]) -> None:
     groups, grad = _groups(rows, backend), grad.to(backend.device)
     backend.run(
         add_rows,
-        *(grad, groups, target.paged, target.frame_of),
+        *(grad, groups, target.paged),
         reads=[],
         writes=[],
     )

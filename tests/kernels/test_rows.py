@@ -36,7 +36,7 @@ def _gather(backend: Backend, table: Table, rows: list[int], out: Guarded) -> No
     before = table.memory.bytes()
     backend.run(
         gather_rows,
-        *(table.paged, indices, dense, table.frame_of),
+        *(table.paged, indices, dense),
         reads=[table.frame_of, indices, *table.places()],
         writes=[out.tensor],
     )
@@ -66,14 +66,14 @@ def test_unaligned_result(backend: Backend) -> None:
 def test_hand_made(backend: Backend) -> None:
     """Rows of ten; row 102 has four elements at the end of page 0 and six on page 1."""
     arena = torch.arange(3072, dtype=torch.float32, device=backend.device).view(torch.uint8)
-    frame_of = backend.frames([2, 0, -1])
-    weight = Paged(arena, np.array([2, 0, -1], np.int32), PAGE, torch.float32, 2500)
+    frames = np.array([2, 0, -1], np.int32)
+    weight = Paged(arena, frames, PAGE, torch.float32, 2500)
     indices = _indices([1, 102], backend)
     out = torch.full((2, 10), -1.0, device=backend.device)
     backend.run(
         gather_rows,
-        *(weight, indices, out, frame_of),
-        reads=[frame_of, indices, arena],
+        *(weight, indices, out),
+        reads=[torch.from_numpy(frames), indices, arena],
         writes=[out],
     )
     assert out.tolist() == [

@@ -80,8 +80,9 @@ def test_what_cannot_be_had_is_refused_with_names(
     with pytest.raises(tp.InfeasibleBudget) as refusal:
         refused()
     text = str(refusal.value)
-    assert "in Head.forward asked for 12.00 MiB (12582912 bytes)" in text
+    assert "Head.forward() at" in text
     assert "torch.zeros(self.more // 4)" in text
+    assert " asked for 12.00 MiB (12582912 bytes)" in text
     largest = "[300, 1000], torch.float32), 781.25 KiB ([200, 1000], torch.float32), 390.62 KiB"
     assert largest in text
     assert f"Raise device_budget (now {BUDGET} bytes)" in text
@@ -161,7 +162,7 @@ def test_an_op_that_is_called_by_its_name_is_named(
 ) -> None:
     step(pager, *make(pager))
     with (
-        pytest.raises(tp.InfeasibleBudget, match=r"aten\.zeros\.default asked for"),
+        pytest.raises(tp.InfeasibleBudget, match=r"aten\.zeros\.default\(.* asked for"),
         pager.iteration(),
     ):
         torch.ops.aten.zeros.default([3 * MIB])
