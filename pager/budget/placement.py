@@ -215,6 +215,10 @@ class Placement:
             self._casts.update((r, weight) for r in runs if _is_cast(r) and r.nbytes == half)
         return weight
 
+    def note_cast(self, run: Extent, weight: Weight) -> None:
+        """Pages of a cast of ``weight``: ops on them are parts of its products."""
+        self._casts[run] = weight
+
     def note_step(self, began: float) -> None:
         """One has just ended. What it takes, if it goes slab by slab, is counted by itself."""
         self._products.append(_Product(None, began, time.perf_counter(), Taken(0, 0)))

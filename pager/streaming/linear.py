@@ -74,14 +74,15 @@ def linear(input: Any, weight: Any, bias: Any = None) -> Any:
         return NotImplemented
     storage = weight._storage
     pager = storage.pager
-    if storage.run.streamed is not False and is_streamed(inputs, weight):
-        return linear_in_slabs(inputs, weight, bias)
+    streams = storage.run.streamed is not False and is_streamed(inputs, weight)
     taken = _is_ours(inputs, weight, bias)
+    if streams:
+        return linear_in_slabs(inputs, weight, bias, native=not taken)
     if not pager.budget.metering or not is_watched(weight):
         return _whole(inputs, weight, bias) if taken else NotImplemented
     nbytes = inputs.numel() // max(1, inputs.size(-1)) * weight.size(0) * inputs.dtype.itemsize
     if not finds_room(weight, inputs, nbytes, pages=storage.run.count):
-        return linear_in_slabs(inputs, weight, bias)
+        return linear_in_slabs(inputs, weight, bias, native=not taken)
     if not taken:
         return _as_pytorch_has_it(inputs, weight, bias)
     with watched(weight, inputs, bias):

@@ -26,10 +26,11 @@ goes slab by slab as well.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, closing, contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.autograd import forward_ad
@@ -37,8 +38,10 @@ from torch.autograd import forward_ad
 from ...kernels.launch import runs_triton
 from ..budget.fits import streams
 from ..budget.placement import Taken, Weight
+from ..core import PagedStorage
+from ..memory.space import Extent
 from ..tensor.activations import raise_modified
-from ..tensor.paged_tensor import PagedTensor
+from ..tensor.paged_tensor import PagedTensor, blank
 from .rows import Matrix
 from .tables import Geometry
 
@@ -128,10 +131,11 @@ def streaming_takes(weight: PagedTensor, dtype: torch.dtype, rows: int, way: str
     return Taken(0, max(cast + copy + more, total * (torch.float32.itemsize + size)))
 
 
-def linear_in_slabs(inputs: torch.Tensor, weight: PagedTensor, bias: Any = None) -> Any:
+def linear_in_slabs(inputs: torch.Tensor, weight: PagedTensor, bias: Any, *, native: bool) -> Any:
     """``F.linear``, under autocast too; ``NotImplemented`` for what PyTorch has to refuse, or to
     take apart.
 
+    native : a whole one would be nodes of PyTorch's (see :class:`_Product`).
     inputs : [..., in_features], plain or paged, of the weight's dtype (or what autocast makes one).
     weight : PagedTensor [out_features, in_features], contiguous; perhaps a view of some rows.
     bias : ``None``, or [out_features], paged or plain.
@@ -151,16 +155,19 @@ def linear_in_slabs(inputs: torch.Tensor, weight: PagedTensor, bias: Any = None)
         return NotImplemented
     flat = plain(inputs).reshape(-1, weight.size(1))
     one_each = bias is None or tuple(bias.shape) == (weight.size(0),)
-    out = product(flat, weight, plain(bias) if one_each else None)
+    saved = _as_pytorch_saves(inputs, weight, bias) if native and inputs.requires_grad else None
+    out = product(flat, weight, plain(bias) if one_each else None, saved)
     out = out.view(*inputs.shape[:-1], weight.size(0))
     return out if one_each else out + bias
 
 
-def product(x: torch.Tensor, weight: PagedTensor, bias: torch.Tensor | None) -> torch.Tensor:
+def product(
+    x: torch.Tensor, weight: PagedTensor, bias: torch.Tensor | None, saved: _Saved | None = None
+) -> torch.Tensor:
     """x @ weight.T + bias for plain x [M, K] and bias [N] of one dtype; differentiable, twice."""
     tensors = (x, weight) if bias is None else (x, weight, bias)
     if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
-        return _Product.apply(x, bias, weight)  # type: ignore[no-any-return,no-untyped-call]
+        return _Product.apply(x, bias, weight, saved)  # type: ignore[no-any-return,no-untyped-call]
     return _product(x, weight, bias)
 
 
@@ -221,27 +228,30 @@ def plain(tensor: Any) -> Any:
 # -- the graph -------------------------------------------------------------------------------------
 class _Product(torch.autograd.Function):
     """Saves what the node of a whole product does (``linear.py``): a weight may stream from the
-    backward pass on, where activation checkpointing looks for what the forward pass has saved."""
+    backward pass on, where activation checkpointing looks for what the forward pass has saved.
+    ``saved``: where that would be a node of PyTorch's."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, bias: torch.Tensor | None, weight: PagedTensor
+        ctx: Any, x: torch.Tensor, bias: Any, weight: PagedTensor, saved: _Saved | None
     ) -> torch.Tensor:
         ctx.set_materialize_grads(False)
-        for_x, _, for_weight = ctx.needs_input_grad
+        for_x, _, for_weight, _ = ctx.needs_input_grad
         ctx.geometry, ctx.is_addmm = Geometry.of(weight), bias is not None
-        ctx.parameter = (weight, weight._version) if for_x and weight.is_leaf else None
-        kept = weight if for_x and not weight.is_leaf else None
-        ctx.save_for_backward(x if for_weight else None, kept)
+        here = for_x and (saved is not None or weight.is_leaf)
+        ctx.parameter = (weight, weight._version) if here else None
+        factor, ctx.turned = x if for_weight else None, saved is not None and saved.first
+        kept = weight if saved is None and for_x and not here else saved and saved.weight
+        ctx.save_for_backward(*((kept, factor) if ctx.turned else (factor, kept)))
         return _product(x, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor | None) -> Any:
         if grad is None:
-            return None, None, None
+            return None, None, None, None
         grad = plain(grad)
-        x, weight = ctx.saved_tensors
-        for_x, for_bias, for_weight = ctx.needs_input_grad
+        x, weight = reversed(ctx.saved_tensors) if ctx.turned else ctx.saved_tensors
+        for_x, for_bias, for_weight, _ = ctx.needs_input_grad
         if ctx.parameter is not None:
             weight, version = ctx.parameter
             if weight._version != version:
@@ -252,7 +262,69 @@ class _Product(torch.autograd.Function):
         of_x = input_grad(grad, weight) if for_x else None
         if for_weight and of_weight is None:
             of_weight = WeightGrad.apply(grad, x, ctx.geometry)  # type: ignore[no-untyped-call]
-        return of_x, grad.sum(0) if for_bias else None, of_weight
+        return of_x, grad.sum(0) if for_bias else None, of_weight, None
+
+
+class _Saved(NamedTuple):
+    """``weight``: what nodes of PyTorch's save of it; ``first``: before the inputs."""
+
+    weight: torch.Tensor
+    first: bool
+
+
+def _as_pytorch_saves(inputs: torch.Tensor, weight: PagedTensor, bias: Any) -> _Saved:
+    """The transposed weight. Nobody reads it here, so a cast is not made yet. Where the weight was
+    whole in the first pass of a checkpointed block, the nodes of that pass read what the second one
+    saves."""
+    dtype, storage, offset = inputs.dtype, weight._storage, int(weight.storage_offset())
+    if dtype is not weight.dtype:
+        storage, offset = _CastLater(weight, dtype), 0
+    turned = PagedTensor(storage, weight.size()[::-1], weight.stride()[::-1], offset, dtype)
+    if bias is not None and (inputs.dim() == 2 or inputs.is_contiguous()):
+        return _Saved(turned, False)
+    if not weight.requires_grad and inputs.dim() > 2 and not _are_rows(inputs):
+        count = math.prod(inputs.shape[:-2])
+        return _Saved(turned.expand(count, *turned.size()), True)
+    return _Saved(turned, True)
+
+
+def _are_rows(inputs: torch.Tensor) -> bool:
+    """Whether a view of them is a matrix."""
+    sizes, strides = inputs.size(), inputs.stride()
+    return all(strides[i] == strides[i + 1] * sizes[i + 1] for i in range(inputs.dim() - 2))
+
+
+class _CastLater(PagedStorage):
+    """A cast of ``weight``, which is made when somebody asks for its pages."""
+
+    __slots__ = ("_dtype", "_made", "_version", "_weight")
+
+    def __init__(self, weight: PagedTensor, dtype: torch.dtype) -> None:
+        self.pager, self.label, self.untyped = weight._storage.pager, None, None
+        self.nbytes, self.offset = weight.numel() * dtype.itemsize, 0
+        self._dtype = dtype
+        alias: Any = weight.detach()
+        self._weight: PagedTensor = alias
+        self._version = weight._version
+        self._made: PagedStorage | None = None
+
+    @property
+    def run(self) -> Extent:  # type: ignore[override]
+        if self._made is None:
+            weight = self._weight
+            if weight._version != self._version:
+                raise_modified(weight, self._version)
+            shape = torch.empty(weight.size(), dtype=self._dtype, device="meta")
+            with torch.no_grad():
+                cast = blank(self.pager, shape, "activation")
+                cast.copy_(weight)
+            self._made, self.offset = cast._storage, cast._storage.offset
+            if is_watched(weight):
+                self.pager.budget.placement.note_cast(self._made.run, noted_as(weight))
+        return self._made.run
+
+    def __del__(self) -> None:
+        pass  # its pages are of another storage
 
 
 class _InputGrad(torch.autograd.Function):

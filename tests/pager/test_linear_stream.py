@@ -314,27 +314,35 @@ def test_checkpoint(pager) -> None:
         assert torch.allclose(mine, plain, atol=1e-3)
 
 
-@pytest.mark.parametrize("how", ["parameter", "part", "autocast"])
+@pytest.mark.parametrize("how", ["parameter", "part", "autocast", "cast", "bias", "rows", "frozen"])
 def test_checkpoint_of_a_weight_that_streams_from_the_backward_pass_on(pager, how: str) -> None:
-    """It finds again what was saved while the weight was whole."""
+    """It finds again what was saved while the weight was whole; from PyTorch's own nodes too, which
+    read it: autocast that casts, in the block ("cast" and on), rows with gaps, a frozen weight."""
     x, weight, _, _ = operands()
     dtype = torch.float64 if how == "autocast" else torch.float32
-    x, weight = x.to(dtype), weight[:120].to(dtype)
+    x, weight, bias = x.to(dtype), weight[:120].to(dtype), weight[:120, 0].contiguous()
+    if how in ("rows", "frozen"):
+        x = torch.stack([x, -x], 1).transpose(0, 1)
     found = []
 
     def product(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-        return F.linear(x, w[:60] if how == "part" else w).relu()
+        with torch.autocast("cpu", torch.bfloat16, enabled=how not in ("parameter", "part")):
+            w = w[:60] if how == "part" else w
+            return F.linear(x, w, bias if how in ("bias", "frozen") else None).relu()
 
     for leaf in (weight.clone().requires_grad_(), put(pager, weight)):
         inputs = x.clone().requires_grad_(how != "part")
-        with pager.iteration(), torch.autocast("cpu", torch.bfloat16, enabled=how == "autocast"):
-            out = checkpoint(product, inputs, leaf, use_reentrant=False)
-            if type(leaf) is tp.PagedTensor:
-                leaf._storage.run.streamed = True
-            out.square().sum().backward()
-        found.append((inputs.grad, dense(leaf.grad)))
+        leaf.requires_grad_(how != "frozen")
+        for _ in range(2):
+            with pager.iteration():
+                out = checkpoint(product, inputs, leaf, use_reentrant=False)
+                if type(leaf) is tp.PagedTensor:
+                    leaf._storage.run.streamed = True
+                out.square().sum().backward()
+        found.append((inputs.grad, None if leaf.grad is None else dense(leaf.grad)))
     for mine, plain in zip(found[1], found[0], strict=True):
-        assert (mine is plain is None) or torch.allclose(mine, plain, atol=1e-3)
+        close = 1e-2 if how not in ("parameter", "part", "autocast") else 1e-5
+        assert (mine is plain is None) or (mine - plain).abs().max() <= close * plain.abs().max()
 
 
 def test_autocast(pager) -> None:
