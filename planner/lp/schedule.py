@@ -203,12 +203,13 @@ class _Assignment:
     def _note(
         self, chunks: list[Chunk], gap: int, first: int, take: int, now: int, due: int
     ) -> None:
-        """Keep chunks of gaps that began in the second iteration, as steps since its begin."""
+        """Keep chunks of gaps that began in the second iteration, in steps as the gap's begin and
+        end are: one that begins with the last step goes and comes in the iteration after it."""
         steps = self.steps
         began = due - (self.end[gap] - self.begin[gap] - 1)
         if not steps <= began < 2 * steps:
             return
-        step = now - steps
+        step = now - began + self.begin[gap] + 1
         last = chunks[-1] if chunks else None
         if last and (last.gap, last.first + last.count, last.step) == (gap, first, step):
             chunks[-1] = Chunk(gap, last.first, last.count + take, step)

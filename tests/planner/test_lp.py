@@ -300,6 +300,20 @@ def test_whole_pages_and_flows_balance() -> None:
         assert outs == ins == schedule.off[part].sum()
 
 
+def test_pages_go_and_come_inside_their_gap() -> None:
+    """That of the last op's weight too, whose gap is all of the next iteration."""
+    trace = chain(10)
+    problem = make_problem(trace, machine(200))
+    solution = solve(problem)
+    assert solution is not None
+    schedule = make_schedule(problem, solution)
+    begin, end, last = problem.gaps.begin, problem.gaps.end, problem.steps - 1
+    chunks = [chunk for part in (*schedule.outs, *schedule.ins) for chunk in part]
+    assert any(begin[chunk.gap] == last for chunk in chunks)
+    assert all(begin[chunk.gap] < chunk.step <= end[chunk.gap] for chunk in chunks)
+    assert simulate(trace, machine(200), plan(trace, machine(200))).feasible
+
+
 def test_rates_without_limit() -> None:
     rates = ("d2h", "h2d", "disk_read", "disk_write")
     hardware = machine(250, **{f"{name}_bytes_per_s": math.inf for name in rates})
