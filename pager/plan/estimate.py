@@ -26,7 +26,7 @@ from torch.utils.flop_counter import flop_registry
 
 from ...planner.hardware import Compute
 from ..errors import PagerError
-from .plain_script import IterationLog, _tensors
+from .plain_script import IterationLog
 
 if TYPE_CHECKING:
     from ...planner.trace import Trace
@@ -237,6 +237,14 @@ def _loss(target: str, output: Any, tokens: torch.Tensor | None) -> torch.Tensor
     return output.float().square().mean()
 
 
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for one in value:
+            yield from _tensors(one)
+
+
 # -- the run -------------------------------------------------------------------------------------
 # What ops allocate inside and give back, which a run with fake tensors cannot see, as a share of
 # their operands' bytes, in 32 and in 16 bits, and what takes a few megabytes at most. Measured on
@@ -274,18 +282,17 @@ class _Log(IterationLog):
         self.flops = 0
         self.unknown: Counter[str] = Counter()  # ops that may allocate inside → how often
         self._compute = compute
-        self._inside = -1  # the storage of what the op allocates inside
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        self._inside = -1
+        ops = len(self.durations)
         result = super().__torch_dispatch__(func, types, args, kwargs)
-        if self._inside >= 0:
-            self.ops[-1][3].append(self._inside)
+        if len(self.durations) > ops:
+            self.durations[-1] = self._seconds(func, args, kwargs or {}, result)
         return result
 
-    def op_us(self, func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> float:
+    def _seconds(self, func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> float:
         if func.is_view or func.namespace != "aten":
             return 0.0
         results = list(_tensors(result))
@@ -296,7 +303,7 @@ class _Log(IterationLog):
         flops = _flops(func, args, kwargs, result)
         self.flops += flops
         nbytes = sum(t.numel() * t.itemsize for t in (*operands, *results))
-        return 1e6 * self._compute.seconds(flops, nbytes, wide)
+        return self._compute.seconds(flops, nbytes, wide)
 
     def update_us(self, us: float, nbytes: int) -> float:
         return 1e6 * self._compute.seconds(0, nbytes, 4)
@@ -307,9 +314,10 @@ class _Log(IterationLog):
             share = WORKSPACES[name][0 if wide else 1]
             nbytes = int(share * sum(t.numel() * t.itemsize for t in operands))
             if nbytes:
-                space = torch.empty(nbytes, dtype=torch.uint8)
-                self._inside = self._number(space, before=False)
-                self.storages[self._inside].kind = "workspace"
+                # One more that the op makes.
+                space = self._used([torch.empty(nbytes, dtype=torch.uint8)], len(self._noted) - 1)
+                self._noted[-1][3].extend(space)
+                self.kinds[space[0]] = "workspace"
         elif name not in NOTHING_INSIDE and torch.Tag.pointwise not in func.tags:
             self.unknown[func._schema.name] += 1
 

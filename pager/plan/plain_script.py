@@ -18,10 +18,11 @@ from __future__ import annotations
 import sys
 import time
 from functools import cache
+from types import NoneType
 from typing import TYPE_CHECKING, Any
+from weakref import ReferenceType, ref
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules.module import (
     register_module_forward_hook,
     register_module_forward_pre_hook,
@@ -43,22 +44,37 @@ SOURCE = "tensorpager, plain PyTorch"
 HOST_BYTES_PER_S = 50e9  # that an update on the host reads and writes, as hardware files assume
 
 
+class _Mark:
+    """An attribute of a storage, which goes with it: an address would be another one's then, and a
+    weak reference of PyTorch's keeps a piece of memory that cuts the heap in parts."""
+
+    __slots__ = ("__weakref__", "log", "number")
+
+    def __init__(self, log: object, number: int) -> None:
+        self.log, self.number = log, number
+
+
 class _Storage:
-    """One that an op used: ``reference`` says whether it lives, ``name`` what it is."""
+    """One that an op used: ``mark`` says whether it lives, ``name`` what it is. ``first`` is the op
+    that made it, in ``module``; −1 if it was there before."""
 
-    __slots__ = ("before", "kind", "name", "nbytes", "number", "reference")
+    __slots__ = ("before", "kind", "mark", "name", "nbytes", "number")
 
-    def __init__(self, number: int, storage: torch.UntypedStorage, *, before: bool) -> None:
-        self.number, self.before = number, before
-        self.reference = StorageWeakRef(storage)
-        self.nbytes = storage.nbytes()
-        self.name: str | None = None
-        self.kind = "input" if before else "activation"
+    def __init__(
+        self, number: int, mark: ReferenceType[_Mark], nbytes: int, first: int, module: str | None
+    ) -> None:
+        self.number, self.mark, self.nbytes = number, mark, nbytes
+        self.before = first < 0
+        self.name = f"{module}:out.{first}" if module else None
+        self.kind = "input" if self.before else "activation"
 
 
 class IterationLog(TorchDispatchMode):
     """Of one iteration: ops with their durations, what they read and what they wrote, and which
-    may run again; the blocks of the model; the steps of optimizers."""
+    may run again; the blocks of the model; the steps of optimizers.
+
+    While it runs it notes as little as it can; :meth:`stop` makes ``ops``, ``rerun`` and
+    ``storages`` of that."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -68,12 +84,17 @@ class IterationLog(TorchDispatchMode):
         self.segments: list[tuple[int, int, str]] = []
         self.steps: list[tuple[int, int, torch.optim.Optimizer]] = []  # first op, end
         self.foreign: set[str] = set()  # devices whose work runs later
+        self.durations: list[float] = []  # of each op, seconds
+        self.kinds: dict[int, str] = {}  # of storages that are neither inputs nor activations
+        # Of each op: what it is, its operands, the names of the last ones, its results, and
+        # whether it is of the backward pass. Operands and results are numbers of storages.
+        self._noted: list[tuple[Any, list[Any], tuple[str, ...], list[Any], bool]] = []
+        self._found: list[tuple[ReferenceType[_Mark], int, int, str | None]] = []  # see _Storage
         self._modules: list[tuple[torch.nn.Module, str, int]] = []  # that run now, since which op
         self._paths: dict[torch.nn.Module, str] = {}
         self._roots: dict[torch.nn.Module, None] = {}
-        self._known: dict[int, _Storage] = {}
         self._stepping: tuple[int, torch.optim.Optimizer] | None = None
-        self._last = time.perf_counter()
+        self._last = _now()
 
     def start(self) -> None:
         self._hooks = [
@@ -87,66 +108,86 @@ class IterationLog(TorchDispatchMode):
         self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
         for hook in self._hooks:
             hook.remove()
+        self.storages = [_Storage(number, *found) for number, found in enumerate(self._found)]
+        for number, kind in self.kinds.items():
+            self.storages[number].kind = kind
+        stepped = {op for first, end, _ in self.steps for op in range(first, end)}
+        for op, (func, operands, keys, results, backward) in enumerate(self._noted):
+            name, pure, changed = _schema(func)
+            reads: list[int] = []
+            writes: list[int] = []
+            names = (*range(len(operands) - len(keys)), *keys)
+            for key, used in zip(names, operands):
+                numbers = _flat(used)
+                reads += numbers
+                if key in changed:
+                    writes += numbers
+            writes += [number for number in _flat(results) if number not in reads]
+            self.ops.append((name, self.durations[op] * 1e6, reads, writes))
+            self.rerun.append(pure and not backward and op not in stepped)
 
     # -- ops -------------------------------------------------------------------------------------
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kwargs = kwargs or {}
+        """Time that is spent here is no part of the op."""
+        entered = _now()
         if func.namespace in _NO_OPS:
-            return func(*args, **kwargs)
-        name, pure, changed = _schema(func)
-        reads: list[int] = []
-        writes: list[int] = []
-        for key, value in (*enumerate(args), *kwargs.items()):
-            for tensor in _tensors(value):
-                number = self._number(tensor, before=True)
-                if number >= 0:
-                    reads.append(number)
-                    if key in changed:
-                        writes.append(number)
-        result = func(*args, **kwargs)
-        self.rerun.append(pure and self._stepping is None and not _in_backward())
-        for tensor in _tensors(result):
-            number = self._number(tensor, before=False)
-            if number >= 0 and number not in reads:
-                writes.append(number)
-        us = self.op_us(func, args, kwargs, result)
-        self.ops.append((name, us, reads, writes))
+            return func(*args, **(kwargs or {}))
+        operands = self._used((*args, *kwargs.values()) if kwargs else args, -1)
+        begun = _now()
+        result = func(*args, **kwargs) if kwargs else func(*args)
+        ended = _now()
+        made = self._used((result,), len(self._noted))
+        keys = tuple(kwargs) if kwargs else ()
+        self._noted.append((func, operands, keys, made, _node() is not None))
+        self.durations.append(ended - begun + entered - self._last)
+        self._last = _now()
         return result
 
-    def op_us(self, func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> float:
-        """What the op took, µs."""
-        now = time.perf_counter()
-        us, self._last = (now - self._last) * 1e6, now
-        return us
+    def _used(self, values: Any, op: int) -> list[Any]:
+        """Of operands, or what ``op`` returned: the numbers of their storages; a list for a list,
+        −1 for what is no tensor, has no storage, or an empty one."""
+        used: list[Any] = []
+        for value in values:
+            if type(value) in _PLAIN:
+                used.append(-1)
+            elif isinstance(value, torch.Tensor):
+                try:
+                    storage = value.untyped_storage()
+                except (NotImplementedError, RuntimeError):  # sparse, opaque
+                    used.append(-1)
+                    continue
+                mark = getattr(storage, _MARK, None)
+                if mark is None or mark.log is not self._found:
+                    used.append(self._new(value, storage, op))
+                else:
+                    used.append(mark.number)
+            elif isinstance(value, list | tuple):
+                used.append(self._used(value, op))
+            else:
+                used.append(-1)
+        return used
+
+    def _new(self, tensor: torch.Tensor, storage: torch.UntypedStorage, op: int) -> int:
+        nbytes = storage.nbytes()
+        if not tensor.is_cpu:
+            if tensor.is_meta:
+                return -1
+            self.foreign.add(str(tensor.device))
+        if not nbytes:
+            return -1
+        number = len(self._found)
+        mark = _Mark(self._found, number)
+        setattr(storage, _MARK, mark)
+        module = self._modules[-1][1] if op >= 0 and self._modules else None
+        self._found.append((ref(mark), nbytes, op, module))
+        return number
 
     def update_us(self, us: float, nbytes: int) -> float:
         """What an update took whose ops took ``us`` in all, and that is ``nbytes`` of reading and
         writing."""
         return us
-
-    def _number(self, tensor: torch.Tensor, *, before: bool) -> int:
-        """Of the tensor's storage; −1 where it has none, or an empty one."""
-        try:
-            storage = tensor.untyped_storage()
-        except (NotImplementedError, RuntimeError):  # sparse, opaque
-            return -1
-        # The reference that is kept also keeps the address from being another storage's.
-        address = storage._cdata
-        known = self._known.get(address)
-        if known is None:
-            device = tensor.device.type
-            if device not in ("cpu", "meta"):
-                self.foreign.add(str(tensor.device))
-            if device == "meta" or not storage.nbytes():
-                return -1
-            known = _Storage(len(self.storages), storage, before=before)
-            self._known[address] = known
-            self.storages.append(known)
-            if not before and self._modules:
-                known.name = f"{self._modules[-1][1]}:out.{len(self.ops)}"
-        return known.number
 
     # -- modules and steps -----------------------------------------------------------------------
     def _enter(self, module: torch.nn.Module, inputs: Any) -> None:
@@ -155,23 +196,23 @@ class IterationLog(TorchDispatchMode):
             for path, inner in module.named_modules():
                 self._paths.setdefault(inner, path)
         path = self._paths.get(module) or type(module).__name__
-        self._modules.append((module, path, len(self.ops)))
+        self._modules.append((module, path, len(self._noted)))
 
     def _leave(self, module: torch.nn.Module, inputs: Any, output: Any) -> None:
         if not self._modules or self._modules[-1][0] is not module:
             return
         _, path, first = self._modules.pop()
         # Blocks are what a model has a list of.
-        if path.rpartition(".")[2].isdecimal() and first < len(self.ops) and not _in_backward():
-            self.segments.append((first, len(self.ops) - 1, path))
+        if path.rpartition(".")[2].isdecimal() and first < len(self._noted) and not _node():
+            self.segments.append((first, len(self._noted) - 1, path))
 
     def _step_begins(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        self._stepping = len(self.ops), optimizer
+        self._stepping = len(self._noted), optimizer
 
     def step_ended(self) -> None:
         if self._stepping is not None:
             first, optimizer = self._stepping
-            self.steps.append((first, len(self.ops), optimizer))
+            self.steps.append((first, len(self._noted), optimizer))
             self._stepping = None
 
     # -- the trace -------------------------------------------------------------------------------
@@ -179,9 +220,10 @@ class IterationLog(TorchDispatchMode):
         """Called when the iteration is over, of what is still there."""
         if tensor is None:
             return None
-        known = self._known.get(tensor.untyped_storage()._cdata)
-        if known is None or known.reference.expired():
+        mark = getattr(tensor.untyped_storage(), _MARK, None)
+        if mark is None or mark.log is not self._found:
             return None
+        known: _Storage = self.storages[mark.number]
         known.name, known.kind = name, kind
         return known
 
@@ -215,7 +257,7 @@ class IterationLog(TorchDispatchMode):
         nbytes = sum(one.nbytes for one in self.storages if one.before)
         return make_trace(
             [
-                (one.number, one.nbytes, one.before and not one.reference.expired())
+                (one.number, one.nbytes, one.before and one.mark() is not None)
                 for one in self.storages
             ],
             ops,
@@ -290,12 +332,22 @@ class IterationLog(TorchDispatchMode):
 
 _HOSTED = (torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD)
 _SCALAR = 8  # bytes
+_MARK = "_tensorpager_recorded"
+_PLAIN = {
+    NoneType,
+    bool,
+    int,
+    float,
+    str,
+    torch.dtype,
+    torch.device,
+    torch.layout,
+    torch.memory_format,
+}
+_now = time.perf_counter
+_node = torch._C._current_autograd_node  # None outside of the backward pass
 _NO_OPS = ("prim", "profiler")  # questions about a tensor, marks of the profiler
 _UNSAID = "batch_norm"  # some of these change statistics without saying so
-
-
-def _in_backward() -> bool:
-    return torch._C._current_autograd_node() is not None
 
 
 @cache
@@ -311,12 +363,10 @@ def _schema(func: Any) -> tuple[str, bool, frozenset[int | str]]:
     return schema.name, pure, frozenset(changed)
 
 
-def _tensors(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, list | tuple):
-        for one in value:
-            yield from _tensors(one)
+def _flat(used: Any) -> list[int]:
+    if isinstance(used, int):
+        return [used] if used >= 0 else []
+    return [number for one in used for number in _flat(one)]
 
 
 class Watch:

@@ -9,18 +9,23 @@ import signal
 import subprocess
 import sys
 import time
+import weakref
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.modules.module as torch_module
+import torch.optim.optimizer as torch_optimizer
 from click.testing import CliRunner
 
 import tensorpager as tp
 from tensorpager.pager.cli import main
+from tensorpager.pager.plan.plain_script import Watch
 from tensorpager.pager.plan.record import (
     ITERATION_VARIABLE,
     PATH_VARIABLE,
+    Report,
     recording_from_environment,
 )
 from tensorpager.planner.trace import WRITE
@@ -184,6 +189,39 @@ def test_a_script_that_knows_nothing_of_us(tmp_path: Path, optimizers: int) -> N
     first_written = int(trace.access_op[written].min())
     assert first_written > trace.op_names.index("aten::cummax")
     assert 0 < trace.ideal_us < 600e6
+
+
+def test_only_the_recorded_iteration_is_watched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Pagers of other tests may still be there.
+    monkeypatch.setattr("tensorpager.pager.plan.plain_script._pages", lambda: False)
+    modes, hooks, alive = [], [], []
+    watched = len(torch_optimizer._global_optimizer_post_hooks)
+
+    class Probe(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            modes.append(torch._C._len_torch_dispatch_stack())
+            hooks.append(len(torch_module._global_forward_hooks))
+            gone = [weakref.ref((x * 2).untyped_storage()) for _ in range(3)]
+            alive.append([one() is not None for one in gone])
+            return x
+
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), Probe(), torch.nn.Linear(8, 8))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    traces = []
+    for name in ("first", "again"):  # what one recording leaves on tensors is nothing to the next
+        Watch(Report(tmp_path / name, 3, None))
+        for _ in range(5):
+            model(torch.ones(4, 8)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        traces.append(read_trace(tmp_path / name))
+    assert modes == hooks == [0, 0, 1, 0, 0] * 2
+    assert not any(map(any, alive))  # what the program gave back
+    assert len(torch_optimizer._global_optimizer_post_hooks) == watched
+    assert traces[0].op_names == traces[1].op_names
+    assert traces[0].tensor_bytes.tolist() == traces[1].tensor_bytes.tolist()
 
 
 def test_every_says_how_many_steps_make_an_iteration(tmp_path: Path) -> None:
