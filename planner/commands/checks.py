@@ -6,8 +6,10 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import click
+
 from ..errors import PlanError
-from ..hardware import COMPUTE
+from ..hardware import COMPUTE, describe
 from .tables import short
 
 if TYPE_CHECKING:
@@ -29,6 +31,7 @@ def read_plan_for(path: Path, trace: Trace, trace_path: Path, hardware: Hardware
             f"{path} has pages of {plan.page_size} bytes, the hardware of "
             f"{hardware.page_size}; give --page-size {plan.page_size}, or plan again"
         )
+    warn_of_machine(plan, path, hardware)
     return plan
 
 
@@ -51,19 +54,19 @@ def require_same_trace(plan: Plan, plan_path: Path, trace: Trace, trace_path: Pa
             )
 
 
-def durations_row(trace: Trace, machine: Machine) -> list[tuple[str, str]]:
-    """For a heading: whether the ops' durations are of another machine than the preset, and how
+def warn_of_durations(trace: Trace, machine: Machine) -> None:
+    """Says so on stderr where the ops' durations are of another machine than the preset, and how
     many times as fast that computes by data sheets, in 16 and in 32 bits."""
     recorded = trace.device.strip()
     if machine.name not in COMPUTE or not recorded:
-        return []
+        return
     there, here = COMPUTE[machine.name], COMPUTE.get(_preset_of(recorded) or "")
     if here is None:  # some GPU
         if machine.name != "cpu" and recorded.lower() != "cpu":
-            return []
+            return
         how = "ops are slower there" if machine.name == "cpu" else "its link hides less"
     elif here == there:
-        return []
+        return
     else:
         slow, fast = sorted(
             (there.flops_per_s / here.flops_per_s, there.flops_32_per_s / here.flops_32_per_s)
@@ -71,7 +74,17 @@ def durations_row(trace: Trace, machine: Machine) -> list[tuple[str, str]]:
         ratio = f"{slow:.3g}" if fast < 1.05 * slow else f"{slow:.3g} to {fast:.3g}"
         how = f"that computes {ratio} times as fast by data sheet, so its link hides "
         how += "more" if fast < 1 else "less"
-    return [("durations", f"as recorded on {short(recorded)}, not on {machine.name}: {how}")]
+    warn(f"durations are as recorded on {short(recorded)}, not on {machine.name}: {how}")
+
+
+def warn_of_machine(plan: Plan, path: Path, hardware: Hardware) -> None:
+    """Says so on stderr where the plan was made for another machine."""
+    if plan.hardware not in (None, hardware):
+        warn(f"{path} was made for another machine: {describe(plan.hardware)}")
+
+
+def warn(text: str) -> None:
+    click.echo(f"tensorpager: warning: {text}", err=True)
 
 
 def _preset_of(device: str) -> str | None:

@@ -10,6 +10,7 @@ import click
 
 from ..hardware import describe
 from ..sizes import format_bytes
+from .checks import warn_of_durations
 from .options import (
     Machine,
     TraceCommand,
@@ -73,6 +74,7 @@ def compare(
     names = policy_names(policies) if policies is not None else list(POLICIES)
     if policies is None and not trace.has_choices:
         names = [name for name in names if name not in CHOOSERS]
+    warn_of_durations(trace, machine)
     hardware = machine.for_trace(trace)
     require_working_sets(trace, hardware)
     with progress_bar() as progress:

@@ -37,7 +37,11 @@ def in_one_line(context: click.Context) -> Iterator[None]:
         yield
     except BrokenPipeError:
         raise
-    except (PagerError, OSError, CheckFailed) as error:
+    except (PagerError, OSError, CheckFailed, ModuleNotFoundError) as error:
+        if isinstance(error, ModuleNotFoundError):
+            if error.name != "torch":
+                raise
+            error = PagerError("this needs PyTorch: pip install torch")
         name = f" {context.invoked_subcommand}" if context.invoked_subcommand else ""
         kind = _CheckFailure if isinstance(error, CheckFailed) else _InputFailure
         raise kind(f"{context.command_path}{name}: {_message(error)}") from error

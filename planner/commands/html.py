@@ -10,7 +10,7 @@ import click
 
 from ..errors import HardwareError
 from ..sizes import format_bytes
-from .checks import read_plan_for
+from .checks import read_plan_for, warn_of_durations
 from .options import (
     Machine,
     TraceCommand,
@@ -68,6 +68,8 @@ def html(
     if machine is None and plan_path is not None:
         _refuse_plan_without_machine(plan_path)
     trace = read_trace(trace_path)
+    if machine is not None:
+        warn_of_durations(trace, machine)
     hardware = machine.for_trace(trace) if machine else None
     plan = None
     if plan_path is not None and hardware is not None:

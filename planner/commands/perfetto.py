@@ -9,7 +9,7 @@ import click
 
 from ..errors import PlanError
 from ..sizes import format_bytes
-from .checks import read_plan_for
+from .checks import read_plan_for, warn_of_durations
 from .options import (
     Machine,
     TraceCommand,
@@ -92,6 +92,7 @@ def _timeline(
         raise click.UsageError(
             f"{plan_path} does not say what it was made for; give --hardware too."
         )
+    warn_of_durations(trace, machine)
     hardware = machine.for_trace(trace)
     plan = read_plan_for(plan_path, trace, trace_path, hardware)
     try:

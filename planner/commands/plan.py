@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import click
 
 from ..hardware import describe
-from .checks import durations_row
+from .checks import warn_of_durations
 from .failures import CheckFailed
 from .options import (
     Machine,
@@ -78,6 +78,7 @@ def plan(
     if allow is not None and policy != "joint":
         raise click.UsageError("--allow is for policy joint.")
     trace = read_trace(trace_path)
+    warn_of_durations(trace, machine)
     hardware = machine.for_trace(trace)
     require_working_sets(trace, hardware)
     began = time.perf_counter()
@@ -96,7 +97,6 @@ def plan(
         [
             ("trace", f"{trace_path}, {trace.ops} ops in {format_us(trace.ideal_us)}"),
             ("hardware", describe(hardware)),
-            *durations_row(trace, machine),
             ("plan", f"{output}, {len(made.moves)} moves by {made.policy} in {seconds:.1f} s"),
         ]
     )

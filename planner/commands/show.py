@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from .checks import read_plan_for
+from .checks import read_plan_for, warn_of_durations
 from .options import (
     F,
     Machine,
@@ -90,7 +90,9 @@ def show(
     """Say what a trace holds.
 
     Memory over time, its peak and what makes it, what lies idle for how long, what is used again
-    how soon. With --hardware also what of the idle bytes the link could hide.
+    how soon. With --hardware also how fast it is there, and what of the idle bytes the link could
+    hide; without, what was recorded on a CPU is planned for one (the preset cpu) with half of what
+    it needs.
 
     With --tensor: one tensor's uses, its idle periods and, with --plan, when it moves where, is
     made again, or is stepped by the host. A PLAN runs on the machine that it was made for.
@@ -107,13 +109,13 @@ def show(
     if tensor is not None and (kinds or by != BY[0]):
         raise click.UsageError("--tensor shows one tensor: leave out --kind and --by.")
     trace = read_trace(trace_path)
+    if machine is not None:
+        warn_of_durations(trace, machine)
     hardware = None if machine is None else machine.for_trace(trace)
     page_size = int(hardware.page_size) if hardware else page_size_alone or trace.page_size
     if tensor is None:
         count = TOP if top is None else top
-        _show_all(
-            trace_path, trace, page_size, kinds, hardware, machine, plan_path, count, by, as_json
-        )
+        _show_all(trace_path, trace, page_size, kinds, hardware, plan_path, count, by, as_json)
     else:
         count = TOP_OF_A_LIFE if top is None else top
         _show_one(trace_path, trace, page_size, hardware, tensor, plan_path, count, as_json)
@@ -125,13 +127,11 @@ def _show_all(
     page_size: int,
     kinds: tuple[str, ...],
     hardware: Hardware | None,
-    machine: Machine | None,
     plan_path: Path | None,
     top: int,
     by: str,
     as_json: bool,
 ) -> None:
-    from .checks import durations_row
     from .show_overview import overview
     from .summary import View, summary
 
@@ -139,12 +139,11 @@ def _show_all(
     if plan_path is not None and hardware is not None:
         plan = read_plan_for(plan_path, trace, path, hardware)
     view = View(trace, page_size, kinds, hardware, plan)
-    durations = [] if machine is None else durations_row(trace, machine)
     found = summary(view, top, by)
     if as_json:
         emit_json(found)
     else:
-        emit(*overview(path, view, found, durations))
+        emit(*overview(path, view, found))
 
 
 def _show_one(

@@ -18,16 +18,14 @@ from .summary import View
 from .tables import BAR, TEXT_WIDTH, bar, format_share, format_us, layers_table, pairs, short, table
 
 
-def overview(
-    path: Path, view: View, found: dict[str, Any], more: Sequence[tuple[str, str]] = ()
-) -> list[Any]:
-    """What to print of ``found``, the summary of ``view``; ``more``: rows of the header."""
+def overview(path: Path, view: View, found: dict[str, Any]) -> list[Any]:
+    """What to print of ``found``, the summary of ``view``."""
     by = found.get("groups", {}).get("by", BY[0])
     return [
         *_verdict(found["verdict"]),
         *_decided(found["verdict"]["machine"]),
         "",
-        pairs([("trace", str(path)), *_facts(view, found), *more]),
+        pairs([("trace", str(path)), *_facts(view, found)]),
         "",
         _chart(view, found["peak"]),
         "",
@@ -46,12 +44,13 @@ def _verdict(found: dict[str, Any]) -> list[str]:
     lines = [f"It needs {most}; the smallest device budget is {least}."]
     machine = found["machine"]
     if machine is None:
-        return [*lines, "How fast in half of that? --hardware cpu --device-bytes 50% says it."]
+        return [*lines, "How fast in half of that? --hardware NAME --device-bytes 50% says it."]
     size = machine["device_bytes"]
     where = "This device" if size is None else f"A device of {format_bytes(size)}"
     if machine["percent_of_ideal"] is None:
         return [*lines, f"{where} cannot run it: {short(machine['reason'], 400)}"]
     how = {"lp": "planned", "lru": "on demand"}.get(machine["policy"], "planned")
+    how += ", on a CPU" if machine["assumed"] else ""
     return [*lines, f"{where} runs it at {machine['percent_of_ideal']:.1f} % of the speed, {how}."]
 
 

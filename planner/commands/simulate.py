@@ -10,7 +10,7 @@ from click.core import ParameterSource
 
 from ..hardware import describe
 from .axes import KINDS, Axis, check_together, parse_axis
-from .checks import read_plan_for
+from .checks import read_plan_for, warn_of_durations
 from .failures import CheckFailed
 from .options import (
     Machine,
@@ -132,6 +132,7 @@ def simulate(
     usual = "lp,lru" if fleet is None else "lp"
     names = policy_names(usual if policies is None else policies)
     trace, plan = read_trace(trace_path), None
+    warn_of_durations(trace, machine)
     if plan_path is not None:
         plan = read_plan_for(plan_path, trace, trace_path, machine.base)
         names = [plan.policy]
@@ -187,6 +188,7 @@ def _run_plan(
     from ..trace_file import read_trace
 
     trace = read_trace(trace_path)
+    warn_of_durations(trace, machine)
     hardware = machine.for_trace(trace)
     plan = read_plan_for(plan_path, trace, trace_path, hardware)
     result = run(trace, hardware, plan)

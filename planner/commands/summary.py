@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from ..hardware import Hardware
+from ..hardware import PRESETS, Hardware
 from ..joint.layers import decided
 from ..lifetimes import gap_bytes, gaps, idle_us, live_pages, working_set_pages
 from ..plan import Plan
@@ -135,11 +135,16 @@ def summary(view: View, top: int, by: str = "tensor") -> dict[str, Any]:
 def verdict(view: View, least: int, most: int) -> dict[str, Any]:
     """What the iteration takes: ``most`` bytes of whole pages, ``least`` for its largest op. On a
     machine also how fast it would run there, by the view's plan and what that decided for which
-    layers, or by one that is made quickly, or on demand where there are too many ops for that."""
+    layers, or by one that is made quickly, or on demand where there are too many ops for that.
+    Where no machine was named, what was recorded on a CPU runs on one, in half of what it needs."""
     found: dict[str, Any] = {"needs_bytes": most, "smallest_device_bytes": least, "machine": None}
-    machine = view.hardware
+    machine, assumed = view.hardware, None
     if machine is None:
-        return found
+        if view.trace.device != "cpu" or view.trace.ops > MOST_PLANNED_OPS or view.kinds:
+            return found
+        assumed, pages = "cpu", max(least, most // 2) // view.page_size
+        size = pages * view.page_size
+        machine = PRESETS[assumed].with_(device_bytes=size, page_size=view.page_size)
     policy = "lp" if view.trace.ops <= MOST_PLANNED_OPS else "lru"
     if view.plan is not None:
         policy = view.plan.policy
@@ -147,6 +152,7 @@ def verdict(view: View, least: int, most: int) -> dict[str, Any]:
     predicted = outcome.predicted
     found["machine"] = {
         "device_bytes": None if math.isinf(machine.device_bytes) else int(machine.device_bytes),
+        "assumed": assumed,
         "policy": policy,
         "percent_of_ideal": None if predicted is None else predicted.percent_of_ideal,
         "reason": outcome.reason,

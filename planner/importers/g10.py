@@ -30,7 +30,7 @@ def load(path: Path, page_size: int = 2 << 20) -> Trace:
     Raises ``TraceError`` naming the file, the entry and the reason.
     """
     path = Path(path)
-    document = read_json_object(path)
+    document = read_json_object(path, "a workload of G10's repository")
     schema = document.get("schema")
     if not isinstance(schema, str) or schema not in KERNEL_FIELDS:
         raise TraceError(f"{path}: schema {shown(schema)} is none of {', '.join(KERNEL_FIELDS)}")

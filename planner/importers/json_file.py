@@ -16,10 +16,10 @@ MAX_BYTES = 4 << 30  # unpacked; a small gzip file may unpack to any size
 _PIECE_BYTES = 1 << 20
 
 
-def read_json_object(path: Path) -> dict[str, Any]:
+def read_json_object(path: Path, wanted: str) -> dict[str, Any]:
     """The JSON object in ``path`` (gzip is told by its first bytes, not by the name).
 
-    Raises ``TraceError`` naming the file and the reason.
+    Raises ``TraceError`` naming the file and the reason, and that ``wanted`` is meant.
     """
     try:
         with path.open("rb") as file:
@@ -43,9 +43,9 @@ def read_json_object(path: Path) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         if content.lstrip()[:1] in (b"{", b"["):
             raise TraceError(f"{path}: not whole JSON ({error}); record it again") from error
-        raise TraceError(f"{path}: {what_it_is(content)}, not JSON") from error
+        raise TraceError(f"{path}: {what_it_is(content)}, not JSON; give {wanted}") from error
     if not isinstance(document, dict):
-        raise TraceError(f"{path}: a JSON {type(document).__name__}, not an object")
+        raise TraceError(f"{path}: a JSON {type(document).__name__}, not an object; give {wanted}")
     return document
 
 

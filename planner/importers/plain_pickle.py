@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import TraceError
+from ..shown import what_it_is
 from .json_file import read_at_most
 
 MAX_BYTES = 2 << 30
@@ -29,11 +30,11 @@ _CUT_OFF = (
 )  # in what pickletools says
 
 
-def load_plain(path: Path, max_bytes: int = MAX_BYTES) -> Any:
+def load_plain(path: Path, wanted: str = "one of plain data", max_bytes: int = MAX_BYTES) -> Any:
     """The plain object in the pickle at ``path``.
 
     Raises ``TraceError`` naming the file and, for a pickle that asks for a class or a function, its
-    name.
+    name; of a file of another kind, that ``wanted`` is meant.
     """
     path = Path(path)
     try:
@@ -41,6 +42,8 @@ def load_plain(path: Path, max_bytes: int = MAX_BYTES) -> Any:
             content = read_at_most(file, max_bytes + 1)
     except FileNotFoundError as error:
         raise TraceError(f"{path}: no such file") from error
+    except IsADirectoryError as error:
+        raise TraceError(f"{path}: a folder; name the recording in it") from error
     except OSError as error:
         raise TraceError(f"{path}: cannot be read: {error.strerror}") from error
     if len(content) > max_bytes:
@@ -63,6 +66,8 @@ def load_plain(path: Path, max_bytes: int = MAX_BYTES) -> Any:
                 follow(machine, argument)
         return machine.stack[0]
     except (IndexError, KeyError, ValueError, TypeError, MemoryError) as error:
+        if content[:1] != pickle.PROTO:
+            raise TraceError(f"{path}: {what_it_is(content)}, no pickle; give {wanted}") from error
         reason = str(error)  # may quote all of a damaged file
         if any(word in reason for word in _CUT_OFF):
             reason = "it is cut off"

@@ -64,9 +64,12 @@ def load(path: Path, page_size: int = 2 << 20) -> Trace:
     Raises ``TraceError`` naming the file, the event and the reason.
     """
     path = Path(path)
-    events = read_json_object(path).get("traceEvents")
+    wanted = "what torch.profiler's export_chrome_trace() wrote"
+    events = read_json_object(path, wanted).get("traceEvents")
     if not isinstance(events, list):
-        raise TraceError(f"{path}: no list 'traceEvents', so this is no profiler trace")
+        raise TraceError(
+            f"{path}: no list 'traceEvents', so this is no profiler trace; give {wanted}"
+        )
     ops = _ops(events, path)
     memory = _memory(events, path)
     blocks, born_us = _blocks(memory, ops)

@@ -52,7 +52,7 @@ def load(path: Path, page_size: int = 2 << 20) -> Trace:
     Raises ``TraceError`` naming the file, the event and the reason. Nothing in the pickle is run.
     """
     path = Path(path)
-    snapshot = load_plain(path)
+    snapshot = load_plain(path, "what torch.cuda.memory._dump_snapshot() wrote")
     device, raw = _busiest_device(snapshot, path)
     events = _events(raw, f"{path}: device_traces[{device}]")
     blocks = _blocks(events, _live_at_end(snapshot, device))

@@ -145,3 +145,27 @@ def test_what_is_printed_becomes_a_picture_too(trace_path: Path, tmp_path: Path)
     assert "working" in text
     assert "url(" not in text.replace("url(#", "")  # nothing from the net
     assert "no folder" in refused("--svg", tmp_path / "none" / "x.svg", "show", trace_path)
+
+
+NO_TORCH = """
+import sys
+
+class No:
+    def find_spec(self, name, path=None, target=None):
+        if name == "torch":
+            raise ModuleNotFoundError("No module named 'torch'", name=name)
+
+sys.meta_path.insert(0, No())
+from tensorpager.pager.cli import main
+main(prog_name="tensorpager")
+"""
+
+
+def test_without_pytorch_commands_say_so(tmp_path: Path) -> None:
+    for words in (["bench-io", "."], ["estimate", "x.py:f", "--hardware", "cpu", "--batch", "1"]):
+        command = [sys.executable, "-c", NO_TORCH, *words]
+        ended = subprocess.run(
+            command, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False
+        )
+        assert ended.returncode == 2
+        assert ended.stderr == f"tensorpager {words[0]}: this needs PyTorch: pip install torch\n"

@@ -1,8 +1,10 @@
 """``tensorpager import`` and ``show``."""
 
 import json
+import os
 import stat
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,10 +15,11 @@ from tensorpager.planner import trace as trace_module
 from tensorpager.planner.commands import show, show_groups
 from tensorpager.planner.commands.options import EXAMPLE_TRACE
 from tensorpager.planner.commands.show_groups import module_of
+from tensorpager.planner.hardware import load_hardware
 from tensorpager.planner.trace import Trace, make_trace
 from tensorpager.planner.trace_file import write_trace
 
-from .command_line import PAGE, refused, run, run_json, weight_trace
+from .command_line import MOVES, PAGE, refused, run, run_json, weight_trace
 
 SHARED = Path(__file__).resolve().parents[3] / "shared" / "data"
 
@@ -335,13 +338,38 @@ def test_the_verdict_comes_first(trace_path: Path, machine_path: Path) -> None:
 
 
 def test_the_sample_stands_for_a_trace_anywhere_on_the_line() -> None:
-    found = run_json("show", "--example")
-    assert found == run_json("show", EXAMPLE_TRACE)
+    some = ["--kind", "gradient"]  # spares the planning
+    found = run_json("show", "--example", *some)
+    assert found == run_json("show", EXAMPLE_TRACE, *some)
     assert found["tensors"] > 100
     assert EXAMPLE_TRACE.stat().st_size < 100_000
-    assert run_json("show", "--top", 1, "--example")["ops"] == found["ops"]
+    assert run_json("show", *some, "--top", 1, "--example")["ops"] == found["ops"]
     assert "--example" in run("show", "--help").stdout
     assert "no such file" in refused("show", "--exampl.parquet".strip("-"))
+
+
+def test_without_a_machine_it_runs_on_a_cpu_with_half(tmp_path: Path) -> None:
+    path = tmp_path / "t.parquet"
+    write_trace(path, replace(weight_trace(), device="cpu"))
+    asked = ["show", path, "--page-size", PAGE]
+    found = run_json(*asked)["verdict"]
+    half = max(found["smallest_device_bytes"], found["needs_bytes"] // 2 // PAGE * PAGE)
+    named = run_json(*asked, "--hardware", "cpu", "--device-bytes", half)["verdict"]
+    assert found["machine"] == named["machine"] | {"assumed": "cpu"}
+    assert run(*asked).stdout.splitlines()[1].endswith("of the speed, planned, on a CPU.")
+    write_trace(path, replace(weight_trace(), device="cuda:0"))
+    assert "--hardware NAME" in run(*asked).stdout.splitlines()[1]
+
+
+def test_a_plan_on_another_machine_is_told(
+    trace_path: Path, machine_path: Path, save_plan: Callable[..., Path]
+) -> None:
+    plan_path = save_plan(MOVES, hardware=load_hardware(str(machine_path)))
+    for words in (["simulate"], ["html", "--no-remedies", "-o", os.devnull], ["show", "--plan"]):
+        asked = [words[0], trace_path, *words[1:], plan_path]
+        assert run(*asked).stderr == ""
+        said = run(*asked, "--h2d", "1GB").stderr
+        assert said.startswith(f"tensorpager: warning: {plan_path} was made for another machine: ")
 
 
 def test_durations_of_another_machine_are_told_with_the_ratio(tmp_path: Path) -> None:
@@ -350,7 +378,18 @@ def test_durations_of_another_machine_are_told_with_the_ratio(tmp_path: Path) ->
     def told(device: str, machine: str) -> str:
         path = tmp_path / "t.parquet"
         write_trace(path, replace(weight_trace(), device=device))
-        return " ".join(run("show", path, "--hardware", machine).stdout.split())
+        said = {run(*words, "--hardware", machine).stderr for words in commands(path)}
+        assert len(said) == 1
+        return said.pop()
+
+    def commands(path: Path) -> list[list[str | Path]]:
+        out = tmp_path / "out"
+        return [
+            ["show", path],
+            ["plan", path, "--quick", "-o", out],
+            ["compare", path, "--quick", "--policies", "lru"],
+            ["simulate", path, "--sweep", "device=1GiB", "--policies", "lru", "--quick"],
+        ]
 
     said = "as recorded on cpu, not on a100: that computes 19.5 to 312 times as fast by data sheet"
     assert said in told("cpu", "a100")
