@@ -68,6 +68,8 @@ def _plan_in_words(pager: Core, follower: Follower | None) -> str:
         return f"There is no plan, pages are brought in when an op needs them: {signature.refused}"
     if signature.turned_down is not None:
         return f"There is no plan: {signature.turned_down}."
+    if signature.compiled is not None and not signature.ways.by_plan:
+        return f"There is a plan, and it is not followed now: {signature.ways}."
     if signature.compiled is None:
         state = "is being made" if signature.process is not None else "will be made"
         return (

@@ -39,6 +39,7 @@ from .enter_plan import enter_plan
 from .planned import PlannedMoves
 from .recorder import Recorder
 from .signatures import Signatures, StepSignature
+from .ways import Taken
 
 if TYPE_CHECKING:
     from ..core import Core
@@ -135,7 +136,7 @@ class Follower:
         self._began = time.perf_counter()
         log = self.recorder.open()
         signature = self._choose(self.signatures.expected(), log)
-        compiled = signature.compiled if signature is not None else None
+        compiled = signature.followed if signature is not None else None
         off = pager.budget.metering or self.mover.error is not None
         off = off or (others is not None and not others.may_follow)
         if compiled is not None and not off and self._enter(compiled):
@@ -384,20 +385,14 @@ class Follower:
             signature.sample(log, size, followed=followed)
         self._relate(signature)
         self.signatures.came(signature)
-        took_us = (log.ended - self._began) * 1e6
-        if followed:
-            self.planned_iterations += 1
-            if not planning:
-                signature.measured_us.append(signature.as_longest(took_us, size))
-                stalled_us = signature.as_longest(log.stall_seconds * 1e6, size)
-                signature.planned_stall_us.append(stalled_us)
-            if self.only_if_faster:
-                signature.leave_if_slower()
-        elif self._on_demand and times is None:
-            if not planning:
-                signature.demand_us.append(signature.as_longest(took_us, size))
-            stalled_us = signature.as_longest(sum(log.stalls.values()) * 1e6, size)
-            signature.demand_stall_us.append(stalled_us)
+        self.planned_iterations += followed
+        as_usual = times is None and not planning and not self._pager.budget.gave
+        if as_usual and (followed or self._on_demand):
+            stalled = log.stall_seconds if followed else sum(log.stalls.values())
+            took = log.ended - self._began, stalled
+            taken = Taken(*(signature.as_longest(seconds * 1e6, size) for seconds in took))
+            alone = self.others is None if self.only_if_faster else None
+            signature.choose(taken, by_plan=followed, alone=alone)
         if signature.is_shorter(size):
             self._look_up(log)
             signature.lengthen(log, size)
@@ -495,7 +490,7 @@ class Follower:
         )  # fmt: skip
         quick = quick or not signature.wants_full_search
         signature.plans += 1
-        signature.planned_size = signature.size
+        signature.planned_size, signature.planned_at = signature.size, signature.seen
         signature.hardware = hardware
         signature.process, self._ready = self._ready or PlanningProcess(), None
         signature.process.ask(

@@ -16,6 +16,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 import weakref
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -83,8 +84,14 @@ class PlanningProcess:
     ) -> None:
         """Once. The arguments are those of :func:`plan_with_layout`; neither may be changed until
         it is ``done``."""
+        self._asked = time.perf_counter()
         self._run.question = _Question(trace, hardware, quick, policy)
         self._run.asked.set()
+
+    @property
+    def seconds(self) -> float:
+        """Since it was asked."""
+        return time.perf_counter() - self._asked
 
     def done(self) -> bool:
         """Whether ``result`` returns, or raises, at once."""

@@ -16,6 +16,7 @@ import numpy as np
 from ..errors import PagerError
 from .access_log import AccessLog, Keys
 from .compiled_plan import CompiledPlan
+from .ways import Taken, Ways
 
 if TYPE_CHECKING:
     from ...planner.hardware import Hardware
@@ -24,11 +25,9 @@ if TYPE_CHECKING:
     from .traces import Recorded
 
 _RECORDED = 2  # iterations before the first plan: what happens once would be taken for work
-_AGAIN = 2  # times as many iterations seen, until there is another plan after one turned down
-_MEASURED = 3  # iterations that follow a plan before it is judged
-_OFF_BY = 0.05
+_AGAIN = 2  # times as many iterations seen as before a plan, until another one is made
+_MEASURED = 3  # iterations that follow a plan before another one is made
 _CLOSE = 99.5  # percent of the bound's speed: no plan is worth much more
-_SLOWER = 1.02  # times what iterations on demand take: a plan is left
 _SAMPLES = 5
 _GROWTH_SAMPLES = 8
 _MORE_FRAMES = 17 / 16  # times those that there are: a plan for as many is followed
@@ -67,8 +66,7 @@ class StepSignature:
     """Iterations with the same order of accesses. ``log`` is of the longest one seen, with ``size``
     pages of activations; all times are as it would take.
 
-    ``turned_down``: why the latest plan is not followed; another one may be made when ``again_at``
-    iterations have been seen.
+    ``turned_down``: why the latest plan is not followed.
 
     ``again``: blocks of the model that run again in iterations of this kind, which are another
     kind then, ``variant``, whose ``base`` this one is; both have one place in the order of kinds.
@@ -90,7 +88,8 @@ class StepSignature:
         self.refused: str | None = None  # why there is no plan
         self.left = False  # for good, a plan that was followed
         self.turned_down: str | None = None
-        self.again_at = 0
+        self.planned_at = 0  # iterations that had been seen
+        self.planning_us = 0.0  # that it took
         self.plans = 0
         self.again: frozenset[str] = frozenset()
         self.before_us = self.again_us = 0.0  # promised without and with ``again``
@@ -102,11 +101,8 @@ class StepSignature:
         # followed a plan, whose moves have taken time of the ops beside them.
         self.samples: deque[list[float]] = deque([log.seconds()], _SAMPLES)
         self.beside: deque[list[float]] = deque(maxlen=_SAMPLES)
-        self.measured_us: deque[float] = deque(maxlen=_SAMPLES)  # of those that followed `compiled`
-        self.planned_stall_us: deque[float] = deque(maxlen=_SAMPLES)  # what these waited
+        self.ways = Ways()
         self.plain_us: float | None = None
-        self.demand_us: deque[float] = deque(maxlen=_SAMPLES)  # of those that followed none
-        self.demand_stall_us: deque[float] = deque(maxlen=_SAMPLES)
         self._of_each, self._of_all = Growth(), Growth()
         self._of_each.add(size, self.samples[0])
         self._of_all.add(size, [sum(self.samples[0])])
@@ -129,11 +125,7 @@ class StepSignature:
         elif len(log.hosted) != len(self.log.hosted):
             return
         more = float(self._of_all.ratio(self.size, size)[0])
-        for times in (
-            self.measured_us, self.planned_stall_us, self.demand_us, self.demand_stall_us,
-        ):  # fmt: skip
-            for index in range(len(times)):
-                times[index] *= more
+        self.ways.scale(more)
         if self.plain_us is not None:
             self.plain_us *= more
         if alike:
@@ -149,8 +141,7 @@ class StepSignature:
             self.samples.append(log.seconds())
         self.log, self.size = log, size
         if size > _LONGER * self.planned_size and not self.left:
-            self.plans = min(self.plans, 1)
-            self.refused = self.turned_down = None
+            self._plan_again()
 
     def as_longest(self, us: float, size: int) -> float:
         """What takes ``us`` with ``size`` pages of activations."""
@@ -191,14 +182,17 @@ class StepSignature:
     def on_demand_us(self) -> float | None:
         """Of an iteration that follows no plan, likewise: the least waiting of the latest ones. On
         a machine that is busy now and then whole times cannot be compared, waiting can."""
-        if not self.demand_stall_us:
-            return None
-        return sum(self.alone_seconds()) * 1e6 + min(self.demand_stall_us)
+        stalls = [one.stall_us for one in self.ways.latest[False]]
+        return sum(self.alone_seconds()) * 1e6 + min(stalls) if stalls else None
 
     @property
     def measured(self) -> float | None:
         """Median µs of the latest iterations that followed the plan."""
-        return float(np.median(self.measured_us)) if self.measured_us else None
+        return self._median_by_plan("us")
+
+    def _median_by_plan(self, what: str) -> float | None:
+        latest = [getattr(one, what) for one in self.ways.latest[True]]
+        return float(np.median(latest)) if latest else None
 
     @property
     def ideal_us(self) -> float | None:
@@ -222,10 +216,10 @@ class StepSignature:
     def overhead_us(self) -> float | None:
         """Of the latest iterations that followed the plan, what was neither plain PyTorch's nor
         waiting: our own work, and what moves took from the ops beside them."""
-        ideal = self.ideal_us
-        if self.plain_us is None or self.measured is None or ideal is None:
+        ideal, stall = self.ideal_us, self._median_by_plan("stall_us")
+        if self.plain_us is None or self.measured is None or stall is None or ideal is None:
             return None
-        return max(0.0, self.measured - float(np.median(self.planned_stall_us)) - ideal)
+        return max(0.0, self.measured - stall - ideal)
 
     # -- blocks that run again -------------------------------------------------------------------
     def is_like(self, other: StepSignature) -> bool:
@@ -246,7 +240,7 @@ class StepSignature:
             return
         compiled = variant.compiled
         takes = variant.promised_us(compiled) if compiled is not None else 0.0
-        if variant.measured is not None and len(variant.measured_us) >= _MEASURED:
+        if variant.measured is not None and len(variant.ways.latest[True]) >= _MEASURED:
             takes = max(takes, variant.measured)
         if takes > self.before_us:
             self.keep(f"takes {takes / 1e3:.1f} ms, and without it {self.before_us / 1e3:.1f} ms")
@@ -262,17 +256,28 @@ class StepSignature:
 
     # -- plans -----------------------------------------------------------------------------------
     def is_due(self, most_plans: int) -> bool:
-        """Whether a plan is worth its time: the first one, a second one, which knows what moves
-        cost the ops beside them, or one from other times."""
+        """Whether a plan is worth its time: the first one, or one that would have saved more in all
+        iterations so far than making the one before has taken."""
         if self.process is not None or self.refused is not None or self.plans >= most_plans:
             return False
-        if self.compiled is None:
-            return bool(self.keys) and self.seen >= max(_RECORDED, self.again_at)
-        enough = _MEASURED if self.plans == 1 else _SAMPLES
-        if self.measured is None or len(self.measured_us) < enough:
+        if self.seen < max(_RECORDED, _AGAIN * self.planned_at):
             return False
-        predicted = self.compiled.predicted_us
-        return self.plans == 1 or abs(self.measured - predicted) > _OFF_BY * predicted
+        compiled, measured = self.compiled, self.measured
+        if compiled is None:
+            return bool(self.keys)
+        if measured is None or (self.plans > 1 and self.followed is None):
+            return False
+        bound, stall = compiled.plan.bound, self._median_by_plan("stall_us") or 0.0
+        least = compiled.ideal_us if bound is None else bound.iteration_us
+        saves = stall - max(0.0, least - compiled.ideal_us)
+        if self.plans == 1:  # by a quick search
+            saves = max(saves, compiled.predicted_us - least)
+        return saves * self.seen > self.planning_us and len(self.ways.latest[True]) >= _MEASURED
+
+    @property
+    def followed(self) -> CompiledPlan | None:
+        """The plan, if iterations follow it now."""
+        return self.compiled if self.ways.by_plan else None
 
     @property
     def wants_full_search(self) -> bool:
@@ -287,6 +292,7 @@ class StepSignature:
 
         process, self.process = self.process, None
         assert process is not None
+        self.planning_us = process.seconds * 1e6
         assert self.recorded is not None
         try:
             planned = process.result()
@@ -294,11 +300,9 @@ class StepSignature:
             known = isinstance(error, PlanRefused)
             self.refused = str(error) if known else f"the planner ended with an error: {error}"
             return
-        self.measured_us.clear()
-        self.planned_stall_us.clear()
         compiled = CompiledPlan(self.recorded, planned.plan, planned.layout, self.keys)
-        # One that is followed is compared with what was measured (`leave_if_slower`).
-        compare = only_if_faster and self.compiled is None
+        # Where one is followed already both are compared with what is measured (`choose`).
+        compare = only_if_faster and self.followed is None
         no_better = self.no_better(compiled) if compare else None
         if planned.again and self.kept is None:
             least = self.on_demand_us
@@ -309,9 +313,11 @@ class StepSignature:
             self.again = planned.again if self.again_us < self.before_us else self.again
         if no_better is None:
             self.compiled, self.turned_down = compiled, None
+            self.ways.new_plan()
             return
-        self.turned_down = no_better
-        self.again_at = _AGAIN * self.seen
+        self.planned_at = self.seen
+        if self.compiled is None:
+            self.turned_down = no_better
 
     def no_better(self, compiled: CompiledPlan) -> str | None:
         """Why ``compiled`` should not be followed: on demand an iteration takes less."""
@@ -323,26 +329,24 @@ class StepSignature:
             f"pages in when an op needs them takes {measured / 1e3:.1f} ms"
         )
 
-    def leave_if_slower(self) -> None:
-        """The plan is given up for good if iterations that follow it take longer than those on
-        demand did, and it was made anew once from what was measured: by the medians of both, and
-        their fastest ones, so that one slow moment of the machine decides nothing."""
-        planned, on_demand = self.measured_us, self.demand_us
-        made = self.plans - (self.process is not None)
-        if self.compiled is None or made < 2 or not on_demand or len(planned) < _SAMPLES:
+    def choose(self, taken: Taken, *, by_plan: bool, alone: bool | None) -> None:
+        """Whether the next iteration follows the plan, after one that did or did not. Where blocks
+        run again, or not ``alone``, one that is slower than paging on demand is left for good,
+        once it was made anew if that was worth it. ``None``: it is followed anyway."""
+        if by_plan is not self.ways.by_plan:
             return
-        takes, before = float(np.median(planned)), float(np.median(on_demand))
-        if takes <= _SLOWER * before or min(planned) <= min(on_demand):
+        may_try = bool(alone) and self.base is None and not self.again
+        if alone is None or (self.is_due(2) and not may_try):
+            self.ways.latest[by_plan].append(taken)
             return
-        self.leave(
-            f"the one that was followed took {takes / 1e3:.1f} ms an iteration, and bringing pages "
-            f"in when an op needs them takes {before / 1e3:.1f} ms"
-        )
+        self.ways.choose(taken, may_try=may_try)
+        if self.compiled is not None and self.followed is None and not may_try:
+            self.leave(str(self.ways))
 
     def leave(self, why: str) -> None:
         """No plan is followed any more in iterations of this kind."""
         self.cancel()
-        self.compiled, self.refused, self.left = None, why, True
+        self.compiled, self.refused, self.left, self.ways = None, why, True, Ways()
 
     def arena_has(self, nbytes: int) -> None:
         """The device has so many bytes for pages now. A plan for a few more is followed until there
@@ -350,27 +354,26 @@ class StepSignature:
         planned_bytes = self.hardware.device_bytes if self.hardware is not None else None
         if planned_bytes == nbytes:
             return
-        self._forget_demand()
         if planned_bytes is None or planned_bytes > _MORE_FRAMES * nbytes:
             self.forget_plan()
-        elif self.process is None:
-            self.plans = min(self.plans, 1)
-            self.refused = self.turned_down = None
-            self.left = False
+            return
+        if self.followed is not None:
+            self.ways.latest[False].clear()
+            self.ways.new_plan()
+        if self.process is None:
+            self._plan_again()
+
+    def _plan_again(self) -> None:
+        """Another plan may be made, if it is worth its time."""
+        self.plans, self.planned_at = min(self.plans, 1), 0
+        self.refused = self.turned_down = None
+        self.left = False
 
     def forget_plan(self) -> None:
         self.cancel()
-        self.compiled = self.refused = self.turned_down = None
-        self.plans = self.again_at = 0
-        self.left = False
-        self.measured_us.clear()
-        self.planned_stall_us.clear()
+        self._plan_again()
+        self.compiled, self.plans, self.ways = None, 0, Ways()
         self.beside.clear()
-        self._forget_demand()
-
-    def _forget_demand(self) -> None:
-        self.demand_us.clear()
-        self.demand_stall_us.clear()
 
     def cancel(self) -> None:
         """Nothing is planned any more when this returns."""
@@ -438,7 +441,7 @@ class Signatures:
 
     def with_prefix(self, order: list[Keys]) -> CompiledPlan | None:
         """The plan of a kind that began as ``order`` has so far."""
-        plans = (one.compiled for one in reversed(self.all) if one.compiled is not None)
+        plans = (one.followed for one in reversed(self.all) if one.followed is not None)
         return next((plan for plan in plans if plan.order[: len(order)] == order), None)
 
 

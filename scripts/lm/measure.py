@@ -236,7 +236,7 @@ def settled(pager: tp.Pager) -> bool:
         return False
     if kind.refused is not None or kind.turned_down is not None:
         return True
-    return kind.plans >= 2 and len(kind.measured_us) >= SETTLED_ITERATIONS
+    return kind.ways.is_settled and not kind.is_due(kind.plans + 1)
 
 
 def _counters(pager: tp.Pager) -> dict[str, float]:
