@@ -86,6 +86,7 @@ def _copy_pages(
     page_bytes: int,
     *,
     gather: bool,
+    reference: bool = False,
 ) -> None:
     check_arena(arena, page_bytes)
     check_frames("frame_of", frame_of, arena)
@@ -94,8 +95,14 @@ def _copy_pages(
     check_page_count(name, nbytes, frame_of.numel(), page_bytes)
     if nbytes == 0:
         return
-    if not use_triton(arena):
-        _copy_runs(arena, frame_of, dense, page_bytes, gather=gather)
+    if reference or not use_triton(arena):
+        for (run,) in frame_runs(frame_of, arena=arena, page_bytes=page_bytes):
+            piece = dense[run.page * page_bytes : (run.page + run.pages) * page_bytes]
+            paged = arena[run.frame * page_bytes :][: piece.numel()]
+            if gather:
+                piece.copy_(paged)
+            else:
+                paged.copy_(piece)
         return
     tile_bytes, constants = page_tile(page_bytes, dense)
     tiles = -(-nbytes // tile_bytes)
@@ -113,33 +120,15 @@ def _copy_pages(
     )
 
 
-def _copy_runs(
-    arena: torch.Tensor,
-    frame_of: torch.Tensor,
-    dense: torch.Tensor,
-    page_bytes: int,
-    *,
-    gather: bool,
-) -> None:
-    """One copy per run of consecutive frames."""
-    for (run,) in frame_runs(frame_of, arena=arena, page_bytes=page_bytes):
-        piece = dense[run.page * page_bytes : (run.page + run.pages) * page_bytes]
-        paged = arena[run.frame * page_bytes :][: piece.numel()]
-        if gather:
-            piece.copy_(paged)
-        else:
-            paged.copy_(piece)
-
-
 def gather_pages_reference(
     arena: torch.Tensor, frame_of: torch.Tensor, out: torch.Tensor, page_bytes: int
 ) -> None:
     """`gather_pages` in plain torch."""
-    _copy_runs(arena, frame_of, out, page_bytes, gather=True)
+    _copy_pages("out", arena, frame_of, out, page_bytes, gather=True, reference=True)
 
 
 def scatter_pages_reference(
     src: torch.Tensor, frame_of: torch.Tensor, arena: torch.Tensor, page_bytes: int
 ) -> None:
     """`scatter_pages` in plain torch."""
-    _copy_runs(arena, frame_of, src, page_bytes, gather=False)
+    _copy_pages("src", arena, frame_of, src, page_bytes, gather=False, reference=True)

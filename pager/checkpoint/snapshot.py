@@ -15,7 +15,7 @@ import torch
 
 from ..disk.file import open_scratch_files, transfer
 from ..tensor.sharded import local_of, with_local
-from ..tensor.tensor_bytes import chunks
+from ..tensor.tensor_bytes import chunks, fill
 from .file import MappedFile
 from .tree import is_odd, layout_of, tensors_of, with_tensors
 
@@ -67,10 +67,7 @@ def _of_local(copy: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Any], t
 
 def _in_memory(tensor: torch.Tensor) -> torch.Tensor:
     flat = torch.empty(tensor.numel(), dtype=tensor.dtype)
-    target, offset = flat.view(torch.uint8), 0
-    for chunk in chunks(tensor):
-        target[offset : offset + len(chunk)] = torch.frombuffer(chunk, dtype=torch.uint8)
-        offset += len(chunk)
+    fill(flat.view(torch.uint8).numpy(), chunks(tensor))
     return flat
 
 

@@ -32,10 +32,6 @@ class HostTier:
     def capacity_bytes(self) -> int:
         return self.slots.count * self.page_size
 
-    @property
-    def used_slots(self) -> int:
-        return self.slots.count - self.slots.free_count
-
     def view(self, slot: int, count: int) -> Bytes:
         """Bytes of ``count`` slots from ``slot`` on, all of one piece."""
         if not count:

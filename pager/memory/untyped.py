@@ -50,10 +50,10 @@ def _refuse(what: str) -> NoReturn:
     )
 
 
-def refuse_storage(given: object, what: str) -> None:
-    """``PagerError`` where ``what`` was given the storage of a PagedTensor."""
+def refuse_storage(given: object) -> None:
+    """``PagerError`` where ``Tensor.set_()`` was given the storage of a PagedTensor."""
     if isinstance(given, PagedUntypedStorage | PagedTypedStorage):
-        _refuse(what)
+        _refuse("Tensor.set_()")
 
 
 class PagedUntypedStorage(torch.UntypedStorage):

@@ -261,7 +261,7 @@ class Residency:
         """The same of ``count`` frames from ``first`` on, where the host has to wait for nothing;
         whether."""
         tickets = self.mover.tickets
-        found = tickets.of_row("device", first, count)
+        found = tickets.of_frames(first, count)
         for ticket in found:
             if not ticket.is_over or ticket.error is not None:
                 return False

@@ -134,11 +134,11 @@ class Tickets:
         live = self._live
         return [live[number] for number in sorted(found) if number in live]
 
-    def of_row(self, tier: str, first: int, count: int) -> list[Ticket]:
-        """The same of ``count`` places from ``first`` on."""
+    def of_frames(self, first: int, count: int) -> list[Ticket]:
+        """The same of ``count`` frames from ``first`` on."""
         self._sweep()
-        live = self._live
-        theirs = self._columns[tier][first : first + count] if live else ()  # ends with the last
+        live, frames = self._live, self._columns["device"]  # which ends with the last one
+        theirs = frames[first : first + count] if live else ()
         return [live[number] for number in sorted({*map(int, theirs)}) if number in live]
 
     def pending(self, tier: str, numbers: Int32) -> npt.NDArray[np.bool_]:

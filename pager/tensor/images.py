@@ -38,7 +38,7 @@ from ..disk.file import open_scratch_files, transfer
 from ..memory.untyped import PagedUntypedStorage, Range, bytes_at
 from .interop import VIEW, refuse
 from .paged_tensor import PagedTensor, as_lazy
-from .tensor_bytes import BUFFER_BYTES, chunks
+from .tensor_bytes import BUFFER_BYTES, chunks, fill
 
 IN_MEMORY_BYTES = BUFFER_BYTES
 """Of all images of a pager together; those beyond are in files."""
@@ -68,7 +68,8 @@ class Image:
             return
         self._images.in_memory[self._range.address] = self._range.span
         try:
-            self._fill_memory(flat)
+            fill(map_bytes(self._range.span, self._range.address), chunks(flat))
+            make_read_only(self._range.span, self._range.address)
         except BaseException:
             self._images.clear(self._range)
             raise
@@ -82,13 +83,6 @@ class Image:
             known = torch.frombuffer(raw, dtype=torch.uint8).untyped_storage()
             self._plain = weakref.ref(known)
         return known
-
-    def _fill_memory(self, flat: PagedTensor) -> None:
-        target, offset = map_bytes(self._range.span, self._range.address), 0
-        for chunk in chunks(flat):
-            target[offset : offset + len(chunk)] = chunk
-            offset += len(chunk)
-        make_read_only(self._range.span, self._range.address)
 
     def _fill_file(self, flat: PagedTensor) -> bool:
         """``False`` where no disk has room, or all of them fail."""

@@ -249,7 +249,7 @@ def _look_at_export(tensor: object) -> None:
 
 
 def _look_at_source(tensor: object, source: object = None, *_: Any, **kwargs: Any) -> None:
-    refuse_storage(kwargs.get("source", source), "Tensor.set_()")
+    refuse_storage(kwargs.get("source", source))
 
 
 def _look_at_module(module: torch.nn.Module, *_: Any, **__: Any) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -116,25 +116,30 @@ def _is_whole(value: Any, like: Any) -> bool:
 def local_state(optimizer: Any, given: dict[str, Any]) -> dict[str, Any]:
     """A state dict for ``optimizer`` with this rank's part of each state of its sharded
     parameters, whether it has DTensors or, as one file of all ranks has, whole tensors."""
-    ids = itertools.chain.from_iterable(group["params"] for group in given["param_groups"])
-    mine = itertools.chain.from_iterable(group["params"] for group in optimizer.param_groups)
-    states = dict(given["state"])
-    for key, parameter in zip(ids, mine):
-        if isinstance(states.get(key), dict):
-            states[key] = {k: _local(k, v, parameter) for k, v in states[key].items()}
-    return {**given, "state": states}
+    return _each_state(optimizer, given, _local)
 
 
 def sharded_state(optimizer: Any, given: dict[str, Any]) -> dict[str, Any]:
     """A state dict for ``optimizer``, which is not paged, with whole states of its sharded
     parameters divided as these are; copies."""
+
+    def divided(name: str, value: Any, parameter: Any) -> Any:
+        found = _sharded_as(parameter, value)
+        return found.clone() if is_sharded(found) else found
+
+    return _each_state(optimizer, given, divided)
+
+
+def _each_state(
+    optimizer: Any, given: dict[str, Any], change: Callable[[str, Any, Any], Any]
+) -> dict[str, Any]:
+    """``given`` with ``change(name, value, parameter)`` of each state."""
     ids = itertools.chain.from_iterable(group["params"] for group in given["param_groups"])
     mine = itertools.chain.from_iterable(group["params"] for group in optimizer.param_groups)
     states = dict(given["state"])
     for key, parameter in zip(ids, mine):
         if isinstance(states.get(key), dict):
-            found = {name: _sharded_as(parameter, value) for name, value in states[key].items()}
-            states[key] = {n: v.clone() if is_sharded(v) else v for n, v in found.items()}
+            states[key] = {k: change(k, v, parameter) for k, v in states[key].items()}
     return {**given, "state": states}
 
 

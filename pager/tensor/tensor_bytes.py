@@ -9,7 +9,7 @@ pickling) are done here too.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -63,6 +63,14 @@ def chunks(tensor: torch.Tensor, *, row_major: bool = False) -> Iterator[memoryv
     step = BUFFER_BYTES // elements.element_size()
     for start in range(0, elements.numel(), step):
         yield _bytes_of(elements[start : start + step])
+
+
+def fill(target: Any, pieces: Iterable[memoryview]) -> None:
+    """Put the bytes of ``pieces`` into ``target``, one after the other."""
+    at = 0
+    for piece in pieces:
+        target[at : at + len(piece)] = piece
+        at += len(piece)
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
@@ -178,10 +186,7 @@ def _unmoved_copy(tensor: PagedTensor) -> torch.Tensor:
     count = 1 + sum((n - 1) * step for n, step in zip(tensor.size(), tensor.stride()))
     span = PagedTensor(tensor._storage, (count,), (1,), int(tensor.storage_offset()), tensor.dtype)
     elements = torch.empty(count, dtype=tensor.dtype)
-    target, at = elements.view(torch.uint8), 0
-    for chunk in unmoved_chunks(span):
-        target[at : at + len(chunk)] = torch.frombuffer(chunk, dtype=torch.uint8)
-        at += len(chunk)
+    fill(elements.view(torch.uint8).numpy(), unmoved_chunks(span))
     dense = as_lazy(elements.as_strided(tensor.size(), tensor.stride()), tensor)
     if not aten.is_non_overlapping_and_dense(dense):
         dense = dense.clone()

@@ -21,7 +21,7 @@ import numpy as np
 
 from ..hardware import Hardware
 from ..plan import Plan
-from ..trace import Ints, Trace
+from ..trace import Bools, Ints, Trace
 from .autoswap import absence_us, latest_in_ops, spans
 from .whole import (
     Decision,
@@ -31,6 +31,7 @@ from .whole import (
     check_possible,
     prefetch,
     refuse_if_over,
+    relieve,
     whole_gaps,
 )
 
@@ -64,24 +65,17 @@ def extremes(load: Ints, limit: float) -> Ints:
 
 def _relieve(trace: Trace, hardware: Hardware, gaps: WholeGaps, room: Room) -> list[Decision]:
     slack = absence_us(trace, hardware, gaps)
-    open_ = np.ones(len(gaps), np.bool_)
-    decisions: list[Decision] = []
-    while room.excess > 0:
+
+    def best(still_open: Bools) -> int | None:
         load = room.used["device"]
-        victims = np.flatnonzero(open_ & spans(gaps, int(load.argmax()), trace.ops))
+        victims = np.flatnonzero(still_open & spans(gaps, int(load.argmax()), trace.ops))
         if not len(victims):
-            break
+            return None
         relief = gaps.pages[victims] * _inside(gaps, victims, extremes(load, hardware.device_pages))
-        hidden = slack[victims] >= 0
-        score = np.where(hidden, relief, slack[victims])
-        best = int(victims[score.argmax()])
-        open_[best] = False
-        last_op, next_op = int(gaps.last_op[best]), int(gaps.next_op[best])
-        decision = Decision(int(gaps.tensor[best]), last_op, next_op, "host", last_op + 1, next_op)
-        if room.has_slots(decision):
-            room.take(decision)
-            decisions.append(decision)
-    return decisions
+        score = np.where(slack[victims] >= 0, relief, slack[victims])
+        return int(victims[score.argmax()])
+
+    return relieve(gaps, room, best)
 
 
 def _inside(gaps: WholeGaps, which: Ints, tops: Ints) -> Ints:

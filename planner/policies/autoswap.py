@@ -27,7 +27,7 @@ import numpy as np
 from ..errors import PolicyRefusal
 from ..hardware import Hardware
 from ..plan import Plan
-from ..trace import Floats, Ints, Trace
+from ..trace import Bools, Floats, Ints, Trace
 from .whole import (
     Clock,
     Decision,
@@ -37,6 +37,7 @@ from .whole import (
     check_possible,
     prefetch,
     refuse_if_over,
+    relieve,
     transfer_us,
     whole_gaps,
 )
@@ -56,7 +57,13 @@ def plan(
     decisions: list[Decision] = []
     if room.excess > 0:
         gaps = candidates(trace, hardware, room, min_bytes)
-        decisions = _take(gaps, _scorer(trace, hardware, gaps, score), room)
+        scorer = _scorer(trace, hardware, gaps, score)
+
+        def best(still_open: Bools) -> int | None:
+            scores = np.where(still_open, scorer(room.used["device"]), -np.inf)
+            return int(scores.argmax()) if still_open.any() else None
+
+        decisions = relieve(gaps, room, best)
         refuse_if_over(room, hardware, name, f"after {len(decisions)} of {len(gaps)} candidates")
         decisions.sort(key=lambda decision: decision.last_op)
         wanted = latest_in_ops(trace, hardware, decisions)
@@ -73,7 +80,7 @@ def candidates(trace: Trace, hardware: Hardware, room: Room, min_bytes: int) -> 
     )
 
 
-def spans(gaps: WholeGaps, op: int, ops: int) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
+def spans(gaps: WholeGaps, op: int, ops: int) -> Bools:
     """Which gaps have ``op`` strictly inside, in this iteration or the next."""
     now = (gaps.last_op < op) & (op < gaps.next_op)
     then = (gaps.last_op < op + ops) & (op + ops < gaps.next_op)
@@ -111,22 +118,6 @@ def _scorer(
     else:
         raise PolicyRefusal(f"autoswap: no score '{score}' (known: {', '.join(SCORES)})")
     return lambda load: fixed
-
-
-def _take(gaps: WholeGaps, scorer: Callable[[Ints], Floats], room: Room) -> list[Decision]:
-    """Best score first until the device's load fits; a tensor the host has no slots for stays."""
-    open_ = np.ones(len(gaps), np.bool_)
-    decisions: list[Decision] = []
-    while room.excess > 0 and open_.any():
-        score = np.where(open_, scorer(room.used["device"]), -np.inf)
-        best = int(score.argmax())
-        open_[best] = False
-        last_op, next_op = int(gaps.last_op[best]), int(gaps.next_op[best])
-        decision = Decision(int(gaps.tensor[best]), last_op, next_op, "host", last_op + 1, next_op)
-        if room.has_slots(decision):
-            room.take(decision)
-            decisions.append(decision)
-    return decisions
 
 
 def latest_in_ops(trace: Trace, hardware: Hardware, decisions: list[Decision]) -> list[int]:

@@ -110,16 +110,12 @@ class _Selection:
 
     def _place(self, number: int) -> Decision | None:
         gaps = self.gaps
-        last_op, next_op = int(gaps.last_op[number]), int(gaps.next_op[number])
-        host, disk = (
-            Decision(int(gaps.tensor[number]), last_op, next_op, tier, last_op + 1, next_op)
-            for tier in ("host", "disk")
-        )
+        host, disk = (gaps.away(number, tier) for tier in ("host", "disk"))
         idle_us = self.idle_us[number]
         to_host = idle_us > LONG_ENOUGH * self.time_us["host"][number]
         to_disk = idle_us > LONG_ENOUGH * self.time_us["disk"][number]
         if to_disk and self.room.has_slots(disk):
-            crowded = self.channels.disk_out.is_booked(last_op + 1, int(gaps.pages[number]))
+            crowded = self.channels.disk_out.is_booked(disk.out_op, int(gaps.pages[number]))
             return host if crowded and self.room.has_slots(host) else disk
         return host if to_host and self.room.has_slots(host) else None
 
@@ -152,14 +148,7 @@ def _on_demand(gaps: WholeGaps, taken: Bools, room: Room) -> list[Decision]:
                 break
             at = op if now[number] else op + room.ops
             for tier in ("host", "disk"):
-                decision = Decision(
-                    int(gaps.tensor[number]),
-                    int(gaps.last_op[number]),
-                    int(gaps.next_op[number]),
-                    tier,
-                    at,
-                    int(gaps.next_op[number]),
-                )
+                decision = gaps.away(number, tier, at)
                 if room.has_slots(decision):
                     room.take(decision)
                     decisions.append(decision)

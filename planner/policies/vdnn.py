@@ -154,13 +154,7 @@ def _offloads(trace: Trace, hardware: Hardware, kind: Kind, layers: Layers) -> l
         & (gaps.next_op >= layers.count)
         & (gaps.last_op != last_chosen)
     )
-    order = np.argsort(gaps.last_op, kind="stable")
-    return [
-        Decision(tensor, last_op, next_op, "host", last_op + 1, next_op)
-        for tensor, last_op, next_op in zip(
-            gaps.tensor[order].tolist(), gaps.last_op[order].tolist(), gaps.next_op[order].tolist()
-        )
-    ]
+    return [gaps.away(n, "host") for n in np.argsort(gaps.last_op, kind="stable").tolist()]
 
 
 def _prefetch_ops(decisions: list[Decision], layers: Layers, chosen: Bools) -> list[int]:

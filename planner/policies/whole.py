@@ -11,7 +11,7 @@ Ops past the iteration's end (numbers ≥ ops) are those of the next iteration.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -23,7 +23,7 @@ from ..lifetimes import live_pages, require_working_sets
 from ..plan import Move, Plan, StartRun
 from ..simulator import simulate
 from ..sizes import format_bytes
-from ..trace import Floats, Ints, Trace
+from ..trace import Bools, Floats, Ints, Trace
 
 
 class Decision(NamedTuple):
@@ -55,9 +55,17 @@ class WholeGaps:
     def __len__(self) -> int:
         return len(self.tensor)
 
-    def pick(self, which: Ints | np.ndarray[tuple[int], np.dtype[np.bool_]]) -> WholeGaps:
+    def pick(self, which: Ints | Bools) -> WholeGaps:
         return WholeGaps(
             self.tensor[which], self.last_op[which], self.next_op[which], self.pages[which]
+        )
+
+    def away(self, number: int, tier: str, out_op: int | None = None) -> Decision:
+        """The gap ``number`` spent in ``tier``, all of it or from ``out_op`` on."""
+        arrays = self.tensor, self.last_op, self.next_op
+        tensor, last_op, next_op = (int(column[number]) for column in arrays)
+        return Decision(
+            tensor, last_op, next_op, tier, last_op + 1 if out_op is None else out_op, next_op
         )
 
 
@@ -186,6 +194,20 @@ def refuse_if_over(room: Room, hardware: Hardware, policy: str, tried: str) -> N
             f"{policy}: peak still {format_bytes(peak)} of "
             f"{format_bytes(hardware.device_bytes)} {tried}"
         )
+
+
+def relieve(gaps: WholeGaps, room: Room, best: Callable[[Bools], int | None]) -> list[Decision]:
+    """Gaps spent in the host, each the ``best`` of those still open, until the device's load fits
+    or there is none; a tensor that the host has no slots for stays."""
+    still_open = np.ones(len(gaps), np.bool_)
+    decisions: list[Decision] = []
+    while room.excess > 0 and (number := best(still_open)) is not None:
+        still_open[number] = False
+        decision = gaps.away(number, "host")
+        if room.has_slots(decision):
+            room.take(decision)
+            decisions.append(decision)
+    return decisions
 
 
 def prefetch(room: Room, decisions: Iterable[Decision], wanted: Sequence[int]) -> list[Decision]:
