@@ -17,7 +17,6 @@ import numpy as np
 
 from .errors import PlanError
 from .hardware import Hardware
-from .layout import find_spells
 from .lifetimes import live_pages
 from .plan import DISCARD, Move, Plan, StartRun
 from .simulation import EPSILON_US, Simulation, Stall, Transfer
@@ -318,34 +317,11 @@ def device_curve(line: Timeline) -> Curve:
     """Frames that are held over time, page by page, by the kind of the tensor that holds them.
 
     A frame is held until the page that leaves it has arrived, and from when the transfer of the
-    page that takes it begins.
+    page that takes it begins. Pages that only ops that run again see count too.
     """
     trace = line.trace
     if line.plan is None or line.simulation is None or not line.iteration_us:
         return _without_a_plan(line)
-    if line.plan.has_choices:
-        return _with_choices(line)
-    spells = find_spells(trace, line.plan, line.simulation)
-    ticks, times = spells.ticks, spells.times_us[:-1]
-    settled = np.append(np.diff(times) > 2 * EPSILON_US, True)[:ticks]  # of each instant the last
-    kinds = np.array([KINDS.index(kind) for kind in trace.tensor_kinds], np.int64)
-    kind_of = np.repeat(kinds, trace.pages(line.page_size))[spells.page]
-    by_kind: dict[str, Ints] = {}
-    for number, kind in enumerate(KINDS):
-        mine = kind_of == number
-        change = np.zeros(2 * ticks + 1, np.int64)
-        np.add.at(change, spells.begin[mine], 1)
-        np.subtract.at(change, spells.end[mine], 1)
-        held = np.cumsum(change)[:-1].reshape(2, ticks).sum(axis=0)  # what goes on comes around
-        levels = np.append(held[-1:], held[settled]) * line.page_size
-        if levels.any():
-            by_kind[kind] = levels
-    return Curve(np.append(0.0, times[settled]), by_kind)
-
-
-def _with_choices(line: Timeline) -> Curve:
-    """From where pages are, and what ops that run again take for pages that only they see."""
-    trace = line.trace
     parts = [(0.0, 0, KINDS[0])]
     parts += [(us, frames, "activation") for us, frames in line._temporary]
     for tensor, kind in enumerate(trace.tensor_kinds):
@@ -358,12 +334,15 @@ def _with_choices(line: Timeline) -> Curve:
     times = times[order]
     last = np.append(np.diff(times) > 0, True) & (times < line.iteration_us - EPSILON_US)
     by_kind: dict[str, Ints] = {}
+    changed = np.zeros(int(last.sum()), np.bool_)
+    changed[:1] = True
     for kind in KINDS:
         frames = np.array([frames if of == kind else 0 for _, frames, of in parts], np.int64)
         levels = np.cumsum(frames[order])[last] * line.page_size
+        changed[1:] |= np.diff(levels) != 0
         if levels.any():
             by_kind[kind] = levels
-    return Curve(times[last], by_kind)
+    return Curve(times[last][changed], {kind: of[changed] for kind, of in by_kind.items()})
 
 
 def _without_a_plan(line: Timeline) -> Curve:
