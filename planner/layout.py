@@ -6,10 +6,9 @@ plan is the same in each iteration, so addresses are a packing problem that is s
 last page has left. A stay has one base for as long as it lasts, page ``i`` is at ``base + i``, and
 frames of pages that are away meanwhile are free for others.
 
-Time is the order of events in the simulated steady state, in *ticks*: a page holds its frame from
-the tick that takes it to the tick that gives it back. So a runtime that keeps the order of each
-queue, and lets what takes a frame wait for what held it, cannot deadlock, however its times differ
-from the simulated ones: the simulated order is one in which every wait comes to an end.
+Time is the order of the program, in *ticks*: a page holds its frame from the tick that takes it to
+the tick that gives it back. So a runtime that keeps the order of each queue, and lets what takes a
+frame wait for what held it, cannot deadlock: in that order every wait comes to an end.
 """
 
 from __future__ import annotations
@@ -24,7 +23,6 @@ import numpy as np
 from .errors import PlanError
 from .hardware import Hardware
 from .plan import Plan
-from .simulation import EPSILON_US, Simulation
 from .trace import Bools, Floats, Ints, Trace
 
 MIN_SLOTS, MAX_SLOTS = 256, 16_384  # of time; if there are no more ticks, one for each
@@ -93,17 +91,13 @@ def frames_of(trace: Trace, hardware: Hardware) -> int:
     return int(trace.pages(hardware.page_size).sum() if unlimited else hardware.device_pages)
 
 
-def place(trace: Trace, plan: Plan, frames: int, simulation: Simulation | None = None) -> Layout:
-    """Base frames of ``frames`` for ``plan``: for whoever decides moves in the order of the program
-    (:func:`spells_in_order`), or as ``simulation`` ran it, with its transfers."""
+def place(trace: Trace, plan: Plan, frames: int) -> Layout:
+    """Base frames of ``frames`` for ``plan``, for whoever decides moves in the order of the program
+    (:func:`spells_in_order`)."""
     if not trace.ops:
         return Layout(frames, {}, {}, {}, 0)
     max_slots = min(MAX_SLOTS, max(MIN_SLOTS, MAX_CELLS // max(1, frames)))
-    if simulation is None:
-        spells = spells_in_order(trace, plan, frames)
-    else:
-        spells = find_spells(trace, plan, simulation)
-    stays = _find_stays(trace, plan, spells, max_slots)
+    stays = _find_stays(trace, plan, spells_in_order(trace, plan, frames), max_slots)
     return _named(trace, frames, stays, _pack(stays, frames))
 
 
@@ -119,69 +113,30 @@ class _Spells:
     """
 
     ticks: int
-    times_us: Floats  # [ticks + 1], of each tick, and of the first in the next iteration
+    times: Floats  # [ticks + 1], in ops: of each tick, and of the first in the next iteration
     page: Ints
     begin: Ints
     end: Ints
     ins: dict[int, tuple[int, int]]  # move in → ticks from the begin of its first page to the last
 
 
-class _Events:
-    """Pages that take frames and give them back, until they are put into ticks.
-
-    What is at one instant is in the machine model's order, which ``rank`` has: pages arrive; then,
-    of op k, its moves are queued (3k + 1), it starts (3k + 2) and ends (3k + 3); transfers begin.
+def spells_in_order(trace: Trace, plan: Plan, frames: int) -> _Spells:
+    """When pages hold frames for an executor that decides in the order of the program: before op k
+    the moves of k are queued, and whatever leaves gives its frame back at that, whatever comes
+    takes one then, if there are enough, or at one of the next ops. What died with op k − 1 gives
+    its frames back after that, before op k begins. The transfers follow, and wait for each other.
     """
-
-    def __init__(self, period_us: float, ops: int) -> None:
-        self.period_us, self.ops = period_us, ops
-        self.arrives, self.begins = -3 * ops - 9, 3 * ops + 9
-        self._parts: list[tuple[Ints, Floats, Ints, Ints, Ints]] = []
-
-    def add(self, page: Ints, us: Any, rank: Any, change: int, move: Any = -1) -> None:
-        """``change``: 1 a frame is taken, −1 given back, 0 all that the page has is given back."""
-        values = (page, us, rank, change, move)
-        kinds = (np.int64, np.float64, np.int64, np.int64, np.int64)
-        columns = (np.broadcast_to(np.asarray(v, k), page.shape) for v, k in zip(values, kinds))
-        self._parts.append(tuple(columns))  # type: ignore[arg-type]
-
-    def in_ticks(self) -> tuple[Ints, Ints, Ints, Ints, Ints, Floats]:
-        """Page, tick, iterations that it is later, change and move of each event; and when the
-        ticks are. Ticks count the different moments of one iteration."""
-        page, us, rank, change, move = (np.concatenate(part) for part in zip(*self._parts))
-        later = np.floor((us + EPSILON_US) / self.period_us).astype(np.int64)
-        us = np.maximum(us - later * self.period_us, 0.0)
-        of_op = (rank > self.arrives) & (rank < self.begins)
-        rank = rank - np.where(of_op, 3 * self.ops * later, 0)
-        by_time = np.argsort(us, kind="stable")
-        instant = np.empty(len(us), np.int64)
-        instant[by_time] = np.cumsum(np.diff(us[by_time], prepend=0.0) > 2 * EPSILON_US)
-        order = np.lexsort((rank, instant))
-        new = np.ones(len(order), np.bool_)
-        new[1:] = (np.diff(instant[order]) != 0) | (np.diff(rank[order]) != 0)
-        tick = np.empty(len(us), np.int64)
-        tick[order] = np.cumsum(new) - 1
-        times_us = us[order][new] if len(us) else np.zeros(1)
-        return page, tick, later, change, move, np.append(times_us, self.period_us)
-
-
-def find_spells(trace: Trace, plan: Plan, simulation: Simulation) -> _Spells:
-    assert simulation.predicted is not None
     count = trace.pages(plan.page_size)
     base = np.cumsum(count) - count
-    events = _Events(simulation.predicted.iteration_us, trace.ops)
-    _add_lives(events, trace, simulation, base, count)
-    _add_transfers(events, trace, plan, simulation, base)
-    return _spells_of(events, trace, plan, base, count)
-
-
-def _spells_of(events: _Events, trace: Trace, plan: Plan, base: Ints, count: Ints) -> _Spells:
-    page, tick, later, change, move, times_us = events.in_ticks()
-    ticks = len(times_us) - 1
+    program = _Order(trace, plan, frames, base, count)
+    for _ in range(_SETTLING + 1):
+        program.run()
+    page, at, change, move = program.events()
+    times, tick = np.unique(at, return_inverse=True) if len(at) else (np.zeros(1), page)
+    ticks = len(times)
     lasting = np.repeat(trace.tensor_persistent, count)
-    moment = np.where(lasting[page], tick, tick + ticks * later)
-    order = np.lexsort((change, moment, page))
-    spell_page, begin, end = _pair(page[order], moment[order], change[order], lasting, ticks)
+    order = np.lexsort((change, tick, page))
+    spell_page, begin, end = _pair(page[order], tick[order], change[order], ticks)
 
     # Pages that never leave, or that come as often as they go only in a longer period.
     stays = lasting & ~_pages_off(plan, trace, base, len(lasting))
@@ -197,28 +152,12 @@ def _spells_of(events: _Events, trace: Trace, plan: Plan, base: Ints, count: Int
     order = np.argsort(spell_page, kind="stable")
 
     span = np.flatnonzero((change > 0) & (move >= 0))
-    unrolled = tick[span] + ticks * later[span]
     ins: dict[int, tuple[int, int]] = {}
-    for index, at in zip(move[span].tolist(), unrolled.tolist()):
-        first, last = ins.get(index, (at, at))
-        ins[index] = min(first, at), max(last, at)
-    return _Spells(ticks, times_us, spell_page[order], begin[order], end[order], ins)
-
-
-def spells_in_order(trace: Trace, plan: Plan, frames: int) -> _Spells:
-    """When pages hold frames for an executor that decides in the order of the program: before op k
-    the moves of k are queued, and whatever leaves gives its frame back at that, whatever comes
-    takes one then, if there are enough, or at one of the next ops. What died with op k − 1 gives
-    its frames back after that, before op k begins. The transfers follow, and wait for each other.
-    """
-    count = trace.pages(plan.page_size)
-    base = np.cumsum(count) - count
-    events = _Events(float(trace.ops), trace.ops)
-    events.add(np.empty(0, np.int64), 0, 0, 0)  # so that there is one
-    order = _Order(trace, plan, frames, base, count)
-    for iteration in range(_SETTLING + 1):
-        order.run(events if iteration == _SETTLING else None)
-    return _spells_of(events, trace, plan, base, count)
+    for index, moment in zip(move[span].tolist(), tick[span].tolist()):
+        first, last = ins.get(index, (moment, moment))
+        ins[index] = min(first, moment), max(last, moment)
+    times = np.append(times, float(trace.ops))
+    return _Spells(ticks, times, spell_page[order], begin[order], end[order], ins)
 
 
 class _Order:
@@ -244,10 +183,19 @@ class _Order:
             last = min(int(trace.last_op[tensor]) + 1 + _LINGERS, trace.ops)
             self._dead.setdefault(last, []).append(rows)
         self._waiting: dict[str, deque[int]] = {}
-        self._events: _Events | None = None
+        self._events: list[tuple[Ints, float, int, int]] = []  # of the latest iteration
 
-    def run(self, events: _Events | None) -> None:
-        self._events = events
+    def events(self) -> tuple[Ints, Floats, Ints, Ints]:
+        """Of each page that takes (1) or gives back (−1) a frame: the page, when, which of these,
+        and the move in."""
+        pages = [pages for pages, *_ in self._events]
+        table = np.array([rest for _, *rest in self._events], np.float64).reshape(-1, 3)
+        at, change, move = np.repeat(table, [len(some) for some in pages], axis=0).T
+        page = np.concatenate([np.empty(0, np.int64), *pages])
+        return page, at, change.astype(np.int64), move.astype(np.int64)
+
+    def run(self) -> None:
+        self._events.clear()
         for op in range(self._ops + 1):
             # After the last op, but still in this iteration.
             at = op if op < self._ops else op - 0.3
@@ -278,69 +226,13 @@ class _Order:
     def _take(self, pages: Ints, at: float, move: int) -> None:
         self._held[pages] = True
         self._free -= len(pages)
-        if self._events is not None:
-            self._events.add(pages, at, 0, 1, move)
+        self._events.append((pages, at, 1, move))
 
     def _give(self, rows: slice, at: float) -> None:
         pages = rows.start + np.flatnonzero(self._held[rows])
         self._held[pages] = False
         self._free += len(pages)
-        if self._events is not None:
-            self._events.add(pages, at, 0, -1)
-
-
-def _add_lives(
-    events: _Events, trace: Trace, simulation: Simulation, base: Ints, count: Ints
-) -> None:
-    """Tensors that an iteration makes: all their pages from birth to death."""
-    assert simulation.op_start_us is not None
-    assert simulation.op_end_us is not None
-    made = np.flatnonzero(~trace.tensor_persistent)
-    owner, page = expand(base[made], count[made])
-    first, last = trace.first_op[made][owner], trace.last_op[made][owner]
-    events.add(page, simulation.op_start_us[first], 3 * first + 2, 1)
-    events.add(page, simulation.op_end_us[last], 3 * last + 3, 0)
-
-
-def _add_transfers(
-    events: _Events, trace: Trace, plan: Plan, simulation: Simulation, base: Ints
-) -> None:
-    """Moves: ins take a frame when a page begins, outs give it back when it has arrived, or when
-    the move is queued if there is nothing to transfer."""
-    transfers = simulation.transfers or []
-    table = np.array(
-        [
-            (t.move, t.is_out, base[t.tensor] + t.first_page, t.page_count, t.arrived)
-            for t in transfers
-        ],
-        np.int64,
-    ).reshape(-1, 5)
-    times = np.array([(t.begin_us, t.end_us) for t in transfers], np.float64).reshape(-1, 2)
-    moved, is_out = table[:, 0], table[:, 1] > 0
-    owner, page = expand(table[:, 2], table[:, 3])
-    nth = page - table[owner, 2]
-    each_us = (times[:, 1] - times[:, 0]) / np.maximum(table[:, 3], 1)
-
-    arrived = (is_out & (table[:, 4] > 0))[owner]
-    arrive_us = times[owner, 0] + (nth + 1) * each_us[owner]
-    events.add(page[arrived], arrive_us[arrived], events.arrives, -1, moved[owner][arrived])
-    begun = (~is_out & (times[:, 1] > times[:, 0]))[owner]
-    begin_us = times[owner, 0] + nth * each_us[owner]
-    events.add(page[begun], begin_us[begun], events.begins, 1, moved[owner][begun])
-
-    assert simulation.op_end_us is not None
-    issue_us = np.concatenate([[0.0], simulation.op_end_us])
-    outs = [
-        (i, base[trace.index_of[m.tensor]] + m.first_page, m.page_count, m.issue_op)
-        for i, m in enumerate(plan.moves)
-        if m.action == "out"
-    ]
-    out = np.array(outs, np.int64).reshape(-1, 4)
-    whose, pages = expand(out[:, 1], out[:, 2])
-    total = int(base[-1]) + (1 << 32) if len(base) else 1
-    transferred = np.isin(out[whose, 0] * total + pages, moved[owner] * total + page)
-    op = out[whose, 3][~transferred]
-    events.add(pages[~transferred], issue_us[op], 3 * op + 1, -1)
+        self._events.append((pages, at, -1, -1))
 
 
 def expand(first: Ints, count: Ints) -> tuple[Ints, Ints]:
@@ -358,9 +250,7 @@ def _pages_off(plan: Plan, trace: Trace, base: Ints, pages: int) -> Bools:
     return off
 
 
-def _pair(
-    page: Ints, moment: Ints, change: Ints, lasting: Bools, ticks: int
-) -> tuple[Ints, Ints, Ints]:
+def _pair(page: Ints, moment: Ints, change: Ints, ticks: int) -> tuple[Ints, Ints, Ints]:
     """Page, begin and end of each spell, from events sorted by page and time."""
     if not len(page):
         return page, moment, moment
@@ -371,15 +261,13 @@ def _pair(
     # What goes before it came was there when the iteration began.
     held += np.maximum(0, -np.minimum.reduceat(held, heads))[which]
     before = held - change
-    after = np.where(change == 0, 0, held)
-    edge = np.flatnonzero((before > 0) != (after > 0))
-    page, moment, opens = page[edge], moment[edge], after[edge] > 0
+    edge = np.flatnonzero((before > 0) != (held > 0))
+    page, moment, opens = page[edge], moment[edge], held[edge] > 0
     following = np.arange(1, len(page) + 1)
     last = np.diff(page, append=-1) != 0
     following[last] = np.searchsorted(page, page[last])
     end = moment[following] + np.where(last, ticks, 0)
-    begin = moment[opens] % ticks
-    return page[opens], begin, begin + end[opens] - moment[opens]
+    return page[opens], moment[opens], end[opens]
 
 
 # --- stays ---------------------------------------------------------------------------------------
@@ -398,7 +286,7 @@ class _Stays:
     end: Ints
     pages: Ints  # of the tensor, held or not
     held: Ints  # pages that hold frames at all
-    area: Floats  # pages × µs
+    area: Floats  # pages × ops
     rows: Ints  # [stays + 1]
     first: Ints
     last: Ints
@@ -429,8 +317,8 @@ def _find_stays(trace: Trace, plan: Plan, spells: _Spells, max_slots: int) -> _S
     )
     of_spell, of_in = of_all[: len(spells.page)], of_all[len(spells.page) :]
 
-    held_us = _us_at(spells, spells.end) - _us_at(spells, spells.begin)
-    area: Floats = np.bincount(of_spell, held_us, len(tensor)).astype(np.float64)
+    held_for = _time_at(spells, spells.end) - _time_at(spells, spells.begin)
+    area: Floats = np.bincount(of_spell, held_for, len(tensor)).astype(np.float64)
     pairs = np.unique(np.stack([of_spell, spells.page]), axis=1)
     first_spell = np.searchsorted(spells.page, base)
     made = np.flatnonzero(~trace.tensor_persistent)
@@ -449,10 +337,10 @@ def _find_stays(trace: Trace, plan: Plan, spells: _Spells, max_slots: int) -> _S
     )
 
 
-def _us_at(spells: _Spells, tick: Ints) -> Floats:
-    ticks, period_us = spells.ticks, spells.times_us[-1]
-    us: Floats = spells.times_us[tick % ticks] + tick // ticks * period_us
-    return us
+def _time_at(spells: _Spells, tick: Ints) -> Floats:
+    ticks = spells.ticks
+    time: Floats = spells.times[tick % ticks] + tick // ticks * spells.times[-1]
+    return time
 
 
 def _join(tensor: Ints, begin: Ints, end: Ints, ticks: int) -> tuple[Ints, Ints, Ints, Ints]:
