@@ -38,8 +38,9 @@ def pages_of_rows(
     begin = indices.reshape(-1).astype(np.int64) * row_bytes
     first, last = begin // page_bytes, (begin + row_bytes - 1) // page_bytes
     steps = range(int((last - first).max()) + 1)
-    pages = [(first + step)[first + step <= last] for step in steps]
-    return np.unique(np.concatenate(pages)).astype(np.int32)
+    pages = np.concatenate([(first + step)[first + step <= last] for step in steps])
+    pages.sort()  # np.unique would load numpy's masked arrays, a MiB of code
+    return pages[np.diff(pages, prepend=-1) > 0].astype(np.int32)
 
 
 @triton.jit(

@@ -301,6 +301,9 @@ class Accelerator:
             self._alive -= left
         self.raise_cap(nbytes)
 
+    def lend_idle(self, most: int) -> AbstractContextManager[int]:
+        return nullcontext(most)
+
     def raise_cap(self, nbytes: int | None) -> None:
         self._cap = nbytes if self._counts else None  # or limit_dense is a cap already
 

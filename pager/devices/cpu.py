@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,7 +13,7 @@ from .dense_allocator import Account, AllocatorMeter, load, loaded
 from .dense_meter import NO_TIMELINE, DenseMeter, Timeline, allocated_bytes
 from .dense_refusal import Peak
 from .device import URGENT, Bytes, Copy, HostMemory, Mark
-from .heap import ROOMY_BYTES, TIGHT_BYTES, map_blocks_from
+from .heap import ROOMY_BYTES, TIGHT_BYTES, give_back_idle, map_blocks_from
 from .memory import Region
 
 if TYPE_CHECKING:
@@ -53,7 +53,9 @@ class Cpu:
         self.address = self._region.address
         allocator = load()
         self._account = Account(allocator) if allocator is not None else None
-        self._keep = 0  # bytes that stay mapped for dense tensors
+        self._cap: int | None = None
+        self._keep = reserved_bytes - committed_bytes  # that may stay mapped for dense tensors
+        self._lent = 0  # of these, to who needs memory for a moment
         self._meter = AllocatorMeter(self._account, places=True) if self._account else DenseMeter()
         if self._account is not None:
             self._account.pause()  # until an iteration begins
@@ -123,7 +125,7 @@ class Cpu:
         if self._account is not None:
             if nbytes is not None:
                 self._keep = nbytes
-            self._account.limit(None, keep=self._keep)
+            self.raise_cap(None)
             return
         # There is no cap then: the border is set from what the meter saw. What can be done is to
         # give freed memory back at once.
@@ -149,8 +151,21 @@ class Cpu:
         self.raise_cap(nbytes)
 
     def raise_cap(self, nbytes: int | None) -> None:
+        self._cap = nbytes
         if self._account is not None:
-            self._account.limit(nbytes, keep=self._keep)
+            self._account.limit(nbytes, keep=max(0, self._keep - self._lent))
+
+    @contextmanager
+    def lend_idle(self, most: int) -> Iterator[int]:
+        if self._account is not None:
+            most = self._lent = max(0, min(most, self._keep - self._account.current))
+            self.raise_cap(self._cap)
+        give_back_idle()
+        try:
+            yield most
+        finally:
+            self._lent = 0
+            self.raise_cap(self._cap)
 
     def count_anew(self) -> None:
         if self._account is not None:

@@ -187,6 +187,10 @@ class Device(Protocol):
     def count_anew(self) -> None:
         """Count from 0 on; what is alive now is not counted any more."""
 
+    def lend_idle(self, most: int) -> AbstractContextManager[int]:
+        """How many bytes of RAM, ``most`` at most, the caller may use inside, beside the tiers.
+        Where dense memory is RAM too, it keeps so many less of what is idle meanwhile."""
+
     def dense_now(self) -> int:
         """Dense bytes that are alive, of whoever's; to be compared with what it was before."""
 

@@ -22,5 +22,11 @@ def map_blocks_from(nbytes: int) -> None:
         return
     _libc.mallopt(_M_MMAP_THRESHOLD, nbytes)
     _libc.mallopt(_M_TRIM_THRESHOLD, 2 * max(nbytes, TIGHT_BYTES))
-    if nbytes < ROOMY_BYTES and hasattr(_libc, "malloc_trim"):
+    if nbytes < ROOMY_BYTES:
+        give_back_idle()
+
+
+def give_back_idle() -> None:
+    """To the system: whole pages that the C heap has and nobody uses."""
+    if hasattr(_libc, "malloc_trim"):
         _libc.malloc_trim(0)

@@ -15,12 +15,14 @@ thread-safe: the owner of the tier is the only caller.
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterator
 from itertools import pairwise
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 Run = tuple[int, int]
 Int32 = npt.NDArray[np.int32]
+_Whole = TypeVar("_Whole", bound=np.integer[Any])
 
 
 class FramePool:
@@ -196,6 +198,14 @@ def expand(runs: list[tuple[int, int]]) -> Int32:
     if not runs:
         return np.empty(0, np.int32)
     return np.concatenate([np.arange(a, a + n, dtype=np.int32) for a, n in runs])
+
+
+def distinct(numbers: npt.NDArray[_Whole]) -> npt.NDArray[_Whole]:
+    """In order, none twice. As ``np.unique``, which keeps a MiB of code for masked arrays in memory
+    once it has been called."""
+    numbers = np.sort(numbers)
+    found: npt.NDArray[_Whole] = numbers[np.diff(numbers, prepend=numbers[:1] - 1) != 0]
+    return found
 
 
 def merge(left: Int32, right: Int32) -> Iterator[tuple[int, int, int]]:

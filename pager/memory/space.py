@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .frame_pool import FramePool
+from .frame_pool import FramePool, distinct
 from .page_table import Int32, PageTable
 
 generations = itertools.count()  # never the same for two placements, of one run or of two
@@ -72,7 +72,7 @@ class Extent:
         """That are held by themselves, in order."""
         if self.parts is None:
             return np.empty(0, np.int32)
-        return np.unique(np.concatenate(self.parts))
+        return distinct(np.concatenate(self.parts))
 
 
 class Part(NamedTuple):

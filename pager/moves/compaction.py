@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
+from ..memory.frame_pool import distinct
 from ..memory.page_table import Int32
 from ..memory.space import Extent
 
@@ -207,7 +208,7 @@ def _clear(residency: Residency, run: Extent, base: int) -> bool:
     table = residency.table
     window = np.arange(base, base + run.count, dtype=np.int32)
     held = table.frame_page[window]
-    owners = np.unique(table.owner[held[held >= 0]]).tolist()
+    owners = distinct(table.owner[held[held >= 0]]).tolist()
     occupants = [residency.space.runs[owner] for owner in owners if owner != run.id]
     cleared = _cleared(residency, window, occupants, lambda other: _move_aside(residency, other))
     if cleared:

@@ -29,7 +29,7 @@ import torch
 from ..devices.device import Device
 from ..errors import InfeasibleBudget, TierFull
 from ..machine.ranks import about_share, ranks_sharing
-from ..memory.frame_pool import expand, merge
+from ..memory.frame_pool import distinct, expand, merge
 from ..memory.page_table import BLANK, DIRTY, Int32, PageTable
 from ..memory.space import Extent, Part, Space, generations
 from ..memory.turns import Crowded, Pin, Turns
@@ -474,7 +474,7 @@ class Residency:
         window = np.arange(start, start + count, dtype=np.int32)
         own = self._frames_of(run)
         try:
-            self._evict_frames(window[~np.isin(window, own)])
+            self._evict_frames(window[~np.isin(window, own, assume_unique=True)])
         except TierFull:  # nothing may leave: make do with what is free, if that is enough
             start = self._compact_for(run)
             if start is None:
@@ -570,7 +570,7 @@ class Residency:
         assert not run.pins
         pages = run.pages[self.table.frame[run.pages] >= 0]
         if run.parts is not None:
-            pages = np.setdiff1d(pages, run.held_pages)
+            pages = np.setdiff1d(pages, run.held_pages, assume_unique=True)
         frames: Int32 = self.table.frame[pages]
         self.evict_pages(pages)
         return frames
@@ -812,5 +812,5 @@ def _pages_in(pins: Sequence[Pin]) -> int:
     for run, pages in pins:
         if pages is not None and run not in whole:
             parts.setdefault(run, []).append(pages)
-    single = sum(len(np.unique(np.concatenate(pages))) for pages in parts.values())
+    single = sum(len(distinct(np.concatenate(pages))) for pages in parts.values())
     return sum(run.count for run in whole) + single

@@ -80,7 +80,7 @@ class Slots:
         """Back into the pool: what was taken is not needed, or not any more. What is held gets
         there when it is not."""
         if self._held:
-            slots = np.setdiff1d(slots, self.held(tier))
+            slots = np.setdiff1d(slots, self.held(tier), assume_unique=True)
         self._all[tier].free_all(slots)
 
     def lend(self, tier: str, count: int) -> Int32 | None:
@@ -103,7 +103,7 @@ class Slots:
 
     def give_back(self, tier: str, slots: Int32, after: Sequence[Future[None]] = ()) -> None:
         """What was lent is free again, when ``after`` has ended."""
-        self.lent[tier] = np.setdiff1d(self.lent[tier], slots)
+        self.lent[tier] = np.setdiff1d(self.lent[tier], slots, assume_unique=True)
         self.hold(after, {tier: slots})
         self.let_go()
 

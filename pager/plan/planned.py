@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..memory.frame_pool import merge
+from ..memory.frame_pool import distinct, merge
 from ..memory.page_table import BLANK, DIRTY, Int32
 from ..memory.space import Extent
 from ..moves.compaction import base_of, find_window, make_way, rearrange
@@ -115,7 +115,7 @@ class PlannedMoves:
                     queues, self.homes[action.key] = self._ins, action.base
                 queues[action.tier].append(Job(action, run))
         for tier, pages in dropped.items():
-            self._drop(tier, np.unique(np.concatenate(pages)))
+            self._drop(tier, distinct(np.concatenate(pages)))
         self.go_on()
 
     def _drop(self, tier: str, pages: Int32) -> None:
@@ -173,7 +173,9 @@ class PlannedMoves:
                 if self._names.is_live(run) and not run.pins:
                     pages = job.pages
                     leaving.append(
-                        pages if run.parts is None else np.setdiff1d(pages, run.held_pages)
+                        pages
+                        if run.parts is None
+                        else np.setdiff1d(pages, run.held_pages, assume_unique=True)
                     )
             if not self._leave(tier, np.concatenate(leaving)):
                 while self._has_left(queue[0]):

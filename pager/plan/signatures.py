@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -162,7 +163,7 @@ class StepSignature:
     def seconds(self) -> list[float]:
         """Of each access, as the next plan should take it: beside moves, where that is known."""
         if len(self.beside) >= _MEASURED:
-            return _shared_out(self.beside, np.median)
+            return _shared_out(self.beside, median)
         return self.alone_seconds()
 
     def alone_seconds(self) -> list[float]:
@@ -171,7 +172,7 @@ class StepSignature:
         part of it: so each one's share is that of its fastest. But slow moments come at another
         access each time, and the fastest of all accesses add up to less than any iteration takes.
         """
-        return _shared_out(self.samples, np.min)
+        return _shared_out(self.samples, min)
 
     def promised_us(self, compiled: CompiledPlan) -> float:
         """Of an iteration that follows ``compiled``: the waiting of the plan, beside what the
@@ -192,7 +193,7 @@ class StepSignature:
 
     def _median_by_plan(self, what: str) -> float | None:
         latest = [getattr(one, what) for one in self.ways.latest[True]]
-        return float(np.median(latest)) if latest else None
+        return median(latest) if latest else None
 
     @property
     def ideal_us(self) -> float | None:

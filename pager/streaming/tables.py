@@ -47,7 +47,7 @@ from ...kernels.rows import (
 from ..budget.fits import fits, frames_anyway, streams
 from ..budget.placement import Taken, Weight
 from ..core import Core, PagedStorage
-from ..memory.frame_pool import merge
+from ..memory.frame_pool import distinct, merge
 from ..tensor.dispatcher import serve_call, serve_op
 from ..tensor.op_info import our_modes
 from ..tensor.operands import begin_of, operand, slabs
@@ -209,7 +209,7 @@ def look_up(table: PagedTensor, indices: torch.Tensor) -> torch.Tensor:
     result = torch.empty(shape, dtype=table.dtype, device=table.device)
     out, indices = result.view(-1, table.size(1)), indices.reshape(-1)
     places = indices.cpu().numpy()
-    rows = np.unique(places)
+    rows = distinct(places)
     table._storage.pager.check_open()
     with closing(row_groups(table, rows)) as groups:
         for group in groups:
@@ -509,7 +509,7 @@ def _add_sparse(table: Any, values: Any, *, alpha: Any = 1) -> Any:
         return NotImplemented
     indices = values._indices()[0]
     host = indices.cpu().numpy()
-    rows = np.unique(host)
+    rows = distinct(host)
     with closing(row_groups(table, rows, write=True)) as groups:
         for group in groups:
             mine = rows[group.start : group.stop]

@@ -37,6 +37,7 @@ from ...kernels.launch import upload
 from ..budget.fits import frames_anyway
 from ..core import PagedStorage
 from ..errors import PagerError
+from ..memory.frame_pool import distinct
 from ..memory.page_table import BLANK, DIRTY, Int32, PageTable
 from ..memory.space import Extent, Part
 from ..moves.mover import AHEAD
@@ -224,8 +225,9 @@ class Workspace:
     def coming(self, parts: Sequence[Part]) -> None:
         """A slab is about to be brought in, what is there already excepted."""
         before = self._brought[-1] if self._brought else np.empty(0, np.int32)
+        frame = self._table.frame
         self.newest = [
-            Part(run, pages[(self._table.frame[pages] < 0) | np.isin(pages, before)])
+            Part(run, pages[(frame[pages] < 0) | np.isin(pages, before, assume_unique=True)])
             for run, pages in parts
         ]
         every = [pages for _, pages in self.newest]
@@ -233,7 +235,7 @@ class Workspace:
 
     def kept_frames(self) -> int:
         """Frames that are to stay free for it."""
-        pages = np.unique(np.concatenate(self._brought)) if self._brought else np.empty(0, np.int32)
+        pages = distinct(np.concatenate(self._brought)) if self._brought else np.empty(0, np.int32)
         return max(0, self._frames - int((self._table.frame[pages] >= 0).sum()))
 
 
@@ -243,7 +245,7 @@ def _workspace(
 ) -> Iterator[Workspace]:
     """The stream is in the access log, and has its frames if a plan is followed. ``slabs``: the
     first two; ``write``: for each part of the first one."""
-    frames = sum(len(np.unique(pages)) for slab in slabs for _, pages in slab)
+    frames = sum(len(distinct(pages)) for slab in slabs for _, pages in slab)
     space = Workspace(pager.table, min(frames, pager.residency.pool.count))
     watch, follower, kept = pager.watcher(), pager.follower, pager.residency.workspaces
     if watch is None:
@@ -336,7 +338,7 @@ class ReadAhead:
             pages = _distinct([Part(run, _only_here(run, pages)) for run, pages in parts])
             pages = pages[pager.table.frame[pages] >= 0]
             if self._awaited is not None:
-                pages = np.setdiff1d(pages, self._awaited)
+                pages = np.setdiff1d(pages, self._awaited, assume_unique=True)
             self._send_away(pages)
 
     def forget(self) -> None:
@@ -379,9 +381,10 @@ class ReadAhead:
 def _distinct(parts: Sequence[Part]) -> Int32:
     if not parts:
         return np.empty(0, np.int32)
-    return np.unique(np.concatenate([pages for _, pages in parts]))
+    return distinct(np.concatenate([pages for _, pages in parts]))
 
 
 def _only_here(run: Extent, pages: Int32) -> Int32:
     """Those that nobody has pinned."""
-    return np.empty(0, np.int32) if run.pins else np.setdiff1d(pages, run.held_pages)
+    held = pages if run.pins else run.held_pages
+    return np.setdiff1d(pages, held, assume_unique=True)

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from tensorpager.pager.devices.choice import make_device, resolve
+from tensorpager.pager.devices.dense_allocator import DenseAllocator
 from tensorpager.pager.devices.device import Device
 from tensorpager.pager.disk.tier import DiskTier
 from tensorpager.pager.disk.watch import IoWatch
@@ -143,6 +144,27 @@ def test_scratch_memory_is_small_and_smaller_for_small_budgets(
     backend.close()
     assert len(made) == 1
     assert 2 * page_size <= made[0] <= most
+
+
+def test_scratch_memory_is_what_dense_memory_has_idle(
+    allocator: DenseAllocator, backend: Device
+) -> None:
+    """``backend``: 64 MiB, of which the arena has one."""
+    reserve = 20 * MIB
+    backend.limit_dense(reserve)
+    backend.cap_dense(reserve, lambda missing: False)
+    live = [torch.empty(5 * MIB, dtype=torch.uint8) for _ in range(4)]
+    del live[1:]  # 5 MiB are in use, 15 idle
+    mapped = allocator.totals().free + 5 * MIB
+    for most, lent in ((8 * MIB, 8 * MIB), (64 * MIB, 15 * MIB)):
+        with backend.lend_idle(most) as room:
+            assert room == lent
+            assert allocator.totals().free <= 15 * MIB - lent
+            with pytest.raises(torch.OutOfMemoryError):
+                torch.empty(reserve, dtype=torch.uint8)  # the cap is what it was
+        live.append(torch.empty(15 * MIB, dtype=torch.uint8))
+        live.pop()
+        assert allocator.totals().free + 5 * MIB == mapped, "kept for reuse as before"
 
 
 def test_rates_to_count_on_are_the_lower_ones(

@@ -2,11 +2,11 @@ import random
 
 import numpy as np
 import pytest
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from tensorpager.pager.memory.frame_pool import FramePool
+from tensorpager.pager.memory.frame_pool import FramePool, distinct
 
 
 def checkerboard(count: int) -> FramePool:
@@ -248,3 +248,11 @@ def test_frames_are_taken_if_they_are_free() -> None:
         assert pool.runs() == [(0, 4), (5, 5)]
     assert pool.take_if_free(1, 2)
     assert pool.runs() == [(0, 1), (3, 1), (5, 5)]
+
+
+@given(st.lists(st.integers(-(1 << 31), (1 << 31) - 1)), st.sampled_from([np.int32, np.int64]))
+def test_distinct_numbers_are_numpys(numbers: list[int], dtype: type) -> None:
+    several = np.array(numbers, dtype)
+    found = distinct(several)
+    assert found.tolist() == np.unique(several).tolist()
+    assert found.dtype == dtype

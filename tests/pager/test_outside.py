@@ -73,14 +73,14 @@ def test_under_a_data_limit_plain_dies_and_paged_trains(tmp_path: Path) -> None:
     assert paged["final_parameters_sha256"] == free["final_parameters_sha256"]
 
 
-# What a planned training takes beside its tiers, whatever the size of the model. Measured with
-# preset 10m under 141 MiB, one thread: 3.3 to 4.5 MiB (objects of Python, as the compiled plan and
-# the log; stacks and heaps of threads), and up to 8 for a moment, while the rates are measured.
-ALLOWANCE = 12 * MIB
+# What a planned training takes beside its tiers, whatever the size of the model: objects of Python,
+# as the compiled plan and the log, stacks and heaps of threads. Measured: 1.3 to 1.9 MiB.
+ALLOWANCE = 3 * MIB
+PLAIN_10M = 1.2 * MIB  # what plain PyTorch takes for preset 10m beside tensors of 64 KiB and more
 EXTENTS = 64 << 10  # blocks in which a file system notes which blocks a file has: 4 KiB seen
 
 
-def check_planned(job: Job) -> Peaks:
+def check_planned(job: Job, allowance: float = ALLOWANCE) -> Peaks:
     """Training reaches planned mode and no tier exceeds its budget at any time of its life."""
     peaks = watch(job)
     said = peaks.report
@@ -91,9 +91,10 @@ def check_planned(job: Job) -> Peaks:
     assert said["arena_bytes"] // 2 < peaks.arena <= job.device, "device"
     assert 0 < peaks.host <= job.host, "host"
     assert job.disk <= peaks.disk <= job.disk + EXTENTS, "disk"
-    memory = job.device + job.host
-    assert peaks.arena + peaks.host <= peaks.private <= memory + ALLOWANCE
-    assert peaks.both <= memory + ALLOWANCE + peaks.file
+    most = job.device + job.host + allowance
+    assert peaks.arena + peaks.host <= peaks.private <= most
+    assert peaks.both <= most + peaks.file
+    assert said["loaded_late"] == [], "code of other libraries, which would count"
     return peaks
 
 
@@ -108,12 +109,11 @@ def test_planned_training_stays_inside_every_budget(tmp_path: Path, how: str) ->
 @pytest.mark.slow
 @pytest.mark.parametrize("disk_rate", [0, 200])
 def test_larger_planned_training_stays_inside_every_budget(tmp_path: Path, disk_rate: int) -> None:
-    """It needs 282 MiB, and a plain process grows by 344."""
+    """It needs 282 MiB, and a plain process grows by 344. The rates are measured in it."""
+    device, host = 141 * MIB, 16 * MIB
     check_planned(
-        Job(
-            *("10m", 141 * MIB, 16 * MIB, 512 * MIB, str(tmp_path), 256 << 10),
-            *(8, disk_rate, 2),
-        )
+        Job("10m", device, host, 512 * MIB, str(tmp_path), 256 << 10, 8, disk_rate, 2),
+        0.02 * (device + host) + PLAIN_10M,
     )
 
 

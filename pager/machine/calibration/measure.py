@@ -2,8 +2,9 @@
 
 Measured with what training uses: memory of the host tier, slots and threads of the disk tier, and
 transfers of its size. Only free slots are touched, and given back; beside them there is scratch
-memory, at most 8 MiB or two pages. All of it takes a second or so; two, if one transfer takes a
-third of a second.
+memory, of 8 MiB at most: where the device is RAM it is what dense memory has idle, as far as that
+goes beyond two pages. All of it takes a second or so; two, if one transfer takes a third of a
+second.
 
 ::
 
@@ -145,8 +146,11 @@ def measure(
     waiter = Waiter(watch or IoWatch(math.inf))
     try:
         waiter.watch.refuse_if_hung()
-        with nullcontext() if disk is None else disk.measuring():
-            return _measure(backend, host, disk, page_size, waiter, hold_back)
+        with (
+            backend.lend_idle(min(_SCRATCH_BYTES, backend.reserved_bytes // 16)) as room,
+            nullcontext() if disk is None else disk.measuring(),
+        ):
+            return _measure(backend, host, disk, page_size, room, waiter, hold_back)
     except HungDisk as error:
         assert disk is not None
         raise HungDisk(
@@ -160,10 +164,10 @@ def _measure(
     host: HostTier,
     disk: DiskTier | None,
     page_size: int,
+    room: int,
     waiter: Waiter,
     hold_back: HoldBack | None,
 ) -> Calibration:
-    room = scratch_room(backend)
     piece_pages = max(1, min(TASK_BYTES, room // 4) // page_size)
     piece_bytes = piece_pages * page_size
     count = max(2, room // piece_bytes)
@@ -262,11 +266,6 @@ def _borrowed(slots: FramePool, nbytes: int, page_size: int) -> Iterator[_Loan]:
             runs = [run for run in cut(runs, 1) if run[0] not in kept]
         for run in runs:
             slots.free(*run)
-
-
-def scratch_room(backend: Device) -> int:
-    """Bytes of memory that measuring may take beside the budgets; little where these are small."""
-    return min(_SCRATCH_BYTES, backend.reserved_bytes // 16)
 
 
 @contextmanager
