@@ -110,7 +110,9 @@ def adam_step(
     if not groups:
         return
     if reference or not use_triton(memory_of(groups[0].param)):
-        _run_reference(groups, steps, chosen, work)
+        if found_inf is None or not float(found_inf):
+            for group in groups:
+                _update_reference(group, float(steps[group.number]), chosen, work)
         return
     for bucket in alike(groups):
         device = memory_of(bucket[0].param).device
@@ -214,15 +216,6 @@ def adam_step_reference(
 ) -> None:
     """`adam_step` in plain torch: the same bits as torch.optim's for-loop where all is float32."""
     adam_step(params, grads, exp_avgs, exp_avg_sqs, **options, reference=True)
-
-
-def _run_reference(
-    groups: Sequence[Group], steps: Sequence[Number], chosen: _Adam, work: torch.Tensor | None
-) -> None:
-    if chosen.found_inf is not None and float(chosen.found_inf):
-        return
-    for group in groups:
-        _update_reference(group, float(steps[group.number]), chosen, work)
 
 
 def _update_reference(group: Group, step: float, chosen: _Adam, work: torch.Tensor | None) -> None:

@@ -97,7 +97,9 @@ def sgd_step(
     if not groups:
         return
     if reference or not use_triton(memory_of(groups[0].param)):
-        _run_reference(groups, first, chosen, work)
+        if found_inf is None or not float(found_inf):
+            for group in groups:
+                _update_reference(group, first[group.number], chosen, work)
         return
     for bucket in alike(groups):
         launch_groups(
@@ -158,15 +160,6 @@ def sgd_step_reference(
 ) -> None:
     """`sgd_step` in plain torch: the same bits as torch.optim's for-loop where all is float32."""
     sgd_step(params, grads, momentum_buffers, **options, reference=True)
-
-
-def _run_reference(
-    groups: Sequence[Group], first: Sequence[bool], chosen: _Sgd, work: torch.Tensor | None
-) -> None:
-    if chosen.found_inf is not None and float(chosen.found_inf):
-        return
-    for group in groups:
-        _update_reference(group, first[group.number], chosen, work)
 
 
 def _update_reference(group: Group, fresh: bool, chosen: _Sgd, work: torch.Tensor | None) -> None:

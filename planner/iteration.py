@@ -70,9 +70,7 @@ def encode_events(kinds: Ints, blocks: Ints, sizes: Ints) -> Ints:
     return values * (int(kinds.max()) + 1) + kinds
 
 
-def find_balanced(
-    codes: Ints, change_bytes: Ints, freed_age: Ints, floor: int = FLOOR
-) -> Repetition | None:
+def find_balanced(codes: Ints, change_bytes: Ints, freed_age: Ints) -> Repetition | None:
     """The longest repetition that looks like iterations, not like the layers of one;
     ``change_bytes`` is what each event adds, [events], and ``freed_age`` how many events ago the
     oldest block that it frees was allocated (0: it frees none), [events].
@@ -84,7 +82,7 @@ def find_balanced(
     """
     in_use = np.concatenate([[0], np.cumsum(change_bytes)])
     least_fall = LEAST_SHARE * _largest_fall(in_use)
-    for found in repetitions(codes, floor):
+    for found in repetitions(codes):
         if found.stop - found.start < LEAST_SHARE * len(codes):
             return None  # the rest are shorter
         middle = found.middle

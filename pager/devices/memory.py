@@ -86,7 +86,7 @@ def unmap_memory(address: int, nbytes: int) -> None:
 class Region:
     """``reserved_bytes`` of address space of which the first ``committed_bytes`` may be used."""
 
-    def __init__(self, reserved_bytes: int, committed_bytes: int, *, huge_pages: bool = True):
+    def __init__(self, reserved_bytes: int, committed_bytes: int):
         self.reserved_bytes = reserved_bytes
         self.committed_bytes = 0
         self._span = reserved_bytes + _ALIGNMENT
@@ -100,8 +100,7 @@ class Region:
         assert base is not None
         self.address: int = -(-base // _ALIGNMENT) * _ALIGNMENT
         self._advise(mmap.MADV_DONTFORK, reserved_bytes)
-        if huge_pages:
-            self._advise(mmap.MADV_HUGEPAGE, reserved_bytes)
+        self._advise(mmap.MADV_HUGEPAGE, reserved_bytes)
         try:
             self.commit(committed_bytes)
         except BaseException:

@@ -48,10 +48,9 @@ class Problem:
     def steps(self) -> int:
         return len(self.duration_us)
 
-    def narrowed(self, keep: np.ndarray, most: Floats | None = None) -> Problem:
-        """Only the gaps where ``keep``; ``most`` (for all gaps) replaces what may be off."""
-        limit = self.most if most is None else most
-        return replace(self, gaps=self.gaps.pick(keep), most=limit[keep])
+    def narrowed(self, keep: np.ndarray) -> Problem:
+        """Only the gaps where ``keep``."""
+        return replace(self, gaps=self.gaps.pick(keep), most=self.most[keep])
 
 
 def make_problem(trace: Trace, hardware: Hardware) -> Problem:

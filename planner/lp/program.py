@@ -123,7 +123,7 @@ def solve(
     return replace(found, off=shared_out(found.off, group, problem.most))
 
 
-def least_device_pages(problem: Problem, time_limit_s: float = 60) -> float | None:
+def least_device_pages(problem: Problem) -> float | None:
     """Fewest pages of device memory with which anything runs, however slowly; ``None`` if the
     tiers below are too small for every device."""
     if not problem.tiers or not len(problem.gaps):
@@ -131,7 +131,7 @@ def least_device_pages(problem: Problem, time_limit_s: float = 60) -> float | No
     builder = Builder(grouped(problem)[0], None, copies_keep_slots=True)
     cost = np.zeros(builder.columns.count)
     cost[builder.device] = 1.0
-    x = run(builder, cost, time_limit_s)
+    x = run(builder, cost, 60.0)
     return None if x is None else float(x[builder.device])
 
 

@@ -69,8 +69,8 @@ def footprint(buffers: Buffers, offsets: Ints) -> int:
     return int((offsets + buffers.size).max(initial=0))
 
 
-def buffers_of(trace: Trace, alignment: int = TENSOR_ALIGNMENT) -> Buffers:
-    """One buffer per tensor, time counted in ops, sizes rounded up to ``alignment`` bytes.
+def buffers_of(trace: Trace) -> Buffers:
+    """One buffer per tensor, time counted in ops, sizes rounded up to ``TENSOR_ALIGNMENT`` bytes.
 
     A persistent tensor lives the whole iteration [0, ops), any other from the first op that touches
     it until its last one has ended.
@@ -80,7 +80,7 @@ def buffers_of(trace: Trace, alignment: int = TENSOR_ALIGNMENT) -> Buffers:
         ids=[str(number) for number in trace.tensor_ids],
         lower=np.where(lasting, 0, trace.first_op).astype(np.int64),
         upper=np.where(lasting, trace.ops, trace.last_op + 1).astype(np.int64),
-        size=-(-trace.tensor_bytes // alignment) * alignment,
+        size=-(-trace.tensor_bytes // TENSOR_ALIGNMENT) * TENSOR_ALIGNMENT,
     )
 
 

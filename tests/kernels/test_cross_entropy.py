@@ -340,11 +340,6 @@ def test_second_derivatives_are_refused(device: str) -> None:
         torch.autograd.grad(loss, hidden, create_graph=True)
 
 
-class Gaps(DenseHead):
-    def slabs(self) -> list[tuple[int, int]]:
-        return [(0, 16), (17, 43)]
-
-
 def test_wrong_arguments() -> None:
     hidden, weight, _, targets = _problem("cpu", FP32)
     head = DenseHead(weight)
@@ -354,10 +349,6 @@ def test_wrong_arguments() -> None:
         chunked_cross_entropy(hidden, targets, head, label_smoothing=2.0)
     with pytest.raises(ValueError, match=r"targets is torch.int64 \(5,\); pass int64 \(6,\)"):
         chunked_cross_entropy(hidden, targets[1:], head)
-    with pytest.raises(ValueError, match=r"slab \[17, 43\) follows class 16"):
-        chunked_cross_entropy(hidden, targets, Gaps(weight))
-    with pytest.raises(ValueError, match="slab_rows is 0"):
-        DenseHead(weight, None, 0)
     for target in (43, -1):
         targets[3] = target
         with pytest.raises(IndexError, match=f"target {target} is out of bounds.*43 classes"):
