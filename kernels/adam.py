@@ -103,10 +103,16 @@ def adam_step(
     chosen = _Adam(
         *(lr, beta1, beta2, eps, weight_decay, decoupled, amsgrad, maximize, inv_scale, found_inf)
     )
-    groups = _groups(
-        *(params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, masters, steps),
-        *(amsgrad, seeds, firsts),
-    )
+    if amsgrad != (max_exp_avg_sqs is not None):
+        raise ValueError(f"amsgrad is {amsgrad}; pass max_exp_avg_sqs if, and only if, it is True")
+    if len(steps) != len(params):
+        raise ValueError(f"steps has {len(steps)} entries for {len(params)} params; pass as many")
+    states = {
+        "exp_avgs": exp_avgs,
+        "exp_avg_sqs": exp_avg_sqs,
+        "max_exp_avg_sqs": max_exp_avg_sqs,
+    }
+    groups = make_groups(params, grads, states, masters, seeds, firsts)
     if not groups:
         return
     if reference or not use_triton(memory_of(groups[0].param)):
@@ -148,30 +154,6 @@ def adam_step_again(
 def _rule(chosen: _Adam) -> dict[str, bool]:
     names = {"DECOUPLED": chosen.decoupled, "AMSGRAD": chosen.amsgrad}
     return {"ADAM": True, "maximize": chosen.maximize, **names}
-
-
-def _groups(
-    params: Sequence[Operand],
-    grads: Sequence[Operand],
-    exp_avgs: Sequence[State],
-    exp_avg_sqs: Sequence[State],
-    max_exp_avg_sqs: Sequence[State] | None,
-    masters: Sequence[Operand] | None,
-    steps: Sequence[Number],
-    amsgrad: bool,
-    seeds: Sequence[int] | None,
-    firsts: Sequence[int] | None,
-) -> list[Group]:
-    if amsgrad != (max_exp_avg_sqs is not None):
-        raise ValueError(f"amsgrad is {amsgrad}; pass max_exp_avg_sqs if, and only if, it is True")
-    if len(steps) != len(params):
-        raise ValueError(f"steps has {len(steps)} entries for {len(params)} params; pass as many")
-    states = {
-        "exp_avgs": exp_avgs,
-        "exp_avg_sqs": exp_avg_sqs,
-        "max_exp_avg_sqs": max_exp_avg_sqs,
-    }
-    return make_groups(params, grads, states, masters, seeds, firsts)
 
 
 def _numbers(

@@ -93,7 +93,19 @@ def sgd_step(
     chosen = _Sgd(
         *(lr, momentum, dampening, weight_decay, nesterov, maximize, inv_scale, found_inf, step)
     )
-    groups = _groups(params, grads, momentum_buffers, first, masters, seeds, firsts, chosen)
+    if (momentum != 0) != (momentum_buffers is not None):
+        raise ValueError(
+            f"momentum is {momentum}; pass momentum_buffers if, and only if, it is not 0"
+        )
+    if nesterov and (momentum <= 0 or dampening != 0):
+        raise ValueError(
+            f"nesterov with momentum {momentum} and dampening {dampening}; it needs "
+            "momentum and no dampening"
+        )
+    if len(first) != len(params):
+        raise ValueError(f"first has {len(first)} entries for {len(params)} params; pass as many")
+    states = {"momentum_buffers": momentum_buffers}
+    groups = make_groups(params, grads, states, masters, seeds, firsts)
     if not groups:
         return
     if reference or not use_triton(memory_of(groups[0].param)):
@@ -109,31 +121,6 @@ def sgd_step(
             MOMENTUM=momentum != 0,
             NESTEROV=nesterov,
         )
-
-
-def _groups(
-    params: Sequence[Operand],
-    grads: Sequence[Operand],
-    momentum_buffers: Sequence[State] | None,
-    first: Sequence[bool],
-    masters: Sequence[Operand] | None,
-    seeds: Sequence[int] | None,
-    firsts: Sequence[int] | None,
-    chosen: _Sgd,
-) -> list[Group]:
-    if (chosen.momentum != 0) != (momentum_buffers is not None):
-        raise ValueError(
-            f"momentum is {chosen.momentum}; pass momentum_buffers if, and only if, it is not 0"
-        )
-    if chosen.nesterov and (chosen.momentum <= 0 or chosen.dampening != 0):
-        raise ValueError(
-            f"nesterov with momentum {chosen.momentum} and dampening {chosen.dampening}; it needs "
-            "momentum and no dampening"
-        )
-    if len(first) != len(params):
-        raise ValueError(f"first has {len(first)} entries for {len(params)} params; pass as many")
-    states = {"momentum_buffers": momentum_buffers}
-    return make_groups(params, grads, states, masters, seeds, firsts)
 
 
 def _numbers(groups: Sequence[Group], first: Sequence[bool], chosen: _Sgd) -> torch.Tensor:

@@ -23,6 +23,7 @@ from ..memory.space import Extent
 from ..tensor.paged_tensor import PagedTensor
 from .fused_states import MASTER
 from .paged_optimizer import PagedOptimizer
+from .torch_fused import settings
 
 if TYPE_CHECKING:
     from ..core import Core
@@ -182,14 +183,8 @@ class BatchAgain:
         adam_step_again(
             *(self._tables, addresses),
             steps=self.steps,
-            lr=group["lr"],
-            beta1=float(group["betas"][0]),
-            beta2=float(group["betas"][1]),
-            eps=group["eps"],
-            weight_decay=float(group["weight_decay"]),
+            **settings(torch.optim.AdamW, group),
             decoupled=group["decoupled_weight_decay"],
-            amsgrad=group["amsgrad"],
-            maximize=group["maximize"],
             inv_scale=inv_scale,
             found_inf=found_inf,
         )
