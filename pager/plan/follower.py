@@ -367,6 +367,7 @@ class Follower:
 
     def _learn(self, log: AccessLog, *, followed: bool, times: OpTimes | None) -> None:
         """``times``: of its ops, where they were timed, which has made it slower."""
+        took = log.ended - self._began  # by the host's clock, as `_began` is
         of_device = log.clock is not None or not self.recorder.has_clock
         log.settle_times(self._pager.backend)
         size = log.activation_pages
@@ -389,8 +390,8 @@ class Follower:
         as_usual = times is None and not planning and not self._pager.budget.gave
         if as_usual and (followed or self._on_demand):
             stalled = log.stall_seconds if followed else sum(log.stalls.values())
-            took = log.ended - self._began, stalled
-            taken = Taken(*(signature.as_longest(seconds * 1e6, size) for seconds in took))
+            both = took, stalled
+            taken = Taken(*(signature.as_longest(seconds * 1e6, size) for seconds in both))
             alone = self.others is None if self.only_if_faster else None
             signature.choose(taken, by_plan=followed, alone=alone)
         if signature.is_shorter(size):
