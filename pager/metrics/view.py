@@ -78,7 +78,7 @@ def _head(training: Training) -> Text:
 
 def _where(record: Snapshot) -> Text:
     runs = format_duration(record["updated"] - record["started"])
-    done = f"{record['iterations']:,} iterations"
+    done = f"{record['iterations']:,} iteration{'s' * (record['iterations'] != 1)}"
     if record["planned_iterations"]:
         done += f", {record['planned_iterations']:,} of them planned"
     pages = format_bytes(record["page_size"])

@@ -87,8 +87,9 @@ def _print_table(runs: dict[str, dict[str, Any]]) -> None:
     """A column for each run, in 80 columns."""
     table = Table(title="train_lm: the same training", title_justify="left")
     table.add_column("")
+    shown = {"demand": "on demand", "paged": "planned"} if "demand" in runs else {}
     for name in runs:
-        table.add_column({"demand": "on demand"}.get(name, name), justify="right")
+        table.add_column(shown.get(name, name), justify="right")
     plain = runs["plain"]
 
     def row(what: str, cell: Callable[[dict[str, Any]], str]) -> None:

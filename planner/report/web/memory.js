@@ -162,7 +162,9 @@ function drawMemory(u, ctx, plot, { model, view, budget, drawn, peak }) {
   ctx.lineTo(x + 4 * ratio, y - 7 * ratio);
   ctx.fill();
   const right = x > plot.left + plot.width * 0.6;
-  label(ctx, plot, `highest ${formatBytes(peak)}`, x + (right ? -8 : 8) * ratio, y - 3 * ratio, colour.ink, right ? "right" : "left");
+  // Below the peak where the budget's name is beside it.
+  const close = drawn && Math.abs(y - u.valToPos(budget, "y", true)) < 16 * ratio;
+  label(ctx, plot, `highest ${formatBytes(peak)}`, x + (right ? -8 : 8) * ratio, y + (close ? 17 : -3) * ratio, colour.ink, right ? "right" : "left");
 }
 
 /** Text on a ground of its own, so that it can be read over any colour. */
