@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from ..disk.file import aligned_bytes
 from ..errors import PagerError
 from ..memory.frame_pool import merge
 from ..moves.mover import TIERS
@@ -178,7 +179,7 @@ class Frozen:
         at_once = max(1, STEP_BYTES // size)
         for first in range(0, len(pages), at_once):
             some = slots[first : first + at_once]
-            buffer = np.empty(len(some) * size, np.uint8)
+            buffer = aligned_bytes(len(some) * size)
             pager.mover.copy_of(pages[first : first + at_once], buffer)
             self._writes = [pager.disk.submit_write(_pieces(some, buffer, size))]
             pager.io_watch.wait(self._writes[0])

@@ -13,10 +13,10 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing
 from typing import TYPE_CHECKING, Any, Protocol
 
-import numpy as np
 import torch
 
 from ...kernels.pieces import stretches
+from ..disk.file import aligned_bytes
 from ..errors import CorruptPage, HungDisk, PagerError
 from .names import run_name
 from .operands import begin_of, flat, has_no_gaps, slabs
@@ -142,7 +142,7 @@ def unmoved_chunks(
     begin = begin_of(elements) + done
     end = begin_of(elements) + elements.numel() * elements.element_size()
     step = max(1, most_bytes // size)
-    buffer = np.empty(min(step, -(-end // size)) * size, np.uint8)
+    buffer = aligned_bytes(min(step, -(-end // size)) * size)  # or disk threads need their own
     for first in range(begin // size, -(-end // size), step):
         pages = run.pages[first : min(first + step, -(-end // size))]
         try:
