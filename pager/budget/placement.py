@@ -37,6 +37,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..devices.dense_meter import NO_TIMELINE, Timeline
 from ..memory.space import TRANSIENT_KINDS, Extent
@@ -100,6 +101,7 @@ class Placement:
         self._copies_before: dict[int, bool] = {}  # this iteration
         self._verdicts_before: dict[Extent, bool | None] = {}  # of those that it has changed
         self._gradients: list[_Gradient] = []
+        self._memories: dict[int, tuple[StorageWeakRef, Weight]] = {}  # of dense gradients
         self._parts: dict[tuple[Hashable, int, int], tuple[Weight, float]] = {}  # see `note_part`
         self._products: list[_Product] = []
         self.under_way: Weight | None = None  # whose product takes place
@@ -113,6 +115,7 @@ class Placement:
         for noted in (self._verdicts_before, self._gradients, self._products, self._casts):
             noted.clear()
         self._parts.clear()
+        self._memories.clear()
         self._copies_before = dict(self._copies)
         self._before, self._dense = dense_before, 0
         self._timeline = self._left = NO_TIMELINE
@@ -201,9 +204,16 @@ class Placement:
 
     def _note(self, weight: Weight, gradient: torch.Tensor, since: float) -> None:
         nbytes = gradient.numel() * gradient.dtype.itemsize
-        birth = self._birth_at(gradient.untyped_storage().data_ptr())
+        memory = gradient.untyped_storage()
+        self._memories[memory._cdata] = StorageWeakRef(memory), weight
+        birth = self._birth_at(memory.data_ptr())
         entry = _Gradient(weight, nbytes, time.perf_counter(), birth, since)
         self._gradients.append(entry)
+
+    def whose_gradient(self, gradient: torch.Tensor) -> Weight | None:
+        """Of the dense ones that were noted, and of which some memory is alive."""
+        kept, weight = self._memories.get(gradient.untyped_storage()._cdata, (None, None))
+        return weight if kept is not None and not kept.expired() else None
 
     def owner(self, runs: Collection[Extent]) -> Weight | None:
         """The weight whose product an op on ``runs`` is a part of."""

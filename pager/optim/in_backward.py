@@ -39,7 +39,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ..errors import PagerError, TierFull
 from ..memory.space import Extent
-from ..streaming.tables import edge_of, is_large
+from ..streaming.gradients import edge_of
+from ..streaming.tables import is_large
 from ..tensor.dispatcher import hide_from_dynamo
 from ..tensor.new_pages import copy_in
 from ..tensor.paged_tensor import PagedTensor

@@ -24,8 +24,8 @@ from ..tensor.dispatcher import hide_from_dynamo
 from ..tensor.operands import begin_of
 from ..tensor.paged_tensor import PagedTensor, direct_view
 from ..tensor.slabs import cut, fair_share, put_bytes, walk
+from .gradients import note_gradient
 from .tables import (
-    edge_of,
     has_room,
     is_large,
     is_read_by_rows,
@@ -223,7 +223,7 @@ def _new_gradient(weight: torch.Tensor) -> torch.Tensor:
     found = torch.empty(weight.size(), dtype=weight.dtype, device=weight.device)
     pager = weight._storage.pager
     if pager.metering_this() and weight._storage.run.count > 1:
-        pager.budget.placement.note_gradient(noted_as(weight), found, edge_of(weight))
+        note_gradient(weight, noted_as(weight), found)
     return found
 
 

@@ -33,6 +33,7 @@ from ..tensor.dense_run import NOT_QUICK, PLAIN, Operands, run_dense
 from ..tensor.dispatcher import serve_call
 from ..tensor.op_info import our_modes
 from ..tensor.paged_tensor import PagedTensor, direct_view, withdraw
+from .gradients import edge_of, note_gradient
 from .linear_stream import (
     WeightGrad,
     finds_room,
@@ -47,7 +48,7 @@ from .linear_stream import (
     streaming_takes,
     watched,
 )
-from .tables import Geometry, edge_of
+from .tables import Geometry
 
 LINEAR = torch.nn.functional.linear
 _STRIDED, _mm, _MM = torch.strided, torch.mm, torch.ops.aten.mm.default
@@ -119,7 +120,7 @@ def _as_pytorch_has_it(inputs: torch.Tensor, weight: PagedTensor, bias: Any) -> 
         if of_weight is not None:
             taken = streaming_takes(weight, dtype, rows, "weight")
             placement.note_product(noted, began[0], taken._replace(result=result))
-            placement.note_gradient(noted, of_weight, edge_of(weight))
+            note_gradient(weight, noted, of_weight)
 
     node.register_prehook(begin)
     node.register_hook(end)
@@ -275,7 +276,7 @@ def _watch_second_gradient(node: Any, weight: PagedTensor, rows: torch.Tensor, n
             budget.placement.note_part(noted, weight.numel(), edge_of(weight))
         elif gradients[-1] is not None:
             budget.placement.note_product(noted, time.perf_counter(), of_weight)
-            budget.placement.note_gradient(noted, gradients[-1], edge_of(weight))
+            note_gradient(weight, noted, gradients[-1])
 
     node.register_prehook(begin)
     node.register_hook(end)
@@ -307,25 +308,8 @@ def _of_weight(rows: torch.Tensor, inputs: torch.Tensor, metered: Any) -> torch.
         return WeightGrad.apply(plain(rows), plain(inputs), Geometry.of(metered))  # type: ignore[no-any-return,no-untyped-call]
     with watched(metered, inputs, way="weight") as noted:
         found = rows.t().mm(inputs)
-        placement.note_gradient(noted, found, edge_of(metered))
-    # Autograd may sum up several; those of a parameter in its `.grad`, if not for more derivatives.
-    for tensor in (metered, metered._base):
-        if tensor is None or not tensor.requires_grad:
-            continue
-        if tensor.grad_fn is not None or _grad_is_on():
-            _note_total_later(tensor, noted)
+        note_gradient(metered, noted, found)
     return found
-
-
-def _note_total_later(weight: PagedTensor, noted: Any) -> None:
-    budget, edge = weight._storage.pager.budget, edge_of(weight)
-
-    def note(total: torch.Tensor) -> None:
-        handle.remove()
-        if type(total) is not PagedTensor and budget.metering:
-            budget.placement.note_total(noted, total, edge)
-
-    handle = weight.register_hook(note)  # type: ignore[no-untyped-call]
 
 
 def _on_views_at_hand(

@@ -23,7 +23,7 @@ from __future__ import annotations
 import math
 import time
 import weakref
-from collections.abc import Generator, Hashable
+from collections.abc import Generator
 from contextlib import closing
 from typing import Any, NamedTuple, TypeGuard
 
@@ -53,6 +53,7 @@ from ..tensor.op_info import our_modes
 from ..tensor.operands import begin_of, operand, slabs
 from ..tensor.paged_tensor import PagedTensor, blank
 from ..tensor.slabs import TABLE_SHARE, fair_share, pages_of, stream
+from .gradients import note_gradient
 from .rows import Matrix
 
 aten = torch.ops.aten
@@ -107,17 +108,6 @@ def has_room(table: PagedTensor) -> bool:
 def noted_as(table: PagedTensor) -> Weight:
     """What is known of it in this metered iteration."""
     return table._storage.pager.budget.placement.weight(table._storage.run, _pages_of_row(table))
-
-
-def edge_of(weight: PagedTensor) -> Hashable:
-    """Along which its gradients go, added up where there are several. (A tensor that checkpointing
-    has made again has the edge of the first one.)"""
-    node = weight.grad_fn
-    while node is not None and node.name() == "_LateBackward":  # of `linear.py`
-        node = node.next_functions[0][0]
-    if node is None or hasattr(node, "variable"):  # of a parameter
-        return weight._storage.run.id
-    return node._sequence_nr(), weight.storage_offset()
 
 
 def is_table(tensor: PagedTensor) -> bool:
@@ -458,7 +448,7 @@ def _gradient(table: PagedTensor, grad: torch.Tensor, indices: torch.Tensor, *op
         taken = Taken(0, _streaming_takes(table, len(flat)), None if whole else 0)
         pager.budget.placement.note_product(noted, began, taken)
         if whole:
-            pager.budget.placement.note_gradient(noted, found, edge_of(table))
+            note_gradient(table, noted, found)
     return found
 
 
