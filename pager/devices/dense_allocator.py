@@ -171,8 +171,18 @@ class Account:
         return self._columns("events")
 
     def living(self) -> Timeline:
-        """Of each counted block of 64 KiB or more that lives, ``when`` it was made."""
-        return self._columns("living")
+        """Of each counted block of 64 KiB or more that lives, ``when`` it was made; where one line
+        has made several (a list), the last of them."""
+        living = self._columns("living")
+        last: dict[Place, float] = {}
+        lines = [self.places.get(birth) for birth in living.birth.tolist()]
+        for line, when in zip(lines, living.when.tolist()):
+            if line is not None and line.code is not None:
+                last[line] = max(when, last.get(line, when))
+        for number, line in enumerate(lines):
+            if line is not None and line in last:
+                living.when[number] = last[line]
+        return living
 
     def _columns(self, call: str) -> Timeline:
         if not self.close.alive:

@@ -293,6 +293,27 @@ def sharpness_aware(model: nn.Module, optimizer: torch.optim.Optimizer, inputs: 
     optimizer.zero_grad()
 
 
+def keeping() -> Follow:
+    """The same by a list that lives on, until the next iteration has made its own."""
+    kept: list[list[torch.Tensor]] = []
+
+    def follow(model: nn.Module, optimizer: torch.optim.Optimizer, inputs: Any) -> None:
+        parameters = list(model.parameters())
+        model(inputs).square().mean().backward()
+        with torch.no_grad():
+            moves = [0.05 * p.grad for p in parameters]  # type: ignore[operator]
+            kept[:] = [moves]
+            torch._foreach_add_(parameters, moves)
+        optimizer.zero_grad()
+        model(inputs).square().mean().backward()
+        with torch.no_grad():
+            torch._foreach_sub_(parameters, moves)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return follow
+
+
 def refusals(case: Case, follow: Follow, budget: int) -> list[int]:
     """The numbers named, each tried in its turn; all in the first iteration of a training. Without
     a number of ``budget`` itself, which works."""
@@ -344,6 +365,13 @@ def test_what_follows_another_write_to_a_parameter_is_in_the_first_refusal(
     (minimum,) = refusals(case, sharpness_aware, 4 * PAGE)
     (other,) = refusals(case, sharpness_aware, minimum - PAGE)
     assert minimum - 4096 <= other <= minimum
+
+
+def test_a_list_that_lives_on_until_there_is_a_new_one_is_in_the_first_refusal(
+    allocator: object, one_thread: None
+) -> None:
+    case = MLP._replace(optimizer=sgd)
+    assert len(refusals(case, keeping(), 4 * PAGE)) == 1
 
 
 def test_the_steps_of_all_optimizers_are_foreseen_before_the_first(one_thread: None) -> None:
