@@ -680,7 +680,7 @@ class DeviceBudget:
         grown = self.backend.meter_alive() - self._carried
         # Where it began with some, that is in what was measured already.
         living = NO_TIMELINE if self._carried else self.backend.living()
-        peak = self.placement.lives_on(living, grown, self._check_time)
+        peak = self.placement.lives_on(living, grown)
         left = self.placement.left_at(self._check_time)
         self._steps_now = [step._replace(beside=step.beside + left) for step in self._steps_now]
         self.dense_peak = max(self.dense_peak, peak)

@@ -244,18 +244,16 @@ class Placement:
         self._timeline = Timeline(*(np.concatenate(c) for c in zip(self._timeline, timeline)))
         self._dense = max(self._dense, dense)
 
-    def lives_on(self, living: Timeline, rest: int, step: float) -> int:
+    def lives_on(self, living: Timeline, rest: int) -> int:
         """``living``: when large tensors were made that live at the end of the iteration, and their
         bytes; ``rest``: of the small ones. The next iteration begins with those that this one has
-        made. It has each until it has made one in its place; or, of those made after the step at
-        ``step``, which may stay for good (an average of weights), until then at least. The peak
-        that this gives, by the verdicts that hold now."""
+        made. It has each until it has made one in its place. The peak that this gives, by the
+        verdicts that hold now."""
         when = self._timeline.when
         if not len(when):
             return 0
-        mine = Timeline(*(column[living.when >= when[0]] for column in living))
-        self._left = mine._replace(when=np.minimum(mine.when, step))
-        self._rest = max(0, rest - int(mine.nbytes.sum()))
+        self._left = Timeline(*(column[living.when >= when[0]] for column in living))
+        self._rest = max(0, rest - int(self._left.nbytes.sum()))
         self._beside = np.array([self.left_at(moment) for moment in when], np.int64)
         return self._dense_with(self._wholes())
 

@@ -293,8 +293,9 @@ def sharpness_aware(model: nn.Module, optimizer: torch.optim.Optimizer, inputs: 
     optimizer.zero_grad()
 
 
-def keeping() -> Follow:
-    """The same by a list that lives on, until the next iteration has made its own."""
+def keeping(which: str) -> Follow:
+    """The same by a list that lives on, until the next iteration has made its own: of moves, or of
+    parameters after the step."""
     kept: list[list[torch.Tensor]] = []
 
     def follow(model: nn.Module, optimizer: torch.optim.Optimizer, inputs: Any) -> None:
@@ -302,7 +303,8 @@ def keeping() -> Follow:
         model(inputs).square().mean().backward()
         with torch.no_grad():
             moves = [0.05 * p.grad for p in parameters]  # type: ignore[operator]
-            kept[:] = [moves]
+            if which == "moves":
+                kept[:] = [moves]
             torch._foreach_add_(parameters, moves)
         optimizer.zero_grad()
         model(inputs).square().mean().backward()
@@ -310,6 +312,8 @@ def keeping() -> Follow:
             torch._foreach_sub_(parameters, moves)
         optimizer.step()
         optimizer.zero_grad()
+        if which == "parameters":
+            kept[:] = [[p.detach().clone() for p in parameters]]
 
     return follow
 
@@ -367,11 +371,12 @@ def test_what_follows_another_write_to_a_parameter_is_in_the_first_refusal(
     assert minimum - 4096 <= other <= minimum
 
 
+@pytest.mark.parametrize("which", ["moves", "parameters"])
 def test_a_list_that_lives_on_until_there_is_a_new_one_is_in_the_first_refusal(
-    allocator: object, one_thread: None
+    which: str, allocator: object, one_thread: None
 ) -> None:
     case = MLP._replace(optimizer=sgd)
-    assert len(refusals(case, keeping(), 4 * PAGE)) == 1
+    assert len(refusals(case, keeping(which), 4 * PAGE)) == 1
 
 
 def test_the_steps_of_all_optimizers_are_foreseen_before_the_first(one_thread: None) -> None:
