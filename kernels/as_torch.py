@@ -62,7 +62,8 @@ def run_as_torch(
             used = [_padded(part, block) for part in parts] if padded else parts
             here = _with(func, given, dict(zip(operands, used[-len(operands) :])))
             if direct is not None:
-                direct(**here, out=used[0])
+                one = {k: v[0] if isinstance(v, list) else v for k, v in here.items()}
+                direct(**(one if is_of_lists(func) else here), out=used[0])
             else:
                 made = func(**here)
                 if out is not None:
@@ -116,9 +117,10 @@ def _with(func: Any, given: Given, tensors: Mapping[str, torch.Tensor]) -> dict[
 
 @cache
 def _writing_to_out(func: Any) -> Any:
-    """The overload with ``out=`` that needs no memory beside it; ``None`` where there is none."""
-    packet = func.overloadpacket
-    mine = [(a.name, str(a.type)) for a in func._schema.arguments]
+    """The overload with ``out=`` that needs no memory beside it, of an op on lists that of the op
+    on each element; ``None`` where there is none."""
+    packet = getattr(torch.ops.aten, name_of(func)) if is_of_lists(func) else func.overloadpacket
+    mine = [(a.name, str(a.type).replace("List[Tensor]", "Tensor")) for a in func._schema.arguments]
     for overload in packet.overloads():
         form = getattr(packet, overload)
         arguments = form._schema.arguments

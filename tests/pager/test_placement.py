@@ -379,6 +379,44 @@ def test_a_list_that_lives_on_until_there_is_a_new_one_is_in_the_first_refusal(
     assert len(refusals(case, keeping(which), 4 * PAGE)) == 1
 
 
+def _by_hand(budget: int) -> None:
+    """Momentum by hand: the first iteration does less than all later ones."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*[layer for _ in range(4) for layer in (nn.Linear(256, 256), nn.GELU())])
+    with tp.Pager(budget, "64MiB", page_size=PAGE, device="cpu") as pager:
+        parameters, moves = list(pager.page_module(model).parameters()), None
+        for _ in range(4):
+            before = [p.detach().to_dense().numpy().copy() for p in parameters]
+            try:
+                with pager.iteration():
+                    loss = model(torch.randn(16, 256)).square().mean()
+                    found: Any = torch.autograd.grad(loss, parameters)
+                    with torch.no_grad():
+                        if moves is None:
+                            moves = [gradient.clone() for gradient in found]
+                        else:
+                            moves = torch._foreach_add(torch._foreach_mul(moves, 0.9), found)
+                        norm = sum(g.square().sum() for g in found).sqrt()
+                        for parameter, move in zip(parameters, moves):
+                            parameter.sub_(0.1 * move / norm.clamp(min=1))
+                            parameter.data.clamp_(-1, 1)
+            except tp.InfeasibleBudget:
+                now = [p.detach().to_dense().numpy() for p in parameters]
+                assert all((a == b).all() for a, b in zip(now, before))
+                raise
+
+
+def test_a_later_iteration_that_does_more_is_refused_once_before_anything_changes(
+    allocator: object, one_thread: None
+) -> None:
+    """Its gradients were whole when the number was named, and are in pages then: that takes four
+    frames, and nothing beside the moves, their products and the sums, of 1 MiB each."""
+    with pytest.raises(tp.InfeasibleBudget, match="No parameter was changed") as refusal:
+        _by_hand(3 << 20)
+    assert refusal.value.minimum <= (3 << 20) + 4 * PAGE + PAGE // 2
+    _by_hand(refusal.value.minimum)
+
+
 def test_the_steps_of_all_optimizers_are_foreseen_before_the_first(one_thread: None) -> None:
     """Rprop's step takes the most, and comes last."""
 
