@@ -97,12 +97,11 @@ def test_copies_of_one_call_are_one_call_of_the_driver(batches: bool, counted: C
     device.close()
 
 
-def test_a_run_slides_by_one_launch(counted: Counted) -> None:
+def test_a_run_slides_by_copies_of_as_many_pages_as_it_goes(counted: Counted) -> None:
     device = make_device(torch.device("cuda:1"), 32 * MIB, 32 * MIB)
-    found = counted(lambda: device.slide(1, 0, 15, 2 * MIB))
-    assert (found["launches"], found["copies"]) == (1, 0)
-    found = counted(lambda: device.slide(5, 0, 6, 2 * MIB))
-    assert (found["launches"], found["copies"]) == (0, 2)
+    for distance, pages, copies in ((1, 11, 11), (5, 6, 2)):
+        found = counted(lambda: device.slide(distance, 0, pages, 2 * MIB))  # noqa: B023
+        assert (found["launches"], found["copies"]) == (0, copies)
     device.close()
 
 
