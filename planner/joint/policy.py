@@ -36,6 +36,7 @@ CHEAP_SHARE = 0.1  # of a segment's time: an op that takes less is cheap to run 
 # Of the processor, so that what else runs changes nothing: for the bound, then for choices.
 BOUND_SECONDS, SECONDS, QUICK_SECONDS = 180.0, 35.0, 3.0
 GOOD_ENOUGH = 0.995  # of the bound, at which no further choice is tried
+COARSER = (2, 4)  # parts of the steps, of programs for the moves of the best choices
 # What is tried of the program's shares: how much more of what may be made again, and how late the
 # host may be by its estimated times, of an iteration.
 TRIALS = ((0.0, 0.02), (0.0, 0.05), (0.0, 0.0), (0.1, 0.02), (-0.1, 0.02), (0.0, 1.0))
@@ -124,6 +125,7 @@ class _Search:
         steps = QUICK_MOVES if quick else steps
         self.planner = Planner(trace, hardware, uses, progress, most_steps=steps)
         self.best: Outcome | None = None
+        self.chosen: tuple[Decisions, Floats | None] | None = None  # of ``best``
         self.bound_us = 0.0
         self.tried: set[tuple[Any, ...]] = set()
 
@@ -140,6 +142,7 @@ class _Search:
             self._choices(shares)
         for name in RULES if not self.quick or self.best is None else ():
             self._try(decide(name, self.trace, self.remakes, self.units))
+        self._coarser()
         refusal = self._moves_only()
         if self.best is None:
             raise refusal or PolicyRefusal("joint: no plan of the program ran in the simulator")
@@ -256,12 +259,33 @@ class _Search:
         if key in self.tried or not any(key):
             return
         self.tried.add(key)
-        self.planner.cutoff_us = self.best.iteration_us if self.best else math.inf
-        self._keep(self.planner.plan(decisions, begins_us, rounds=1 if self.quick else 2))
+        self._plan(decisions, begins_us)
 
-    def _keep(self, outcome: Outcome | None) -> None:
-        if outcome is not None and (self.best is None or faster(outcome, self.best)):
-            self.best = outcome
+    def _plan(self, decisions: Decisions, begins_us: Floats | None) -> None:
+        self.planner.cutoff_us = self.best.iteration_us if self.best else math.inf
+        rounds = 1 if self.quick else 2
+        if self._keep(self.planner.plan(decisions, begins_us, rounds=rounds)):
+            self.chosen = decisions, begins_us
+
+    def _coarser(self) -> None:
+        """The moves of the best choices by programs of fewer, longer steps: these plan fewer and
+        larger moves, and a program knows nothing of what each costs."""
+        if self.chosen is None or self.quick:
+            return
+        decisions, begins_us = self.chosen
+        whole = self.planner.most_steps
+        for part in COARSER:
+            if not self._good():
+                self.planner.most_steps = min(whole, self.trace.ops // part)
+                self._plan(decisions, begins_us)
+        self.planner.most_steps = whole
+
+    def _keep(self, outcome: Outcome | None) -> bool:
+        """Whether it is the fastest so far."""
+        if outcome is None or not (self.best is None or faster(outcome, self.best)):
+            return False
+        self.best = outcome
+        return True
 
     def _moves_only(self) -> Exception | None:
         """The plan of ``lp``, if that could be faster; or why there is none."""
