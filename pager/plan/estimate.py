@@ -406,6 +406,7 @@ def fake_iteration(
         trace = log.trace(
             host_bytes_per_s=host_bytes_per_s,
             source=SOURCE,
+            device="estimated",  # durations are not the CPU's
             metadata={"models": [type(training.module).__name__], "flops": log.flops},
         )
     except PagerError:

@@ -247,7 +247,12 @@ class IterationLog(TorchDispatchMode):
         return {storage.number: path for storage, path in owned if storage is not None}
 
     def trace(
-        self, *, host_bytes_per_s: float, source: str, metadata: dict[str, Any] | None = None
+        self,
+        *,
+        host_bytes_per_s: float,
+        source: str,
+        device: str = "cpu",
+        metadata: dict[str, Any] | None = None,
     ) -> Trace:
         """What lives on is persistent. What a step does for one parameter is one op."""
         from ...planner.trace import make_trace
@@ -265,7 +270,7 @@ class IterationLog(TorchDispatchMode):
             names={one.number: one.name for one in self.storages if one.name is not None},
             kinds={one.number: one.kind for one in self.storages},
             source=source,
-            device="cpu",
+            device=device,
             metadata={"torch": torch.__version__, **(metadata or {})},
             rerun=rerun,
             host_us=host,

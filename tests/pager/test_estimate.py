@@ -134,6 +134,7 @@ def test_as_the_same_training_recorded(
     assert estimated.op_rerun.tolist() == recorded.op_rerun.tolist()
     assert estimated.segments == recorded.segments
     assert [s.name for s in estimated.segments] == ["model.layers.0", "model.layers.1"]
+    assert (estimated.device, recorded.device) == ("estimated", "cpu")
     assert estimated.tensor_names == recorded.tensor_names
     ours, theirs = bytes_of_kinds(estimated), bytes_of_kinds(recorded)
     assert ours.keys() == theirs.keys()
