@@ -17,7 +17,7 @@ from tensorpager.planner.lp.fit import fit, resident_pages
 from tensorpager.planner.lp.groups import grouped
 from tensorpager.planner.lp.policy import OTHERS, bound, plan
 from tensorpager.planner.lp.problem import Problem, make_problem, merged
-from tensorpager.planner.lp.program import Unsolved, least_device_pages, solve
+from tensorpager.planner.lp.program import Solution, Unsolved, least_device_pages, solve
 from tensorpager.planner.lp.schedule import Schedule, make_schedule
 from tensorpager.planner.registry import POLICIES
 from tensorpager.planner.simulator import simulate
@@ -268,12 +268,17 @@ def test_least_device_is_the_largest_working_set_with_room_below() -> None:
     assert least == pytest.approx(40 + 40 + 20 + 20)  # weight, activation, two gradients
 
 
-def test_fit_makes_every_step_fit() -> None:
-    trace = chain(10)
-    problem = make_problem(trace, machine(300))
+def scheduled(trace: Trace, hardware: Hardware) -> tuple[Problem, Solution, Schedule]:
+    """What the exact program gives, in whole pages."""
+    problem = make_problem(trace, hardware)
     solution = solve(problem)
     assert solution is not None
-    schedule = make_schedule(problem, solution)
+    return problem, solution, make_schedule(problem, solution)
+
+
+def test_fit_makes_every_step_fit() -> None:
+    trace = chain(10)
+    problem, _, schedule = scheduled(trace, machine(300))
     early = [[*chunks] for chunks in schedule.ins]
     part = max(range(len(early)), key=lambda p: len(early[p]))
     length = problem.gaps.end - problem.gaps.begin
@@ -288,10 +293,7 @@ def test_fit_makes_every_step_fit() -> None:
 
 def test_whole_pages_and_flows_balance() -> None:
     trace = chain(10)
-    problem = make_problem(trace, machine(250, host_bytes=100 * PAGE))
-    solution = solve(problem)
-    assert solution is not None
-    schedule = make_schedule(problem, solution)
+    problem, solution, schedule = scheduled(trace, machine(250, host_bytes=100 * PAGE))
     total = sum(schedule.off)
     assert np.all(total >= sum(solution.off) - 1e-2)
     assert np.all(total <= problem.gaps.pages)
@@ -303,10 +305,7 @@ def test_whole_pages_and_flows_balance() -> None:
 def test_pages_go_and_come_inside_their_gap() -> None:
     """That of the last op's weight too, whose gap is all of the next iteration."""
     trace = chain(10)
-    problem = make_problem(trace, machine(200))
-    solution = solve(problem)
-    assert solution is not None
-    schedule = make_schedule(problem, solution)
+    problem, _, schedule = scheduled(trace, machine(200))
     begin, end, last = problem.gaps.begin, problem.gaps.end, problem.steps - 1
     chunks = [chunk for part in (*schedule.outs, *schedule.ins) for chunk in part]
     assert any(begin[chunk.gap] == last for chunk in chunks)
