@@ -68,16 +68,16 @@ def _plan_in_words(pager: Core, follower: Follower | None) -> str:
         return f"There is no plan, pages are brought in when an op needs them: {signature.refused}"
     if signature.turned_down is not None:
         return f"There is no plan: {signature.turned_down}."
+    blocks = [] if follower.segments is None else [_blocks_in_words(signature, follower.segments)]
     if signature.compiled is not None and not signature.ways.by_plan:
-        return f"There is a plan, and it is not followed now: {signature.ways}."
+        said = f"There is a plan, and it is not followed now: {signature.ways}."
+        return "\n".join([said, *blocks])
     if signature.compiled is None:
         state = "is being made" if signature.process is not None else "will be made"
         return (
             f"There is no plan yet: it {state}, of an iteration of {len(signature.keys)} accesses."
         )
-    lines = [*_plan_lines(signature.compiled), *_speed_lines(signature)]
-    if follower.segments is not None:
-        lines.append(_blocks_in_words(signature, follower.segments))
+    lines = [*_plan_lines(signature.compiled), *_speed_lines(signature), *blocks]
     if signature.on_demand_us is not None:
         lines.append(f"Without a plan it takes {signature.on_demand_us / 1e3:.1f} ms at best.")
     if signature.hardware is not None:
