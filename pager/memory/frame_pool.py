@@ -1,10 +1,9 @@
 """Which frames of an arena, or slots of a file, are free.
 
 Free frames are kept as maximal runs: two free runs never touch, because ``free`` merges
-neighbours. Three views of the same runs, always in step:
+neighbours. Two views of the same runs, always in step:
 
-- ``_length_of``: start → length
-- ``_starts``: starts in order, to find the run around or beside a frame
+- ``_starts`` and ``_ends``: in order, to find the run around or beside a frame
 - ``_by_size``: (length, start) in order, to find the best fit
 
 A run is ``(start, length)`` and means the frames ``start <= frame < start + length``. Every
@@ -30,21 +29,12 @@ class FramePool:
 
     def __init__(self, count: int) -> None:
         assert count >= 0, f"a pool of {count} frames"
-        self._count = 0
-        self._free_count = 0
-        self._length_of: dict[int, int] = {}
+        self.count = 0  # all frames, free or not
+        self.free_count = 0
         self._starts: list[int] = []
-        self._by_size: list[tuple[int, int]] = []
+        self._ends: list[int] = []
+        self._by_size: list[Run] = []
         self.resize(count)
-
-    @property
-    def count(self) -> int:
-        """All frames, free or not."""
-        return self._count
-
-    @property
-    def free_count(self) -> int:
-        return self._free_count
 
     @property
     def largest_run(self) -> int:
@@ -53,12 +43,13 @@ class FramePool:
 
     def runs(self) -> list[Run]:
         """The free runs by address."""
-        return [(start, self._length_of[start]) for start in self._starts]
+        return [(start, end - start) for start, end in zip(self._starts, self._ends)]
 
     def is_free(self, start: int, n: int) -> bool:
         """Whether all of the ``n`` frames from ``start`` on are free."""
         assert n > 0, f"{n} frames"
-        return self._run_around(start, n) is not None
+        place = bisect_right(self._starts, start) - 1
+        return place >= 0 and self._ends[place] >= start + n
 
     def allocate(self, n: int) -> list[Run] | None:
         """Claims ``n`` frames in as few runs as possible; None, and no change, if fewer are free.
@@ -67,7 +58,7 @@ class FramePool:
         the longest runs are used up one after another, and the rest is placed by best fit.
         """
         assert n >= 0, f"{n} frames"
-        if n > self._free_count:
+        if n > self.free_count:
             return None
         allocated: list[Run] = []
         while n:
@@ -93,13 +84,8 @@ class FramePool:
         Returns the first one.
         """
         start = self.find_run(n)
-        if start is None:
-            return None
-        length = self._length_of[start]
-        self._remove_run(start)
-        if length > n:
-            self._insert_run(start + n, length - n)
-        self._free_count -= n
+        if start is not None:
+            self.take(start, n)
         return start
 
     def take(self, start: int, n: int) -> None:
@@ -110,37 +96,50 @@ class FramePool:
     def take_if_free(self, start: int, n: int) -> bool:
         """The same where all of them are; False, and no change, otherwise."""
         assert n > 0, f"{n} frames"
-        run = self._run_around(start, n)
-        if run is None:
+        starts, ends, sizes, stop = self._starts, self._ends, self._by_size, start + n
+        place = bisect_right(starts, start) - 1
+        if place < 0 or ends[place] < stop:
             return False
-        run_start, run_length = run
-        self._remove_run(run_start)
-        if run_start < start:
-            self._insert_run(run_start, start - run_start)
-        if run_start + run_length > start + n:
-            self._insert_run(start + n, run_start + run_length - start - n)
-        self._free_count -= n
+        first, end = starts[place], ends[place]
+        del sizes[bisect_left(sizes, (end - first, first))]
+        if first == start:
+            if end == stop:
+                del starts[place], ends[place]
+            else:
+                starts[place] = stop
+        else:
+            ends[place] = start
+            insort(sizes, (start - first, first))
+            if end > stop:
+                starts.insert(place + 1, stop)
+                ends.insert(place + 1, end)
+        if end > stop:
+            insort(sizes, (end - stop, stop))
+        self.free_count -= n
         return True
 
     def free(self, start: int, n: int) -> None:
         """Gives back the ``n`` frames from ``start`` on, none of which may be free."""
         assert n > 0, f"{n} frames"
-        end = start + n
+        starts, ends, sizes, end = self._starts, self._ends, self._by_size, start + n
         assert start >= 0, f"frame {start}"
-        assert end <= self._count, f"frames {start} to {end} of {self._count}"
-        place = bisect_left(self._starts, end) - 1
-        merged_start, merged_end = start, end
-        if place >= 0:
-            before = self._starts[place]
-            before_end = before + self._length_of[before]
-            assert before_end <= start, f"frames {start} to {end} freed twice"
-            if before_end == start:
-                self._remove_run(before)
-                merged_start = before
-        if end in self._length_of:
-            merged_end = end + self._remove_run(end)
-        self._insert_run(merged_start, merged_end - merged_start)
-        self._free_count += n
+        assert end <= self.count, f"frames {start} to {end} of {self.count}"
+        after = bisect_left(starts, end)
+        before = after - 1
+        assert not after or ends[before] <= start, f"frames {start} to {end} freed twice"
+        first, last = start, end
+        if after < len(starts) and starts[after] == end:
+            last = ends.pop(after)
+            del starts[after], sizes[bisect_left(sizes, (last - end, end))]
+        if after and ends[before] == start:
+            first = starts[before]
+            del sizes[bisect_left(sizes, (start - first, first))]
+            ends[before] = last
+        else:
+            starts.insert(after, start)
+            ends.insert(after, last)
+        insort(sizes, (last - first, first))
+        self.free_count += n
 
     def take_all(self, frames: Int32) -> None:
         """Claims ``frames``, in any order, which must all be free."""
@@ -158,34 +157,14 @@ class FramePool:
 
     def resize(self, count: int) -> None:
         """Adds free frames at the end, or removes frames there, which must all be free."""
-        old = self._count
+        old = self.count
         if count > old:
-            self._count = count
+            self.count = count
             self.free(old, count - old)
         elif count < old:
             assert count >= 0, f"a pool of {count} frames"
             self.take(count, old - count)
-            self._count = count
-
-    def _run_around(self, start: int, n: int) -> Run | None:
-        """The free run that holds all of the ``n`` frames from ``start`` on."""
-        place = bisect_right(self._starts, start) - 1
-        if place < 0:
-            return None
-        found = self._starts[place]
-        length = self._length_of[found]
-        return (found, length) if found + length >= start + n else None
-
-    def _insert_run(self, start: int, length: int) -> None:
-        self._length_of[start] = length
-        insort(self._starts, start)
-        insort(self._by_size, (length, start))
-
-    def _remove_run(self, start: int) -> int:
-        length = self._length_of.pop(start)
-        del self._starts[bisect_left(self._starts, start)]
-        del self._by_size[bisect_left(self._by_size, (length, start))]
-        return length
+            self.count = count
 
 
 def _runs_of(numbers: Int32) -> Iterator[Run]:
