@@ -351,9 +351,8 @@ class Core:
             self.check_open()
         with self.lock:
             turns = self.turns
-            at_home = get_ident() == turns.home
             # Of other threads, only what autograd does for the iteration is known to it.
-            own = at_home or turns.is_home()
+            own = get_ident() in turns.family or turns.is_home()
             if self.watch is not None and (own or not self.inside):
                 self.watch.pinning(extents)
             if not own:
@@ -370,7 +369,7 @@ class Core:
                 self.residency.keep(extents)
             if not there:
                 self._bring(extents)
-            elif not at_home:
+            elif not own:
                 turns.took([(extent, None) for extent in extents])
             # Now: while this thread waited for its turn, others may have noted theirs.
             if not self.backend.host_addressable:
@@ -388,14 +387,14 @@ class Core:
             for extent in extents:
                 extent.pins -= 1
             turns, follower = self.turns, self.follower
-            at_home = get_ident() == turns.home
-            if not at_home:
+            own = get_ident() in turns.family or turns.is_home()
+            if not own:
                 turns.left([(extent, None) for extent in extents])
             elif turns.queue:
                 turns.unpinned()
             if self.watch is not None:
                 self.watch.unpinned(extents)
-            if follower is not None and follower.is_ahead and (at_home or turns.is_home()):
+            if own and follower is not None and follower.is_ahead:
                 follower.unpinned()
             if self.after_op is not None:
                 self.after_op()
@@ -405,7 +404,9 @@ class Core:
         those who learn of it after they took them."""
         if self.before_write is not None:
             self.before_write(extents)
-        watch, fresh = self.watcher(), []
+        watch, fresh = self.watch, []
+        if watch is not None and self.inside and not self.turns.is_home():
+            watch = None
         for extent in extents:
             extent.writes += 1
             if watch is not None:
@@ -449,7 +450,7 @@ class Core:
             if turns.queue or self.metering_this() or not self.residency.has(parts):
                 self._bring((), parts, streamed=streamed)
             else:
-                if get_ident() != turns.home:
+                if not turns.is_home():
                     turns.took(parts)
                 self.residency.keep_parts(parts, streamed=streamed)
             self.backend.note_compute()
@@ -467,7 +468,7 @@ class Core:
         """End of what :meth:`take_parts` began."""
         with self.lock:
             self.residency.release_parts(parts)
-            if get_ident() != self.turns.home:
+            if not self.turns.is_home():
                 self.turns.left(parts)
             else:
                 self.turns.unpinned()
@@ -479,7 +480,7 @@ class Core:
     ) -> None:
         """Keep what is not all on the device, when this thread's turn comes."""
         follower, turns = self.follower, self.turns
-        at_home = get_ident() == turns.home
+        at_home = turns.is_home()
         pins = [*((extent, None) for extent in extents), *parts]
 
         def attempt() -> None:

@@ -95,7 +95,7 @@ class Space:
         self.on_death: Callable[[Extent, int], None] = lambda run, clock: None
         self.births = 0
         self.live_pages = 0
-        self.kind_pages: dict[str, int] = {}
+        self.kind_pages: dict[str, int] = dict.fromkeys(TRANSIENT_KINDS, 0)
         self.peak_transient_pages = 0
         self.passed_in_slabs: set[str] = set()  # what transient runs were whose ops went in slabs
         self._open: dict[tuple[str, str], dict[int, Extent]] = {}
@@ -110,7 +110,11 @@ class Space:
     @property
     def persistent_pages(self) -> int:
         """Live pages of parameters, optimizer states and what the user paged."""
-        return self.live_pages - sum(self.kind_pages.get(k, 0) for k in TRANSIENT_KINDS)
+        return self.live_pages - self.transient_pages
+
+    @property
+    def transient_pages(self) -> int:
+        return self.kind_pages["activation"] + self.kind_pages["gradient"]
 
     def allocate(self, nbytes: int, kind: str, apart: str = "") -> tuple[Extent, int]:
         """The run and the offset of a new storage of at least one byte, whose contents are
@@ -149,8 +153,8 @@ class Space:
         self.births += 1
         self.live_pages += count
         self.kind_pages[kind] = self.kind_pages.get(kind, 0) + count
-        transient = sum(self.kind_pages.get(k, 0) for k in TRANSIENT_KINDS)
-        self.peak_transient_pages = max(self.peak_transient_pages, transient)
+        if kind in TRANSIENT_KINDS:
+            self.peak_transient_pages = max(self.peak_transient_pages, self.transient_pages)
         return run
 
     def note_in_slabs(self, run: Extent) -> None:

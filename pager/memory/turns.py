@@ -1,8 +1,9 @@
 """Threads that share one pager: whose pins are whose, and who waits for whom.
 
 One thread is *at home*: the one whose iteration runs or ran last, at first the one that made the
-pager. Its pins are not listed, so that training pays one comparison an op. Those of all others are:
-what is pinned and not listed is the home thread's.
+pager. Threads that autograd has for its backward passes are its family: it waits for them. The pins
+of these are not listed, so that training pays one comparison an op. Those of all others are: what
+is pinned and not listed is the family's.
 
 An op whose pages would fit were it not for what others have pinned is *crowded*: it lets go of
 everything it has begun to pin and waits until somebody unpins. Those that wait are served in the
@@ -24,7 +25,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import torch
 
@@ -51,31 +52,36 @@ class Crowded(Exception):  # noqa: N818 - a state, and never the user's
         self.refusal = refusal
 
 
-class _Pin(NamedTuple):
-    run: Extent
-    pages: Int32 | None
-
-
 class Turns:
     """Of one pager. Called with its lock held, but for :meth:`is_home`. ``runs``: all its runs.
 
-    ``home``: the thread whose pins are not listed. ``queue``: threads that wait for frames, in the
-    order in which they came.
+    ``home``: the thread that is at home; ``family``: it, and those of its family that have been
+    seen. ``queue``: threads that wait for frames, in the order in which they came; the family is
+    one.
     """
 
     def __init__(self, lock: threading.RLock, runs: Mapping[int, Extent]) -> None:
         self.home = threading.get_ident()
+        self.family = {self.home}
         self.queue: deque[int] = deque()
         self.lock = lock
         self._changed = threading.Condition(lock)
         self._runs = runs
-        self._listed: dict[int, list[_Pin]] = {}
+        self._listed: dict[int, list[Pin]] = {}
         self._since = 0.0  # when anybody unpinned
 
     # -- whose -----------------------------------------------------------------------------------
     def is_home(self) -> bool:
         """Whether this thread is at home, or is one that autograd has for its backward passes."""
-        return threading.get_ident() == self.home or _is_autograds_own()
+        me = threading.get_ident()
+        if me not in self.family:
+            if not _is_autograds_own():
+                return False
+            self.family.add(me)  # it is nothing else
+        return True
+
+    def _me(self) -> int:
+        return self.home if self.is_home() else threading.get_ident()
 
     def move_home(self) -> None:
         """This thread is at home from now on."""
@@ -86,11 +92,11 @@ class Turns:
         if theirs:
             self._listed.setdefault(self.home, []).extend(theirs)
         self._listed.pop(me, None)
-        self.home = me
+        self.home, self.family = me, {me}
 
     def took(self, pins: Iterable[Pin]) -> None:
         """This thread, which is not at home, is about to pin these."""
-        self._listed.setdefault(threading.get_ident(), []).extend(_Pin(*pin) for pin in pins)
+        self._listed.setdefault(threading.get_ident(), []).extend(pins)
 
     def left(self, pins: Iterable[Pin]) -> None:
         """What this thread, which is not at home, has unpinned, or did not come to pin. (What a
@@ -105,7 +111,7 @@ class Turns:
     def _strike(self, ident: int, run: Extent, pages: Int32 | None) -> bool:
         listed = self._listed.get(ident, [])
         for index, pin in enumerate(listed):
-            if pin.run is run and pin.pages is pages:
+            if pin[0] is run and pin[1] is pages:
                 del listed[index]
                 if not listed:
                     del self._listed[ident]
@@ -118,23 +124,22 @@ class Turns:
             self._since = time.monotonic()
             self._changed.notify_all()
 
-    def _not_listed(self) -> list[_Pin]:
-        """The home thread's pins."""
+    def _not_listed(self) -> list[Pin]:
+        """The family's pins."""
         every = [pin for listed in self._listed.values() for pin in listed]
-        whole = Counter(pin.run for pin in every if pin.pages is None)
-        parts = {id(pin.pages) for pin in every}
-        found: list[_Pin] = []
+        whole = Counter(run for run, pages in every if pages is None)
+        parts = {id(pages) for _, pages in every}
+        found: list[Pin] = []
         for run in self._runs.values():
-            found += [_Pin(run, None)] * (run.pins - whole[run])
-            found += [_Pin(run, pages) for pages in run.parts or () if id(pages) not in parts]
+            found += [(run, None)] * (run.pins - whole[run])
+            found += [(run, pages) for pages in run.parts or () if id(pages) not in parts]
         return found
 
     def mine(self) -> Sequence[Pin] | None:
         """What this thread has pinned; ``None`` if nobody else has pinned anything."""
-        me = threading.get_ident()
-        if me == self.home:
+        if self.is_home():
             return self._not_listed() if self._listed else None
-        return self._listed.get(me, ())
+        return self._listed.get(threading.get_ident(), ())
 
     # -- taking turns ----------------------------------------------------------------------------
     def take(
@@ -169,13 +174,13 @@ class Turns:
 
     def _must_queue(self) -> bool:
         """Whether others came before, and this thread holds nothing that they may wait for."""
-        me = threading.get_ident()
+        me = self._me()
         if not self.queue or self.queue[0] == me or me in self._listed:
             return False
         return me != self.home or not self._not_listed()
 
     def _wait(self, crowded: Crowded | None, patience_seconds: float) -> None:
-        me = threading.get_ident()
+        me = self._me()
         if me not in self.queue:
             if not self.queue:
                 self._since = time.monotonic()
@@ -194,7 +199,7 @@ class Turns:
         self._changed.wait(_TICK_SECONDS)
 
     def _leave(self) -> None:
-        me = threading.get_ident()
+        me = self._me()
         if me in self.queue:
             self.queue.remove(me)
             self._changed.notify_all()

@@ -191,7 +191,7 @@ def _costs(residency: Residency, run: Extent) -> npt.NDArray[np.int64]:
         cost[start : start + length] = 0
     held = np.flatnonzero(table.frame_page >= 0)
     owners = table.owner[table.frame_page[held]]
-    fixed = [r.id for r in residency.space.runs.values() if _stays(r) and r is not run]
+    fixed = [r.id for r in residency.space.runs.values() if r is not run and (r.pins or r.parts)]
     on_their_way = residency.mover.tickets.pending("device", held.astype(np.int32))
     stays = np.isin(owners, fixed) | on_their_way
     cost[held] = np.where(stays, _NEVER, 1)

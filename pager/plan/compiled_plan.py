@@ -54,7 +54,8 @@ class Away(NamedTuple):
 
 class CompiledPlan:
     """What is followed through one kind of iteration. ``keys``: the accesses of the one that it was
-    made of; ``order``: theirs, and ``places``: which accesses these are.
+    made of; ``of_order``: what the order has of each; ``order``: theirs, and ``places``: which
+    accesses these are.
 
     ``actions[n]`` are queued when ``n`` accesses have ended. ``births``: key → frame of a run's
     first page when it is born. ``start``: positive key → frame of its first page when an iteration
@@ -66,11 +67,9 @@ class CompiledPlan:
 
     def __init__(self, recorded: Recorded, plan: Plan, layout: Layout, keys: list[Keys]) -> None:
         self.keys = keys
-        ordering = [
-            (where, of_order) for where, of_order in enumerate(map(ordered, keys)) if of_order
-        ]
-        self.places = [where for where, _ in ordering]
-        self.order = [of_order for _, of_order in ordering]
+        self.of_order = [*map(ordered, keys)]
+        self.places = [where for where, of_order in enumerate(self.of_order) if of_order]
+        self.order = [self.of_order[where] for where in self.places]
         self.plan = plan
         self.all_placed = not layout.unplaced_pages
         self.trace = without_ends(recorded.trace, plan.host_steps)

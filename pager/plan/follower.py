@@ -106,7 +106,6 @@ class Follower:
         self.planned_iterations = 0
         self.last_mode = "demand"
         self.stall_us_last: float | None = None  # of the last iteration
-        self._at = -1  # its access that is under way, or was the latest one
         self._issued = 0  # its moves until so many accesses have ended
         self._base: StepSignature | None = None  # of the iteration in which blocks run again
         self._called: tuple[str, int, Keys] | None = None  # the segment that runs
@@ -230,8 +229,9 @@ class Follower:
 
     def _follow(self, compiled: CompiledPlan, at: int) -> None:
         """From now on; its access ``at`` is the latest one."""
-        self.compiled, self._at, self._issued, self.is_ahead = compiled, at, at + 1, True
+        self.compiled, self._issued, self.is_ahead = compiled, at + 1, True
         self.planned.follow(compiled)
+        self.recorder.plan, self.recorder.at = compiled, at
         self.recorder.on_access = self._accessed
 
     def _leave(self) -> None:
@@ -241,18 +241,18 @@ class Follower:
         if self.starting is not None:
             self.starting.runs = False
         self.is_ahead = False
-        self.compiled = self._in_state = self.recorder.on_access = None
+        self.compiled = self._in_state = self.recorder.plan = self.recorder.on_access = None
         self.planned.follow(None)
 
     def _accessed(self, keys: Keys, of_order: Keys) -> None:
-        """An access begins. If it is not in the order of the plan, another plan may be followed,
-        for an order that began so."""
+        """An access begins that is not the plan's next one. If it is not in its order, another plan
+        may be followed, for an order that began so."""
         compiled, log = self.compiled, self.recorder.log
         assert compiled is not None
         assert log is not None
-        at = compiled.find(keys, of_order, self._at, len(log.order))
+        at = compiled.find(keys, of_order, self.recorder.at, len(log.order))
         if at is not None:
-            self._at = at
+            self.recorder.at = at
             return
         self.departures += 1
         self._leave()
@@ -281,7 +281,7 @@ class Follower:
         if self.planned.serve(runs):
             return
         assert self.log is not None
-        with by_next_use(residency, self.compiled, self._at):
+        with by_next_use(residency, self.compiled, self.recorder.at):
             self.planned.make_windows(runs)
             residency.bring(runs)
         for run in runs:
@@ -290,20 +290,19 @@ class Follower:
 
     def unpinned(self) -> None:
         """An access has ended: what the plan queues now is queued."""
-        if not self.is_ahead or self.log is None:
-            return
-        if self.compiled is not None:
-            self._issue(self.compiled, self._at + 1, self.log)
+        log, compiled = self.recorder.log, self.compiled
+        if not self.is_ahead or log is None:
             return
         if self._pager.space.dead:
             self._pager.residency.collect()
+        if compiled is not None:
+            self._issue(compiled, self.recorder.at + 1, log)
+            return
         assert self.starting is not None
         self.starting.go_on()
 
     def _issue(self, compiled: CompiledPlan, ended: int, log: AccessLog) -> None:
         """What the plan queues until so many of its accesses have ended."""
-        if self._pager.space.dead:
-            self._pager.residency.collect()
         first, self._issued = self._issued, max(self._issued, ended + 1)
         some = compiled.actions[first : self._issued]
         if any(some) or any(self.planned.queues):
@@ -340,7 +339,7 @@ class Follower:
         elif self._issued <= len(compiled.keys):  # what comes last there was not here
             self._issue(compiled, len(compiled.keys), log)
         compiled, self.compiled, self.is_ahead = self.compiled, None, False
-        self.recorder.on_access = None
+        self.recorder.plan = self.recorder.on_access = None
         self.last_mode = "planned" if compiled is not None else "demand"
         if ok and not pager.budget.metering and not pager.fits:
             followed = compiled is not None and compiled is self._in_state

@@ -421,11 +421,9 @@ class PlannedMoves:
 
     def _can_be_born(self, run: Extent, base: int) -> bool:
         """Whether the place that the plan has for ``run`` is free, or was made so."""
-        if not self._is_inside(run, base):
-            return False
-        if self._residency.pool.is_free(base, run.count):
+        if base >= 0 and self._residency.pool.is_free(base, run.count):
             return True
-        if not self._tidies:
+        if not self._tidies or not self._is_inside(run, base):
             return False
         frames = run.pages - np.int32(run.first - base)
         return make_way(self._residency, run, frames, self._home)
@@ -454,13 +452,14 @@ class PlannedMoves:
     def serve_at_once(self, runs: Sequence[Extent]) -> bool:
         """:meth:`serve`, where the host has to wait for nothing. ``False``, and none kept, if it
         would have to."""
-        if self.waiting:
+        if any(self.queues):
             self._go_on_for(runs)
         self._residency.keep(runs)
-        if all(run.base >= 0 or self._is_ready(run) for run in runs):
-            return True
-        self._residency.release(runs)
-        return False
+        for run in runs:
+            if run.base < 0 and not self._is_ready(run):
+                self._residency.release(runs)
+                return False
+        return True
 
     def _is_ready(self, run: Extent) -> bool:
         residency, pool = self._residency, self._residency.pool

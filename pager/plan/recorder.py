@@ -30,6 +30,7 @@ from .access_log import LAST_ACTIVATION, AccessLog, Keys, Names, StreamAccess, W
 if TYPE_CHECKING:
     from ...planner.trace import Trace
     from ..core import Core
+    from .compiled_plan import CompiledPlan
     from .op_log import OpLog
 
 _KEY = attrgetter("key")
@@ -37,14 +38,17 @@ _KEY = attrgetter("key")
 
 class Recorder(Watcher):
     """Of one pager. What it is told of comes with the lock held, and belongs to the iteration, if
-    one runs. ``on_access``: told of each access, and of what the order has of
-    it, before it is in ``log``."""
+    one runs. ``plan``: the one that is followed, if there is one; ``at``: its access that is under
+    way, or was the latest one. ``on_access``: told of each other access, and of what the order has
+    of it, before it is in ``log``."""
 
     def __init__(self, pager: Core) -> None:
         self.pager = pager
         self.names = Names(pager.space)
         self.log: AccessLog | None = None
         self.ops: OpLog | None = None
+        self.plan: CompiledPlan | None = None
+        self.at = -1
         self.on_access: Callable[[Keys, Keys], None] | None = None
         self.has_clock = pager.backend.stamp() is not None
         pager.space.on_death = self._died
@@ -120,9 +124,13 @@ class Recorder(Watcher):
             keys = stream or tuple(map(_KEY, runs))
             if 0 in keys:
                 keys = tuple([run.key or self._name(run) for run in runs])
-            of_order = keys if keys and min(keys) >= LAST_ACTIVATION else ordered(keys)
-            if self.on_access is not None:
-                self.on_access(keys, of_order)
+            plan, at = self.plan, self.at + 1
+            if plan is not None and at < len(plan.keys) and plan.keys[at] == keys:
+                self.at, of_order = at, plan.of_order[at]
+            else:
+                of_order = keys if keys and min(keys) >= LAST_ACTIVATION else ordered(keys)
+                if self.on_access is not None:
+                    self.on_access(keys, of_order)
             log.keys.append(keys)
             log.times.append(perf_counter())
             if of_order:
