@@ -10,7 +10,6 @@ from typing import Any
 import click
 
 from ..planner.commands import failures
-from ..planner.commands.completion import completable
 from ..planner.commands.output import output_path
 
 # Name on the command line → where the click command is, relative to this package.
@@ -29,7 +28,6 @@ COMMANDS = {
     "diff": "..planner.commands.diff:diff",
     "html": "..planner.commands.html:html",
     "perfetto": "..planner.commands.perfetto:perfetto",
-    "completion": "..planner.commands.completion:completion",
 }
 
 
@@ -45,7 +43,7 @@ class LazyGroup(click.Group):
             return None
         module, _, attribute = COMMANDS[cmd_name].partition(":")
         command: click.Command = getattr(import_module(module, __package__), attribute)
-        return completable(command)
+        return command
 
     def make_context(self, *args: Any, **kwargs: Any) -> click.Context:
         with failures.closed_pipe_ends_quietly():

@@ -96,12 +96,10 @@ NOT_RUN = {
     "tensorpager estimate": "describes a model of yours",
     "tensorpager top": "looks at a training of yours",
     " import ": "reads a recording of yours",
-    "--join": "reads a recording of yours",
-    "completion": "changes the settings of your shell",
     "A.csv": "reads a file of yours",
     "old.": "reads files of yours",
 }
-SLOW = (" plan ", " compare ", " pool ", " html ", "--sweep", "--target")
+SLOW = (" plan ", " compare ", " pool ", " html ", "--sweep")
 
 
 def _cell(text: str) -> str:

@@ -2,29 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from ..errors import PagerError, TraceError
-from .failures import CheckFailed
+from ..sizes import format_bytes
 from .options import json_option
 from .output import emit, emit_json, emit_text
-from .thresholds import PLANS, TRACES, Threshold, fail_if_option, failures, metrics_help
+from .tables import format_us, pairs, table
+
+if TYPE_CHECKING:
+    from ..difference import Change
+
+TRACE, PLAN = "trace", "plan"
 
 
 @click.command()
 @click.argument("path_a", metavar="A", type=click.Path(path_type=Path))
 @click.argument("path_b", metavar="B", type=click.Path(path_type=Path))
-@click.option(
-    "--fail-if",
-    "thresholds",
-    metavar="METRIC+X%",
-    multiple=True,
-    callback=fail_if_option,
-    help="Exit with 1 if METRIC is more than X% (or a size, or a time) above A's, or with '-' "
-    f"below it. May be repeated. Metrics: {metrics_help()}.",
-)
 @click.option(
     "--top",
     type=click.IntRange(min=0),
@@ -32,56 +30,84 @@ from .thresholds import PLANS, TRACES, Threshold, fail_if_option, failures, metr
     show_default=True,
     help="How many rows of each list.",
 )
-@click.option(
-    "--trace",
-    "trace_path",
-    metavar="TRACE",
-    type=click.Path(path_type=Path),
-    help="The trace of two plans, for the names of its tensors.",
-)
 @json_option
-def diff(
-    path_a: Path,
-    path_b: Path,
-    thresholds: list[Threshold],
-    top: int,
-    trace_path: Path | None,
-    as_json: bool,
-) -> None:
+def diff(path_a: Path, path_b: Path, top: int, as_json: bool) -> None:
     """Say what changed from A to B.
 
-    Both are traces, or both are plans. Rows are sorted by how much they changed.
+    Both are traces, or both are plans. Rows of lists are sorted by how much they changed.
 
     \b
     Example:
-      tensorpager diff old.parquet new.parquet --fail-if peak+5%
-      tensorpager diff old.json new.json --trace trace.parquet --fail-if time+10ms
+      tensorpager diff old.parquet new.parquet
+      tensorpager diff old.json new.json --top 3
     """
+    from ..difference import of_plans, of_traces
+    from ..plan import read_plan
+    from ..trace_file import read_trace
+
     kinds = _kind(path_a), _kind(path_b)
     if kinds[0] != kinds[1]:
         raise PagerError(
-            f"{path_a} is a {kinds[0][:-1]} and {path_b} a {kinds[1][:-1]}; "
-            "give two traces, or two plans"
+            f"{path_a} is a {kinds[0]} and {path_b} a {kinds[1]}; give two traces, or two plans"
         )
-    if kinds[0] == TRACES and trace_path is not None:
-        raise click.UsageError("--trace is for plans; traces have names of their own.")
-    if kinds[0] == TRACES:
-        from .diff_traces import diff_traces
-
-        report = diff_traces(path_a, path_b, top)
+    if kinds[0] == TRACE:
+        found = of_traces(read_trace(path_a), read_trace(path_b))
     else:
-        from .diff_plans import diff_plans
-
-        report = diff_plans(path_a, path_b, top, trace_path)
-    failed = failures(thresholds, kinds[0], report.value)
+        found = of_plans(read_plan(path_a), read_plan(path_b))
     if as_json:
-        emit_json({**report.content, "failed": failed})
-    elif report.content["identical"]:
-        emit_text(*report.parts)
-    else:
-        emit(*report.parts)
-    if failed:
-        raise CheckFailed("; ".join(failed))
+        emit_json(
+            {
+                "kind": f"{kinds[0]}s",
+                "identical": not found.differs_in,
+                "a": str(path_a),
+                "b": str(path_b),
+                "differs_in": found.differs_in,
+                "measures": [_json(change) for change in found.measures],
+                "lists": {
+                    title: [_json(change) for change in changes[:top]]
+                    for title, changes in found.lists.items()
+                },
+            }
+        )
+        return
+    if not found.differs_in:
+        emit_text(f"{path_a} and {path_b} hold the same {kinds[0]}.")
+        return
+    names = ", ".join(name.replace("_", " ") for name in found.differs_in)
+    parts: list[Any] = [
+        pairs([("A", str(path_a)), ("B", str(path_b)), ("differs in", names)]),
+        "",
+        table(("<", "A", "B", "change", ""), [_cells(change) for change in found.measures]),
+    ]
+    for title, changes in found.lists.items():
+        parts += _list(title, changes, top)
+    emit(*parts)
+
+
+def _list(title: str, changes: Sequence[Change], top: int) -> list[Any]:
+    if not changes[:top]:
+        return []
+    more = f"; {len(changes) - top} more" if len(changes) > top else ""
+    heads = (f"<{title}{more}", "A", "B", "change", "")
+    return ["", table(heads, [_cells(change) for change in changes[:top]])]
+
+
+def _cells(change: Change) -> tuple[str, ...]:
+    sign = "+" if change.delta > 0 else ""
+    delta = f"{sign}{_shown(change.delta, change.unit)}" if change.delta else ""
+    percent = "" if change.percent is None or not delta else f"{change.percent:+.1f} %"
+    both = _shown(change.a, change.unit), _shown(change.b, change.unit)
+    return change.name, *both, delta, percent
+
+
+def _shown(value: float, unit: str) -> str:
+    if unit == "count":
+        return str(int(value))
+    return format_bytes(value) if unit == "bytes" else format_us(value)
+
+
+def _json(change: Change) -> dict[str, Any]:
+    return {**change._asdict(), "change": change.delta, "percent": change.percent}
 
 
 def _kind(path: Path) -> str:
@@ -91,9 +117,9 @@ def _kind(path: Path) -> str:
     with path.open("rb") as file:
         start = file.read(4096)
     if start.startswith(b"PAR1"):
-        return TRACES
+        return TRACE
     if start.lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"{"):
-        return PLANS
+        return PLAN
     raise TraceError(
         f"{path}: {'an empty file is' if not start else 'this is'} neither a trace (Parquet) nor "
         "a plan (JSON); 'tensorpager import' makes a trace of other formats"

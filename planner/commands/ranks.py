@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import wraps
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -16,7 +15,7 @@ from ..sizes import format_bytes
 from .failures import CheckFailed
 from .options import F, limit, rate
 from .output import emit, emit_json, progress_bar
-from .sweep import Asked, write_csv
+from .sweep import Asked
 from .tables import format_us, pairs, table
 
 if TYPE_CHECKING:
@@ -150,7 +149,7 @@ def _with_fleet(command: F, options: list[Callable[[Any], Any]], help_text: str)
     return wrapped  # type: ignore[no-any-return]
 
 
-def run_ranks(asked: Asked, fleet: Fleet, csv_path: Path | None, as_json: bool) -> None:
+def run_ranks(asked: Asked, fleet: Fleet, as_json: bool) -> None:
     """Plan one rank's iteration for each number of ranks, and print what all of them reach.
 
     Raises ``CheckFailed``, after all is printed, if no number of devices can run it."""
@@ -161,12 +160,10 @@ def run_ranks(asked: Asked, fleet: Fleet, csv_path: Path | None, as_json: bool) 
             if progress is not None:
                 progress(f"{count} ranks", done / len(fleet.counts))
             rows += _rows(asked, fleet, count, node)
-    if csv_path is not None:
-        write_csv(csv_path, rows)
     if as_json:
         emit_json({"trace": str(asked.trace_path), "points": rows})
     else:
-        _print(asked, fleet, node, rows, csv_path)
+        _print(asked, fleet, node, rows)
     if all(row["iteration_us"] is None for row in rows):
         raise CheckFailed(f"no number of devices up to {fleet.ranks} runs it: {rows[0]['reason']}")
 
@@ -233,7 +230,6 @@ def _print(
     fleet: Fleet,
     node: Hardware,
     rows: list[dict[str, Any]],
-    csv_path: Path | None,
 ) -> None:
     ideal = asked.trace.ideal_us
     emit(
@@ -275,5 +271,3 @@ def _print(
             "speed: times one device that everything fits on; cost: device time for the same work, "
             "by that of this one",
         )
-    if csv_path is not None:
-        emit(f"written: {csv_path}")

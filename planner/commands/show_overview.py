@@ -13,14 +13,12 @@ from ..sizes import format_bytes
 from ..trace import WRITE
 from .chart import MemoryChart
 from .output import output_width
-from .show_groups import BY
 from .summary import View
 from .tables import BAR, TEXT_WIDTH, bar, format_share, format_us, layers_table, pairs, short, table
 
 
 def overview(path: Path, view: View, found: dict[str, Any]) -> list[Any]:
     """What to print of ``found``, the summary of ``view``."""
-    by = found.get("groups", {}).get("by", BY[0])
     return [
         *_verdict(found["verdict"]),
         *_decided(found["verdict"]["machine"]),
@@ -30,11 +28,11 @@ def overview(path: Path, view: View, found: dict[str, Any]) -> list[Any]:
         _chart(view, found["peak"]),
         "",
         _kinds(found["peak"]),
-        *(_peak_tensors(found) if by == BY[0] else _peak_groups(found)),
+        *_peak_tensors(found),
         "",
         *_idle(found["idle"], view),
         *_idle_note(found["idle"], view),
-        *(_hottest(found) if by == BY[0] else _hot_groups(found)),
+        *_hottest(found),
     ]
 
 
@@ -64,7 +62,6 @@ def _decided(machine: dict[str, Any] | None) -> list[Any]:
 
 def _facts(view: View, found: dict[str, Any]) -> list[tuple[str, str]]:
     peak, need, read_only = found["peak"], found["working_set"], found["read_only"]
-    kinds = f", {', '.join(view.kinds)} only," if view.kinds else ""
     rows = [
         ("source", short(found["source"], 64) or "not given"),
         ("device", short(found["device"], 64) or "not given"),
@@ -77,7 +74,7 @@ def _facts(view: View, found: dict[str, Any]) -> list[tuple[str, str]]:
         ("page size", format_bytes(found["page_size"])),
         (
             "peak",
-            f"{format_bytes(peak['live_bytes'])} live{kinds} at op {peak['op']} "
+            f"{format_bytes(peak['live_bytes'])} live at op {peak['op']} "
             f"'{short(peak['op_name'])}' "
             f"({format_bytes(peak['live_page_bytes'])} at most in whole pages)",
         ),
@@ -177,41 +174,6 @@ def _peak_tensors(found: dict[str, Any]) -> list[Any]:
     heads = ("tensor", "<name", "<kind", "size", "share", "idle for")
     title = f"Largest tensors at the peak{_of(len(rows), found['peak_tensors_count'])}"
     return ["", heading(title), named_table(heads, rows)]
-
-
-def _peak_groups(found: dict[str, Any]) -> list[Any]:
-    groups = found["groups"]
-    what = "op that made them" if groups["by"] == "op" else groups["by"]
-    title = f"At the peak, by {what}{_of(len(groups['at_peak']), groups['at_peak_count'])}"
-    return _groups(title, groups["by"], groups["at_peak"], ("tensors", "bytes"), "bytes")
-
-
-def _hot_groups(found: dict[str, Any]) -> list[Any]:
-    groups = found["groups"]
-    shown = _of(len(groups["hottest"]), groups["hottest_count"])
-    title = f"Most bytes accessed, by {groups['by']}{shown}"
-    heads = ("accesses", "accessed")
-    return _groups(title, groups["by"], groups["hottest"], heads, "touched_bytes")
-
-
-def _groups(
-    title: str, by: str, groups: list[dict[str, Any]], heads: tuple[str, str], size: str
-) -> list[Any]:
-    """A line for each group: how many (a field named as the first of ``heads``), how many bytes
-    (field ``size``), and their share."""
-    if not groups:
-        return []
-    rows = [
-        (
-            group["group"],
-            str(group[heads[0]]),
-            format_bytes(group[size]),
-            f"{100 * group['share']:.1f} %",
-            bar(group["share"], 1.0),
-        )
-        for group in groups
-    ]
-    return ["", heading(title), named_table((f"<{by}", *heads, "share", "<"), rows)]
 
 
 def _of(shown: int, there: int) -> str:

@@ -1,8 +1,7 @@
 """What ``show`` says of a trace, as numbers: peaks, kinds, idle time, the tensors that matter.
 
 Bytes are the tensors' own; where whole pages are meant, the name says ``page_bytes``, or that it is
-a device's size. ``chosen`` tensors, all or those of some kinds, are what peaks, idle periods and
-lists are of; ops and working sets are always of the whole trace.
+a device's size.
 """
 
 from __future__ import annotations
@@ -20,8 +19,6 @@ from ..plan import Plan
 from ..sweep import Task, evaluate
 from ..trace import KINDS, WRITE, Bools, Floats, Ints, Trace
 from .chart import fullest
-from .show_groups import hot_groups, live_groups
-from .show_link import hideable_bytes
 
 # Idle periods are sorted by how long they are, in µs, half-open: [0, 100 µs), [100 µs, 1 ms), …
 EDGES_US = (0.0, 1e2, 1e3, 1e4, 1e5, 1e6)
@@ -30,25 +27,20 @@ MOMENTS = 200  # of the memory over time in the JSON
 
 
 class View:
-    """What of a trace is looked at, and how: tensors of ``kinds`` (none: all), pages of
-    ``page_size`` bytes, the link of ``hardware`` if there is one, and a ``plan`` for that."""
+    """A trace and how it is looked at: in pages of ``page_size`` bytes, with the link of
+    ``hardware`` if there is one, and a ``plan`` for that."""
 
     def __init__(
         self,
         trace: Trace,
         page_size: int,
-        kinds: tuple[str, ...] = (),
         hardware: Hardware | None = None,
         plan: Plan | None = None,
     ) -> None:
-        self.trace, self.page_size, self.kinds, self.hardware = trace, page_size, kinds, hardware
-        self.plan = plan
+        self.trace, self.page_size, self.hardware, self.plan = trace, page_size, hardware, plan
         of_kind = np.array(trace.tensor_kinds, dtype=np.str_)
-        self.chosen: Bools = np.isin(of_kind, kinds or KINDS)
         self.live_by_kind: dict[str, Ints] = {
-            kind: live_pages(trace, 1, of_kind == kind)
-            for kind in KINDS
-            if (not kinds or kind in kinds) and (of_kind == kind).any()
+            kind: live_pages(trace, 1, of_kind == kind) for kind in KINDS if (of_kind == kind).any()
         }
         self.page_bytes_by_kind: dict[str, Ints] = {
             kind: live_pages(trace, page_size, of_kind == kind) * page_size
@@ -68,21 +60,21 @@ class View:
 
     @property
     def live_at_peak(self) -> Bools:
-        """Which of the chosen tensors exist at the peak, [tensors]."""
+        """Which tensors exist at the peak, [tensors]."""
         trace, op = self.trace, self.peak_op
         passing = (trace.first_op <= op) & (op <= trace.last_op)
-        alive: Bools = self.chosen & (trace.tensor_persistent | passing)
+        alive: Bools = trace.tensor_persistent | passing
         return alive
 
 
-def summary(view: View, top: int, by: str = "tensor") -> dict[str, Any]:
-    """Everything ``show --json`` prints; ``top`` tensors or groups in each list."""
+def summary(view: View, top: int) -> dict[str, Any]:
+    """Everything ``show --json`` prints; ``top`` tensors in each list."""
     trace, page_size, op = view.trace, view.page_size, view.peak_op
     need = working_set_pages(trace, page_size) * page_size
     needy = int(need.argmax())
     touched = touched_bytes(trace)
     whole_pages = sum(view.page_bytes_by_kind.values(), np.zeros(trace.ops, np.int64))
-    found: dict[str, Any] = {
+    return {
         "verdict": verdict(view, int(need[needy]), int(whole_pages.max())),
         "source": trace.source,
         "device": trace.device,
@@ -94,7 +86,6 @@ def summary(view: View, top: int, by: str = "tensor") -> dict[str, Any]:
         "ideal_us": trace.ideal_us,
         "iteration_us": trace.metadata.get("iteration_us"),
         "page_size": page_size,
-        "kinds": list(view.kinds) or None,
         "peak": {
             "live_bytes": int(view.live[op]),
             "live_page_bytes": int(whole_pages.max()),
@@ -118,18 +109,6 @@ def summary(view: View, top: int, by: str = "tensor") -> dict[str, Any]:
         "largest": _tensors(view, trace.tensor_bytes, touched, top),
         "hottest": _tensors(view, touched, touched, top),
     }
-    if by != "tensor":
-        rows = np.flatnonzero(view.chosen[trace.access_tensor])
-        live = live_groups(trace, by, view.live_at_peak)
-        hot = hot_groups(trace, by, rows, trace.access_bytes[rows])
-        found["groups"] = {
-            "by": by,
-            "at_peak": live[:top],
-            "at_peak_count": len(live),
-            "hottest": hot[:top],
-            "hottest_count": len(hot),
-        }
-    return found
 
 
 def verdict(view: View, least: int, most: int) -> dict[str, Any]:
@@ -140,7 +119,7 @@ def verdict(view: View, least: int, most: int) -> dict[str, Any]:
     found: dict[str, Any] = {"needs_bytes": most, "smallest_device_bytes": least, "machine": None}
     machine, assumed = view.hardware, None
     if machine is None:
-        if view.trace.device != "cpu" or view.trace.ops > MOST_PLANNED_OPS or view.kinds:
+        if view.trace.device != "cpu" or view.trace.ops > MOST_PLANNED_OPS:
             return found
         assumed, pages = "cpu", max(least, most // 2) // view.page_size
         size = pages * view.page_size
@@ -226,9 +205,9 @@ def _read_only(view: View) -> dict[str, Any]:
     trace = view.trace
     written = np.zeros(trace.tensors, np.bool_)
     written[trace.access_tensor[(trace.access_mode & WRITE) != 0]] = True
-    only_read = view.chosen & ~written
+    only_read = ~written
     size = int(trace.tensor_bytes[only_read].sum())
-    total = int(trace.tensor_bytes[view.chosen].sum())
+    total = int(trace.tensor_bytes.sum())
     return {
         "tensors": int(only_read.sum()),
         "bytes": size,
@@ -245,7 +224,6 @@ def _idle(view: View) -> dict[str, Any]:
     """
     trace, machine, ideal = view.trace, view.hardware, view.trace.ideal_us
     found = gaps(trace, view.page_size)
-    found = found.pick(view.chosen[found.tensor])
     size = gap_bytes(trace, found, view.page_size)
     length = idle_us(trace, found, view.starts, view.ends, ideal)
     hidden = None if machine is None else hideable_bytes(size, found.pages, length, machine)
@@ -275,6 +253,17 @@ def _idle(view: View) -> dict[str, Any]:
     }
 
 
+def hideable_bytes(size: Ints, pages: Ints, idle: Floats, hardware: Hardware) -> Ints:
+    """Of ``size`` bytes in ``pages`` pages, idle for ``idle`` µs: those of whole pages that go out
+    over the link, one after the other, and then come back before they are needed. Each gap has the
+    link for itself."""
+    page_us = hardware.page_us("d2h_bytes_per_s") + hardware.page_us("h2d_bytes_per_s")
+    time = np.maximum(idle - 2 * hardware.transfer_latency_us, 0.0)
+    fitting = np.floor(time / page_us + 1e-9) if page_us else np.where(time > 0, np.inf, 0.0)
+    moved = np.minimum(fitting, pages).astype(np.int64)
+    return np.minimum(moved * hardware.page_size, size)
+
+
 def _over_time(view: View) -> dict[str, Any]:
     """Bytes per kind at the fullest moment of each of ``MOMENTS`` equal parts of the iteration."""
     starts, end, _ = view.axis
@@ -302,5 +291,5 @@ def _tensors(view: View, weight: Ints, touched: Ints, top: int) -> list[dict[str
             "accesses": int(uses[tensor]),
             "touched_bytes": int(touched[tensor]),
         }
-        for tensor in order[view.chosen[order]][:top].tolist()
+        for tensor in order[:top].tolist()
     ]

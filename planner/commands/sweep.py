@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import math
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -16,7 +15,7 @@ from ..sizes import format_bytes
 from .axes import Axis, Point, grid
 from .failures import CheckFailed
 from .options import Machine
-from .output import Progress, emit, emit_json, progress_bar, whole_file
+from .output import Progress, emit, emit_json, progress_bar
 from .tables import PREDICTED, bar, format_us, pairs, short, table
 
 if TYPE_CHECKING:
@@ -43,7 +42,7 @@ class Asked(NamedTuple):
     plan: Plan | None = None
 
 
-def run_sweep(asked: Asked, axes: Sequence[Axis], csv_path: Path | None, as_json: bool) -> None:
+def run_sweep(asked: Asked, axes: Sequence[Axis], as_json: bool) -> None:
     """Raises ``CheckFailed``, after all is printed, if nothing is feasible anywhere."""
     count = math.prod(len(axis.values) for axis in axes) * len(asked.policies)
     if count > MOST_PLANS:
@@ -55,12 +54,10 @@ def run_sweep(asked: Asked, axes: Sequence[Axis], csv_path: Path | None, as_json
         )
     points = grid(axes, asked.machine, asked.trace)
     outcomes = _evaluated(asked, points)
-    if csv_path is not None:
-        write_csv(csv_path, [row(outcome) for outcome in outcomes])
     if as_json:
         emit_json(_json(asked, axes, outcomes))
     else:
-        _print(asked, axes, points, outcomes, csv_path)
+        _print(asked, axes, points, outcomes)
     if not any(outcome.predicted for outcome in outcomes):
         raise CheckFailed(f"nothing runs at any of {len(points)} points: {outcomes[0].reason}")
 
@@ -92,11 +89,11 @@ def counted(progress: Progress | None, tasks: Sequence[Task]) -> Any:
     return done
 
 
-# --- files ---------------------------------------------------------------------------------------
+# --- JSON ----------------------------------------------------------------------------------------
 
 
 def row(outcome: Outcome) -> dict[str, Any]:
-    """A point as JSON and CSV hold it: the whole machine, the policy, what came of it."""
+    """A point as JSON holds it: the whole machine, the policy, what came of it."""
     predicted = outcome.predicted
     hardware = {
         name: "inf" if value == math.inf else value
@@ -111,14 +108,6 @@ def row(outcome: Outcome) -> dict[str, Any]:
         "bound_us": outcome.bound_us,
         "seconds": outcome.seconds,
     }
-
-
-def write_csv(path: Path, rows: Sequence[dict[str, Any]]) -> None:
-    """A header and a line for each; what is unknown is empty."""
-    with whole_file(path) as part, part.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
 
 
 def _json(asked: Asked, axes: Sequence[Axis], outcomes: Sequence[Outcome]) -> dict[str, Any]:
@@ -148,7 +137,6 @@ def _print(
     axes: Sequence[Axis],
     points: Sequence[Point],
     outcomes: Sequence[Outcome],
-    csv_path: Path | None,
 ) -> None:
     trace = asked.trace
     peak = format_bytes(peak_bytes(asked))
@@ -164,8 +152,6 @@ def _print(
     for number, policy in enumerate(asked.policies):
         mine = outcomes[number * len(points) : (number + 1) * len(points)]
         parts += ["", _table(policy, axes, points, mine), *_reasons(points, mine)]
-    if csv_path is not None:
-        parts += ["", f"written to {csv_path}"]
     emit(*parts)
 
 

@@ -328,8 +328,6 @@ WRITERS: dict[str, list[str]] = {
     "html": ["html", "{trace}", "-o", "{out}"],
     "import": ["import", "g10", "{workload}", "-o", "{out}"],
     "--svg": ["--svg", "{out}", "show", "{trace}"],
-    "--csv": ["simulate", "{trace}", "--hardware", "{machine}", "--policies", "lru", "--jobs", "1",
-              "--csv", "{out}"],
 }  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""``tensorpager diff``: two traces, two plans, thresholds."""
+"""``tensorpager diff``: two traces, two plans."""
 
 import json
 from collections.abc import Callable
@@ -6,10 +6,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
-from tensorpager.planner.difference.traces import tensor_changes
 from tensorpager.planner.plan import Bound, Move, Plan, Predicted, StartRun, plan_to_json
 from tensorpager.planner.trace import Trace, make_trace
 from tensorpager.planner.trace_file import write_trace
@@ -60,21 +58,11 @@ def test_traces(trace_path: Path, grown_path: Path) -> None:
     }
     peak = next(row for row in found["measures"] if row["name"] == "peak")
     assert (peak["change"], peak["percent"]) == (4000, pytest.approx(66.67, abs=0.01))
-    assert [found["peak"][side]["op_name"] for side in "ab"] == ["fill", "new <op>"]
-    by_kind = named(found["bytes_by_kind"])
-    assert by_kind["activation"] == (4000, 5000)
-    assert by_kind["gradient"] == (0, 3000)
-    assert found["ops"]["changed_most"] == [
-        {"name": "fill", "status": "changed", "a_count": 1, "b_count": 1, "a_us": 10, "b_us": 20},
-        {"name": "new <op>", "status": "new", "a_count": 0, "b_count": 1, "a_us": 0, "b_us": 5},
-    ]
-    assert {k: v for k, v in found["ops"].items() if k != "changed_most"} == {
-        "changed": 1, "new": 1, "same": 2,
-    }  # fmt: skip
-    assert [
-        (row["name"], row["status"], row["a"], row["b"], row["a_bytes"], row["b_bytes"])
-        for row in found["tensors"]["changed_most"]
-    ] == [("extra", "new", None, 2, 0, 3000), ("of fill", "grown", 1, 1, 4000, 5000)]
+    lists = found["lists"]
+    assert named(lists["bytes at the peak"]) == {"activation": (4000, 5000), "gradient": (0, 3000)}
+    assert list(named(lists["time of ops"]).items()) == [("fill", (10, 20)), ("new <op>", (0, 5))]
+    tensors = named(lists["bytes of tensors"])
+    assert list(tensors.items()) == [("extra", (0, 3000)), ("of fill", (4000, 5000))]
 
 
 def test_traces_as_text(trace_path: Path, grown_path: Path) -> None:
@@ -83,28 +71,20 @@ def test_traces_as_text(trace_path: Path, grown_path: Path) -> None:
     assert max(map(len, result.stdout.splitlines())) <= 80
     lines = [line.split() for line in result.stdout.splitlines()]
     assert ["time", "30", "µs", "45", "µs", "+15", "µs", "+50.0", "%"] in lines
-    assert ["Unchanged:"] not in lines
-    assert "Ops by name: 1 new, 1 changed, 2 same; the 1 that changed most" in result.stdout
-    assert ["extra", "gradient", "new", "1", "2.93", "KiB", "+2.93", "KiB"] in lines
+    assert "time of ops; 1 more" in result.stdout
+    assert ["extra", "0", "B", "2.93", "KiB", "+2.93", "KiB"] in lines
     back = run("diff", grown_path, trace_path)
     assert ["time", "45", "µs", "30", "µs", "-15", "µs", "-33.3", "%"] in [
         line.split() for line in back.stdout.splitlines()
     ]
 
 
-def test_rows_are_sorted_by_how_much_they_changed(trace_path: Path, grown_path: Path) -> None:
-    text = run("diff", trace_path, grown_path).stdout
-    # accesses, peak and tensor bytes +67 %; time and tensors +50 %; ops +33 %
-    places = [text.index(f"\n{name} ") for name in ("working-set", "peak", "time", "ops")]
-    assert places == sorted(places)
-
-
 def test_identical_traces_are_one_line(trace_path: Path, tmp_path: Path) -> None:
     write_trace(tmp_path / "again.parquet", replace(weight_trace(), source="another machine"))
-    result = run("diff", trace_path, tmp_path / "again.parquet", "--fail-if", "peak+0%")
+    result = run("diff", trace_path, tmp_path / "again.parquet")
     assert result.exit_code == 0
     assert result.stdout.count("\n") == 1
-    assert "hold the same iteration: 3 ops in 30 µs, 2 tensors" in result.stdout
+    assert "hold the same trace" in result.stdout
     assert run_json("diff", trace_path, trace_path)["identical"] is True
 
 
@@ -114,84 +94,7 @@ def test_what_no_measure_shows_is_named(trace_path: Path, tmp_path: Path) -> Non
     mode[0] = 3
     write_trace(tmp_path / "b.parquet", replace(trace, access_mode=mode))
     result = run("diff", trace_path, tmp_path / "b.parquet")
-    assert "what differs is access mode" in result.stdout
-
-
-@pytest.mark.parametrize(
-    ("threshold", "fails"),
-    [
-        ("peak+66%", True),
-        ("peak+67%", False),
-        ("peak+3999", True),
-        ("peak+4000", False),
-        ("peak+4KB", False),
-        ("peak-1%", False),
-        ("time+14.9us", True),
-        ("time+0.015ms", False),
-        ("time+50%", False),
-        ("working-set+100%", False),
-        ("working-set+99.99%", True),
-        ("tensors+0", True),
-        ("tensors+1", False),
-        ("ops+33%", True),
-    ],
-)
-def test_thresholds(trace_path: Path, grown_path: Path, threshold: str, fails: bool) -> None:
-    result = run("diff", trace_path, grown_path, "--fail-if", threshold, "--top", 0)
-    assert result.exit_code == int(fails), result.stderr
-    if fails:
-        assert f"--fail-if {threshold} allows at most" in result.stderr
-        assert result.stderr.count("\n") == 1
-
-
-def test_a_fall_can_fail_too_and_all_failures_are_named(trace_path: Path, grown_path: Path) -> None:
-    checks = ("--fail-if", "time-10%", "--fail-if", "peak-100", "--fail-if", "ops-1")
-    result = run("diff", grown_path, trace_path, *checks)
-    assert result.exit_code == 1
-    assert "time was 45 µs (45.000 µs) and is 30 µs (30.000 µs)" in result.stderr
-    assert "allows at least 40.5 µs" in result.stderr
-    assert "--fail-if peak-100 allows" in result.stderr
-    assert "ops-1" not in result.stderr
-    failed = json.loads(run("diff", grown_path, trace_path, *checks, "--json").stdout)["failed"]
-    assert len(failed) == 2
-
-
-@pytest.mark.parametrize(
-    ("threshold", "reason"),
-    [
-        ("peak", "not METRIC+X%"),
-        ("speed+5%", "metrics are peak, time"),
-        ("peak+", "is no amount"),
-        ("peak+5x", "5% or 200MiB"),
-        ("time+5GiB", "5% or 10ms"),
-        ("ops+1KiB", "5% or 100"),
-        ("peak+-5%", "is no amount"),
-        ("peak-device+5%", "traces have no 'peak-device'"),
-    ],
-)
-def test_bad_thresholds(trace_path: Path, grown_path: Path, threshold: str, reason: str) -> None:
-    assert reason in refused("diff", trace_path, grown_path, "--fail-if", threshold)
-
-
-def unnamed(sizes: list[int]) -> Trace:
-    """One activation per size, all made by ops of one name."""
-    return make_trace(
-        [(number, size, False) for number, size in enumerate(sizes)],
-        [("make", 1.0, [], [number]) for number in range(len(sizes))],
-        page_size=PAGE,
-    )
-
-
-def test_unnamed_tensors_are_matched_by_their_op_in_order() -> None:
-    def found(a: list[int], b: list[int]) -> list[tuple[str, int, int]]:
-        changed = tensor_changes(unnamed(a), unnamed(b))
-        return [(t.status, t.a_bytes, t.b_bytes) for t in changed if t.status != "same"]
-
-    assert found([10, 20, 30], [20, 40, 60]) == [
-        ("grown", 30, 60), ("grown", 20, 40), ("grown", 10, 20),
-    ]  # fmt: skip
-    assert found([10, 20, 30], [10, 25, 20, 30]) == [("new", 0, 25)]
-    assert found([10, 20, 30, 40], [10, 40, 33]) == [("gone", 30, 0), ("grown", 20, 33)]
+    assert "access mode" in result.stdout
 
 
 # --- plans -----------------------------------------------------------------------------------
@@ -228,52 +131,26 @@ def test_plans(plans: Callable[..., tuple[Path, Path]]) -> None:
     )
     found = run_json("diff", a, b)
     assert found["kind"] == "plans"
-    assert found["settings"]["policy"] == {"a": "g10", "b": "lp"}
-    assert found["settings"]["device budget"] == {"a": 4000, "b": 5000}
-    assert found["settings"]["disk budget"] == {"a": "inf", "b": "inf"}
+    assert found["differs_in"] == ["policy", "device_bytes", "moves", "start", "predicted"]
     measures = named(found["measures"])
     assert measures["time"] == (100.0, 90.0)
     assert measures["stall"] == (20.0, 10.0)
     assert measures["bound"] == (90.0, 90.0)
     assert measures["disk-written"] == (1000, 0)
-    assert measures["host-out"] == (4000, 5000)
-    assert measures["host-in"] == (2000, 3000)
-    assert measures["disk-in"] == (1000, 0)
     assert measures["moves"] == (4, 3)
     assert measures["off at the start"] == (0, 2000)
-    assert found["tensors"]["changed_most"] == [
-        {"tensor": 1, "a_moves": 2, "b_moves": 0, "a_bytes": 2000, "b_bytes": 0, "name": None},
-        {"tensor": 0, "a_moves": 2, "b_moves": 3, "a_bytes": 4000, "b_bytes": 5000, "name": None},
-    ]
+    moved = named(found["lists"]["bytes moved of tensor"])
+    assert list(moved.items()) == [("1", (2000, 0)), ("0", (4000, 5000))]
     text = run("diff", a, b).stdout
     assert max(map(len, text.splitlines())) <= 80
-    assert "g10 → lp" in text
-    assert "no limit" in text
-    assert run("diff", a, b, "--fail-if", "time+0%").exit_code == 0
-    result = run("diff", a, b, "--fail-if", "stall-10%", "--fail-if", "disk-written+1KiB")
-    assert result.exit_code == 1
-    assert "stall was 20 µs" in result.stderr
-
-
-def test_plans_with_names(
-    plans: Callable[..., tuple[Path, Path]], trace_path: Path, grown_path: Path
-) -> None:
-    a, b = plans(moves=MOVES[:2])
-    rows = run_json("diff", a, b, "--trace", trace_path)["tensors"]["changed_most"]
-    assert [row["name"] for row in rows] == ["tensor 1"]
-    sha = "0" * 64
-    a, b = plans(moves=MOVES[2:], trace_sha256=sha)
-    assert run_json("diff", a, b)["same_trace"] is False
-    assert "different traces" in run("diff", a, b).stdout
-    assert "plan for another trace" in refused("diff", a, b, "--trace", trace_path)
-    assert "--trace is for plans" in refused("diff", trace_path, grown_path, "--trace", trace_path)
+    assert "policy, device bytes" in text
 
 
 def test_identical_plans(plans: Callable[..., tuple[Path, Path]]) -> None:
     a, b = plans(extra={"seconds": 3})
-    result = run("diff", a, b, "--fail-if", "time-0%")
+    result = run("diff", a, b)
     assert result.exit_code == 0
-    assert result.stdout == f"{a} and {b} are the same plan: 4 moves by g10.\n"
+    assert result.stdout == f"{a} and {b} hold the same plan.\n"
     assert run_json("diff", a, b)["identical"] is True
 
 
@@ -282,7 +159,6 @@ def test_a_plan_without_prediction(plans: Callable[..., tuple[Path, Path]]) -> N
     measures = named(run_json("diff", a, b)["measures"])
     assert "time" not in measures
     assert measures["moves"] == (4, 4)
-    assert f"{b} has no prediction, so no 'time'" in refused("diff", a, b, "--fail-if", "time+1%")
 
 
 def test_what_is_no_pair(
@@ -320,35 +196,3 @@ def test_any_name_fits(tmp_path: Path) -> None:
     assert "\x1b" not in text
     rows = [line for line in text.splitlines() if str(tmp_path) not in line]
     assert max(map(len, rows)) <= 80
-
-
-@pytest.mark.slow
-def test_many_ops_and_tensors(tmp_path: Path) -> None:
-    """100,000 ops and 50,000 tensors, half of which grew."""
-    for name, factor in (("a", 1), ("b", 2)):
-        write_trace(tmp_path / name, large_trace(100_000, 50_000, factor))
-    found = run_json("diff", tmp_path / "a", tmp_path / "b")
-    assert found["tensors"]["grown"] == 25_000
-    assert found["tensors"]["same"] == 25_000
-
-
-def large_trace(ops: int, tensors: int, factor: int) -> Trace:
-    """Op k touches tensor k modulo ``tensors``; every other one is ``factor`` times as large."""
-    each = np.arange(tensors)
-    op = np.arange(ops)
-    return Trace(
-        page_size=PAGE,
-        op_names=[f"op {k % 97}" for k in range(ops)],
-        op_start_us=op * 10.0,
-        op_duration_us=np.full(ops, 10.0),
-        tensor_ids=each,
-        tensor_names=[f"tensor {k}" if k % 3 else None for k in range(tensors)],
-        tensor_bytes=np.where(each % 2, factor, 1) * 5 * PAGE,
-        tensor_kinds=["activation"] * tensors,
-        tensor_persistent=np.zeros(tensors, np.bool_),
-        access_op=op,
-        access_tensor=op % tensors,
-        access_mode=np.where(op < tensors, 2, 1).astype(np.int8),
-        access_first_page=np.zeros(ops, np.int64),
-        access_page_count=np.where(op % tensors % 2, factor, 1) * 5,
-    )

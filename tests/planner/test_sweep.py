@@ -1,18 +1,17 @@
-"""``simulate --sweep`` and ``--target``: other machines, and how little memory is enough.
+"""``simulate --sweep``: other machines.
 
 The small trace takes 30 µs where all its 6 pages fit. A page takes 10 µs on the link, so ``lp``, to
 which the weight's copy below stays clean, waits 10 µs for each page that is missing; ``lru`` sends
 its victim out before, and waits for that too.
 """
 
-import csv
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
@@ -22,12 +21,9 @@ import click
 import pytest
 
 from tensorpager.planner.commands.axes import parse_axis
-from tensorpager.planner.commands.target import percent
 from tensorpager.planner.errors import PagerError
 from tensorpager.planner.hardware import Hardware
-from tensorpager.planner.plan import Predicted
-from tensorpager.planner.sweep import Evaluator, Outcome, Task
-from tensorpager.planner.target import Answer, _between, least_memory
+from tensorpager.planner.sweep import Evaluator, Task
 from tensorpager.planner.trace import make_trace
 from tensorpager.planner.trace_file import write_trace
 
@@ -101,34 +97,17 @@ def test_sweeps_that_are_not(text: str, said: str) -> None:
     assert repr(text)[1:-1] in error.value.message
 
 
-@pytest.mark.parametrize(("text", "value"), [("95%", 95.0), (" 99.5 % ", 99.5), ("80", 80.0)])
-def test_targets(text: str, value: float) -> None:
-    assert percent(text) == value
-
-
-@pytest.mark.parametrize("text", ["0", "101%", "nan", "fast", "", "%", "0.95", "1"])
-def test_no_targets(text: str) -> None:
-    with pytest.raises(click.BadParameter):
-        percent(text)
-
-
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
         (("--sweep", "link=1GB", "--sweep", "h2d=2GB"), "link and h2d: both set h2d_bytes_per_s"),
         (("--sweep", "host=1,2", "--sweep", "host=3"), "host twice"),
         (("--sweep", "device=1:999:999", "--sweep", "link=1,2"), "1696 plans; at most 1000"),
-        (("--sweep", "link=1GB", "--target", "95%"), "two questions"),
-        (("--target", "95%", "--device-bytes", "50%"), "--device-bytes is what --target looks for"),
-        (("--target", "often"), "'often'"),
-        (("PLAN", "--target", "95%"), "leave out PLAN"),
         (("PLAN", "--quick"), "--quick is for planning"),
         (("PLAN", "--sweep", "page-size=1000,2000"), "pages of one size"),
-        (("PLAN", "--csv", "points.csv"), "--csv"),
         (("--stalls", "3"), "--stalls"),
         (("--policies", "magic"), "magic"),
         (("--policies", ","), "--policies names none of lru"),
-        (("--csv", "/no/such/folder/points.csv"), "no folder"),
     ],
 )
 def test_what_does_not_go_together(
@@ -200,137 +179,15 @@ def test_no_sweep_is_one_point(trace_path: Path, machine_path: Path) -> None:
     ]
 
 
-def test_tables_and_csv(trace_path: Path, machine_path: Path, tmp_path: Path) -> None:
-    out = tmp_path / "points.csv"
-    arguments = (
-        "simulate",
-        trace_path,
-        "--hardware",
-        machine_path,
-        "--sweep",
-        "device=3000:6000:4",
-    )
-    result = run(*arguments, "--csv", out)
+def test_tables(trace_path: Path, machine_path: Path) -> None:
+    sweep = ("--sweep", "device=3000:6000:4")
+    result = run("simulate", trace_path, "--hardware", machine_path, *sweep)
     assert result.exit_code == 0, result.stderr
     lines = result.stdout.splitlines()
     assert max(map(len, lines[4:])) <= 80
     assert "2.93 KiB: op 1 'fill' alone needs 3.91 KiB" in lines
     assert any(line.endswith("████████") for line in lines)  # all of the speed
     assert "\x1b" not in result.stdout
-    with out.open(newline="") as file:
-        rows = list(csv.DictReader(file))
-    points = swept(trace_path, machine_path, "--sweep", "device=3000:6000:4")["points"]
-    assert [row["iteration_us"] for row in rows] == [
-        "" if p["iteration_us"] is None else str(p["iteration_us"]) for p in points
-    ]
-    assert list(rows[0]) == list(points[0])
-
-
-# --- targets -------------------------------------------------------------------------------------
-
-
-def test_least_memory_by_hand(trace_path: Path, machine_path: Path) -> None:
-    found = swept(trace_path, machine_path, "--target", "75%")
-    assert (found["ideal_us"], found["peak_bytes"], found["target_percent"]) == (30.0, 6000, 75.0)
-    lp, lru = found["policies"]
-    assert (lp["policy"], lp["reached"], lp["device_bytes"]) == ("lp", True, 5000)
-    assert lp["predicted"]["percent_of_ideal"] == pytest.approx(75.0)
-    assert lp["checked_by"] == ["simulator", "validator"]
-    assert lp["next_smaller_tried_bytes"] == lp["smallest_feasible_bytes"] == 4000
-    assert lp["no_plan_reaches_it_at_bytes"] == 4000
-    assert lp["found_to_bytes"] == PAGE
-    assert (lru["reached"], lru["device_bytes"]) == (True, 6000)
-    assert [p["device_bytes"] for p in lp["points"]] == [4000, 5000, 6000]
-
-
-def test_target_says_what_was_checked(trace_path: Path, machine_path: Path) -> None:
-    arguments = ("simulate", trace_path, "--hardware", machine_path, "--target")
-    text = run(*arguments, "75%").stdout
-    assert "lp: 4.88 KiB is enough for 75 % of the ideal speed (83.3 % of the peak)" in text
-    assert "checked by the simulator and the validator" in text
-    assert "the smallest budget that runs is 3.91 KiB, at 60.00 %" in text
-    assert max(map(len, text.splitlines()[3:])) <= 80
-    assert "with less nothing runs at all" in run(*arguments, "10%").stdout
-
-
-class Imagined(Evaluator):
-    """``speed`` gives percent of the ideal by pages of device memory, ``None``: nothing runs.
-    The trace has 2,000 pages, of which each op needs 10."""
-
-    def __init__(self, speed: Callable[[int], float | None]) -> None:
-        tensors = [(n, 10, True) for n in range(200)]
-        ops = [(f"op {n}", 1.0, [n], []) for n in range(200)]
-        super().__init__(make_trace(tensors, ops, page_size=1), 1)
-        self.jobs, self.speed, self.tried = 3, speed, 0
-
-    def run(
-        self, tasks: Sequence[Task], done: Callable[[Outcome], None] | None = None
-    ) -> list[Outcome]:
-        self.tried += len(tasks)
-        return [self.outcome(task) for task in tasks]
-
-    def outcome(self, task: Task) -> Outcome:
-        percent = self.speed(int(task.hardware.device_bytes))
-        if percent is None:
-            return Outcome(task.policy, task.hardware, None, 0.0, "too little")
-        predicted = Predicted(20000.0 / percent, 200.0, 0.0, 0, 0, 0, 0, 0, 0)
-        return Outcome(task.policy, task.hardware, predicted, 0.0)
-
-
-def found(speed: Callable[[int], float | None], target: float) -> tuple[Answer, int]:
-    evaluator = Imagined(speed)
-    return least_memory(evaluator, "any", Hardware(1, page_size=1), target), evaluator.tried
-
-
-def budget(outcome: Outcome | None) -> float | None:
-    return None if outcome is None else outcome.hardware.device_bytes
-
-
-def test_the_search_finds_the_page() -> None:
-    answer, tried = found(lambda pages: pages / 20, 60)
-    assert (budget(answer.enough), budget(answer.below)) == (1200, 1199)
-    assert budget(answer.smallest) == 10
-    assert tried < 25
-    least, tried = found(lambda pages: pages / 20 if pages >= 777 else None, 10)
-    assert budget(least.enough) == budget(least.smallest) == 777
-    assert tried < 25
-
-
-def test_the_search_where_more_may_be_slower() -> None:
-    """Good from 500 to 800 pages and from 1,700 on: the samples show the lower range."""
-    answer, _ = found(lambda pages: 90.0 if 500 <= pages < 800 or pages >= 1700 else 20.0, 50)
-    assert budget(answer.enough) == 500
-    nowhere, tried = found(lambda pages: min(pages / 20, 70.0), 80)
-    assert nowhere.enough is None
-    assert budget(nowhere.fastest) >= 1400  # type: ignore[operator]
-    assert tried < 12
-
-
-def test_intervals() -> None:
-    assert _between(0, 10, 4) == [2, 4, 6, 8]
-    assert _between(3, 5, 7) == [4]
-    assert _between(3, 4, 7) == []
-
-
-def test_a_policy_that_never_gets_there(
-    trace_path: Path, machine_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It sends the weight out at any budget, and waits 20 µs for it."""
-    from tensorpager.planner import registry
-    from tensorpager.planner.plan import Plan
-
-    def idle(trace: Any, hardware: Hardware) -> Plan:
-        device = hardware.device_bytes
-        return Plan("idle", PAGE, device, hardware.host_bytes, hardware.disk_bytes, MOVES)
-
-    monkeypatch.setitem(registry.POLICIES, "idle", idle)
-    arguments = ("simulate", trace_path, "--hardware", machine_path, "--policies", "idle")
-    result = run(*arguments, "--target", "90%")
-    assert result.exit_code == 1
-    assert "idle: no device budget reaches 90 % of the ideal speed" in result.stderr
-    assert "the fastest tried is 60.00 %" in result.stdout
-    both = run_json(*arguments[:-1], "idle,lp", "--target", "90%")
-    assert [answer["reached"] for answer in both["policies"]] == [False, True]
 
 
 # --- processes -----------------------------------------------------------------------------------
