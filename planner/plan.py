@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from .errors import HardwareError, PlanError
+from .files import reading
 from .hardware import Hardware, from_mapping, to_mapping
 from .shown import shown, what_it_is
 
@@ -148,12 +149,8 @@ def plan_to_json(plan: Plan) -> dict[str, Any]:
 
 def read_plan(path: Path) -> Plan:
     """Raises ``PlanError`` naming the file, the place and the reason."""
-    try:
+    with reading(path, PlanError, "plan"):
         content = path.read_bytes()
-    except IsADirectoryError as error:
-        raise PlanError(f"{path}: a folder; name the plan in it") from error
-    except OSError as error:
-        raise PlanError(f"{path}: cannot be read as a plan: {error.strerror}") from error
     return decode_plan(content, str(path))
 
 

@@ -11,8 +11,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +21,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from .errors import TraceError
+from .files import reading, whole_file
 from .shown import PARQUET, shown, what_it_is
 from .trace import ACCESS_NAMES, Bools, Ints, Trace
 from .trace_check import Columns, Strings, build_trace
@@ -61,20 +60,10 @@ def write_trace(path: Path, trace: Trace) -> Trace:
     content = encode_trace(trace, str(path))
     written = decode_trace(content, str(path))
     try:
-        descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+        with whole_file(path, follow=False) as part:
+            part.write_bytes(content)
     except OSError as error:
         raise TraceError(f"{path}: cannot be written: {error.strerror}") from error
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException as error:
-        Path(temporary).unlink(missing_ok=True)
-        if isinstance(error, OSError):
-            raise TraceError(f"{path}: cannot be written: {error.strerror}") from error
-        raise
     return written
 
 
@@ -86,14 +75,8 @@ def read_trace(path: Path) -> Trace:
     reason.
     """
     path = Path(path)
-    try:
+    with reading(path, TraceError, "trace"):
         content = path.read_bytes()
-    except FileNotFoundError as error:
-        raise TraceError(f"{path}: no such file") from error
-    except IsADirectoryError as error:
-        raise TraceError(f"{path}: a folder; name the trace in it") from error
-    except OSError as error:
-        raise TraceError(f"{path}: cannot be read: {error.strerror}") from error
     return decode_trace(content, str(path))
 
 

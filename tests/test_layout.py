@@ -90,10 +90,10 @@ ROOMS = (
 
 # The same of the planner.
 PLANNER_ROOMS = (
-    "errors", "sizes", "shown", "hardware", "trace", "plan", "simulation", "lifetimes",
+    "errors", "files", "sizes", "shown", "hardware", "trace", "plan", "simulation", "lifetimes",
     "buckets", "ranks", "iteration", "trace_check", "trace_file", "request", "simulator",
     "validator", "policies", "lp", "joint",
-    "registry", "layout", "timeline", "tier_usage", "sweep", "target", "outlook", "background",
+    "registry", "layout", "timeline", "tier_usage", "sweep", "outlook", "background",
     "packing", "offsets", "importers", "difference", "perfetto", "report", "commands",
 )  # fmt: skip
 

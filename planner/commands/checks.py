@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,6 +16,7 @@ from .tables import short
 if TYPE_CHECKING:
     from ..hardware import Hardware
     from ..plan import Plan
+    from ..timeline import Timeline
     from ..trace import Trace
     from .options import Machine
 
@@ -33,6 +35,35 @@ def read_plan_for(path: Path, trace: Trace, trace_path: Path, hardware: Hardware
         )
     warn_of_machine(plan, path, hardware)
     return plan
+
+
+def require_machine(plan_path: Path | None, machine: Machine | None) -> None:
+    """Raises ``UsageError`` for a plan that does not say what it was made for."""
+    if plan_path is not None and machine is None:
+        raise click.UsageError(
+            f"{plan_path} does not say what it was made for; give --hardware too."
+        )
+
+
+def timeline_of(
+    trace: Trace, trace_path: Path, plan_path: Path | None, machine: Machine | None
+) -> Timeline:
+    """Of a plan on a machine, or of the trace alone. Raises ``PlanError`` if the plan is infeasible
+    there."""
+    from ..timeline import timeline
+
+    require_machine(plan_path, machine)
+    if machine is None:
+        return timeline(trace)
+    warn_of_durations(trace, machine)
+    hardware = machine.for_trace(trace)
+    if plan_path is None:
+        return replace(timeline(trace), hardware=hardware)
+    plan = read_plan_for(plan_path, trace, trace_path, hardware)
+    try:
+        return timeline(trace, plan, hardware)
+    except PlanError as error:
+        raise PlanError(f"{plan_path}: {error}") from error
 
 
 def require_same_trace(plan: Plan, plan_path: Path, trace: Trace, trace_path: Path) -> None:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from ..errors import HardwareError
 from ..sizes import format_bytes
-from .checks import read_plan_for, warn_of_durations
+from .checks import timeline_of
 from .options import (
     Machine,
     TraceCommand,
@@ -62,23 +60,14 @@ def html(
       tensorpager html trace.parquet plan.json -o report.html
     """
     from ..report.remedies import remedies
-    from ..timeline import timeline
     from ..trace_file import read_trace
 
-    if machine is None and plan_path is not None:
-        _refuse_plan_without_machine(plan_path)
     trace = read_trace(trace_path)
-    if machine is not None:
-        warn_of_durations(trace, machine)
-    hardware = machine.for_trace(trace) if machine else None
-    plan = None
-    if plan_path is not None and hardware is not None:
-        plan = read_plan_for(plan_path, trace, trace_path, hardware)
+    line = timeline_of(trace, trace_path, plan_path, machine)
     with progress_bar() as progress:
-        line = timeline(trace, plan, hardware)
         helpful = remedies(line, progress) if find_remedies else []
         names_of = {"trace": trace_path.name} | ({"plan": plan_path.name} if plan_path else {})
-        size = write_report(output, line, hardware, files=names_of, remedies=helpful)
+        size = write_report(output, line, line.hardware, files=names_of, remedies=helpful)
     if as_json:
         emit_json({"path": str(output), "ops": trace.ops, "bytes": size})
         return
@@ -95,22 +84,3 @@ def write_report(output: Path, line: Timeline, hardware: Hardware | None, **more
     with whole_file(output) as part:
         part.write_bytes(content)
     return len(content)
-
-
-def _refuse_plan_without_machine(plan_path: Path) -> None:
-    """Raises ``HardwareError`` that says what the plan knows of its machine."""
-    from ..plan import read_plan
-
-    plan = read_plan(plan_path)
-    sizes = " ".join(
-        f"--{tier}-bytes {'inf' if math.isinf(size) else int(size)}"
-        for tier, size in (
-            ("device", plan.device_bytes),
-            ("host", plan.host_bytes),
-            ("disk", plan.disk_bytes),
-        )
-    )
-    raise HardwareError(
-        f"{plan_path} says how large the machine's memories are, not how fast its link and its "
-        f"disk; give --hardware NAME|FILE {sizes} --page-size {plan.page_size}"
-    )

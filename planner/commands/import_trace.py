@@ -7,9 +7,10 @@ from pathlib import Path
 
 import click
 
+from ..files import follow_own_links
 from ..sizes import format_bytes
 from .options import json_option, output_option, page_size_option
-from .output import emit_json, emit_text, follow_own_links
+from .output import emit_json, emit_text
 from .tables import format_us
 
 FORMATS = ("g10", "torch-profiler", "torch-snapshot")

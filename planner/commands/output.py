@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import re
 import shutil
-import stat
 import sys
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from io import StringIO
@@ -18,13 +15,14 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from ..files import whole_file as whole_file  # for all who write files
+
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
 Progress = Callable[[str, float], None]
 PIPE_WIDTH = 80
 PICTURE_WIDTH = 100
-_MOST_LINKS = 40  # as Linux
 
 
 def emit_text(text: str) -> None:
@@ -121,52 +119,3 @@ def output_path(context: click.Context, option: click.Parameter, value: Path | N
     if not os.access(value if value.exists() else folder, os.W_OK):
         raise click.BadParameter(f"{value} cannot be written (permissions).", context, option)
     return value
-
-
-def follow_own_links(path: Path) -> Path:
-    """Where ``path`` leads if it is a symbolic link of this user's or of root's.
-
-    Raises ``PermissionError`` for a link of anybody else, who could have put it into a shared
-    folder to have a file of the user's overwritten.
-    """
-    for _ in range(_MOST_LINKS):
-        try:
-            status = path.lstat()
-        except FileNotFoundError:
-            return path
-        if not stat.S_ISLNK(status.st_mode):
-            return path
-        if status.st_uid not in (0, os.geteuid()):
-            reason = f"a link that belongs to user {status.st_uid}; name another file"
-            raise PermissionError(errno.EPERM, reason, os.fspath(path))
-        path = path.parent / path.readlink()
-    raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), os.fspath(path))
-
-
-@contextmanager
-def whole_file(path: Path) -> Iterator[Path]:
-    """A path to write to; the file takes the place of ``path``, mode 0600, when the block is left
-    without an error. Until then, and after an error, ``path`` is as it was.
-
-    Links of the user are followed, as ``follow_own_links`` does. What is not a regular file
-    (``/dev/stdout``) is written into, not replaced. Raises ``OSError``.
-    """
-    target = follow_own_links(path)
-    special = path.exists() and not path.is_file()
-    descriptor, name = tempfile.mkstemp(
-        prefix=f".{target.name}.", suffix=".part", dir=None if special else target.parent
-    )
-    os.close(descriptor)
-    part = Path(name)
-    try:
-        yield part
-        if special:
-            with part.open("rb") as source, path.open("wb") as sink:
-                shutil.copyfileobj(source, sink)
-            return
-        part.chmod(0o600)
-        with part.open("rb") as written:
-            os.fsync(written.fileno())
-        part.replace(target)
-    finally:
-        part.unlink(missing_ok=True)

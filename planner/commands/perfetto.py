@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from ..errors import PlanError
 from ..sizes import format_bytes
-from .checks import read_plan_for, warn_of_durations
+from .checks import timeline_of
 from .options import (
     Machine,
     TraceCommand,
@@ -23,34 +22,25 @@ from .output import emit_json, emit_text, whole_file
 
 if TYPE_CHECKING:
     from ..timeline import Timeline
-    from ..trace import Trace
 
 
 @click.command(cls=TraceCommand)
 @trace_argument
 @plan_argument
 @optional_hardware_options
-@click.option(
-    "--iterations",
-    type=click.IntRange(1, 100),
-    default=1,
-    show_default=True,
-    help="How many iterations of the steady state to draw.",
-)
 @output_option("The file to write; packed if its name ends in .gz.")
 @json_option
 def perfetto(
     trace_path: Path,
     plan_path: Path | None,
     machine: Machine | None,
-    iterations: int,
     output: Path,
     as_json: bool,
 ) -> None:
     """Write an iteration for the Perfetto trace viewer.
 
     The file is in the Trace Event Format, for ui.perfetto.dev or chrome://tracing: ops, what they
-    wait for, what each channel moves and for which op, bytes on the device, in host memory and on
+    wait for, what each channel moves, bytes on the device, in host memory and on
     disk. Without a plan: ops and device memory only.
 
     \b
@@ -62,8 +52,8 @@ def perfetto(
     from ..trace_file import read_trace
 
     trace = read_trace(trace_path)
-    line = _timeline(trace, trace_path, plan_path, machine)
-    events = Picture(line, iterations).events()
+    line = timeline_of(trace, trace_path, plan_path, machine)
+    events = Picture(line).events()
     document = {"displayTimeUnit": "ms", "otherData": _other_data(line)}
     with whole_file(output) as part:
         write_events(part, events, document, output.suffix == ".gz")
@@ -77,28 +67,6 @@ def perfetto(
         f"{output}: {trace.ops} ops, {transfers} transfers, {len(line.stalls)} stalls{size}; "
         "open it at https://ui.perfetto.dev"
     )
-
-
-def _timeline(
-    trace: Trace, trace_path: Path, plan_path: Path | None, machine: Machine | None
-) -> Timeline:
-    from ..timeline import timeline
-
-    if plan_path is None:
-        if machine is not None:
-            raise click.UsageError("--hardware is the machine of a plan; name the plan's file too.")
-        return timeline(trace)
-    if machine is None:
-        raise click.UsageError(
-            f"{plan_path} does not say what it was made for; give --hardware too."
-        )
-    warn_of_durations(trace, machine)
-    hardware = machine.for_trace(trace)
-    plan = read_plan_for(plan_path, trace, trace_path, hardware)
-    try:
-        return timeline(trace, plan, hardware)
-    except PlanError as error:
-        raise PlanError(f"{plan_path}: {error}") from error
 
 
 def _other_data(line: Timeline) -> dict[str, str]:

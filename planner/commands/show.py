@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from .checks import read_plan_for, warn_of_durations
+from .checks import read_plan_for, require_machine, warn_of_durations
 from .options import (
     F,
     Machine,
@@ -76,8 +76,7 @@ def show(
     from .show_overview import overview
     from .summary import View, summary
 
-    if plan_path is not None and machine is None:
-        raise click.UsageError(f"{plan_path} does not say what it was made for; give --hardware.")
+    require_machine(plan_path, machine)
     trace = read_trace(trace_path)
     plan = hardware = None
     if machine is not None:

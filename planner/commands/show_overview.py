@@ -10,7 +10,6 @@ import numpy as np
 
 from ..hardware import describe
 from ..sizes import format_bytes
-from ..trace import WRITE
 from .chart import MemoryChart
 from .output import output_width
 from .summary import View
@@ -61,7 +60,7 @@ def _decided(machine: dict[str, Any] | None) -> list[Any]:
 
 
 def _facts(view: View, found: dict[str, Any]) -> list[tuple[str, str]]:
-    peak, need, read_only = found["peak"], found["working_set"], found["read_only"]
+    peak, need = found["peak"], found["working_set"]
     rows = [
         ("source", short(found["source"], 64) or "not given"),
         ("device", short(found["device"], 64) or "not given"),
@@ -81,14 +80,7 @@ def _facts(view: View, found: dict[str, Any]) -> list[tuple[str, str]]:
         (
             "working set",
             f"{format_bytes(need['page_bytes'])} in pages at most, op {need['op']} "
-            f"'{short(need['op_name'])}': no smaller device budget works; "
-            f"half of the ops need {format_bytes(found['working_set_median_page_bytes'])} or less",
-        ),
-        (
-            "read only",
-            f"{read_only['tensors']} tensors, {format_bytes(read_only['bytes'])} "
-            f"({100 * read_only['share_of_bytes']:.1f} % of the tensors' bytes)"
-            + ("" if (view.trace.access_mode & WRITE).any() else "; this trace tells of no write"),
+            f"'{short(need['op_name'])}': no smaller device budget works",
         ),
     ]
     if found["choices"] is not None:

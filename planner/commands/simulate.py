@@ -10,7 +10,7 @@ from click.core import ParameterSource
 
 from ..hardware import describe
 from .axes import KINDS, Axis, check_together, parse_axis
-from .checks import read_plan_for, warn_of_durations
+from .checks import read_plan_for, require_machine, warn_of_durations
 from .failures import CheckFailed
 from .options import (
     Machine,
@@ -99,12 +99,9 @@ def simulate(
       tensorpager simulate trace.parquet --hardware h100 --ranks 64 --nodes 8
     """
     _refuse_what_plays_no_part(context)
+    require_machine(plan_path, machine)
     if machine is None:
-        raise click.UsageError(
-            "Missing option '--hardware'."
-            if plan_path is None
-            else f"{plan_path} does not say what it was made for; give --hardware too."
-        )
+        raise click.UsageError("Missing option '--hardware'.")
     if plan_path is not None and not axes:
         _run_plan(trace_path, plan_path, machine, stalls, as_json)
         return

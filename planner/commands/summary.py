@@ -17,13 +17,11 @@ from ..joint.layers import decided
 from ..lifetimes import gap_bytes, gaps, idle_us, live_pages, working_set_pages
 from ..plan import Plan
 from ..sweep import Task, evaluate
-from ..trace import KINDS, WRITE, Bools, Floats, Ints, Trace
-from .chart import fullest
+from ..trace import KINDS, Bools, Floats, Ints, Trace
 
 # Idle periods are sorted by how long they are, in µs, half-open: [0, 100 µs), [100 µs, 1 ms), …
 EDGES_US = (0.0, 1e2, 1e3, 1e4, 1e5, 1e6)
 MOST_PLANNED_OPS = 5000  # in some seconds
-MOMENTS = 200  # of the memory over time in the JSON
 
 
 class View:
@@ -72,7 +70,6 @@ def summary(view: View, top: int) -> dict[str, Any]:
     trace, page_size, op = view.trace, view.page_size, view.peak_op
     need = working_set_pages(trace, page_size) * page_size
     needy = int(need.argmax())
-    touched = touched_bytes(trace)
     whole_pages = sum(view.page_bytes_by_kind.values(), np.zeros(trace.ops, np.int64))
     return {
         "verdict": verdict(view, int(need[needy]), int(whole_pages.max())),
@@ -93,7 +90,6 @@ def summary(view: View, top: int) -> dict[str, Any]:
             "op_name": trace.op_names[op],
             "bytes_by_kind": {k: int(v[op]) for k, v in view.live_by_kind.items() if v[op]},
         },
-        "peak_at_us": float(view.starts[op]),
         "peak_tensors": _peak_tensors(view, top),
         "peak_tensors_count": int(view.live_at_peak.sum()),
         "working_set": {
@@ -101,13 +97,9 @@ def summary(view: View, top: int) -> dict[str, Any]:
             "op": needy,
             "op_name": trace.op_names[needy],
         },
-        "working_set_median_page_bytes": int(np.median(need)),
-        "read_only": _read_only(view),
         "choices": _choices(trace),
         "idle": _idle(view),
-        "over_time": _over_time(view),
-        "largest": _tensors(view, trace.tensor_bytes, touched, top),
-        "hottest": _tensors(view, touched, touched, top),
+        "hottest": _hottest(trace, top),
     }
 
 
@@ -154,13 +146,6 @@ def _choices(trace: Trace) -> dict[str, Any] | None:
     }
 
 
-def touched_bytes(trace: Trace) -> Ints:
-    """Bytes that the ops of an iteration access, [tensors]; a tensor counts at every access."""
-    total = np.zeros(trace.tensors, np.int64)
-    np.add.at(total, trace.access_tensor, trace.access_bytes)
-    return total
-
-
 def _peak_tensors(view: View, top: int) -> list[dict[str, Any]]:
     """The largest of those that make the peak, and for how long each lies idle around it."""
     trace, op = view.trace, view.peak_op
@@ -198,21 +183,6 @@ def _uses_around(trace: Trace, op: int) -> tuple[Ints, Ints]:
     np.maximum.at(before, trace.access_tensor[past], trace.access_op[past])
     np.minimum.at(after, trace.access_tensor[~past], trace.access_op[~past])
     return before, after
-
-
-def _read_only(view: View) -> dict[str, Any]:
-    """Tensors that no op writes: sent away once, they can be dropped and fetched again for good."""
-    trace = view.trace
-    written = np.zeros(trace.tensors, np.bool_)
-    written[trace.access_tensor[(trace.access_mode & WRITE) != 0]] = True
-    only_read = ~written
-    size = int(trace.tensor_bytes[only_read].sum())
-    total = int(trace.tensor_bytes.sum())
-    return {
-        "tensors": int(only_read.sum()),
-        "bytes": size,
-        "share_of_bytes": size / total if total else 0.0,
-    }
 
 
 def _idle(view: View) -> dict[str, Any]:
@@ -264,22 +234,11 @@ def hideable_bytes(size: Ints, pages: Ints, idle: Floats, hardware: Hardware) ->
     return np.minimum(moved * hardware.page_size, size)
 
 
-def _over_time(view: View) -> dict[str, Any]:
-    """Bytes per kind at the fullest moment of each of ``MOMENTS`` equal parts of the iteration."""
-    starts, end, _ = view.axis
-    piece = fullest(starts, end, view.live_by_kind, min(MOMENTS, view.trace.ops))
-    return {
-        "at_us": view.starts[piece.at].tolist(),
-        "op": piece.at.tolist(),
-        "bytes_by_kind": {kind: level.tolist() for kind, level in piece.levels.items()},
-    }
-
-
-def _tensors(view: View, weight: Ints, touched: Ints, top: int) -> list[dict[str, Any]]:
-    """The ``top`` tensors of most ``weight``, heaviest first, the earlier one where equal."""
-    trace = view.trace
+def _hottest(trace: Trace, top: int) -> list[dict[str, Any]]:
+    """The ``top`` tensors of which ops access most bytes, the earlier one where equal."""
+    touched = np.zeros(trace.tensors, np.int64)
+    np.add.at(touched, trace.access_tensor, trace.access_bytes)
     uses = np.bincount(trace.access_tensor, minlength=trace.tensors)
-    order = np.argsort(-weight, kind="stable")
     return [
         {
             "tensor": int(trace.tensor_ids[tensor]),
@@ -291,5 +250,5 @@ def _tensors(view: View, weight: Ints, touched: Ints, top: int) -> list[dict[str
             "accesses": int(uses[tensor]),
             "touched_bytes": int(touched[tensor]),
         }
-        for tensor in order[:top].tolist()
+        for tensor in np.argsort(-touched, kind="stable")[:top].tolist()
     ]

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import gzip
 import json
-import zlib
 from pathlib import Path
 from typing import IO, Any
 
 from ..errors import TraceError
+from ..files import reading
 from ..shown import what_it_is
 from ..trace_check import MAX_US
 
@@ -21,21 +21,11 @@ def read_json_object(path: Path, wanted: str) -> dict[str, Any]:
 
     Raises ``TraceError`` naming the file and the reason, and that ``wanted`` is meant.
     """
-    try:
-        with path.open("rb") as file:
-            packed = file.read(2) == b"\x1f\x8b"
-            file.seek(0)
-            if packed:
-                with gzip.open(file) as unpacked:
-                    content = read_at_most(unpacked, MAX_BYTES + 1)
-            else:
-                content = read_at_most(file, MAX_BYTES + 1)
-    except FileNotFoundError as error:
-        raise TraceError(f"{path}: no such file") from error
-    except IsADirectoryError as error:
-        raise TraceError(f"{path}: a folder; name the recording in it") from error
-    except (OSError, EOFError, zlib.error) as error:
-        raise TraceError(f"{path}: cannot be read: {error}") from error
+    with reading(path, TraceError, "recording"), path.open("rb") as file:
+        packed = file.read(2) == b"\x1f\x8b"
+        file.seek(0)
+        with gzip.open(file) if packed else file as unpacked:
+            content = read_at_most(unpacked, MAX_BYTES + 1)
     if len(content) > MAX_BYTES:
         raise TraceError(f"{path}: more than {MAX_BYTES} bytes of JSON; record fewer iterations")
     try:

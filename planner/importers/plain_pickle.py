@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import TraceError
+from ..files import reading
 from ..shown import what_it_is
 from .json_file import read_at_most
 
@@ -37,15 +38,8 @@ def load_plain(path: Path, wanted: str = "one of plain data", max_bytes: int = M
     name; of a file of another kind, that ``wanted`` is meant.
     """
     path = Path(path)
-    try:
-        with path.open("rb") as file:
-            content = read_at_most(file, max_bytes + 1)
-    except FileNotFoundError as error:
-        raise TraceError(f"{path}: no such file") from error
-    except IsADirectoryError as error:
-        raise TraceError(f"{path}: a folder; name the recording in it") from error
-    except OSError as error:
-        raise TraceError(f"{path}: cannot be read: {error.strerror}") from error
+    with reading(path, TraceError, "recording"), path.open("rb") as file:
+        content = read_at_most(file, max_bytes + 1)
     if len(content) > max_bytes:
         raise TraceError(f"{path}: more than {max_bytes} bytes; record fewer events")
     at = 0

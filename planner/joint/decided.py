@@ -52,33 +52,28 @@ class Expanded:
     discards: list[tuple[int, int]]  # (tensor, op before which it is discarded)
 
 
-def resolve(trace: Trace, uses: Uses, remakes: Sequence[Remake]) -> tuple[Again, dict[int, int]]:
-    """Which ops run again before which op, and until when tensors have to live on for that.
-
-    What one needs that is discarded too is made again with it, and stays. Raises ``Impossible``.
-    """
+def resolve(uses: Uses, remakes: Sequence[Remake]) -> Again:
+    """Which ops run again before which op. What one needs that is discarded too is made again with
+    it, and stays. Raises ``Impossible``."""
     gone = {each.tensor: each for each in remakes}
     again: Again = {}
-    kept: dict[int, int] = {}
     for before in sorted({each.before for each in remakes}):
         here = [each for each in gone.values() if each.before == before]
         if not here:
             continue
         absent = {each.tensor: each.maker for each in gone.values() if each.after < before}
-        makers = {each.maker for each in here}
-        ops, more = uses._chain(makers, before, absent, here[0].tensor)
+        ops = uses.chain({each.maker for each in here}, before, absent, here[0].tensor)
         again[before] = sorted(ops)
-        kept.update(more)
         for op in ops:
             for tensor in uses.writes[op]:
                 if tensor in absent:
                     gone.pop(tensor, None)
-    return again, kept
+    return again
 
 
 def expand(trace: Trace, uses: Uses, decisions: Decisions) -> Expanded:
     """Raises ``Impossible`` for what cannot be made again."""
-    again, _ = resolve(trace, uses, decisions.remakes)
+    again = resolve(uses, decisions.remakes)
     gone = {each.tensor: each for each in decisions.remakes}
     hosted = np.zeros(trace.ops, np.bool_)
     for unit in decisions.units:

@@ -95,15 +95,12 @@ class Uses:
 
     def closure(self, tensor: int, before: int) -> list[int]:
         """Ops that make ``tensor`` from what is alive at op ``before``. Raises ``Impossible``."""
-        return sorted(self._chain({self.first[tensor]}, before, {}, tensor)[0])
+        return sorted(self.chain({self.first[tensor]}, before, {}, tensor))
 
-    def _chain(
-        self, makers: set[int], before: int, gone: dict[int, int], wanted: int
-    ) -> tuple[set[int], dict[int, int]]:
-        """Ops to run again for ``makers``, and tensors that have to live on, until when. ``gone``:
-        discarded tensors and their makers."""
+    def chain(self, makers: set[int], before: int, gone: dict[int, int], wanted: int) -> set[int]:
+        """Ops to run again for ``makers``; what else they read lives on until then. ``gone``:
+        discarded tensors and their makers. Raises ``Impossible`` for ``wanted``."""
         ops: set[int] = set()
-        kept: dict[int, int] = {}
         todo = sorted(makers)
         while todo:
             op = todo.pop()
@@ -121,12 +118,13 @@ class Uses:
                     continue
                 if needed in gone:
                     todo.append(gone[needed])
-                elif self.of[needed][-1] < before:
-                    if self.can_remake(needed) and self.first[needed] >= op - CHAIN:
-                        todo.append(self.first[needed])
-                    else:
-                        kept[needed] = before
-        return ops, kept
+                elif (
+                    self.of[needed][-1] < before
+                    and self.can_remake(needed)
+                    and self.first[needed] >= op - CHAIN
+                ):
+                    todo.append(self.first[needed])
+        return ops
 
 
 def find_remakes(trace: Trace, uses: Uses) -> list[Remake]:

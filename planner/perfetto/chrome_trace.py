@@ -18,7 +18,6 @@ from typing import Any
 Event = dict[str, Any]
 CATEGORY = "tensorpager"
 NS = 0.001  # µs
-FLOW_INSET = 1.0  # µs: how far into its slice a flow's end lies, so that it is in that slice
 
 
 def time_us(us: float) -> float:
@@ -39,31 +38,16 @@ class Track:
         self.events: list[Event] = []
         self._end = 0.0
 
-    def slice(
-        self, name: str, begin_us: float, end_us: float, args: dict[str, Any]
-    ) -> tuple[float, float]:
-        """Adds one that begins where the last one ended at the earliest. Returns its begin and its
-        duration as they were written."""
+    def slice(self, name: str, begin_us: float, end_us: float, args: dict[str, Any]) -> None:
+        """Adds one that begins where the last one ended at the earliest."""
         begin = max(time_us(begin_us), self._end)
         end = max(time_us(end_us), begin)
         self._end = end
         duration = max(round(end - begin - NS, 3), 0.0)
-        self._add({"ph": "X", "name": plain(name), "ts": begin, "dur": duration, "args": args})
-        return begin, duration
-
-    def flow_out(self, number: int, name: str, begin: float, duration: float) -> None:
-        """From the end of the slice that was added last, whose begin and duration these are."""
-        at = time_us(begin + duration - min(duration / 2, FLOW_INSET))
-        self._add({"ph": "s", "name": name, "id": number, "ts": at})
-
-    def flow_in(self, number: int, name: str, begin: float, duration: float) -> None:
-        """To the begin of the slice that was added last."""
-        at = time_us(begin + min(duration / 2, FLOW_INSET))
-        self._add({"ph": "f", "bp": "e", "name": name, "id": number, "ts": at})
-
-    def _add(self, event: Event) -> None:
-        head = {"ph": event["ph"], "cat": CATEGORY, "pid": self.pid, "tid": self.tid}
-        self.events.append({**head, **event})
+        self.events.append(
+            {"ph": "X", "cat": CATEGORY, "pid": self.pid, "tid": self.tid, "name": plain(name)}
+            | {"ts": begin, "dur": duration, "args": args}
+        )
 
     def metadata(self, place: int) -> list[Event]:
         """Its name, and where it comes among the threads of its process."""

@@ -21,7 +21,7 @@ def counters(line: Timeline) -> Iterator[Counter]:
     curve = device_curve(line)
     yield "device bytes", curve.time_us, dict(curve.by_kind)
     yield "device bytes, all kinds", curve.time_us, {"bytes": curve.total}
-    if line.hardware is None:
+    if line.plan is None or line.hardware is None:
         return
     if math.isfinite(line.hardware.device_bytes):
         budget = np.array([int(line.hardware.device_bytes)])

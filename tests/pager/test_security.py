@@ -34,7 +34,7 @@ from tensorpager.pager.disk.tier import DiskTier
 from tensorpager.pager.machine.calibration import cache as calibration_cache
 from tensorpager.pager.memory.host import HostTier
 from tensorpager.pager.tensor.new_pages import empty_like_geometry
-from tensorpager.planner.commands.output import follow_own_links, whole_file
+from tensorpager.planner.files import follow_own_links, whole_file
 from tensorpager.planner.trace import make_trace
 from tensorpager.planner.trace_file import write_trace
 

@@ -221,48 +221,6 @@ def test_names_may_be_any_text() -> None:
     assert sent(trace).tensor_names == trace.tensor_names
 
 
-@pytest.mark.parametrize(
-    ("changes", "reason"),
-    [
-        ({"op_names": []}, "op_names are empty"),
-        ({"tensor_names": []}, "tensor_names not as many"),
-        ({"op_duration_us": -1.0}, "times are not all"),
-        ({"op_start_us": float("nan")}, "times are not all"),
-        ({"access_op": 1 << 40}, "access_op is not in op order"),
-        ({"access_tensor": 3}, "tensors are not numbered"),
-        ({"access_tensor": -1}, "tensors are not numbered"),
-        ({"tensor_bytes": 0}, "tensor_bytes are not all"),
-        ({"tensor_bytes": 1 << 61}, "more than"),
-        ({"access_mode": 9}, "access_mode is none"),
-        ({"access_first_page": -1}, "pages that their tensors do not have"),
-        ({"access_page_count": 0}, "pages that their tensors do not have"),
-        ({"access_page_count": 1 << 20}, "pages that their tensors do not have"),
-    ],
-    ids=str,
-)
-def test_what_no_trace_can_be_is_refused(changes: dict[str, Any], reason: str) -> None:
-    """A value for the first entry of a field, or a list for all of it."""
-    trace = layers(2)
-    for name, value in changes.items():
-        if not isinstance(value, list):
-            array = getattr(trace, name).copy()
-            array[0] = value
-            changes = {name: array}
-        elif name == "op_names":
-            empty = {n: getattr(trace, n)[:0] for n, _, entry in ARRAYS if entry == "ops"}
-            changes = {name: value, **empty}
-    with pytest.raises(PagerError, match=reason):
-        sent(replace(trace, **changes))
-
-
-def test_a_tensor_without_accesses_is_refused() -> None:
-    trace = layers(2)
-    kept = trace.access_tensor < trace.tensors - 1
-    fewer = {n: getattr(trace, n)[kept] for n, _, entry in ARRAYS if entry == "accesses"}
-    with pytest.raises(PagerError, match="tensors do not all have an access"):
-        sent(replace(trace, **fewer))
-
-
 GOOD = request_for(layers(2), machine(30))
 HEADER, ARRAY_BYTES = GOOD.split(b"\n", 1)
 BAD = [
@@ -275,13 +233,7 @@ BAD = [
         "unknown key 'pages'",
     ),
     (HEADER.replace(b'"lp"', b'"belady"') + b"\n" + ARRAY_BYTES, "no policy 'belady'"),
-    (HEADER.replace(b'"lp"', b"7") + b"\n", "policy = 7"),
-    (HEADER.replace(b'"accesses": ', b'"accesses": -') + b"\n", "accesses = -"),
-    (HEADER.replace(b'"accesses": ', b'"accesses": 1e') + b"\n", "accesses = "),
-    (HEADER.replace(b'"accesses": ', b'"accesses": 9999999999') + b"\n", "accesses = 99"),
-    (HEADER.replace(b'"op_names": [', b'"op_names": [7, ') + b"\n", "op_names = [7"),
     (GOOD[:-10], "the trace ends after"),
-    (HEADER + b"\n" + ARRAY_BYTES[::-1], "the trace's"),
 ]
 
 
@@ -298,7 +250,7 @@ def test_what_is_no_request_is_refused(request_bytes: bytes, reason: str) -> Non
         read()
 
 
-@pytest.mark.parametrize(("request_bytes", "reason"), [BAD[0], BAD[-2]])
+@pytest.mark.parametrize(("request_bytes", "reason"), [BAD[0], BAD[-1]])
 def test_no_request_is_one_line_and_exit_code_2(request_bytes: bytes, reason: str) -> None:
     done = ask(request_bytes)
     lines = done.stderr.decode().splitlines()

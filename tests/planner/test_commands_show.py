@@ -33,12 +33,10 @@ def test_show_by_hand(trace_path: Path) -> None:
         "bytes_by_kind": {"parameter": 2 * PAGE, "activation": 4 * PAGE},
     }
     assert found["working_set"] == {"page_bytes": 4 * PAGE, "op": 1, "op_name": "fill"}
-    assert found["read_only"] == {"tensors": 1, "bytes": 2 * PAGE, "share_of_bytes": 1 / 3}
     assert found["idle"]["periods"] == 1  # the weight while 'fill' runs, 10 of 30 µs
     assert found["idle"]["mean_bytes"] == pytest.approx(2 * PAGE / 3)
     assert found["idle"]["mean_live_bytes"] == pytest.approx(2 * PAGE + 4 * PAGE / 3)
     assert found["idle"]["by_length"][0]["bytes"] == 2 * PAGE
-    assert [tensor["tensor"] for tensor in found["largest"]] == [1]
     assert [tensor["touched_bytes"] for tensor in found["hottest"]] == [4 * PAGE]
 
 
@@ -110,18 +108,11 @@ def test_show_fits_80_columns_whatever_the_names(tmp_path: Path) -> None:
 
 def test_show_says_what_makes_the_peak(trace_path: Path) -> None:
     found = run_json("show", trace_path)
-    assert found["peak_at_us"] == 10.0
     assert found["peak_tensors_count"] == 2
     fill, weight = found["peak_tensors"]
     assert (fill["tensor"], fill["share"], fill["in_use"]) == (1, 2 / 3, True)
     assert (weight["tensor"], weight["name"], weight["in_use"]) == (0, "weight", False)
     assert weight["idle_us"] == 10.0
-    assert found["working_set_median_page_bytes"] == 2 * PAGE
-    assert found["over_time"]["op"] == [0, 1, 2]
-    assert found["over_time"]["bytes_by_kind"] == {
-        "parameter": [2 * PAGE] * 3,
-        "activation": [0, 4 * PAGE, 0],
-    }
 
 
 def test_show_sets_idle_bytes_against_a_link(trace_path: Path, machine_path: Path) -> None:
@@ -161,7 +152,7 @@ def test_show_the_smallest_traces(durations: float, tmp_path: Path, machine_path
 def test_show_says_what_options_need(trace_path: Path) -> None:
     assert "--hardware" in refused("show", trace_path, "--h2d", "5GB")
     assert "p.json" in refused("show", trace_path, "--plan", "p.json", "--hardware", "g10")
-    assert "p.json: cannot be read" in refused("show", trace_path, "--plan", "p.json")
+    assert "p.json: no such file" in refused("show", trace_path, "--plan", "p.json")
     assert run_json("show", trace_path, "--page-size", 500)["page_size"] == 500
     other = run_json("show", trace_path, "--page-size", 500, "--hardware", "g10")
     assert other["page_size"] == 500

@@ -344,8 +344,7 @@ def test_a_plan_needs_a_machine(
 ) -> None:
     out = tmp_path / "report.html"
     message = refused("html", trace_path, save_plan(MOVES), "-o", out)
-    assert "not how fast its link" in message
-    assert "--device-bytes 4000 --host-bytes 1000000 --disk-bytes inf --page-size 1000" in message
+    assert "does not say what it was made for; give --hardware" in message
     assert not out.exists()
 
 
