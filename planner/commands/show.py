@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from functools import wraps
 from pathlib import Path
-from typing import Any
 
 import click
 
 from .checks import read_plan_for, require_machine, warn_of_durations
 from .options import (
-    F,
     Machine,
     TraceCommand,
     json_option,
@@ -18,20 +15,6 @@ from .options import (
     trace_argument,
 )
 from .output import emit, emit_json
-
-
-def _machine_or_page_size(command: F) -> F:
-    """``--hardware`` and its overrides, all optional; without a machine ``--page-size`` stands for
-    itself, as ``page_size_alone``."""
-    takes_a_machine = optional_hardware_options(command)
-
-    @wraps(takes_a_machine)
-    def apart(*, hardware: str | None, page_size: int | None, **values: Any) -> Any:
-        alone = None if hardware else page_size
-        values["page_size"] = page_size if hardware else None
-        return takes_a_machine(hardware=hardware, page_size_alone=alone, **values)
-
-    return apart  # type: ignore[return-value]
 
 
 @click.command(cls=TraceCommand)
@@ -51,14 +34,13 @@ def _machine_or_page_size(command: F) -> F:
     type=click.Path(path_type=Path),
     help="What this plan does, for each layer.",
 )
-@_machine_or_page_size
+@optional_hardware_options
 @json_option
 def show(
     trace_path: Path,
     top: int,
     plan_path: Path | None,
     machine: Machine | None,
-    page_size_alone: int | None,
     as_json: bool,
 ) -> None:
     """Say what a trace holds.
@@ -84,7 +66,7 @@ def show(
         hardware = machine.for_trace(trace)
         if plan_path is not None:
             plan = read_plan_for(plan_path, trace, trace_path, hardware)
-    page_size = int(hardware.page_size) if hardware else page_size_alone or trace.page_size
+    page_size = int(hardware.page_size) if hardware else trace.page_size
     view = View(trace, page_size, hardware, plan)
     found = summary(view, top)
     if as_json:

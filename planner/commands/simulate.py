@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from ..simulation import Simulation, Stall
     from ..trace import Trace
 
+MOST_STALLS = 10  # of the longest that are listed
+
 
 @click.command(cls=TraceCommand)
 @trace_argument
@@ -52,13 +54,6 @@ if TYPE_CHECKING:
     metavar="N",
     help="Processes that plan (default: one a core, up to 8).",
 )
-@click.option(
-    "--stalls",
-    type=click.IntRange(min=0),
-    default=10,
-    show_default=True,
-    help="How many of PLAN's longest stalls to list.",
-)
 @fleet_options
 @json_option
 @click.pass_context
@@ -71,7 +66,6 @@ def simulate(
     policies: str | None,
     quick: bool,
     jobs: int | None,
-    stalls: int,
     fleet: Fleet | None,
     as_json: bool,
 ) -> None:
@@ -103,7 +97,7 @@ def simulate(
     if machine is None:
         raise click.UsageError("Missing option '--hardware'.")
     if plan_path is not None and not axes:
-        _run_plan(trace_path, plan_path, machine, stalls, as_json)
+        _run_plan(trace_path, plan_path, machine, as_json)
         return
     from ..trace_file import read_trace
 
@@ -146,13 +140,9 @@ def _refuse_what_plays_no_part(context: click.Context) -> None:
                 raise click.UsageError(
                     f"--ranks plans for each number of ranks; leave out {shown}."
                 )
-    if "stalls" in given and (sweeps or "plan_path" not in given):
-        raise click.UsageError("--stalls is for a PLAN on one machine.")
 
 
-def _run_plan(
-    trace_path: Path, plan_path: Path, machine: Machine, stalls: int, as_json: bool
-) -> None:
+def _run_plan(trace_path: Path, plan_path: Path, machine: Machine, as_json: bool) -> None:
     from ..simulator import simulate as run
     from ..trace_file import read_trace
 
@@ -161,7 +151,7 @@ def _run_plan(
     hardware = machine.for_trace(trace)
     plan = read_plan_for(plan_path, trace, trace_path, hardware)
     result = run(trace, hardware, plan)
-    longest = sorted(result.stalls, key=lambda stall: -stall.us)[:stalls]
+    longest = sorted(result.stalls, key=lambda stall: -stall.us)[:MOST_STALLS]
     if as_json:
         emit_json(_json(trace, result, longest))
     elif result.predicted is not None:

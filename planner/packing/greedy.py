@@ -9,7 +9,6 @@ import numpy as np
 
 from ..trace import Ints
 from .buffers import Buffers, Packing, footprint
-from .overlaps import Overlaps
 
 ORDERS = ("size", "area", "life", "start", "size+life")
 
@@ -19,7 +18,7 @@ def smartpool(buffers: Buffers, *, best: bool = True) -> Packing:
     the blocks placed before leave during its lifetime (or the first one that fits)."""
     start = time.perf_counter()
     order = np.lexsort([buffers.lower, -buffers.size])
-    offsets = place(buffers, Overlaps(buffers), order, best=best)
+    offsets = place(buffers, order, best=best)
     name = "smartpool" if best else "smartpool-first-fit"
     size = footprint(buffers, offsets)
     seconds = time.perf_counter() - start
@@ -31,10 +30,9 @@ def pack(buffers: Buffers, capacity: int | None = None, seconds: float = 60.0) -
     ``capacity`` bytes (else than the lower bound) or ``seconds`` are over; the smallest of them."""
     start = time.perf_counter()
     bound = buffers.peak_live_bytes
-    overlaps = Overlaps(buffers)
     best: Ints | None = None
     for name, fits_best in itertools.product(ORDERS, (True, False)):
-        offsets = place(buffers, overlaps, order_of(buffers, name), best=fits_best)
+        offsets = place(buffers, order_of(buffers, name), best=fits_best)
         if best is None or footprint(buffers, offsets) < footprint(buffers, best):
             best = offsets
         late = time.perf_counter() > start + seconds
@@ -59,18 +57,18 @@ def order_of(buffers: Buffers, name: str) -> Ints:
     return np.lexsort([second, first]).astype(np.int64)
 
 
-def place(buffers: Buffers, overlaps: Overlaps, order: Ints, *, best: bool) -> Ints:
+def place(buffers: Buffers, order: Ints, *, best: bool) -> Ints:
     """Offsets in bytes when the buffers are placed in ``order``, each in the lowest hole that holds
     it, or in the smallest such hole, or on top of everything that it meets in time."""
-    count = len(buffers)
-    begins, ends = np.full(count, -1, np.int64), np.zeros(count, np.int64)
-    sizes = buffers.size.tolist()
-    for buffer in order.tolist():
-        near = overlaps.of(buffer)
-        near = near[begins[near] >= 0]
-        offset = hole(begins[near], ends[near], sizes[buffer], best=best)
-        begins[buffer], ends[buffer] = offset, offset + sizes[buffer]
-    return begins
+    lower, upper, size = buffers.lower[order], buffers.upper[order], buffers.size[order]
+    begins, ends = np.zeros((2, len(order)), np.int64)
+    for place in range(len(order)):  # those before it have one
+        near = (lower[:place] < upper[place]) & (upper[:place] > lower[place])
+        begins[place] = hole(begins[:place][near], ends[:place][near], int(size[place]), best=best)
+        ends[place] = begins[place] + size[place]
+    found = np.empty_like(begins)
+    found[order] = begins
+    return found
 
 
 def hole(begins: Ints, ends: Ints, size: int, *, best: bool) -> int:

@@ -43,8 +43,6 @@ def test_simulate_lists_as_many_stalls_as_asked(
     arguments = ("simulate", trace_path, save_plan(MOVES), "--hardware", machine_path)
     assert "1 longest of 1 stalls" in run(*arguments).stdout
     assert "update" in run(*arguments).stdout
-    assert "stalls" not in run(*arguments, "--stalls", 0).stdout.replace("stalls    ", "")
-    assert run_json(*arguments, "--stalls", 0)["stalls"] == []
 
 
 def test_simulate_on_another_machine(

@@ -153,7 +153,6 @@ def test_show_says_what_options_need(trace_path: Path) -> None:
     assert "--hardware" in refused("show", trace_path, "--h2d", "5GB")
     assert "p.json" in refused("show", trace_path, "--plan", "p.json", "--hardware", "g10")
     assert "p.json: no such file" in refused("show", trace_path, "--plan", "p.json")
-    assert run_json("show", trace_path, "--page-size", 500)["page_size"] == 500
     other = run_json("show", trace_path, "--page-size", 500, "--hardware", "g10")
     assert other["page_size"] == 500
 
@@ -244,10 +243,11 @@ def test_the_sample_stands_for_a_trace_anywhere_on_the_line() -> None:
 def test_without_a_machine_it_runs_on_a_cpu_with_half(tmp_path: Path) -> None:
     path = tmp_path / "t.parquet"
     write_trace(path, replace(weight_trace(), device="cpu"))
-    asked = ["show", path, "--page-size", PAGE]
+    asked = ["show", path]
     found = run_json(*asked)["verdict"]
     half = max(found["smallest_device_bytes"], found["needs_bytes"] // 2 // PAGE * PAGE)
-    named = run_json(*asked, "--hardware", "cpu", "--device-bytes", half)["verdict"]
+    machine = ("--hardware", "cpu", "--device-bytes", half, "--page-size", PAGE)
+    named = run_json(*asked, *machine)["verdict"]
     assert found["machine"] == named["machine"] | {"assumed": "cpu"}
     assert run(*asked).stdout.splitlines()[1].endswith("of the speed, planned, on a CPU.")
     write_trace(path, replace(weight_trace(), device="cuda:0"))

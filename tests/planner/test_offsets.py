@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from tensorpager.planner import offsets as pool
 from tensorpager.planner.offsets import Buffers, Packing
 from tensorpager.planner.packing.heap import Heap
-from tensorpager.planner.packing.overlaps import Overlaps
 from tensorpager.planner.trace import make_trace
 
 MIB = 1 << 20
@@ -75,16 +74,6 @@ def test_the_search_ends_at_the_bound_at_the_capacity_or_in_time() -> None:
     easy = buffers((0, 2, 3), (1, 3, 2), (2, 4, 3))
     assert pool.pack(easy).footprint_bytes == 5
     assert pool.pack(easy).optimal
-
-
-@settings(max_examples=100, derandomize=True, deadline=None)
-@given(some_buffers(200, times=60))
-def test_overlaps_say_who_meets_whom(given: Buffers) -> None:
-    overlaps = Overlaps(given)
-    meets = (given.lower[:, None] < given.upper) & (given.lower < given.upper[:, None])
-    np.fill_diagonal(meets, False)
-    for one in range(len(given)):
-        assert sorted(overlaps.of(one).tolist()) == np.flatnonzero(meets[one]).tolist()
 
 
 def test_the_check_names_what_is_wrong() -> None:

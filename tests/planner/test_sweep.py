@@ -101,7 +101,6 @@ def test_sweeps_that_are_not(text: str, said: str) -> None:
         (("--sweep", "device=1:999:999", "--sweep", "link=1,2"), "1696 plans; at most 1000"),
         (("PLAN", "--quick"), "--quick is for planning"),
         (("PLAN", "--sweep", "page-size=1000,2000"), "pages of one size"),
-        (("--stalls", "3"), "--stalls"),
         (("--policies", "magic"), "magic"),
         (("--policies", ","), "--policies names none of lru"),
     ],
