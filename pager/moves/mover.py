@@ -77,13 +77,16 @@ class Mover:
         they were that have not left.
         """
         dirty = (self.table.flags[pages] & DIRTY) != 0
-        to_host, to_disk = self.slots.share_out(pages[dirty], leaving=pages)
+        clean = pages
         try:
-            for tier, part in (("disk", to_disk), ("host", to_host)):  # what can fail goes first
-                if len(part):
-                    slots = self.slots.take(tier, len(part), leaving=pages)
-                    self.out(tier, part, slots, NOW)
-            self.give_frames(self.table.unplace(pages[~dirty]))
+            if dirty.any():
+                clean = pages[~dirty]
+                to_host, to_disk = self.slots.share_out(pages[dirty], leaving=pages)
+                for tier, part in (("disk", to_disk), ("host", to_host)):  # what can fail first
+                    if len(part):
+                        slots = self.slots.take(tier, len(part), leaving=pages)
+                        self.out(tier, part, slots, NOW)
+            self.give_frames(self.table.unplace(clean))
         finally:
             self.settle(pages)
 

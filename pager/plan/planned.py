@@ -83,9 +83,6 @@ class PlannedMoves:
         self.late = self.faults = self.prefetched = 0
         self.births: dict[int, int] = {}
         self.homes: dict[int, int] = {}
-        # Where moving pages inside the arena takes the host a few calls. On a CPU these are copies
-        # that the training thread makes.
-        self._may_tidy = not residency.backend.host_addressable
         self._tidies = False
         self._hurry = False
         self._waiting_first: dict[str, tuple[Job, int]] = {}  # by tier, and how often it has waited
@@ -145,7 +142,7 @@ class PlannedMoves:
         gone astray finds back; otherwise what has no place would be in the way again and again."""
         self.births = compiled.births if compiled is not None else {}
         self.homes = {**compiled.start} if compiled is not None else {}
-        self._tidies = self._may_tidy and compiled is not None and compiled.all_placed
+        self._tidies = compiled is not None and compiled.all_placed
 
     def clear(self) -> None:
         """Forget what has not begun."""
