@@ -1,8 +1,10 @@
 """Which iterations are metered, and what is decided when one was.
 
-The first iteration is, and so is every one in which a paged module sees input shapes that may need
-more dense memory than those it ran on: no dimension of what it is given now is larger than when it
-was metered, or it is metered again.
+The first iteration is, and so is every one in which a paged module is called in another way than
+before. Where it is given larger inputs than it ever was, what that takes is foreseen, by a fit
+(:class:`Needs`). If there is room for it, the border moves before the call and nothing is metered:
+what is needed beyond that is asked for in the middle of an op, as in any iteration. If there is no
+room, or more is asked for than there is, it is metered, from there on.
 """
 
 from __future__ import annotations
@@ -12,10 +14,12 @@ from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from .errors import TierFull
 from .optim.optimizer import optimizers_due, room_of_step
+from .plan.signatures import Growth
 
 if TYPE_CHECKING:
     from .core import Core
@@ -42,20 +46,47 @@ def _is_within(dims: tuple[int, ...], other: tuple[int, ...]) -> bool:
     return all(mine <= theirs for mine, theirs in zip(dims, other, strict=True))
 
 
+class Needs:
+    """What iterations take by the largest input of one kind of call in them: dense bytes, and
+    frames that one op pins. Both are taken to grow by the square of that (as attention does), and
+    by less where larger inputs than the first ones have taken less."""
+
+    def __init__(self) -> None:
+        self._growth = Growth()
+        self._growth.add(0, [0.0, 0.0])
+        self._largest = 0
+        self._taken = 0, 0
+
+    def add(self, size: int, dense: int, frames: int) -> None:
+        if size > self._largest:
+            self._growth.add(size**2, [dense, frames])
+            self._largest, self._taken = size, (dense, frames)
+
+    def foresee(self, size: int) -> tuple[int, int]:
+        """Of a larger input than any so far."""
+        more = self._growth.ratio(self._largest**2, size**2)
+        dense, frames = (int(np.ceil(taken)) for taken in more * self._taken)
+        return dense, frames
+
+
 class ProfileRun:
     """Of one pager."""
 
     def __init__(self, pager: Core) -> None:
         self._pager = pager
         self._shapes = Shapes()
+        self._needs: dict[Hashable, Needs] = {}  # by kinds of calls
         self._fresh_shapes: set[tuple[Hashable, tuple[int, ...]]] = set()  # of the iteration now
+        self._sizes: dict[Hashable, int] = {}  # of its largest inputs, by kinds
         pager.budget.make_dense_room = self._make_dense_room
         pager.budget.optimizers_due = lambda: optimizers_due(pager)
         pager.budget.step_room = room_of_step
+        pager.budget.meter = lambda: self._meter(go_on=True)
 
     def begin(self) -> None:
         """An iteration begins."""
         self._fresh_shapes.clear()
+        self._sizes.clear()
         budget = self._pager.budget
         if not budget.settled:
             self._meter(go_on=False)
@@ -66,7 +97,8 @@ class ProfileRun:
             self._meter(go_on=False)
 
     def note_shapes(self, module: Any, args: Any, kwargs: Any) -> None:
-        """A paged module is called: shapes that it never ran on may need more, and are metered."""
+        """A paged module is called. Shapes that it never ran on may need more, for which there has
+        to be room."""
         tensors = [v for v in (*args, *kwargs.values()) if isinstance(v, torch.Tensor)]
         kind = (
             id(module),
@@ -76,13 +108,25 @@ class ProfileRun:
             tuple((t.dim(), t.dtype) for t in tensors),
         )
         dims = tuple(size for t in tensors for size in t.shape)
-        if self._shapes.cover(kind, dims) or not self._pager.in_iteration():
+        if not self._pager.in_iteration() or self._pager.inferring:
             return
-        if self._pager.inferring:
+        size = max((t.numel() for t in tensors), default=0)
+        self._sizes[kind] = max(size, self._sizes.get(kind, 0))
+        if self._shapes.cover(kind, dims):
             return
         self._fresh_shapes.add((kind, dims))
-        if self._pager.budget.settled:
+        if self._pager.budget.settled and not self._has_room(kind, size):
             self._meter(go_on=True)
+
+    def _has_room(self, kind: Hashable, size: int) -> bool:
+        """Whether a larger input than before finds room, as far as can be foreseen. Not where dense
+        memory cannot ask for more in the middle of an op; nor where everything fits, since what may
+        stay dense then is what was metered."""
+        pager, needs = self._pager, self._needs.get(kind)
+        if needs is None or pager.fits or pager.backend.meter_level() is None:
+            return False
+        missing = pager.budget.expect(*needs.foresee(size))
+        return missing is not None and (missing <= 0 or self._make_dense_room(missing))
 
     def _meter(self, *, go_on: bool) -> None:
         with self._about_to_resize():
@@ -114,11 +158,15 @@ class ProfileRun:
             with pager.quiet():
                 budget.give_while_metering(missing)
             return True
-        if not budget.can_give(missing):
+        has_room = budget.can_give(missing)
+        if not has_room and not budget.is_expected:
             return self._collect_garbage(missing)
         if pager.lock._is_owned():  # type: ignore[attr-defined]
             budget.let_pass(missing)  # until the pages are there that are being moved now
             return True
+        if not has_room:
+            budget.meter_instead()
+            return self._make_dense_room(missing)
         before = pager.fits, pager.saved.dense_allowance
         with self._about_to_resize():
             given = budget.give(missing)
@@ -140,17 +188,21 @@ class ProfileRun:
         """End of an iteration: where it was metered, or took more dense memory than was known,
         place the border, and keep things dense if all fits."""
         budget = self._pager.budget
+        taken = budget.taken()
         if budget.metering:
             budget.end()
+            taken = budget.dense_peak
             self._place()
-            for kind, dims in self._fresh_shapes:
-                self._shapes.add(kind, dims)
-            return
-        dense = budget.grown()
-        if (dense or budget.gave) and not self._still_fits(dense):
-            budget.dense_peak = max(budget.dense_peak, dense)
-            self._place()
-        budget.gave = False  # where all still fits the border may stay where it is
+        else:
+            dense = budget.grown()
+            if (dense or budget.gave) and not self._still_fits(dense):
+                budget.dense_peak = max(budget.dense_peak, dense)
+                self._place()
+            budget.gave = False  # where all still fits the border may stay where it is
+        for kind, dims in self._fresh_shapes:
+            self._shapes.add(kind, dims)
+            needs = self._needs.setdefault(kind, Needs())
+            needs.add(self._sizes[kind], taken, self._pager.residency.largest_need)
 
     def _still_fits(self, dense: int) -> bool:
         """Whether everything fits, beside so many dense bytes too."""

@@ -16,9 +16,9 @@ changes. The iteration goes on without it, so that what comes after it counts to
 ``InfeasibleBudget`` is raised at its end. Dense memory takes the frames of pages that are not
 pinned, before a metered iteration goes beyond the budget; it may to find that out, but never uses
 more than the minimum that it names. Otherwise the border moves once, at the end of the iteration,
-to what was measured plus a margin. An iteration with larger inputs than before is metered again.
-In those that are not, dense memory that goes beyond the reserve moves the border in the middle of
-an op, where the device can ask.
+to what was measured plus a margin. An iteration with larger inputs than before is metered again
+unless there is room for what it is expected to take. In those that are not metered, dense memory
+that goes beyond the reserve moves the border in the middle of an op, where the device can ask.
 """
 
 from __future__ import annotations
@@ -151,6 +151,8 @@ class DeviceBudget:
         self._lacking = 0  # bytes, when it was last asked for more
         self._of_ops = 0  # frames that other ops than steps took, in metered iterations
         self._least_frames = 1  # that one op needs where not everything fits, as metered
+        self._expected_frames = 0  # of this iteration, where its inputs are larger
+        self.meter: Callable[[], None] = lambda: None  # the iteration from here on
         self._steps_now: list[_Step] = []  # steps of this iteration
         self._due: set[int] = set()  # ids of the optimizers whose step is one of these, and to come
         self._steps: weakref.WeakKeyDictionary[Any, StepFrames] = weakref.WeakKeyDictionary()
@@ -166,9 +168,14 @@ class DeviceBudget:
 
     # -- asked by residency ----------------------------------------------------------------------
     def _make_room(self, frames: int) -> bool:
-        """More frames for one op: allowed while the border is not settled."""
+        """More frames for one op: allowed while the border is not settled, or where dense memory
+        does not use them now and nothing was metered."""
         if self.inferring:
-            return self._grow_in_inference(frames)
+            return self._grow(frames)
+        if self.is_expected:
+            if self._grow(frames):
+                return True
+            self.meter_instead()
         if self.settled or frames > self._most_frames():
             return False
         self.residency.resize(frames)
@@ -297,7 +304,7 @@ class DeviceBudget:
         self.residency.needs = self.placement.choices(of_ops)[0].frames, of_ops
         self.metering, self.checked, self._stuck = True, False, False
         self.refusal, self._steps_now, self._due = None, [], set()
-        self.settled = False
+        self.settled, self._expected_frames = False, 0
         self.backend.limit_dense(None)
         if not go_on:
             self.backend.cap_dense(None, self.make_dense_room)
@@ -503,9 +510,31 @@ class DeviceBudget:
         it asks ``make_dense_room``, in the middle of an op. ``False`` where earlier iterations have
         left more than when one was metered, so much that this one has to be."""
         self._cap = self._foreseen
+        self._expected_frames = 0
         self.backend.cap_dense(self._cap, self.make_dense_room)
         more = self.backend.meter_alive() - self._carried
         return more <= 0 or self._is_enough(self.dense_peak + more, self._least_frames)
+
+    def expect(self, dense: int, frames: int) -> int | None:
+        """This iteration, which is not metered, has larger inputs than those that were, and takes
+        about so many dense bytes, and frames in one op. How many bytes beyond the cap that is;
+        ``None`` where there may be no room for it. If it takes more than there is in the end, it is
+        metered from there on."""
+        dense, frames = max(dense, self.dense_peak), max(frames, self._least_frames)
+        if self.fixed_reserve is not None or not self._is_enough(dense, frames):
+            return None
+        self._expected_frames = max(self._expected_frames, frames)
+        return dense - self.dense_baseline - self._cap
+
+    @property
+    def is_expected(self) -> bool:
+        """Whether this iteration goes by what it was expected to take."""
+        return self._expected_frames > 0
+
+    def meter_instead(self) -> None:
+        """This iteration takes more than it was expected to: it is metered from here on."""
+        self.dense_peak = max(self.dense_peak, self.taken())
+        self.meter()
 
     def has_twice_the_dense(self) -> bool:
         """Whether iterations could take twice the dense bytes that a metered one took."""
@@ -541,20 +570,19 @@ class DeviceBudget:
     def end_inference(self) -> None:
         """The border stays, until an iteration begins."""
         self._note_both()
-        dense = self.dense_baseline + self.backend.dense_peak()
-        self._inference_peak = max(self._inference_peak, dense)
+        self._inference_peak = max(self._inference_peak, self.taken())
         self.inferring = False
         self.backend.cap_dense(None)
 
-    def _grow_in_inference(self, frames: int) -> bool:
-        """More frames for one op, as far as dense memory does not use them now."""
-        dense = self.dense_baseline + self.backend.dense_peak()
+    def _grow(self, frames: int) -> bool:
+        """More frames for one op, as far as dense memory has not used them so far."""
         if self.fixed_reserve is not None or not self.backend.can_unmap:
             return False
-        if frames * self.page_size + dense > self.bytes:
+        if frames * self.page_size + self.taken() > self.bytes:
             return False
         self._note_both()
         self.residency.resize(frames)
+        self.gave = True
         self.reserve = self.bytes - self.residency.frames * self.page_size
         self._cap = self._foreseen
         self.backend.raise_cap(self._cap)
@@ -579,7 +607,7 @@ class DeviceBudget:
 
     def _frames_to_stay(self) -> int:
         need = self.residency.largest_need if self.inferring else self._least_frames
-        return max(need, self.residency.pinned_pages())
+        return max(need, self._expected_frames, self.residency.pinned_pages())
 
     def give(self, missing: int) -> bool:
         """Frames for ``missing`` bytes and a margin, with no page moving but by the caller.
@@ -614,17 +642,23 @@ class DeviceBudget:
         both = self.residency.frames_used * self.page_size + self.dense_baseline + self._cap
         self._most = max(self._most, both)
 
+    def taken(self) -> int:
+        """Dense bytes that this iteration has taken at once so far, if it is not metered."""
+        return self.dense_baseline + self.backend.dense_peak()
+
     def _note_both(self) -> None:
         """Frames in use and dense bytes, at their peaks since the border was moved."""
-        dense = self.dense_baseline + self.backend.dense_peak()
-        self._most = max(self._most, self.residency.peak_frames * self.page_size + dense)
+        both = self.residency.peak_frames * self.page_size + self.taken()
+        self._most = max(self._most, both)
 
     def grown(self) -> int:
         """The end of what :meth:`begin` began: dense bytes at its peak, if they went beyond the
         reserve and the border can follow, else 0."""
         self._note_both()
-        dense = self.dense_baseline + self.backend.dense_peak()
+        dense = self.taken()
         self.backend.cap_dense(None)
+        if self.is_expected:
+            self._least_frames = max(self._least_frames, self.residency.largest_need)
         room = self.bytes - self._least_frames * self.page_size
         most = room if self.fixed_reserve is None else self.reserve
         if self.settled and self.backend.most_held() and dense > most:  # nothing could refuse it

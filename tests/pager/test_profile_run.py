@@ -37,18 +37,46 @@ def script(world: World, sizes: list[int]) -> object:
     return losses, model
 
 
+def assert_inside(pager: tp.Pager) -> None:
+    stats = pager.stats()
+    assert stats["peak_bytes"]["device"] <= stats["budget_bytes"]["device"]
+
+
 def open_pager(budget: str) -> tp.Pager:
     return tp.Pager(budget, host_budget="32MiB", page_size="64KiB", device="cpu", policy="lru")
 
 
-@pytest.mark.parametrize("budget", BUDGETS)
-def test_only_larger_shapes_are_metered(one_thread: None, budget: str) -> None:
+@pytest.mark.parametrize(("budget", "metered"), [("roomy", [64, 80, 200]), ("tight", [64, 200])])
+def test_only_larger_shapes_are_metered(
+    one_thread: None, allocator: object, budget: str, metered: list[int]
+) -> None:
+    """And those only where everything fits, or there may be no room for what they take."""
     sizes = [64, 63, 7, 64, 80, 65, 80, 200, 199]
     with open_pager(BUDGETS[budget]) as pager:
         world = Metered(pager)
-        compare_runs(lambda w: script(w, sizes), world, must_move=budget == "tight")
-        found = [size for size, metered in zip(sizes, world.metered) if metered]
-        assert found == [64, 80, 200]
+        compare_runs(lambda w: script(w, sizes), world, must_move=budget != "roomy")
+        assert [size for size, some in zip(sizes, world.metered) if some] == metered
+        assert_inside(pager)
+
+
+@pytest.mark.parametrize("metered", [False, True])
+def test_what_takes_more_than_foreseen(one_thread: None, allocator: object, metered: bool) -> None:
+    """A larger input that takes dense memory of which smaller ones have told nothing. Where that
+    would leave fewer frames than were foreseen too, the iteration is metered from there on."""
+    extra = (1800 if metered else 1000) << 10
+    with open_pager(BUDGETS["tight"]) as pager:
+        model = pager.page_module(mlp())
+        found = []
+        for size in (32, 32, 48, 48):
+            with pager.iteration():
+                loss = loss_of(model, size)
+                found.append(pager.core.budget.metering)
+                (loss * torch.ones(extra // 4 if size == 48 else 1).mean()).backward()
+                found.append(pager.core.budget.metering)
+                model.zero_grad()
+        assert found[:6] == [True, True, False, False, False, metered]
+        assert_inside(pager)
+        assert bool(pager.stats()["streamed"]) is metered
 
 
 def test_what_fits_stays_while_a_new_shape_is_metered(one_thread: None, allocator: object) -> None:
