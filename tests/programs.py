@@ -10,6 +10,7 @@ that runs the tests: the kernel lets a program's peak memory begin with that of 
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import subprocess
@@ -121,4 +122,5 @@ def _become(job: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
 if __name__ == "__main__":
     for _name in () if FULL else LOADED:
         __import__(_name)
+    gc.freeze()  # a child does not look through, and so copy, all that is loaded when it ends
     exec(*_become(_serve()))

@@ -125,7 +125,9 @@ def _run(case: Case, given: list[torch.Tensor], slab: int | None = None) -> None
 
 @THREADS
 @pytest.mark.parametrize("dtype", [FP32, BF16, FP16, FP64], ids=str)
-@pytest.mark.parametrize("count", [117, 70_037, 140_003])
+@pytest.mark.parametrize(
+    "count", [117, pytest.param(70_037, marks=pytest.mark.slow), 140_003], ids=str
+)
 def test_bits_are_torchs(count: int, dtype: torch.dtype, threads: int) -> None:
     given = _values(count, dtype)
     for case in CASES:

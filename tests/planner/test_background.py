@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tensorpager.planner import background
@@ -34,6 +34,7 @@ from tensorpager.planner.trace import Trace, make_trace
 from tensorpager.planner.trace_file import decode_trace, encode_trace
 from tensorpager.planner.validator import validate
 
+from .examples import examples
 from .random_plans import random_trace
 
 ROOT = Path(__file__).parents[2]
@@ -193,7 +194,7 @@ def sent(trace: Trace) -> Trace:
     return read_trace(stream, read_header(stream))
 
 
-@settings(max_examples=25, deadline=None, derandomize=True)
+@examples(25)
 @given(st.integers(0, 10**6))
 def test_the_trace_arrives_as_a_trace_file_would_have_it(seed: int) -> None:
     trace = random_trace(Random(seed))

@@ -4,7 +4,7 @@ import time
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tensorpager.planner.iteration import (
@@ -16,6 +16,8 @@ from tensorpager.planner.iteration import (
     find_balanced,
     repetitions,
 )
+
+from .examples import examples
 
 
 def by_trying(codes: list[int], floor: int) -> set[tuple[int, int, int]]:
@@ -45,7 +47,7 @@ def find_iteration(codes: np.ndarray, floor: int = FLOOR) -> slice | None:
 
 
 @given(st.integers(1, 4).flatmap(lambda n: st.lists(st.integers(0, n), max_size=40)), st.data())
-@settings(derandomize=True, deadline=None, max_examples=400)
+@examples(400)
 def test_all_repetitions_are_found(codes: list[int], data: st.DataObject) -> None:
     floor = data.draw(st.integers(1, 4))
     found = repetitions(np.array(codes, np.int64), floor)
@@ -59,7 +61,7 @@ def test_all_repetitions_are_found(codes: list[int], data: st.DataObject) -> Non
     st.integers(2, 6),
     st.lists(st.lists(st.integers(0, 9), max_size=30), max_size=3),
 )
-@settings(derandomize=True, deadline=None, max_examples=200)
+@examples(200)
 def test_copies_after_warm_up(segment: list[int], copies: int, warm_ups: list[list[int]]) -> None:
     """Warm-ups are shorter than two segments, so nothing in them repeats over a longer stretch."""
     warm_up = [code + 100 for part in warm_ups for code in part][: 2 * len(segment) - 1]

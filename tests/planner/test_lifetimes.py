@@ -5,12 +5,13 @@ from random import Random
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tensorpager.planner.lifetimes import segments
 from tensorpager.planner.trace import WRITE, Trace, make_trace
 
+from .examples import examples
 from .random_plans import PAGE, random_trace
 
 
@@ -28,7 +29,7 @@ def rows_of_pages(trace: Trace, page_size: int) -> dict[tuple[int, int], list[in
 
 
 @pytest.mark.parametrize("page_size", [PAGE, PAGE // 2, 3 * PAGE])
-@settings(max_examples=40, deadline=None, derandomize=True)
+@examples(40)
 @given(seed=st.integers(0, 10**6))
 def test_segments_page_by_page(page_size: int, seed: int) -> None:
     trace = random_trace(Random(seed))

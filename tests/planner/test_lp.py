@@ -6,7 +6,7 @@ from random import Random
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tensorpager.planner.errors import InfeasibleBudget, PolicyRefusal
@@ -24,6 +24,7 @@ from tensorpager.planner.simulator import simulate
 from tensorpager.planner.trace import Trace, make_trace
 from tensorpager.planner.validator import validate
 
+from .examples import examples
 from .random_plans import PAGE, random_hardware, random_trace
 
 seeds = st.integers(0, 10**6)
@@ -74,7 +75,7 @@ def runs(trace: Trace, hardware: Hardware, **options: bool) -> tuple[float, floa
 
 
 # -- any trace -----------------------------------------------------------------------------------
-@settings(max_examples=60, deadline=None, derandomize=True)
+@examples(60)
 @given(seeds)
 def test_a_plan_runs_or_is_refused(seed: int) -> None:
     rng = Random(seed)
@@ -94,7 +95,7 @@ def test_a_plan_runs_or_is_refused(seed: int) -> None:
     assert least >= trace.ideal_us * (1 - 1e-9)
 
 
-@settings(max_examples=25, deadline=None, derandomize=True)
+@examples(25)
 @given(seeds)
 def test_no_policy_beats_the_bound_nor_lp(seed: int) -> None:
     rng = Random(seed)
@@ -172,9 +173,9 @@ def test_clean_copies_count() -> None:
 def test_more_of_anything_is_never_slower() -> None:
     trace = chain(16)
     peak = int(make_problem(trace, machine(1)).live.max())
-    times = [runs(trace, machine(int(peak * s)))[0] for s in (0.3, 0.4, 0.5, 0.7, 0.9)]
+    times = [runs(trace, machine(int(peak * s)))[0] for s in (0.3, 0.5, 0.9)]
     assert all(after <= before * 1.005 for before, after in pairwise(times))
-    rates = [machine(peak // 2, d2h_bytes_per_s=r, h2d_bytes_per_s=r) for r in (5e7, 1e8, 2e8, 4e8)]
+    rates = [machine(peak // 2, d2h_bytes_per_s=r, h2d_bytes_per_s=r) for r in (5e7, 1e8, 4e8)]
     times = [runs(trace, hardware)[0] for hardware in rates]
     assert all(after <= before * 1.005 for before, after in pairwise(times))
 
@@ -226,7 +227,7 @@ def stall(problem: Problem) -> float:
     return math.inf if solution is None else solution.stall_us
 
 
-@settings(max_examples=20, deadline=None, derandomize=True)
+@examples(20)
 @given(seeds)
 def test_merging_relaxes_or_tightens(seed: int) -> None:
     rng = Random(seed)

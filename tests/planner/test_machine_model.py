@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, note, settings
+from hypothesis import given, note
 
 from tensorpager.planner.hardware import from_mapping
 from tensorpager.planner.plan import Move, Plan, StartRun
@@ -19,6 +19,7 @@ from tensorpager.planner.simulation import Simulation
 from tensorpager.planner.trace import make_trace
 
 from . import choice_cases as by_hand
+from .examples import examples
 from .machine_cases import FEASIBLE, INFEASIBLE, HandCase
 from .random_plans import Case, cases, choice_case_of, choice_cases
 
@@ -103,13 +104,13 @@ FIELDS = (
 )
 
 
-@settings(max_examples=600, derandomize=True, deadline=None)
+@examples(600)
 @given(case=cases())
 def test_simulator_and_validator_agree(case: Case) -> None:
     agree(case)
 
 
-@settings(max_examples=600, derandomize=True, deadline=None)
+@examples(600)
 @given(case=choice_cases())
 def test_they_agree_on_choices(case: Case) -> None:
     agree(case)

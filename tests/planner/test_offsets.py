@@ -3,13 +3,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tensorpager.planner import offsets as pool
 from tensorpager.planner.offsets import Buffers, Packing
 from tensorpager.planner.packing.heap import Heap
 from tensorpager.planner.trace import make_trace
+
+from .examples import examples
 
 MIB = 1 << 20
 GAP = (
@@ -40,7 +42,7 @@ def some_buffers(most: int, times: int = 12, size: int = 9) -> st.SearchStrategy
     return st.lists(row, min_size=1, max_size=most).map(lambda rows: buffers(*rows))
 
 
-@settings(max_examples=60, derandomize=True, deadline=None)
+@examples(60)
 @given(some_buffers(30))
 @pytest.mark.parametrize("allocate", ALLOCATORS)
 def test_every_packing_holds_and_is_no_smaller_than_the_bound(
@@ -53,7 +55,7 @@ def test_every_packing_holds_and_is_no_smaller_than_the_bound(
     assert packing.optimal or packing.footprint_bytes > given.peak_live_bytes
 
 
-@settings(max_examples=60, derandomize=True, deadline=None)
+@examples(60)
 @given(some_buffers(40))
 def test_ours_is_never_worse_than_smartpool(given: Buffers) -> None:
     ours = pool.pack(given, seconds=2.0).footprint_bytes
@@ -86,7 +88,7 @@ def test_the_check_names_what_is_wrong() -> None:
     assert pool.check(after, np.array([0, 0]), 10) == []
 
 
-@settings(max_examples=100, derandomize=True, deadline=None)
+@examples(100)
 @given(some_buffers(12), st.data())
 def test_the_check_finds_every_clash(given: Buffers, data: st.DataObject) -> None:
     offsets = np.array([data.draw(st.integers(0, 40)) for _ in given.ids])

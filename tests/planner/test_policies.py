@@ -12,7 +12,7 @@ from functools import partial
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tensorpager.planner.errors import InfeasibleBudget, PagerError, PolicyRefusal
@@ -26,6 +26,8 @@ from tensorpager.planner.registry import ALIASES, CHOOSERS, POLICIES, find
 from tensorpager.planner.simulator import simulate
 from tensorpager.planner.trace import READ, READWRITE, WRITE, Trace, make_trace
 from tensorpager.planner.validator import validate
+
+from .examples import examples
 
 PAGE = 1000
 WHOLE_TENSOR_POLICIES = [name for name in POLICIES if name not in ("lp", *CHOOSERS)]
@@ -156,7 +158,7 @@ REASONS = (
 
 
 @pytest.mark.parametrize("name", WHOLE_TENSOR_POLICIES)
-@settings(max_examples=60, deadline=None, derandomize=True)
+@examples(60)
 @given(data=st.data())
 def test_plans_run_or_are_refused(name: str, data: st.DataObject) -> None:
     trace = data.draw(random_traces() | chains())

@@ -19,6 +19,8 @@ from tensorpager.planner.trace import READ, READWRITE, WRITE, Trace, make_trace
 from tensorpager.planner.trace_check import number_by_appearance
 from tensorpager.planner.trace_file import SCHEMA, read_trace, write_trace
 
+from .examples import examples
+
 PAGE = 1000
 HEADER = {"version": 1, "page_size": PAGE, "device": "cpu", "iteration_us": 9.0, "source": "test"}
 
@@ -352,7 +354,7 @@ def traces(draw: st.DrawFn) -> Trace:
 
 
 @given(traces())
-@settings(derandomize=True, deadline=None, max_examples=60)
+@examples(60)
 def test_any_trace_comes_back(tmp_path_factory: pytest.TempPathFactory, trace: Trace) -> None:
     path = tmp_path_factory.mktemp("traces") / "a.parquet"
     write_trace(path, trace)

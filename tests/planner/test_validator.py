@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, note, settings
+from hypothesis import given, note
 
 from tensorpager.planner.hardware import Hardware
 from tensorpager.planner.plan import Predicted, StartRun
@@ -25,6 +25,7 @@ from tensorpager.planner.validator.ledger import (
 )
 from tensorpager.planner.validator.link import TICKS_PER_US, Direction, Job, Queue, ticks
 
+from .examples import examples
 from .machine_cases import FEASIBLE, INFEASIBLE, LASTING, TRANSIENT, HandCase, M, reads, writes
 from .random_plans import PAGE, Case, cases, plan_of
 
@@ -253,7 +254,7 @@ def test_forgotten_pages_are_not_transferred() -> None:
 # Laws of any run.
 
 
-@settings(max_examples=300, derandomize=True, deadline=None)
+@examples(300)
 @given(case=cases())
 def test_no_run_beats_its_link_or_its_caps(case: Case) -> None:
     note(repr(case))
@@ -284,7 +285,7 @@ def test_no_run_beats_its_link_or_its_caps(case: Case) -> None:
     )
 
 
-@settings(max_examples=100, derandomize=True, deadline=None)
+@examples(100)
 @given(case=cases())
 def test_without_limits_and_moves_nothing_waits(case: Case) -> None:
     hardware = replace(case.hardware, device_bytes=float("inf"))

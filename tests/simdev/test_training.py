@@ -14,13 +14,11 @@ pytestmark = [
 ]
 SLOW = pytest.mark.slow
 SCHEDULES = [("lazy", 0), ("random", 1), ("random", 2), ("random", 3), ("threads", 0)]
-QUICK = 2  # schedules
-# Cases whose moves are all those of another case too: under one schedule in the quick run.
-PARTS = {"host", "lp", "reading", "again", "host steps", "shapes", "fits", "resume", "8bit"}
 RUNS = [
-    pytest.param(*schedule, name, marks=() if turn < (1 if name in PARTS else QUICK) else SLOW)
+    # One of the first two in the quick run, in turns.
+    pytest.param(*schedule, name, marks=() if turn == number % 2 else SLOW)
     for turn, schedule in enumerate(SCHEDULES)
-    for name in CASES
+    for number, name in enumerate(CASES)
 ]
 
 

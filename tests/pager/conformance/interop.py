@@ -1,6 +1,5 @@
 """What the door tests share: a door is right, or refuses in words; it is never silently wrong."""
 
-import multiprocessing
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,6 +9,7 @@ import torch
 
 import tensorpager as tp
 
+from ... import programs
 from .bits import difference
 from .lanes import PLAIN, Lane
 
@@ -82,30 +82,21 @@ def in_process(body: str, lane: Lane = PLAIN) -> str:
     What may crash the interpreter goes here. Returns what it passed to ``answer``, or "refused"
     if it ended with a clear refusal.
     """
-    receive, send = _PROCESSES.Pipe(duplex=False)
     lanes = [name for name in ("chaos", "scattered") if getattr(lane, name)]
-    process = _PROCESSES.Process(
-        target=exec, args=(_IN_PROCESS, {"send": send, "body": body, "lanes": lanes})
-    )
-    process.start()
-    send.close()
-    try:
-        answer, message = receive.recv() if receive.poll(PATIENCE_S) else ("nothing", "timed out")
-    except EOFError:
-        answer, message = "nothing", "ended without an answer"
-    process.join(PATIENCE_S)
-    assert process.exitcode is not None, "the process hangs"
-    assert process.exitcode >= 0, f"killed by signal {-process.exitcode}"
-    assert answer != "error" or CLEAR.search(message), f"unclear refusal: {message}"
-    assert answer != "nothing", message
-    return "refused" if answer == "error" else answer
+    ended = programs.run("-c", _IN_PROCESS, body, *lanes, timeout=PATIENCE_S)
+    assert ended.returncode >= 0, f"killed by signal {-ended.returncode}"
+    answers = [line for line in ended.stdout.splitlines() if line.startswith(_ANSWER)]
+    if answers:
+        return answers[0].removeprefix(_ANSWER)
+    assert ended.returncode, "ended without an answer"
+    assert CLEAR.search(ended.stderr), f"unclear refusal: {ended.stderr}"
+    return "refused"
 
 
 PATIENCE_S = 300
-_PROCESSES = multiprocessing.get_context("forkserver")
-_PROCESSES.set_forkserver_preload(["torch"])
+_ANSWER = "answer: "
 _IN_PROCESS = f"""
-import contextlib, copy, ctypes, numpy, torch, traceback
+import contextlib, copy, ctypes, numpy, sys, torch
 import tensorpager as tp
 from tensorpager.pager.debug import chaos as debug_lanes
 
@@ -116,13 +107,10 @@ x = torch.randn({ROWS}, {COLUMNS})
 p = pager.page(x)
 
 def answer(word):
-    send.send((word, ""))
+    print({_ANSWER!r} + word, flush=True)
 
-try:
-    with contextlib.ExitStack() as stack:
-        for name in lanes:
-            stack.enter_context(getattr(debug_lanes, name)(pager.core))
-        exec(body, globals())
-except Exception:
-    send.send(("error", traceback.format_exc()))
+with contextlib.ExitStack() as stack:
+    for name in sys.argv[2:]:
+        stack.enter_context(getattr(debug_lanes, name)(pager.core))
+    exec(sys.argv[1], globals())
 """

@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +13,7 @@ import torch
 
 import tensorpager as tp
 
+from ... import programs
 from ..models import assert_same, plain
 from .tiny import PAGE_BYTES, llama, mixtral, texts
 
@@ -141,13 +140,8 @@ def test_more_than_device_and_host_are_loaded_inside_the_budgets(tmp_path: Path)
             num_attention_heads=8, num_key_value_heads=2,
         )  # fmt: skip
         LlamaForCausalLM(config).save_pretrained(tmp_path / name)
-    ended = subprocess.run(
-        [sys.executable, "-c", CHILD, str(tmp_path)],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=True,
-    )
+    ended = programs.run("-c", CHILD, str(tmp_path))
+    assert ended.returncode == 0, ended.stderr[-3000:]
     peak, budgets, weights, largest = map(int, ended.stdout.split())
     assert weights >= 3 * budgets
     assert peak <= budgets + largest + (4 << 20)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+from ... import programs
 
 CODE = """
 import sys
@@ -28,4 +27,5 @@ assert set(dir(tp.hf)) >= {"attach", "prepare", "from_pretrained", "TensorPagerC
 
 
 def test_a_library_that_is_missing_is_named() -> None:
-    subprocess.run([sys.executable, "-c", CODE], check=True, timeout=300)
+    ended = programs.run("-c", CODE)
+    assert ended.returncode == 0, ended.stderr

@@ -4,11 +4,11 @@ it. (A checkpoint of the weights has up to 16 MiB more in memory, ``tensor/image
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from ... import programs
 
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
@@ -65,13 +65,7 @@ print("\\n" + json.dumps({"peak": peak, **{k: stats[k] for k in ("faults", "peak
 
 def test_half_of_the_need_from_disk(tmp_path: Path) -> None:
     """A model of 12.5 MiB, 50 with gradients and states, in 24 MiB."""
-    ended = subprocess.run(
-        [sys.executable, "-c", CHILD, str(tmp_path)],
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
+    ended = programs.run("-c", CHILD, str(tmp_path))
     assert ended.returncode == 0, ended.stderr[-3000:]
     found = json.loads(ended.stdout.splitlines()[-1])
     assert found["faults"] > 0
