@@ -4,21 +4,27 @@
     finetune_hf.py model texts.jsonl --output tuned --device-budget 8GiB --host-budget 40GiB
     finetune_hf.py model texts.jsonl --output tuned --lora 16 --dtype bfloat16
     finetune_hf.py model notes.txt --output tuned --no-pager
+    torchrun --nproc-per-node 2 finetune_hf.py model texts.jsonl --output tuned ...
 
 The data is a JSONL file with a "text" in each line, or "messages" for the tokenizer's chat
 template, or else plain text, in which empty lines part the texts. The whole model is trained, or
 low-rank adapters (--lora), by transformers' Trainer. What is written is a folder that
 ``from_pretrained`` reads, or that of an adapter. With the pager and without it losses and weights
 are the same, bit for bit.
+
+Under torchrun each rank has a copy of the model and its part of the data (DDP), a batch is that of
+one rank, and ranks of one node share its budgets. One rank prints and writes.
 """
 
 import argparse
 import json
+import os
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from hf.memory import add_memory_arguments, load_model, open_pager, say_memory
 from transformers import AutoTokenizer, Trainer, TrainingArguments
 
@@ -167,22 +173,35 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     return options
 
 
+def of_all_ranks(mine: dict[str, Any]) -> list[dict[str, Any]]:
+    if not dist.is_initialized():
+        return [mine]
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, mine)
+    return found
+
+
 def main(arguments: list[str] | None = None) -> int:
     options = parse(arguments)
+    is_first = os.environ.get("RANK", "0") == "0"  # of torchrun's
     try:
         pager = open_pager(options)
         try:
             result = train(options, pager)
-            say_memory(pager)
             if pager is not None:
                 stats = pager.stats()
-                result |= {k: stats[k] for k in ("peak_bytes", "budget_bytes", "mode", "faults")}
+                mine = {k: stats[k] for k in ("peak_bytes", "budget_bytes", "mode", "faults")}
+                result |= {**mine, "ranks": of_all_ranks(mine)}
+            if is_first:
+                say_memory(pager)
         finally:
             if pager is not None:
                 pager.close()
     except (ValueError, OSError, tp.PagerError) as error:
         print(f"finetune_hf.py: {error}")
         return 1
+    if not is_first:
+        return 0
     losses = result["losses"]
     print(f"{result['steps']} steps in {result['seconds']:.1f} s; loss {losses[0]:.4f} to "
           f"{losses[-1]:.4f}; {options.output}")  # fmt: skip

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed.run
 
 pytest.importorskip("transformers")
 pytest.importorskip("peft")
@@ -62,6 +63,33 @@ def test_a_training_that_goes_on_in_a_new_process(model: Path, tmp_path: Path) -
     names = "model.safetensors", "checkpoint-4/model.safetensors", "checkpoint-4/scheduler.pt"
     for name in names:
         assert (tmp_path / "rest" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+
+
+@pytest.mark.slow
+def test_ranks_of_torchrun_train_one_model(model: Path, tmp_path: Path) -> None:
+    """One of them prints and writes, and the losses are those without us."""
+    found = []
+    for memory in (
+        ["--no-pager", "--device=cpu"],
+        ["--device-budget=16MiB", *TIGHT, "--host-budget=64MiB"],
+    ):
+        record = tmp_path / f"{len(found)}.json"
+        ended = programs.run(
+            *(torch.distributed.run.__file__, "--standalone", "--nproc-per-node=2"),
+            *(finetune_hf.__file__, str(model), str(model / "texts.jsonl"), *TRAINING, *memory),
+            *(f"--output={tmp_path / record.stem}", f"--json={record}"),
+        )
+        assert ended.returncode == 0, ended.stdout + ended.stderr
+        assert ended.stdout.count("4 steps in") == 1, ended.stdout
+        found.append(json.loads(record.read_text()))
+    plain, paged = found
+    assert paged["losses"] == plain["losses"]
+    assert len(paged["ranks"]) == 2
+    for rank in paged["ranks"]:
+        assert rank["faults"] > 0
+        assert all(rank["peak_bytes"][t] <= b for t, b in rank["budget_bytes"].items())
+    weights = [(tmp_path / f"{n}" / "model.safetensors").read_bytes() for n in range(2)]
+    assert weights[0] == weights[1]
 
 
 def test_adapters_and_generation(
