@@ -34,13 +34,14 @@ from rich.table import Table
 from tensorpager.planner.errors import InfeasibleBudget, PolicyRefusal
 from tensorpager.planner.hardware import PRESETS, Hardware, load_hardware
 from tensorpager.planner.importers import g10
-from tensorpager.planner.lifetimes import live_pages, working_set_pages
+from tensorpager.planner.lifetimes import live_pages
 from tensorpager.planner.lp.policy import plan as plan_lp
 from tensorpager.planner.plan import Plan
 from tensorpager.planner.policies import autoswap
 from tensorpager.planner.registry import POLICIES, make_plan
 from tensorpager.planner.sizes import format_bytes
-from tensorpager.planner.sweep import Task, evaluate
+from tensorpager.planner.sweep import Evaluator
+from tensorpager.planner.target import least_memory
 from tensorpager.planner.trace import Trace, make_trace
 from tensorpager.planner.trace_file import read_trace
 from tensorpager.planner.validator import validate
@@ -269,35 +270,19 @@ def savings(path: Path, hardware: str, json_path: Path | None) -> None:
     trace, machine = load(path), PRESETS[hardware]
     rows: Rows = []
     policies = ["lp", *(f"autoswap-{score}" for score in autoswap.SCORES), "appobmem"]
-    for name in policies:
-        row: dict[str, Any] = {"policy": name + " --quick" * (name == "lp")}
-        for slowdown in (0.0, 0.001, 0.05, 0.1, 0.2):
-            least = least_memory(trace, machine, name, slowdown)
-            saved = 1 - least / peak_bytes(trace, machine)
-            row[f"saved at {slowdown:.1%}"] = f"{100 * saved:.1f} %"
-        rows.append(row)
+    with Evaluator(trace) as evaluator:
+        for name in policies:
+            row: dict[str, Any] = {"policy": name + " --quick" * (name == "lp")}
+            for slowdown in (0.0, 0.001, 0.05, 0.1, 0.2):
+                found = least_memory(evaluator, name, machine, 100 / (1 + slowdown), quick=True)
+                saved = "-"
+                if found.enough is not None:
+                    share = found.enough.hardware.device_bytes / found.peak_bytes
+                    saved = f"{100 * (1 - share):.1f} %"
+                row[f"saved at {slowdown:.1%}"] = saved
+            rows.append(row)
     peak = format_bytes(peak_bytes(trace, machine))
     finish(f"{name_of(path)} on {hardware}: memory saved of {peak}", rows, json_path)
-
-
-def least_memory(trace: Trace, machine: Hardware, policy: str, slowdown: float) -> int:
-    """Bytes of the smallest device found with which ``policy`` is slower than the ideal by
-    ``slowdown`` at most. Some sizes are tried first: a time need not fall as room grows."""
-    page = machine.page_size
-
-    def enough(pages: int) -> bool:
-        task = Task(policy, machine.with_(device_bytes=pages * page), quick=True)
-        found = evaluate(trace, task).predicted
-        return found is not None and found.iteration_us <= trace.ideal_us * (1 + slowdown + 1e-6)
-
-    least, most = int(working_set_pages(trace, page).max()), peak_bytes(trace, machine) // page
-    sizes = [least - 1, *(least + (most - least) * part // 8 for part in range(8)), most]
-    first = next((n for n in range(1, 9) if enough(sizes[n])), 9)
-    low, high = sizes[first - 1 : first + 1]
-    while high - low > max(1, most // 1024):
-        middle = (low + high) // 2
-        low, high = (low, middle) if enough(middle) else (middle, high)
-    return high * page
 
 
 @main.command()

@@ -99,7 +99,7 @@ NOT_RUN = {
     "A.csv": "reads a file of yours",
     "old.": "reads files of yours",
 }
-SLOW = (" plan ", " compare ", " pool ", " html ", "--sweep")
+SLOW = (" plan ", " compare ", " pool ", " html ", "--sweep", "--target")
 
 
 def _cell(text: str) -> str:

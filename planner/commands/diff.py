@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -9,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ..errors import PagerError, TraceError
-from ..sizes import format_bytes
+from ..sizes import format_bytes, parse_bytes
+from .failures import CheckFailed
 from .options import json_option
 from .output import emit, emit_json, emit_text
 from .tables import format_us, pairs, table
@@ -18,11 +20,25 @@ if TYPE_CHECKING:
     from ..difference import Change
 
 TRACE, PLAN = "trace", "plan"
+US = "us"  # as in difference.py, whose numpy is not for --help
+_TIMES = {"us": 1.0, "µs": 1.0, "ms": 1e3, "s": 1e6}
+_THRESHOLD = re.compile(
+    r"(?P<metric>[a-z]+(?:-[a-z]+)*)(?P<sign>[+-])"
+    r"(?P<amount>(?P<number>[0-9]+\.?[0-9]*|\.[0-9]+)\s*(?P<unit>\S*))"
+)
 
 
 @click.command()
 @click.argument("path_a", metavar="A", type=click.Path(path_type=Path))
 @click.argument("path_b", metavar="B", type=click.Path(path_type=Path))
+@click.option(
+    "--fail-if",
+    "thresholds",
+    metavar="METRIC+X%",
+    multiple=True,
+    help="Exit with 1 if METRIC, one of the first table, is more than X% (or a size, a time, a "
+    "count) above A's, or with '-' below it. May be repeated.",
+)
 @click.option(
     "--top",
     type=click.IntRange(min=0),
@@ -31,15 +47,15 @@ TRACE, PLAN = "trace", "plan"
     help="How many rows of each list.",
 )
 @json_option
-def diff(path_a: Path, path_b: Path, top: int, as_json: bool) -> None:
+def diff(path_a: Path, path_b: Path, thresholds: tuple[str, ...], top: int, as_json: bool) -> None:
     """Say what changed from A to B.
 
     Both are traces, or both are plans. Rows of lists are sorted by how much they changed.
 
     \b
     Example:
-      tensorpager diff old.parquet new.parquet
-      tensorpager diff old.json new.json --top 3
+      tensorpager diff old.parquet new.parquet --fail-if peak+5%
+      tensorpager diff old.json new.json --fail-if time+10ms
     """
     from ..difference import of_plans, of_traces
     from ..plan import read_plan
@@ -54,6 +70,7 @@ def diff(path_a: Path, path_b: Path, top: int, as_json: bool) -> None:
         found = of_traces(read_trace(path_a), read_trace(path_b))
     else:
         found = of_plans(read_plan(path_a), read_plan(path_b))
+    failed = [text for text in (_failure(text, found.measures) for text in thresholds) if text]
     if as_json:
         emit_json(
             {
@@ -67,21 +84,55 @@ def diff(path_a: Path, path_b: Path, top: int, as_json: bool) -> None:
                     title: [_json(change) for change in changes[:top]]
                     for title, changes in found.lists.items()
                 },
+                "failed": failed,
             }
         )
-        return
-    if not found.differs_in:
+    elif not found.differs_in:
         emit_text(f"{path_a} and {path_b} hold the same {kinds[0]}.")
-        return
-    names = ", ".join(name.replace("_", " ") for name in found.differs_in)
-    parts: list[Any] = [
-        pairs([("A", str(path_a)), ("B", str(path_b)), ("differs in", names)]),
-        "",
-        table(("<", "A", "B", "change", ""), [_cells(change) for change in found.measures]),
-    ]
-    for title, changes in found.lists.items():
-        parts += _list(title, changes, top)
-    emit(*parts)
+    else:
+        names = ", ".join(name.replace("_", " ") for name in found.differs_in)
+        parts: list[Any] = [
+            pairs([("A", str(path_a)), ("B", str(path_b)), ("differs in", names)]),
+            "",
+            table(("<", "A", "B", "change", ""), [_cells(change) for change in found.measures]),
+        ]
+        for title, changes in found.lists.items():
+            parts += _list(title, changes, top)
+        emit(*parts)
+    if failed:
+        raise CheckFailed("; ".join(failed))
+
+
+def _failure(text: str, measures: Sequence[Change]) -> str:
+    """What a threshold such as ``peak+5%`` or ``time-10ms`` finds; nothing if it holds. Raises
+    ``click.UsageError`` for what is none of these measures."""
+    known = {change.name: change for change in measures}
+    match = _THRESHOLD.fullmatch(text.strip())
+    if match is None or match["metric"] not in known:
+        raise click.UsageError(
+            f"--fail-if {text}: not METRIC+X%, METRIC+SIZE, METRIC+TIME or with '-'; the metrics "
+            f"of these files are {', '.join(known)}."
+        )
+    change = known[match["metric"]]
+    times = _TIMES if change.unit == US else {}
+    try:
+        number = float(match["number"])
+        if match["unit"] == "%":
+            number *= change.a / 100
+        elif match["unit"]:
+            number = number * times[match["unit"]] if times else parse_bytes(match["amount"])
+    except (KeyError, ValueError):
+        raise click.UsageError(
+            f"--fail-if {text}: {match['amount']!r} is no amount; write for example 5%, 200MiB or "
+            "10ms."
+        ) from None
+    sign = 1 if match["sign"] == "+" else -1
+    limit = change.a + sign * number
+    if sign * (change.b - limit) <= 1e-9 * abs(limit):
+        return ""
+    most = "most" if sign > 0 else "least"
+    was, now, allowed = (_shown(value, change.unit) for value in (change.a, change.b, limit))
+    return f"{change.name} was {was} and is {now}; --fail-if {text} allows at {most} {allowed}"
 
 
 def _list(title: str, changes: Sequence[Change], top: int) -> list[Any]:

@@ -16,8 +16,9 @@ from .summary import View
 from .tables import BAR, TEXT_WIDTH, bar, format_share, format_us, layers_table, pairs, short, table
 
 
-def overview(path: Path, view: View, found: dict[str, Any]) -> list[Any]:
+def overview(path: Path, view: View, found: dict[str, Any], top: int) -> list[Any]:
     """What to print of ``found``, the summary of ``view``."""
+    by = "groups" in found
     return [
         *_verdict(found["verdict"]),
         *_decided(found["verdict"]["machine"]),
@@ -27,11 +28,11 @@ def overview(path: Path, view: View, found: dict[str, Any]) -> list[Any]:
         _chart(view, found["peak"]),
         "",
         _kinds(found["peak"]),
-        *_peak_tensors(found),
+        *(_groups(found["groups"], "at_peak", "tensors", top) if by else _peak_tensors(found)),
         "",
         *_idle(found["idle"], view),
         *_idle_note(found["idle"], view),
-        *_hottest(found),
+        *(_groups(found["groups"], "hottest", "accesses", top) if by else _hottest(found)),
     ]
 
 
@@ -60,7 +61,8 @@ def _decided(machine: dict[str, Any] | None) -> list[Any]:
 
 
 def _facts(view: View, found: dict[str, Any]) -> list[tuple[str, str]]:
-    peak, need = found["peak"], found["working_set"]
+    peak, need, read_only = found["peak"], found["working_set"], found["read_only"]
+    kinds = f", {', '.join(view.kinds)} only," if view.kinds else ""
     rows = [
         ("source", short(found["source"], 64) or "not given"),
         ("device", short(found["device"], 64) or "not given"),
@@ -73,7 +75,7 @@ def _facts(view: View, found: dict[str, Any]) -> list[tuple[str, str]]:
         ("page size", format_bytes(found["page_size"])),
         (
             "peak",
-            f"{format_bytes(peak['live_bytes'])} live at op {peak['op']} "
+            f"{format_bytes(peak['live_bytes'])} live{kinds} at op {peak['op']} "
             f"'{short(peak['op_name'])}' "
             f"({format_bytes(peak['live_page_bytes'])} at most in whole pages)",
         ),
@@ -81,6 +83,11 @@ def _facts(view: View, found: dict[str, Any]) -> list[tuple[str, str]]:
             "working set",
             f"{format_bytes(need['page_bytes'])} in pages at most, op {need['op']} "
             f"'{short(need['op_name'])}': no smaller device budget works",
+        ),
+        (
+            "read only",
+            f"{read_only['tensors']} tensors, {format_bytes(read_only['bytes'])} "
+            f"({100 * read_only['share_of_bytes']:.1f} % of the tensors' bytes)",
         ),
     ]
     if found["choices"] is not None:
@@ -166,6 +173,26 @@ def _peak_tensors(found: dict[str, Any]) -> list[Any]:
     heads = ("tensor", "<name", "<kind", "size", "share", "idle for")
     title = f"Largest tensors at the peak{_of(len(rows), found['peak_tensors_count'])}"
     return ["", heading(title), named_table(heads, rows)]
+
+
+def _groups(found: dict[str, Any], which: str, what: str, top: int) -> list[Any]:
+    """A line for each group: how many, how many bytes, and their share."""
+    groups = found[which]
+    if not groups:
+        return []
+    rows = [
+        (
+            group["group"],
+            str(group[what]),
+            format_bytes(group["bytes"]),
+            f"{100 * group['share']:.1f} %",
+            bar(group["share"], 1.0),
+        )
+        for group in groups[:top]
+    ]
+    title = {"at_peak": "At the peak", "hottest": "Most bytes accessed"}[which]
+    title += f", by {found['by']}{_of(len(rows), len(groups))}"
+    return ["", heading(title), named_table((f"<{found['by']}", what, "bytes", "share", "<"), rows)]
 
 
 def _of(shown: int, there: int) -> str:

@@ -25,6 +25,7 @@ from .output import emit, emit_json
 from .ranks import Fleet, fleet_options, run_ranks
 from .sweep import Asked, run_sweep
 from .tables import format_share, format_us, pairs, predicted_json, predicted_table, table
+from .target import percent, run_target
 
 if TYPE_CHECKING:
     from ..simulation import Simulation, Stall
@@ -46,7 +47,12 @@ MOST_STALLS = 10  # of the longest that are listed
     callback=lambda context, option, axes: check_together(axes),
     help=f"Try other machines, or NAME=a,b,c: {', '.join(KINDS)}. Several give every combination.",
 )
-@click.option("--policies", metavar="A,B,…", help="Who plans for --sweep (default: lp,lru).")
+@click.option(
+    "--target", type=percent, metavar="%", help="Find the least device memory for this speed: 95%."
+)
+@click.option(
+    "--policies", metavar="A,B,…", help="Who plans for --sweep and --target (default: lp,lru)."
+)
 @click.option("--quick", is_flag=True, help="A shorter search (policy lp).")
 @click.option(
     "--jobs",
@@ -63,6 +69,7 @@ def simulate(
     plan_path: Path | None,
     machine: Machine | None,
     axes: tuple[Axis, ...],
+    target: float | None,
     policies: str | None,
     quick: bool,
     jobs: int | None,
@@ -79,17 +86,20 @@ def simulate(
     machine alone. Sizes and rates more than 8 times apart are spaced by equal factors, page sizes
     are powers of two, device sizes may be shares of the trace's peak.
 
+    With --target the least device memory with which a policy reaches that share of the ideal speed.
+
     With --ranks what 1, 2, 4, … N devices do under FSDP2, each on as much as TRACE: speed and cost,
     with pages moved and without. --hardware is a node then: each rank has its own device and link,
     and all of a node share its host memory and disk.
 
-    Exits with 1 if nothing is feasible.
+    Exits with 1 if nothing is feasible, or no policy reaches the target.
 
     \b
     Example:
       tensorpager simulate trace.parquet plan.json --h2d 1GB
       tensorpager simulate trace.parquet --hardware g10 --sweep device=50%:100%:3
       tensorpager simulate trace.parquet --hardware g10 --sweep link=1GB:16GB:3
+      tensorpager simulate trace.parquet --hardware g10 --target 95% --quick
       tensorpager simulate trace.parquet --hardware h100 --ranks 64 --nodes 8
     """
     _refuse_what_plays_no_part(context)
@@ -111,8 +121,10 @@ def simulate(
     asked = Asked(trace_path, trace, machine, names, quick, jobs, plan)
     if fleet is not None:
         run_ranks(asked, fleet, as_json)
-    else:
+    elif target is None:
         run_sweep(asked, axes, as_json)
+    else:
+        run_target(asked, target, as_json)
 
 
 def _refuse_what_plays_no_part(context: click.Context) -> None:
@@ -123,6 +135,11 @@ def _refuse_what_plays_no_part(context: click.Context) -> None:
         if context.get_parameter_source(name) is ParameterSource.COMMANDLINE
     }
     sweeps = "axes" in given
+    for name in ("axes", "device_bytes", "plan_path") if "target" in given else ():
+        if name in given:
+            raise click.UsageError(
+                "--target looks for a device budget; leave out --sweep, --device-bytes and PLAN."
+            )
     if "plan_path" in given:
         for name in ("policies", "quick"):
             if name in given:
@@ -132,9 +149,9 @@ def _refuse_what_plays_no_part(context: click.Context) -> None:
                 "--sweep page-size: a plan has pages of one size; leave out PLAN to plan anew."
             )
         if not sweeps and "jobs" in given:
-            raise click.UsageError("--jobs is for --sweep.")
+            raise click.UsageError("--jobs is for --sweep and --target.")
     if "ranks" in given:
-        for name in ("axes", "plan_path", "jobs"):
+        for name in ("axes", "target", "plan_path", "jobs"):
             if name in given:
                 shown = {"axes": "--sweep", "plan_path": "PLAN"}.get(name, f"--{name}")
                 raise click.UsageError(

@@ -1,7 +1,8 @@
 """What ``show`` says of a trace, as numbers: peaks, kinds, idle time, the tensors that matter.
 
 Bytes are the tensors' own; where whole pages are meant, the name says ``page_bytes``, or that it is
-a device's size.
+a device's size. Peaks, idle periods and lists are of the ``chosen`` tensors, all or those
+of some kinds.
 """
 
 from __future__ import annotations
@@ -14,10 +15,11 @@ import numpy as np
 
 from ..hardware import PRESETS, Hardware
 from ..joint.layers import decided
-from ..lifetimes import gap_bytes, gaps, idle_us, live_pages, working_set_pages
+from ..lifetimes import gap_bytes, gaps, hideable_bytes, idle_us, live_pages, working_set_pages
 from ..plan import Plan
 from ..sweep import Task, evaluate
-from ..trace import KINDS, Bools, Floats, Ints, Trace
+from ..trace import KINDS, WRITE, Bools, Floats, Ints, Trace
+from .show_groups import group_names, grouped
 
 # Idle periods are sorted by how long they are, in µs, half-open: [0, 100 µs), [100 µs, 1 ms), …
 EDGES_US = (0.0, 1e2, 1e3, 1e4, 1e5, 1e6)
@@ -25,20 +27,25 @@ MOST_PLANNED_OPS = 5000  # in some seconds
 
 
 class View:
-    """A trace and how it is looked at: in pages of ``page_size`` bytes, with the link of
-    ``hardware`` if there is one, and a ``plan`` for that."""
+    """A trace and how it is looked at: tensors of ``kinds`` (none: all), in pages of ``page_size``
+    bytes, with the link of ``hardware`` if there is one, and a ``plan`` for that."""
 
     def __init__(
         self,
         trace: Trace,
         page_size: int,
+        kinds: tuple[str, ...] = (),
         hardware: Hardware | None = None,
         plan: Plan | None = None,
     ) -> None:
-        self.trace, self.page_size, self.hardware, self.plan = trace, page_size, hardware, plan
+        self.trace, self.page_size, self.kinds = trace, page_size, kinds
+        self.hardware, self.plan = hardware, plan
         of_kind = np.array(trace.tensor_kinds, dtype=np.str_)
+        self.chosen: Bools = np.isin(of_kind, kinds or KINDS)
         self.live_by_kind: dict[str, Ints] = {
-            kind: live_pages(trace, 1, of_kind == kind) for kind in KINDS if (of_kind == kind).any()
+            kind: live_pages(trace, 1, of_kind == kind)
+            for kind in kinds or KINDS
+            if (of_kind == kind).any()
         }
         self.page_bytes_by_kind: dict[str, Ints] = {
             kind: live_pages(trace, page_size, of_kind == kind) * page_size
@@ -58,20 +65,20 @@ class View:
 
     @property
     def live_at_peak(self) -> Bools:
-        """Which tensors exist at the peak, [tensors]."""
+        """Which of the chosen tensors exist at the peak, [tensors]."""
         trace, op = self.trace, self.peak_op
         passing = (trace.first_op <= op) & (op <= trace.last_op)
-        alive: Bools = trace.tensor_persistent | passing
+        alive: Bools = self.chosen & (trace.tensor_persistent | passing)
         return alive
 
 
-def summary(view: View, top: int) -> dict[str, Any]:
-    """Everything ``show --json`` prints; ``top`` tensors in each list."""
+def summary(view: View, top: int, by: str = "tensor") -> dict[str, Any]:
+    """Everything ``show --json`` prints; ``top`` tensors or groups in each list."""
     trace, page_size, op = view.trace, view.page_size, view.peak_op
     need = working_set_pages(trace, page_size) * page_size
     needy = int(need.argmax())
     whole_pages = sum(view.page_bytes_by_kind.values(), np.zeros(trace.ops, np.int64))
-    return {
+    found: dict[str, Any] = {
         "verdict": verdict(view, int(need[needy]), int(whole_pages.max())),
         "source": trace.source,
         "device": trace.device,
@@ -83,6 +90,7 @@ def summary(view: View, top: int) -> dict[str, Any]:
         "ideal_us": trace.ideal_us,
         "iteration_us": trace.metadata.get("iteration_us"),
         "page_size": page_size,
+        "kinds": list(view.kinds) or None,
         "peak": {
             "live_bytes": int(view.live[op]),
             "live_page_bytes": int(whole_pages.max()),
@@ -99,8 +107,22 @@ def summary(view: View, top: int) -> dict[str, Any]:
         },
         "choices": _choices(trace),
         "idle": _idle(view),
-        "hottest": _hottest(trace, top),
+        "read_only": _read_only(view),
+        "hottest": _hottest(view, top),
     }
+    if by != "tensor":
+        names, live = group_names(trace, by), np.flatnonzero(view.live_at_peak)
+        rows = np.flatnonzero(view.chosen[trace.access_tensor])
+        by_op = (trace.op_names[op] for op in trace.access_op[rows].tolist())
+        hot = by_op if by == "op" else (names[t] for t in trace.access_tensor[rows].tolist())
+        found["groups"] = {
+            "by": by,
+            "at_peak": grouped(
+                (names[t] for t in live.tolist()), trace.tensor_bytes[live].tolist(), "tensors"
+            ),
+            "hottest": grouped(hot, trace.access_bytes[rows].tolist(), "accesses"),
+        }
+    return found
 
 
 def verdict(view: View, least: int, most: int) -> dict[str, Any]:
@@ -111,7 +133,7 @@ def verdict(view: View, least: int, most: int) -> dict[str, Any]:
     found: dict[str, Any] = {"needs_bytes": most, "smallest_device_bytes": least, "machine": None}
     machine, assumed = view.hardware, None
     if machine is None:
-        if view.trace.device != "cpu" or view.trace.ops > MOST_PLANNED_OPS:
+        if view.trace.device != "cpu" or view.trace.ops > MOST_PLANNED_OPS or view.kinds:
             return found
         assumed, pages = "cpu", max(least, most // 2) // view.page_size
         size = pages * view.page_size
@@ -185,6 +207,16 @@ def _uses_around(trace: Trace, op: int) -> tuple[Ints, Ints]:
     return before, after
 
 
+def _read_only(view: View) -> dict[str, Any]:
+    """Tensors that no op writes: sent away once, they can be dropped and fetched again for good."""
+    trace = view.trace
+    only_read = view.chosen.copy()
+    only_read[trace.access_tensor[(trace.access_mode & WRITE) != 0]] = False
+    size, total = (int(trace.tensor_bytes[which].sum()) for which in (only_read, view.chosen))
+    share = size / total if total else 0.0
+    return {"tensors": int(only_read.sum()), "bytes": size, "share_of_bytes": share}
+
+
 def _idle(view: View) -> dict[str, Any]:
     """Periods of at least one op between two uses of a tensor (or of a range of its pages), those
     of persistent tensors around the iteration's end included.
@@ -194,6 +226,7 @@ def _idle(view: View) -> dict[str, Any]:
     """
     trace, machine, ideal = view.trace, view.hardware, view.trace.ideal_us
     found = gaps(trace, view.page_size)
+    found = found.pick(view.chosen[found.tensor])
     size = gap_bytes(trace, found, view.page_size)
     length = idle_us(trace, found, view.starts, view.ends, ideal)
     hidden = None if machine is None else hideable_bytes(size, found.pages, length, machine)
@@ -223,22 +256,13 @@ def _idle(view: View) -> dict[str, Any]:
     }
 
 
-def hideable_bytes(size: Ints, pages: Ints, idle: Floats, hardware: Hardware) -> Ints:
-    """Of ``size`` bytes in ``pages`` pages, idle for ``idle`` µs: those of whole pages that go out
-    over the link, one after the other, and then come back before they are needed. Each gap has the
-    link for itself."""
-    page_us = hardware.page_us("d2h_bytes_per_s") + hardware.page_us("h2d_bytes_per_s")
-    time = np.maximum(idle - 2 * hardware.transfer_latency_us, 0.0)
-    fitting = np.floor(time / page_us + 1e-9) if page_us else np.where(time > 0, np.inf, 0.0)
-    moved = np.minimum(fitting, pages).astype(np.int64)
-    return np.minimum(moved * hardware.page_size, size)
-
-
-def _hottest(trace: Trace, top: int) -> list[dict[str, Any]]:
+def _hottest(view: View, top: int) -> list[dict[str, Any]]:
     """The ``top`` tensors of which ops access most bytes, the earlier one where equal."""
+    trace = view.trace
     touched = np.zeros(trace.tensors, np.int64)
     np.add.at(touched, trace.access_tensor, trace.access_bytes)
     uses = np.bincount(trace.access_tensor, minlength=trace.tensors)
+    order = np.argsort(-touched, kind="stable")
     return [
         {
             "tensor": int(trace.tensor_ids[tensor]),
@@ -250,5 +274,5 @@ def _hottest(trace: Trace, top: int) -> list[dict[str, Any]]:
             "accesses": int(uses[tensor]),
             "touched_bytes": int(touched[tensor]),
         }
-        for tensor in np.argsort(-touched, kind="stable")[:top].tolist()
+        for tensor in order[view.chosen[order]][:top].tolist()
     ]

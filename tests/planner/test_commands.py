@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
-from tensorpager.pager.cli import COMMANDS
+from tensorpager.pager.cli import COMMANDS, main
 from tensorpager.planner.commands import options, output, tables
 
 from .command_line import refused, run
@@ -49,6 +50,22 @@ def test_every_command_has_help_with_an_example(name: str) -> None:
     assert result.exit_code == 0
     assert f"tensorpager {name} " in result.stdout.partition("Example:")[2]
     assert max(map(len, result.stdout.splitlines())) <= 80
+
+
+@pytest.mark.parametrize(
+    ("line", "completed"),
+    [
+        ("tensorpager sim", "plain,simulate"),
+        ("tensorpager simulate --targ", "plain,--target"),
+        ("tensorpager show --by m", "plain,module"),
+    ],
+)
+def test_shells_complete(line: str, completed: str) -> None:
+    """As docs/plans.md sets it up: click asks the program for what the line goes on with."""
+    words = {"COMP_WORDS": line, "COMP_CWORD": str(line.count(" "))}
+    asked = {"_TENSORPAGER_COMPLETE": "bash_complete", **words}
+    result = CliRunner().invoke(main, [], prog_name="tensorpager", env=asked)
+    assert result.output.splitlines() == [completed]
 
 
 def test_no_command_is_a_question_for_help() -> None:

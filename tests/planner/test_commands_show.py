@@ -11,9 +11,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tensorpager.planner import trace as trace_module
+from tensorpager.planner.commands import show
 from tensorpager.planner.commands.options import EXAMPLE_TRACE
+from tensorpager.planner.commands.show_groups import module_of
 from tensorpager.planner.hardware import load_hardware
-from tensorpager.planner.trace import make_trace
+from tensorpager.planner.trace import Trace, make_trace
 from tensorpager.planner.trace_file import write_trace
 
 from .command_line import MOVES, PAGE, refused, run, run_json, weight_trace
@@ -33,6 +36,7 @@ def test_show_by_hand(trace_path: Path) -> None:
         "bytes_by_kind": {"parameter": 2 * PAGE, "activation": 4 * PAGE},
     }
     assert found["working_set"] == {"page_bytes": 4 * PAGE, "op": 1, "op_name": "fill"}
+    assert found["read_only"] == {"tensors": 1, "bytes": 2 * PAGE, "share_of_bytes": 1 / 3}
     assert found["idle"]["periods"] == 1  # the weight while 'fill' runs, 10 of 30 µs
     assert found["idle"]["mean_bytes"] == pytest.approx(2 * PAGE / 3)
     assert found["idle"]["mean_live_bytes"] == pytest.approx(2 * PAGE + 4 * PAGE / 3)
@@ -135,6 +139,94 @@ def test_show_sets_idle_bytes_against_a_link(trace_path: Path, machine_path: Pat
     assert "--hardware NAME says" in run("show", trace_path).stdout
 
 
+def test_show_only_some_kinds(trace_path: Path) -> None:
+    found = run_json("show", trace_path, "--kind", "parameter")
+    assert found["kinds"] == ["parameter"]
+    assert found["peak"]["bytes_by_kind"] == {"parameter": 2 * PAGE}
+    assert [tensor["tensor"] for tensor in found["hottest"]] == [0]
+    assert found["read_only"]["share_of_bytes"] == 1.0
+    both = run_json("show", trace_path, "--kind", "parameter", "--kind", "activation")
+    assert both["peak"] == run_json("show", trace_path)["peak"]
+    none = run("show", trace_path, "--kind", "optimizer")
+    assert none.exit_code == 0, none.exception
+    assert "'--kind'" in refused("show", trace_path, "--kind", "weights")
+
+
+def layered_trace() -> Trace:
+    """Two layers of a weight, its gradient and what is saved for backward, with odd names."""
+    names = {
+        0: "layers.0.attn.weight",
+        1: "layers.1.attn.weight",
+        2: "layers.0.attn:saved.0",
+        3: "layers.0.attn.weight.grad",
+        4: "<b>ünï cødé</b> \x1b[31m\n& sons",
+    }
+    kinds = {2: "activation", 3: "gradient", 4: "workspace"}
+    sizes = {0: 4000, 1: 4000, 2: 2500, 3: 1000, 4: 1, 5: 700}
+    return make_trace(
+        [(i, size, i < 2) for i, size in sizes.items()],
+        [
+            ("mm", 10.0, [0], [2]),
+            ("mm", 10.0, [1], [4]),
+            ("relu", 0.0, [2, 4], [5]),
+            ("mm_backward", 30.0, [2, 5], [3]),
+            ("step", 10.0, [3], [0, 1]),
+        ],
+        page_size=PAGE,
+        names=names,
+        kinds=kinds,
+    )
+
+
+@pytest.mark.parametrize(
+    ("by", "live", "hot"),
+    [
+        (
+            "module",
+            [("layers.0.attn", 3, 7500), ("layers.1.attn", 1, 4000), ("(no name)", 1, 700)],
+            ("layers.0.attn", 7),
+        ),
+        (
+            "kind",
+            [("parameter", 2, 8000), ("activation", 2, 3200), ("gradient", 1, 1000)],
+            ("parameter", 4),
+        ),
+        ("op", [("(persistent)", 2, 8000), ("mm", 1, 2500), ("mm_backward", 1, 1000)], ("mm", 4)),
+    ],
+)
+def test_show_by(
+    by: str, live: list[tuple[str, int, int]], hot: tuple[str, int], tmp_path: Path
+) -> None:
+    """The peak is at 'mm_backward': the weights, a gradient, what was saved, and one unnamed."""
+    path = tmp_path / "t.parquet"
+    write_trace(path, layered_trace())
+    found = run_json("show", path, "--by", by)
+    assert found["peak"]["live_bytes"] == 12200
+    groups = found["groups"]
+    assert groups["by"] == by
+    assert [(g["group"], g["tensors"], g["bytes"]) for g in groups["at_peak"]][:3] == live
+    assert sum(group["share"] for group in groups["at_peak"]) == pytest.approx(1.0)
+    assert sum(g["tensors"] for g in groups["at_peak"]) == found["peak_tensors_count"] == 5
+    if by == "op":
+        assert sum(group["accesses"] for group in groups["hottest"]) == found["accesses"]
+    assert (groups["hottest"][0]["group"], groups["hottest"][0]["accesses"]) == hot
+    text = run("show", path, "--by", by, "--top", 1)
+    assert text.exit_code == 0
+    assert "--top lists more" in text.stdout
+    assert "\x1b" not in text.stdout
+
+
+def test_module_names() -> None:
+    assert module_of("layers.3.attn.weight", "parameter") == "layers.3.attn"
+    assert module_of("layers.3.attn.weight +2 more", "parameter") == "layers.3.attn"
+    assert module_of("layers.3.attn.weight.grad", "gradient") == "layers.3.attn"
+    assert module_of("layers.3.attn.weight.exp_avg", "optimizer") == "layers.3.attn"
+    assert module_of("GPT[0].h.1:saved.12", "activation") == "GPT[0].h.1"
+    assert module_of("weight", "parameter") == module_of("weight.grad", "gradient") == "(top)"
+    assert module_of("dense", "workspace") == "dense"
+    assert module_of(None, "activation") == module_of("", "input") == "(no name)"
+
+
 @pytest.mark.parametrize("durations", [1.0, 0.0])
 def test_show_the_smallest_traces(durations: float, tmp_path: Path, machine_path: Path) -> None:
     path = tmp_path / "t.parquet"
@@ -150,6 +242,8 @@ def test_show_the_smallest_traces(durations: float, tmp_path: Path, machine_path
 
 
 def test_show_says_what_options_need(trace_path: Path) -> None:
+    assert show.KINDS == trace_module.KINDS
+    assert "--kind" in refused("show", trace_path, "--tensor", 0, "--kind", "input")
     assert "--hardware" in refused("show", trace_path, "--h2d", "5GB")
     assert "p.json" in refused("show", trace_path, "--plan", "p.json", "--hardware", "g10")
     assert "p.json: no such file" in refused("show", trace_path, "--plan", "p.json")
@@ -178,7 +272,7 @@ def test_show_is_quick_on_long_traces(tmp_path: Path) -> None:
     )
     write_trace(tmp_path / "t.parquet", trace)
     begin = time.process_time()
-    assert run("show", tmp_path / "t.parquet").exit_code == 0
+    assert run("show", tmp_path / "t.parquet", "--by", "module").exit_code == 0
     assert time.process_time() - begin < 60
 
 

@@ -97,6 +97,60 @@ def test_what_no_measure_shows_is_named(trace_path: Path, tmp_path: Path) -> Non
     assert "access mode" in result.stdout
 
 
+@pytest.mark.parametrize(
+    ("threshold", "fails"),
+    [
+        ("peak+66%", True),
+        ("peak+67%", False),
+        ("peak+3999", True),
+        ("peak+4000", False),
+        ("peak+4KB", False),
+        ("peak-1%", False),
+        ("time+14.9us", True),
+        ("time+0.015ms", False),
+        ("time+50%", False),
+        ("working-set+99.99%", True),
+        ("tensors+0", True),
+        ("tensors+1", False),
+    ],
+)
+def test_thresholds(trace_path: Path, grown_path: Path, threshold: str, fails: bool) -> None:
+    result = run("diff", trace_path, grown_path, "--fail-if", threshold, "--top", 0)
+    assert result.exit_code == int(fails), result.stderr
+    if fails:
+        assert f"--fail-if {threshold} allows at most" in result.stderr
+        assert result.stderr.count("\n") == 1
+
+
+def test_a_fall_can_fail_too_and_all_failures_are_named(trace_path: Path, grown_path: Path) -> None:
+    checks = ("--fail-if", "time-10%", "--fail-if", "peak-100", "--fail-if", "ops-1")
+    result = run("diff", grown_path, trace_path, *checks)
+    assert result.exit_code == 1
+    assert "time was 45 µs and is 30 µs; --fail-if time-10% allows at least 40.5 µs" in (
+        result.stderr
+    )
+    assert "--fail-if peak-100 allows" in result.stderr
+    assert "ops-1" not in result.stderr
+    failed = json.loads(run("diff", grown_path, trace_path, *checks, "--json").stdout)["failed"]
+    assert len(failed) == 2
+
+
+@pytest.mark.parametrize(
+    ("threshold", "reason"),
+    [
+        ("peak", "not METRIC+X%"),
+        ("speed+5%", "are peak, time"),
+        ("peak+", "not METRIC+X%"),
+        ("peak+5x", "is no amount"),
+        ("time+5GiB", "is no amount"),
+        ("peak+-5%", "not METRIC+X%"),
+        ("peak-device+5%", "are peak, time"),
+    ],
+)
+def test_bad_thresholds(trace_path: Path, grown_path: Path, threshold: str, reason: str) -> None:
+    assert reason in refused("diff", trace_path, grown_path, "--fail-if", threshold)
+
+
 # --- plans -----------------------------------------------------------------------------------
 
 PREDICTED = Predicted(100.0, 80.0, 20.0, 4000, 3000, 2000, 5000, 5000, 1000)
@@ -144,6 +198,9 @@ def test_plans(plans: Callable[..., tuple[Path, Path]]) -> None:
     text = run("diff", a, b).stdout
     assert max(map(len, text.splitlines())) <= 80
     assert "policy, device bytes" in text
+    assert run("diff", a, b, "--fail-if", "time+0%").exit_code == 0
+    assert "disk-written" not in run("diff", a, b, "--fail-if", "disk-written+1KiB").stderr
+    assert "stall was 20 µs" in run("diff", a, b, "--fail-if", "stall-10%").stderr
 
 
 def test_identical_plans(plans: Callable[..., tuple[Path, Path]]) -> None:

@@ -182,6 +182,7 @@ def test_the_command(tmp_path: Path) -> None:
         (["--ranks", "3", "--nodes", "2"], "cannot be spread evenly over --nodes 2"),
         (["--network", "1GB"], "say how many with --ranks"),
         (["--spread", "2"], "say how many with --ranks"),
+        (["--ranks", "2", "--target", "90%"], "leave out --target"),
         (["--ranks", "2", "--sweep", "device=50%:100%:2"], "leave out --sweep"),
     ],
 )

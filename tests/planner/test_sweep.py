@@ -1,4 +1,4 @@
-"""``simulate --sweep``: other machines.
+"""``simulate --sweep`` and ``--target``: other machines, and how little memory is enough.
 
 The small trace takes 30 µs where all its 6 pages fit. A page takes 10 µs on the link, so ``lp``, to
 which the weight's copy below stays clean, waits 10 µs for each page that is missing; ``lru`` sends
@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
@@ -23,7 +23,9 @@ import pytest
 from tensorpager.planner.commands.axes import parse_axis
 from tensorpager.planner.errors import PagerError
 from tensorpager.planner.hardware import Hardware
-from tensorpager.planner.sweep import Evaluator, Task
+from tensorpager.planner.plan import Predicted
+from tensorpager.planner.sweep import Evaluator, Outcome, Task
+from tensorpager.planner.target import Answer, between, least_memory
 from tensorpager.planner.trace import make_trace
 from tensorpager.planner.trace_file import write_trace
 
@@ -99,6 +101,9 @@ def test_sweeps_that_are_not(text: str, said: str) -> None:
         (("--sweep", "link=1GB", "--sweep", "h2d=2GB"), "link and h2d: both set h2d_bytes_per_s"),
         (("--sweep", "host=1,2", "--sweep", "host=3"), "both set host_bytes"),
         (("--sweep", "device=1:999:999", "--sweep", "link=1,2"), "1696 plans; at most 1000"),
+        (("--sweep", "link=1GB", "--target", "95%"), "leave out --sweep"),
+        (("--target", "95%", "--device-bytes", "50%"), "looks for a device budget"),
+        (("PLAN", "--target", "95%"), "and PLAN"),
         (("PLAN", "--quick"), "--quick is for planning"),
         (("PLAN", "--sweep", "page-size=1000,2000"), "pages of one size"),
         (("--policies", "magic"), "magic"),
@@ -183,6 +188,101 @@ def test_tables(trace_path: Path, machine_path: Path) -> None:
     assert "2.93 KiB: op 1 'fill' alone needs 3.91 KiB" in lines
     assert any(line.endswith("████████") for line in lines)  # all of the speed
     assert "\x1b" not in result.stdout
+
+
+# --- targets -------------------------------------------------------------------------------------
+
+
+def test_least_memory_by_hand(trace_path: Path, machine_path: Path) -> None:
+    found = swept(trace_path, machine_path, "--target", "75%")
+    assert (found["ideal_us"], found["peak_bytes"], found["target_percent"]) == (30.0, 6000, 75.0)
+    lp, lru = found["policies"]
+    assert (lp["policy"], lp["reached"], lp["device_bytes"]) == ("lp", True, 5000)
+    assert lp["predicted"]["percent_of_ideal"] == pytest.approx(75.0)
+    assert (lru["reached"], lru["device_bytes"]) == (True, 6000)
+    assert [p["device_bytes"] for p in lp["points"]] == [4000, 5000, 6000]
+    text = run("simulate", trace_path, "--hardware", machine_path, "--target", "75%").stdout
+    assert "lp: 4.88 KiB is enough for 75 % of the ideal speed (83.3 % of the peak)" in text
+    assert max(map(len, text.splitlines()[3:])) <= 80
+
+
+def test_a_target_that_is_out_of_reach(
+    trace_path: Path, machine_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A policy that sends the weight out at any budget, and waits 20 µs for it."""
+    from tensorpager.planner import registry
+    from tensorpager.planner.plan import Plan
+
+    def idle(trace: Any, hardware: Hardware) -> Plan:
+        device = hardware.device_bytes
+        return Plan("idle", PAGE, device, hardware.host_bytes, hardware.disk_bytes, MOVES)
+
+    monkeypatch.setitem(registry.POLICIES, "idle", idle)
+    asked = ("simulate", trace_path, "--hardware", machine_path, "--policies", "idle", "--target")
+    result = run(*asked, "90%")
+    assert result.exit_code == 1
+    assert "idle: no device budget reaches 90 % of the ideal speed" in result.stderr
+    assert "60.00 %" in result.stdout
+    for text in ("0%", "101%", "often", "0.95", "%"):
+        assert "write for example '95%'" in refused(*asked, text)
+
+
+class Imagined(Evaluator):
+    """``speed`` gives percent of the ideal by pages of device memory, ``None``: nothing runs.
+    The trace has 2,000 pages, of which each op needs 10."""
+
+    def __init__(self, speed: Callable[[int], float | None]) -> None:
+        tensors = [(n, 10, True) for n in range(200)]
+        ops = [(f"op {n}", 1.0, [n], []) for n in range(200)]
+        super().__init__(make_trace(tensors, ops, page_size=1), 1)
+        self.jobs, self.speed, self.tried = 3, speed, 0
+
+    def run(
+        self, tasks: Sequence[Task], done: Callable[[Outcome], None] | None = None
+    ) -> list[Outcome]:
+        self.tried += len(tasks)
+        return [self.outcome(task) for task in tasks]
+
+    def outcome(self, task: Task) -> Outcome:
+        percent = self.speed(int(task.hardware.device_bytes))
+        if percent is None:
+            return Outcome(task.policy, task.hardware, None, 0.0, "too little")
+        predicted = Predicted(20000.0 / percent, 200.0, 0.0, 0, 0, 0, 0, 0, 0)
+        return Outcome(task.policy, task.hardware, predicted, 0.0)
+
+
+def found(speed: Callable[[int], float | None], target: float) -> tuple[Answer, int]:
+    evaluator = Imagined(speed)
+    return least_memory(evaluator, "any", Hardware(1, page_size=1), target), evaluator.tried
+
+
+def budget(outcome: Outcome | None) -> float | None:
+    return None if outcome is None else outcome.hardware.device_bytes
+
+
+def test_the_search_finds_the_page() -> None:
+    answer, tried = found(lambda pages: pages / 20, 60)
+    assert budget(answer.enough) == 1200
+    assert 1199 in map(budget, answer.tried)
+    assert tried < 25
+    least, tried = found(lambda pages: pages / 20 if pages >= 777 else None, 10)
+    assert budget(least.enough) == 777
+    assert tried < 25
+
+
+def test_the_search_where_more_may_be_slower() -> None:
+    """Good from 500 to 800 pages and from 1,700 on: the samples show the lower range."""
+    answer, _ = found(lambda pages: 90.0 if 500 <= pages < 800 or pages >= 1700 else 20.0, 50)
+    assert budget(answer.enough) == 500
+    nowhere, tried = found(lambda pages: min(pages / 20, 70.0), 80)
+    assert nowhere.enough is None
+    assert tried < 12
+
+
+def test_intervals() -> None:
+    assert between(0, 10, 4) == [2, 4, 6, 8]
+    assert between(3, 5, 7) == [4]
+    assert between(3, 4, 7) == []
 
 
 # --- processes -----------------------------------------------------------------------------------
