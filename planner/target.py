@@ -80,7 +80,7 @@ def least_memory(
         best = attempt(between(max(low, least - 1), best, evaluator.jobs))
     enough = None if best is None else found[best]
     tried = [found[pages] for pages in sorted(found)]
-    return Answer(policy, most * page, tried, enough, enough and enough.plan)
+    return Answer(policy, most * page, tried, enough, enough.plan if enough else None)
 
 
 def between(low: int, high: int, count: int) -> list[int]:

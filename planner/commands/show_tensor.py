@@ -29,7 +29,7 @@ def find_tensor(trace: Trace, text: str, where: str) -> int:
     """Index of the tensor of that number, or called ``text``, or else the only one whose name has
     ``text`` in it; tensors that share pages are one. Raises ``PagerError`` that offers others;
     ``where`` names the trace."""
-    numbers = trace.tensor_ids.tolist()
+    numbers: list[int] = trace.tensor_ids.tolist()
     if text.isdecimal() and text.isascii() and len(text) < 19 and int(text) in numbers:
         return numbers.index(int(text))
     names = [(index, name) for index, name in enumerate(trace.tensor_names) if name]
