@@ -168,7 +168,7 @@ class Accelerator:
 
     # -- streams ---------------------------------------------------------------------------------
     def _here(self) -> torch.Stream:
-        return torch.accelerator.current_stream(self.device.index)  # asked so, it takes a quarter
+        return torch._C._accelerator_getStream(self.device.index)  # asked so, it takes a tenth
 
     def note_compute(self) -> None:
         here = self._here()
@@ -237,9 +237,9 @@ class Accelerator:
 
     def _queue(self, stream: torch.Stream, copies: Sequence[Copy], *, to_device: bool) -> None:
         if self.batches_copies and len(copies) > 1:
-            batch = []
+            batch, address = [], self.address
             for offset, host in copies:
-                frame, slot = self.address + offset, host.ctypes.data
+                frame, slot = address + offset, host.ctypes.data
                 ends = (slot, frame) if to_device else (frame, slot)
                 batch.append((*ends, len(host)))
             self.kit.copy_batch(batch, stream)

@@ -85,7 +85,7 @@ class FramePool:
         """
         start = self.find_run(n)
         if start is not None:
-            self.take(start, n)
+            self.take_if_free(start, n)
         return start
 
     def take(self, start: int, n: int) -> None:

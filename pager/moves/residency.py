@@ -105,9 +105,9 @@ class Residency:
         self.faults = 0
         self.compactions = 0
         self.peak_frames = 0
-        self.largest_need = 0  # frames that one op had pinned, at most
-        # The same of ops other than products of weights that could stream, and not of steps.
-        self.rigid_need = 0
+        # Frames that one op had pinned, at most; the same of ops other than products of weights
+        # that could stream, and not of steps. To go back to where an op could do with less.
+        self.needs = 0, 0
         self.step: Needs | None = None  # of an optimizer whose step is under way
         self._held_dead: list[Extent] = []
         self._asking: set[Extent] = set()  # runs of the access that begins now
@@ -130,6 +130,11 @@ class Residency:
     @property
     def frames_used(self) -> int:
         return self.frames - self.pool.free_count
+
+    def _note_peak(self) -> None:
+        used = self.pool.count - len(self._lent) - self.pool.free_count
+        if used > self.peak_frames:
+            self.peak_frames = used
 
     # -- holding ---------------------------------------------------------------------------------
     def touch(self, run: Extent) -> None:
@@ -262,10 +267,10 @@ class Residency:
         whether."""
         tickets = self.mover.tickets
         found = tickets.of_frames(first, count)
-        for ticket in found:
-            if not ticket.is_over or ticket.error is not None:
-                return False
         if found:
+            for ticket in found:
+                if not ticket.is_over or ticket.error is not None:
+                    return False
             tickets.wait(found)
         return True
 
@@ -330,24 +335,22 @@ class Residency:
             raise Crowded(self._refusal(need, together))
         if not self.turns.is_home():
             return
-        self.largest_need = max(self.largest_need, need)
+        largest, rigid = max(self.needs[0], need), self.needs[1]
         if self.step is not None:
             self.step.frames = max(self.step.frames, need)
-            return
-        weight = self.weight_of(self._asking)
-        if weight is not None:
+        elif (weight := self.weight_of(self._asking)) is not None:
             weight.frames = max(weight.frames, need)
         else:
-            self.rigid_need = max(self.rigid_need, need)
+            rigid = max(rigid, need)
+        self.needs = largest, rigid
 
     @property
-    def needs(self) -> tuple[int, int]:
-        """``largest_need`` and ``rigid_need``, to go back to where an op could do with less."""
-        return self.largest_need, self.rigid_need
+    def largest_need(self) -> int:
+        return self.needs[0]
 
-    @needs.setter
-    def needs(self, needs: tuple[int, int]) -> None:
-        self.largest_need, self.rigid_need = needs
+    @property
+    def rigid_need(self) -> int:
+        return self.needs[1]
 
     def _refusal(self, need: int, together: int) -> InfeasibleBudget:
         minimum, kind, there = self.minimum_bytes(together), self.backend.device.type, self.frames
@@ -415,7 +418,7 @@ class Residency:
             self.settle(run)
             raise
         self.settle(run)
-        self.peak_frames = max(self.peak_frames, self.frames_used)
+        self._note_peak()
 
     def _fetch(self, pages: Int32, frames: Int32) -> None:
         on_host = self.table.host[pages] >= 0
@@ -446,14 +449,14 @@ class Residency:
         """The runs of these pages; what came may be more than there ever was."""
         for owner in set(self.table.owner[pages].tolist()):
             self.settle(self.space.runs[owner])
-        self.peak_frames = max(self.peak_frames, self.frames_used)
+        self._note_peak()
 
     def unsettle(self, pages: Int32) -> None:
         """The runs of these pages, which are on their way: whoever uses them waits."""
         for owner in set(self.table.owner[pages].tolist()):
             run = self.space.runs[owner]
             run.base, run.generation, run.settled = -1, next(generations), False
-        self.peak_frames = max(self.peak_frames, self.frames_used)
+        self._note_peak()
 
     def _claim(self, run: Extent) -> Int32:
         """Frames for all pages of ``run``, empty or its own; taken from the pool."""
@@ -758,7 +761,7 @@ class Residency:
         run.base = -1 if self.scattered and run.count > 1 else base
         run.generation = next(generations)
         run.settled = run.kind != "parameter"  # one may not be written at any time
-        self.peak_frames = max(self.peak_frames, self.frames_used)
+        self._note_peak()
         return True
 
     def is_blank(self, run: Extent) -> bool:

@@ -136,10 +136,13 @@ class Tickets:
 
     def of_frames(self, first: int, count: int) -> list[Ticket]:
         """The same of ``count`` frames from ``first`` on."""
-        self._sweep()
-        live, frames = self._live, self._columns["device"]  # which ends with the last one
-        theirs = frames[first : first + count] if live else ()
-        return [live[number] for number in sorted({*map(int, theirs)}) if number in live]
+        if self._over:
+            self._sweep()
+        if not self._live:
+            return []
+        # The column ends with the last ticket's.
+        found = self._live.keys() & self._columns["device"][first : first + count].tolist()
+        return [self._live[number] for number in sorted(found)] if found else []
 
     def pending(self, tier: str, numbers: Int32) -> npt.NDArray[np.bool_]:
         """Which of these places have one that is not over, or has failed."""

@@ -201,7 +201,7 @@ class Names:
     def run_of(self, key: int, newborn: Mapping[int, Extent]) -> Extent | None:
         """The live run called ``key``, or ``None``."""
         run = (newborn if key < 0 else self.runs).get(key)
-        return run if run is not None and self.is_live(run) else None
+        return run if run is not None and self._space.runs.get(run.id) is run else None
 
     def name(self, run: Extent, log: AccessLog) -> int:
         """Key of a run that has none yet."""
@@ -218,8 +218,9 @@ class Names:
 
     def settle(self, log: AccessLog) -> None:
         """End of an iteration: runs that outlive it are named for the next ones."""
+        live = self._space.runs
         for born, run in log.newborn.items():
-            if not self.is_live(run):
+            if live.get(run.id) is not run:
                 continue
             place = (born, run.count, run.kind)
             known = self._heirs.setdefault(place, [])
@@ -232,7 +233,8 @@ class Names:
 
     def forget_dead(self) -> None:
         """Drop what the map holds of runs that are gone."""
-        self.runs = {key: run for key, run in self.runs.items() if self.is_live(run)}
+        live = self._space.runs
+        self.runs = {key: run for key, run in self.runs.items() if live.get(run.id) is run}
 
     def _is_taken(self, key: int) -> bool:
         run = self.runs.get(key)

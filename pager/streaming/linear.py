@@ -29,7 +29,7 @@ from torch.autograd import forward_ad
 from ..budget.placement import Taken
 from ..errors import InfeasibleBudget
 from ..tensor.activations import raise_modified
-from ..tensor.dense_run import NOT_QUICK, PLAIN, Operands, run_dense
+from ..tensor.dense_run import NOT_QUICK, PLAIN, Operands, run_dense, run_quickly
 from ..tensor.dispatcher import serve_call
 from ..tensor.op_info import our_modes
 from ..tensor.paged_tensor import PagedTensor, direct_view, withdraw
@@ -184,8 +184,9 @@ def _note_matrix(weight: PagedTensor) -> _Matrix | None:
     of its geometry."""
     view = weight._view
     found = None
-    if weight.dim() == 2 and weight.dtype.is_floating_point and weight.is_contiguous():
-        found = _Matrix(weight.size(0), weight.dtype)
+    with torch._C.DisableTorchFunctionSubclass():
+        if weight.dim() == 2 and weight.dtype.is_floating_point and weight.is_contiguous():
+            found = _Matrix(weight.size(0), weight.dtype)
     if view is not None:
         setattr(view, _MATRIX, found)
     return found
@@ -299,7 +300,9 @@ def _of_weight(rows: torch.Tensor, inputs: torch.Tensor, metered: Any) -> torch.
     """rows.T @ inputs: the gradient of the weight, which is ``metered`` in a metered iteration."""
     if metered is None or not is_watched(metered):
         if type(inputs) is PagedTensor and not _grad_is_on() and _is_ours(rows, inputs, None):
-            return run_dense(_MM, PLAIN, (rows.t(), inputs), {})  # type: ignore[no-any-return]
+            operands = rows.t(), inputs
+            out = run_quickly(_MM, operands)
+            return run_dense(_MM, PLAIN, operands, {}) if out is NOT_QUICK else out  # type: ignore[no-any-return]
         return rows.t().mm(inputs)
     nbytes = metered.numel() * metered.dtype.itemsize
     placement = metered._storage.pager.budget.placement
@@ -485,7 +488,8 @@ _apply: Any = super(torch.autograd.Function, _Linear).apply
 
 
 def _is_column_major(matrix: torch.Tensor) -> bool:
-    return matrix.stride() == (1, matrix.size(0))
+    with torch._C.DisableTorchFunctionSubclass():
+        return matrix.stride() == (1, matrix.size(0))
 
 
 serve_call(LINEAR, linear, torch._C.DisableTorchFunctionSubclass)

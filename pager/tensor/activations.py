@@ -78,8 +78,6 @@ class SavedTensors:
         """Whether ``nbytes`` more may stay dense."""
         if self._dense_bytes + nbytes <= self.dense_allowance:
             return True
-        if not self.dense_allowance:
-            return False
         if 4 * self._uncounted < len(self._dense):  # counting for every tensor would take too long
             self._uncounted += 1
             return False
@@ -174,15 +172,13 @@ class SavedTensors:
         if self.segment is not None:
             return self.segment.pack(tensor, memory)
         whole = memory.nbytes()
-        if whole <= _SPARSE_VIEW * nbytes and self._has_room(whole):
+        if self.dense_allowance and whole <= _SPARSE_VIEW * nbytes and self._has_room(whole):
             self._dense_bytes += whole
             self._uncounted += 1
             self._dense[key] = StorageWeakRef(memory), whole
             return tensor.detach(), tensor._version  # of a leaf too: it lives as the graph does
-        known = self.known(tensor, memory)
-        if known is not None:
-            return known
-        return self.store(tensor, memory)
+        known = self.known(tensor, memory) if key in self._origins else None
+        return self.store(tensor, memory) if known is None else known
 
     # -- storing ---------------------------------------------------------------------------------
     def known(self, tensor: torch.Tensor, memory: torch.UntypedStorage) -> PagedTensor | None:

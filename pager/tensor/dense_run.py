@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..budget.budget import LeftOut
+from ..budget.fits import frames_anyway
 from ..errors import CorruptPage, InfeasibleBudget, PagerError
 from ..memory.space import Extent
 from .op_info import OpInfo
@@ -33,12 +34,11 @@ NOT_QUICK = object()
 
 def run_quickly(func: Any, args: Any) -> Any:
     """``run_dense`` for the commonest case: an op that only reads tensors of one pager, all of them
-    on the device with their dense views at hand. ``NOT_QUICK``, and nothing done, otherwise."""
+    on the device in one piece, or brought there by the plan that is followed. ``NOT_QUICK``, and
+    nothing done, otherwise."""
     paged: list[PagedTensor] = []
-    views: list[torch.Tensor] = []
     runs: list[Extent] = []
-    plain = []
-    pager = None
+    pager, absent = None, 0
     for value in args:
         kind = type(value)
         if kind is PagedTensor:
@@ -46,48 +46,52 @@ def run_quickly(func: Any, args: Any) -> Any:
             run = storage.run
             if pager is None:
                 pager = storage.pager
-            view = value._view
-            if (
-                view is None
-                or run.base < 0
-                or value._view_generation != run.generation
-                or storage.pager is not pager
-                or value.dtype.is_complex
-            ):
+            if storage.pager is not pager or value.dtype.is_complex:
                 return NOT_QUICK
             if run not in runs:
                 runs.append(run)
+                absent += run.count if run.base < 0 else 0
             paged.append(value)
-            views.append(view)
-            plain.append(view)
         elif kind in LISTS and any(type(item) is PagedTensor for item in value):
             return NOT_QUICK
-        else:
-            plain.append(value)
     if pager is None or pager.budget.metering:
         return NOT_QUICK
+    if absent:  # too large an op goes slab by slab
+        ahead = pager.follower is not None and pager.follower.is_ahead
+        if not ahead or absent > frames_anyway(pager.budget) // 2:
+            return NOT_QUICK
     if func in BY_VERDICT and has_verdict(func, paged):
         return NOT_QUICK
-    pager.take(runs)
     try:
-        for tensor, view in zip(paged, views):
-            run = tensor._storage.run
-            # It moved just before it was pinned; another thread may have made a view since.
-            if tensor._view is not view or tensor._view_generation != run.generation:
+        pager.take(runs)
+    except PagerError:
+        if not absent:
+            raise
+        return NOT_QUICK
+    plain: list[Any] = []
+    views: list[torch.Tensor] = []
+    try:
+        for value in args:
+            if type(value) is PagedTensor:
+                run = value._storage.run
                 if run.base < 0:
                     return NOT_QUICK
-                plain = [direct_view(t) if type(t) is PagedTensor else t for t in args]
+                view = value._view
+                if view is None or value._view_generation != run.generation:
+                    view = direct_view(value)
+                views.append(view)
+                plain.append(view)
+            else:
+                plain.append(value)
         out = func(*plain)
         strided = type(out) is torch.Tensor and out.layout is torch.strided
         if strided and not 0 <= out.data_ptr() - pager.backend.address < pager.reach_bytes:
             return out
         operands = Operands(pager)
-        operands.twins = {id(t._view): t for t in paged}
+        operands.twins = {id(view): t for view, t in zip(views, paged)}
         return _restore(out, operands)
     except BaseException:
-        withdraw(
-            paged, [view for view in plain if type(view) is torch.Tensor and pager.holds(view)]
-        )
+        withdraw(paged, views)
         raise
     finally:
         pager.release(runs)

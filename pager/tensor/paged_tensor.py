@@ -179,7 +179,8 @@ def as_lazy(view: T, like: torch.Tensor) -> T:
 def blank(pager: Core, like: torch.Tensor, kind: str, apart: str = "") -> PagedTensor:
     """In new pages, with ``like``'s shape, dtype and (dense) strides; the caller writes all of it
     before anyone reads it. ``apart``: see ``Extent``."""
-    pager.check_open()
+    if pager.closed_reason is not None:
+        pager.check_open()
     dense = like.is_contiguous() or torch.ops.aten.is_non_overlapping_and_dense(like)
     shape = like if dense else torch.empty(like.size(), dtype=like.dtype, device="meta")
     storage = blank_storage(pager, like.numel() * like.element_size(), kind, apart)
@@ -189,7 +190,8 @@ def blank(pager: Core, like: torch.Tensor, kind: str, apart: str = "") -> PagedT
 def blank_storage(pager: Core, nbytes: int, kind: str, apart: str = "") -> PagedStorage:
     """The same for bytes."""
     with pager.lock:
-        pager.residency.collect()
+        if pager.space.dead:
+            pager.residency.collect()
         storage = PagedStorage(pager, nbytes, kind, apart)
     storage.run.overwritten = storage.run.small is None
     return storage

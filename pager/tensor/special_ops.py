@@ -74,7 +74,8 @@ def run_view(func: Any, info: OpInfo, args: Any, kwargs: dict[str, Any]) -> Any:
 def _alias(base: PagedTensor) -> PagedTensor:
     """What autograd makes of each saved parameter: the same, with the dense view at hand."""
     with torch._C.DisableTorchFunctionSubclass():
-        return _share_view(base, _like(base, base), torch.Tensor.detach)
+        twin = _like(base, base)
+        return twin if base._view is None else _share_view(base, twin, torch.Tensor.detach)
 
 
 def _transposed(base: PagedTensor) -> PagedTensor:
