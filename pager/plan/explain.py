@@ -129,8 +129,8 @@ def _plan_lines(compiled: CompiledPlan) -> list[str]:
         f"An iteration of {len(compiled.keys)} accesses to {trace.tensors} extents takes "
         f"{predicted.iteration_us / 1e3:.1f} ms by the plan, and waits for "
         f"{predicted.stall_us / 1e3:.1f} ms of that.",
-        f"It moves {ways or 'nothing'}; {trace.tensors - len(moving)} runs stay on the device all "
-        f"the time, and {format_bytes(away)} are off it when an iteration begins.",
+        f"It moves {ways or 'nothing'}; {trace.tensors - len(moving)} extents stay on the device "
+        f"all the time, and {format_bytes(away)} are off it when an iteration begins.",
     ]
     met = [name in ("gather", "reduce") for name in trace.op_names]
     if any(met):
@@ -156,7 +156,9 @@ def _speed_lines(signature: StepSignature) -> list[str]:
     if signature.plain_us is not None and signature.ideal_us is not None:
         lines.append(f"Plain PyTorch takes {signature.ideal_us / 1e3:.1f} ms for the same ops.")
     bound, takes = signature.bound_us, measured or compiled.predicted_us
-    if bound is not None:
+    if bound is not None and takes < bound:
+        lines.append(f"No plan was faster than {bound / 1e3:.1f} ms; ops take less time by now.")
+    elif bound is not None:
         how = "as predicted" if measured is None else "as measured"
         lines.append(
             f"No plan is faster than {bound / 1e3:.1f} ms; this one is at "
@@ -164,7 +166,11 @@ def _speed_lines(signature: StepSignature) -> list[str]:
         )
     if measured is not None:
         off = 100 * (measured / compiled.predicted_us - 1)
-        lines.append(f"Measured: {measured / 1e3:.1f} ms, {off:+.1f} % of what was predicted.")
+        waited = signature.waited_us or 0.0
+        lines.append(
+            f"Measured: {measured / 1e3:.1f} ms, {off:+.1f} % of what was predicted; "
+            f"{waited / 1e3:.1f} ms of it waiting for pages."
+        )
     if signature.overhead_us is not None:
         lines.append(
             f"Overhead: {signature.overhead_us / 1e3:.1f} ms of that are neither PyTorch's ops nor "
@@ -182,10 +188,13 @@ def _limit(signature: StepSignature, hardware: Hardware) -> str:
     waited = Counter[str]()
     for stall in result.stalls:
         waited[stall.channel] += int(stall.us)
-    if overhead > max(sum(waited.values()), _MUCH * (signature.ideal_us or 0.0)):
+    late = (signature.waited_us or 0.0) - sum(waited.values())
+    if overhead > max(sum(waited.values()), late, _MUCH * (signature.ideal_us or 0.0)):
         return "The limit is the pager's overhead."
+    if late > _MUCH * (signature.measured or 0.0):
+        return f"The limit is moves that end later than planned: ops wait {late / 1e3:.1f} ms more."
     if sum(waited.values()) <= _NOTHING * compiled.predicted_us:
-        return "The limit is compute: no op waits for a move."
+        return "The limit is compute: hardly an op waits for a move."
     channel, microseconds = waited.most_common(1)[0]
     return (
         f"The limit is {_LIMITS.get(channel, channel)}: the ops wait {microseconds / 1e3:.1f} ms "

@@ -191,6 +191,11 @@ class StepSignature:
         """Median µs of the latest iterations that followed the plan."""
         return self._median_by_plan("us")
 
+    @property
+    def waited_us(self) -> float | None:
+        """Of those iterations, what ops waited for pages."""
+        return self._median_by_plan("stall_us")
+
     def _median_by_plan(self, what: str) -> float | None:
         latest = [getattr(one, what) for one in self.ways.latest[True]]
         return median(latest) if latest else None
@@ -217,7 +222,7 @@ class StepSignature:
     def overhead_us(self) -> float | None:
         """Of the latest iterations that followed the plan, what was neither plain PyTorch's nor
         waiting: our own work, and what moves took from the ops beside them."""
-        ideal, stall = self.ideal_us, self._median_by_plan("stall_us")
+        ideal, stall = self.ideal_us, self.waited_us
         if self.plain_us is None or self.measured is None or stall is None or ideal is None:
             return None
         return max(0.0, self.measured - stall - ideal)
@@ -268,7 +273,7 @@ class StepSignature:
             return bool(self.keys)
         if measured is None or (self.plans > 1 and self.followed is None):
             return False
-        bound, stall = compiled.plan.bound, self._median_by_plan("stall_us") or 0.0
+        bound, stall = compiled.plan.bound, self.waited_us or 0.0
         least = compiled.ideal_us if bound is None else bound.iteration_us
         saves = stall - max(0.0, least - compiled.ideal_us)
         if self.plans == 1:  # by a quick search

@@ -383,11 +383,22 @@ def test_explain_names_times_and_limit(one_thread) -> None:
         model = pager.page_module(mlp(depth=6))
         optimizer = pager.optimizer(torch.optim.AdamW(model.parameters()))
         train(PlannedWorld(pager), model, optimizer, 20)
-        text = pager.explain()
+        text, stats = pager.explain(), pager.stats()
         plan = pager.plan()
+        assert pager.core.follower is not None
+        signature = pager.core.follower.current
+        assert signature is not None
+        latest = signature.ways.latest[True]
+        said = []
+        for times in ((1.0, 0.0), (1e12, 1e12)):  # of an iteration, and of its waiting
+            latest.extend([type(latest[0])(*times)] * 50)
+            said.append(pager.explain())
+    assert "ops take less time by now" in said[0]
+    assert "1000000000.0 ms of it waiting for pages" in said[1]
+    assert "moves that end later than planned" in said[1]
     assert plan is not None
     assert plan.predicted is not None
     assert f"{plan.predicted.iteration_us / 1e3:.1f} ms by the plan" in text
-    assert "Measured:" in text
+    assert f"Measured: {stats['measured_us'] / 1e3:.1f} ms" in text
     assert "The limit is" in text
     assert "One more GiB" in text
