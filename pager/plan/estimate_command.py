@@ -150,6 +150,7 @@ def estimate(
     parts = _parts(training, optimizer, answer, hardware, found)
     if html_path is not None:
         _write_html(html_path, parts)
+        parts += ["", f"{html_path}: open it in a browser"]
     if as_json:
         emit_json(answer)
     else:
@@ -343,8 +344,19 @@ def _rate(speed: dict[str, Any]) -> str:
     return "" if speed["per_second"] is None else f"{speed['per_second']:,.0f}"
 
 
+_PAGE = """<!DOCTYPE html>
+<html lang="en">
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>tensorpager estimate</title>
+<style>:root {{ color-scheme: light dark; }} pre {{ overflow-x: auto; }}</style>
+<pre>{code}</pre>
+</html>
+"""
+
+
 def _write_html(path: Path, parts: list[Any]) -> None:
-    """One file that needs no network."""
+    """One file that needs no network, in the browser's light or dark colours."""
     from io import StringIO
 
     from rich.console import Console
@@ -353,4 +365,6 @@ def _write_html(path: Path, parts: list[Any]) -> None:
     for part in parts:
         console.print(part)
     with whole_file(path) as part:
-        part.write_text(console.export_html(inline_styles=True), encoding="utf-8")
+        part.write_text(
+            console.export_html(code_format=_PAGE, inline_styles=True), encoding="utf-8"
+        )

@@ -333,8 +333,10 @@ def test_the_answer(module: Path, tmp_path: Path) -> None:
     assert trace.has_choices
     assert "tp.Pager(" in page.read_text()
     assert "http" not in page.read_text()
+    assert "color-scheme: light dark" in page.read_text()
     printed = CliRunner().invoke(main, words)
     assert "best single choice:" in printed.stdout
+    assert "open it in a browser" in " ".join(printed.stdout.split())
     assert max(map(len, printed.stdout.splitlines())) <= 80
 
 
