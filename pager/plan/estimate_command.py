@@ -12,9 +12,10 @@ import click
 
 from ...planner.commands.failures import CheckFailed
 from ...planner.commands.options import F, Machine, hardware_options, json_option
-from ...planner.commands.output import emit, emit_json, output_path, progress_bar, whole_file
+from ...planner.commands.output import emit, emit_json, output_path, progress_bar
 from ...planner.commands.ranks import Fleet, network_options
 from ...planner.commands.tables import format_percent, format_us, pairs, table
+from ...planner.files import whole_file
 from ...planner.hardware import describe, load_compute
 from ...planner.sizes import format_bytes
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from ..files import whole_file
 from ..sizes import format_bytes
 from .checks import timeline_of
 from .options import (
@@ -18,7 +19,7 @@ from .options import (
     plan_argument,
     trace_argument,
 )
-from .output import emit_json, emit_text, progress_bar, whole_file
+from .output import emit_json, emit_text, progress_bar
 
 if TYPE_CHECKING:
     from ..hardware import Hardware

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ..files import whole_file as whole_file  # for all who write files
+from ..files import whole_file
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType

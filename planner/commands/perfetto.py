@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from ..files import whole_file
 from ..sizes import format_bytes
 from .checks import timeline_of
 from .options import (
@@ -18,7 +19,7 @@ from .options import (
     plan_argument,
     trace_argument,
 )
-from .output import emit_json, emit_text, whole_file
+from .output import emit_json, emit_text
 
 if TYPE_CHECKING:
     from ..timeline import Timeline

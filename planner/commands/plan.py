@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from ..files import whole_file
 from ..hardware import describe
 from .checks import warn_of_durations
 from .failures import CheckFailed
@@ -21,7 +22,7 @@ from .options import (
     output_option,
     trace_argument,
 )
-from .output import emit, emit_json, progress_bar, whole_file
+from .output import emit, emit_json, progress_bar
 from .tables import format_us, pairs, predicted_json, predicted_table
 
 if TYPE_CHECKING:

@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from ..files import whole_file
 from ..sizes import format_bytes
 from .failures import CheckFailed, in_one_line
 from .options import TraceCommand, json_option, size
-from .output import emit, emit_json, output_path, whole_file
+from .output import emit, emit_json, output_path
 from .tables import pairs, table
 
 if TYPE_CHECKING:
