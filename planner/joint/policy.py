@@ -33,7 +33,8 @@ MERGED_MOVES, QUICK_MOVES = 700, 250  # of that for the moves, where it would be
 MOST_REMAKES = 4000  # of the largest by pages and time; a bound counts the others as never there
 MOST_FILLED = 200  # updates that are looked at for what is left of the host's time
 CHEAP_SHARE = 0.1  # of a segment's time: an op that takes less is cheap to run again
-# Of the processor, so that what else runs changes nothing: for the bound, then for choices.
+# For the bound, by the clock, as the solver counts; then for choices, of the processor, so that
+# what else runs changes little.
 BOUND_SECONDS, SECONDS, QUICK_SECONDS = 180.0, 35.0, 3.0
 GOOD_ENOUGH = 0.995  # of the bound, at which no further choice is tried
 COARSER = (2, 4)  # parts of the steps, of programs for the moves of the best choices

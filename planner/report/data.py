@@ -57,7 +57,7 @@ def report_data(
         **_stalls(line),
         **_transfers(line, ticks),
         **tensor_columns(line),
-        **span_columns(line, found, ticks),
+        **span_columns(found, ticks),
     }
     curve_part, curve_header = _curve(line, curve, ticks)
     tier_part, tier_header = _tiers(line, ticks)

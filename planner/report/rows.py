@@ -75,7 +75,7 @@ def joined(spans: list[Span]) -> list[Span]:
     return result
 
 
-def span_columns(line: Timeline, found: Map, ticks: Any) -> dict[str, npt.NDArray[Any]]:
+def span_columns(found: Map, ticks: Any) -> dict[str, npt.NDArray[Any]]:
     """The map as columns; ``ticks`` turns µs into the report's unit of time."""
     number = {place: i for i, place in enumerate(PLACES)}
     spans = found.spans

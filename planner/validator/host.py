@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 
-from ..trace import Trace
 from .link import TICKS_PER_US, ticks
 from .schedule import Schedule
 
@@ -12,7 +11,7 @@ from .schedule import Schedule
 class HostQueue:
     """``end``: tick at which the step that runs is done; ``None`` if none runs."""
 
-    def __init__(self, trace: Trace, schedule: Schedule) -> None:
+    def __init__(self, schedule: Schedule) -> None:
         self._order = schedule.host_order
         self._us = schedule.host_us
         self._pages = {

@@ -82,7 +82,7 @@ class _Machine:
         self.remade: set[int] = set()
         self.temporary: dict[int, int] = {}  # page → version
         self.versions = list(self.schedule.versions)
-        self.host = HostQueue(trace, self.schedule)
+        self.host = HostQueue(self.schedule)
         self.doomed: set[tuple[int, int]] = set()  # pages of tensors that only host steps still use
         self.host_left_us = 0.0
         self.op_times: dict[int, tuple[int, int]] = {}

@@ -135,7 +135,7 @@ class _Layout:
             parting=self._parting(acts),
             lasting=[self._pages(tensor) for tensor in lasting],
             versions=self._first_versions(acts, born) if chooses else [],
-            start=_start(trace, plan, finder, set(lasting)),
+            start=_start(plan, finder, set(lasting)),
             host_order=list(plan.host_steps),
             host_us={op: float(trace.op_host_us[op]) for op in plan.host_steps},
             mortal=np.repeat(~trace.tensor_persistent, self.sizes).tolist(),
@@ -399,7 +399,7 @@ def _moves(trace: Trace, plan: Plan, finder: _Finder) -> list[list[QueuedMove]]:
     return moves
 
 
-def _start(trace: Trace, plan: Plan, finder: _Finder, lasting: set[int]) -> dict[int, int]:
+def _start(plan: Plan, finder: _Finder, lasting: set[int]) -> dict[int, int]:
     start: dict[int, int] = {}
     for number, run in enumerate(plan.start):
         where = f"start[{number}]"
