@@ -21,7 +21,6 @@ if TYPE_CHECKING:
         TraceError,
     )
     from .pager.integrations import hf, lightning
-    from .pager.streaming.cross_entropy import linear_cross_entropy
     from .pager.tensor.paged_tensor import PagedTensor
 
 __all__ = [
@@ -37,13 +36,11 @@ __all__ = [
     "dcp",
     "hf",
     "lightning",
-    "linear_cross_entropy",
 ]
 __version__ = "0.1.0"
 _HOMES = {
     "PagedTensor": ".pager.tensor.paged_tensor",
     "Pager": ".pager.api",
-    "linear_cross_entropy": ".pager.streaming.cross_entropy",
 }
 
 

@@ -1,4 +1,4 @@
-"""Code quality, on GPUs that are not there, of rows, slabs of logits, and zero-copy blocks."""
+"""Code quality, on GPUs that are not there, of rows."""
 
 import importlib
 from collections.abc import Callable
@@ -13,14 +13,11 @@ from aot_gate import TARGETS, MachineCode, Variant, compile_variant, recorded_la
 
 from tensorpager.kernels.pieces import Paged
 from tensorpager.kernels.row_sums import group_rows
-from tensorpager.kernels.softmax_slabs import new_state
 
 pytestmark = pytest.mark.aot
 GATED = {
     "rows.gather_rows",
     "row_sums.add_rows",
-    "softmax_slabs.softmax_update",
-    "softmax_slabs.softmax_grad",
 }
 FULL, HALF = torch.float32, torch.bfloat16
 Drive = Callable[[Any, torch.dtype, int], None]
@@ -32,15 +29,13 @@ class Gate:
 
     drive : called with the module, a dtype and elements in a row.
     loads, stores : 128-bit accesses at least, in the code of 32-lane warps.
-    scalars : loads of less than 128 bits at most: tables, positions, one token's numbers.
-    narrow_stores : stores of less than 128 bits at most.
+    scalars : loads of less than 128 bits at most: tables, positions.
     """
 
     drive: Drive
     loads: int
     stores: int
     scalars: int
-    narrow_stores: int = 0
     registers: int = 64
 
 
@@ -62,20 +57,9 @@ def _add(module: Any, dtype: torch.dtype, row: int) -> None:
     module.add_rows(grad, group_rows(INDICES), _table(dtype, row), row == 1000)
 
 
-def _update(module: Any, dtype: torch.dtype, row: int) -> None:
-    state = new_state(3, dtype, torch.device("cpu"))
-    module.softmax_update(torch.empty(3, row, dtype=dtype), 0, INDICES, state)
-
-
-def _grad(module: Any, dtype: torch.dtype, row: int) -> None:
-    module.softmax_grad_(torch.empty(3, row, dtype=dtype), 0, INDICES, torch.empty(4, 3))
-
-
 GATES = {
     "rows.gather_rows": Gate(_gather, loads=8, stores=8, scalars=13),
     "row_sums.add_rows": Gate(_add, loads=6, stores=2, scalars=9),
-    "softmax_slabs.softmax_update": Gate(_update, loads=2, stores=0, scalars=5, narrow_stores=4),
-    "softmax_slabs.softmax_grad": Gate(_grad, loads=2, stores=2, scalars=5),
 }
 assert set(GATES) == GATED
 
@@ -123,7 +107,7 @@ def _check(code: MachineCode, gate: Gate, lanes: int) -> None:
     assert code.wide_loads() >= gate.loads
     assert code.wide_stores() >= gate.stores
     assert code.narrow_loads() <= gate.scalars
-    assert code.narrow_stores() <= gate.narrow_stores
+    assert code.narrow_stores() == 0
 
 
 def _check_aligned(name: str, kind: str, target: str) -> None:

@@ -389,7 +389,7 @@ def a_table_and_a_model(world: World) -> object:
     return losses, model, optimizer, read_table(table)
 
 
-@pytest.mark.slow  # test_linear_cross_entropy.py has a quick one
+@pytest.mark.slow
 @pytest.mark.parametrize("lane", ["plain", "chaos"])
 def test_planned_training(lane: str) -> None:
     with planned_pager(verify=True) as pager, LANES[lane](pager.core):

@@ -377,3 +377,18 @@ def test_it_is_found_where_it_moved(pager, monkeypatch):
     monkeypatch.setattr(pager.core, "take", moves_first)
     assert torch.equal(F.linear(inputs, weight, bias), expected)
     assert len(accesses) == 1
+
+
+@pytest.mark.skipif(not hasattr(F, "linear_cross_entropy"), reason="needs PyTorch 2.13")
+def test_the_loss_in_chunks_is_pytorchs(pager):
+    """What docs name for a smaller loss."""
+    inputs, targets, found = torch.randn(90, 8), torch.arange(90) % 50, []
+    weight = torch.randn(50, 8)
+    for leaf in (weight.clone(), pager.page(weight)):
+        leaf.requires_grad_()
+        hidden = inputs.clone().requires_grad_()
+        chosen = torch.nn.LinearCrossEntropyOptions(batch_chunk_size=32)
+        loss = F.linear_cross_entropy(hidden, leaf, targets, options=chosen)
+        loss.backward()
+        found.append([loss.detach(), hidden.grad, leaf.grad.to_dense()])
+    assert_same(*found)
