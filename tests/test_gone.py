@@ -8,6 +8,10 @@ import pytest
 ROOT = Path(__file__).parents[1]
 
 MODULES = (
+    "kernels.cross_entropy",
+    "kernels.masked",
+    "kernels.row_sums",
+    "kernels.softmax_slabs",
     "kernels.zero_copy",
     "pager.devices.first_root",
     "pager.disk.engine_rows",
@@ -23,6 +27,7 @@ MODULES = (
     "pager.plan.op_clock",
     "pager.plan.recording",
     "pager.plan.sequence_trace",
+    "pager.streaming.cross_entropy",
     "pager.streaming.host_rows",
     "pager.tensor.page_lists",
     "planner.commands.show_map",

@@ -36,11 +36,13 @@ from ...kernels.as_torch import run_as_torch
 from ...kernels.cpu_split import Place
 from ...kernels.launch import upload
 from ...kernels.pieces import Paged
-from ...kernels.row_sums import RowGroups, add_rows, group_rows
 from ...kernels.rows import (
-    REFERENCE_BLOCKS,
-    REFERENCE_ELEMENTS,
+    MOST_BLOCKS,
+    MOST_ELEMENTS,
+    RowGroups,
+    add_rows,
     gather_rows,
+    group_rows,
     pages_of_rows,
     row_blocks,
 )
@@ -465,11 +467,11 @@ def _streaming_takes(table: PagedTensor, lookups: int) -> int:
     their sums, what was there before, and where their blocks are."""
     rows, columns = min(lookups, _rows_at_once(table)), table.size(1)
     per_row = row_bytes(table) // math.gcd(row_bytes(table), table._storage.pager.page_size)
-    blocks = 48 * min(rows * per_row, max(per_row, REFERENCE_BLOCKS))
+    blocks = 48 * min(rows * per_row, max(per_row, MOST_BLOCKS))
     sums = (rows + 1) * columns * max(table.dtype.itemsize, torch.float32.itemsize)
     if table.dtype.itemsize >= torch.float32.itemsize:
         return 48 * lookups + 2 * sums + blocks
-    wide = min(lookups * columns, max(lookups, REFERENCE_ELEMENTS)) * torch.float32.itemsize
+    wide = min(lookups * columns, max(lookups, MOST_ELEMENTS)) * torch.float32.itemsize
     return 48 * lookups + max(2 * sums + wide, 3 * sums + blocks)
 
 

@@ -43,7 +43,6 @@ class Table:
             arena[at : at + len(data)] = data.to(arena.device)
         table = np.array(frames, dtype=np.int32)
         self.paged = Paged(arena, table, PAGE, dtype, self.dense.numel())
-        self.frame_of = torch.from_numpy(table)  # which kernels on a CPU read where it is
 
     def row(self, row: int) -> bytes:
         return self.raw[row * self.row_bytes : (row + 1) * self.row_bytes]

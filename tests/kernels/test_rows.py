@@ -1,4 +1,4 @@
-"""Lookups of rows in pages, on every implementation."""
+"""Rows in pages: lookups, and sums of gradients."""
 
 import numpy as np
 import pytest
@@ -7,7 +7,7 @@ from page_suite import Backend, Guarded
 from paged_table import PAGE, Table
 
 from tensorpager.kernels.pieces import Paged
-from tensorpager.kernels.rows import gather_rows, pages_of_rows
+from tensorpager.kernels.rows import RowGroups, add_rows, gather_rows, group_rows, pages_of_rows
 
 CASES = {
     # (rows, columns), rows looked up
@@ -26,6 +26,13 @@ CASES = {
 cases = pytest.mark.parametrize("case", CASES)
 
 
+@pytest.fixture(
+    params=["reference", pytest.param("cuda", marks=pytest.mark.gpu)], ids=["cpu", "cuda"]
+)
+def backend(request: pytest.FixtureRequest) -> Backend:
+    return Backend(request.param)
+
+
 def _indices(rows: list[int], backend: Backend) -> torch.Tensor:
     return torch.tensor([-1, *rows], device=backend.device)[1:]  # at no multiple of 16 bytes
 
@@ -34,12 +41,7 @@ def _gather(backend: Backend, table: Table, rows: list[int], out: Guarded) -> No
     indices = _indices(rows, backend)
     dense = out.tensor.view(table.paged.dtype).view(len(rows), table.dense.shape[1])
     before = table.memory.bytes()
-    backend.run(
-        gather_rows,
-        *(table.paged, indices, dense),
-        reads=[table.frame_of, indices, *table.places()],
-        writes=[out.tensor],
-    )
+    gather_rows(table.paged, indices, dense)
     out.assert_is(b"".join(table.row(row) for row in rows))
     table.memory.assert_is(before)
 
@@ -70,12 +72,7 @@ def test_hand_made(backend: Backend) -> None:
     weight = Paged(arena, frames, PAGE, torch.float32, 2500)
     indices = _indices([1, 102], backend)
     out = torch.full((2, 10), -1.0, device=backend.device)
-    backend.run(
-        gather_rows,
-        *(weight, indices, out),
-        reads=[torch.from_numpy(frames), indices, arena],
-        writes=[out],
-    )
+    gather_rows(weight, indices, out)
     assert out.tolist() == [
         [2058, 2059, 2060, 2061, 2062, 2063, 2064, 2065, 2066, 2067],
         [3068, 3069, 3070, 3071, 0, 1, 2, 3, 4, 5],
@@ -93,66 +90,6 @@ def test_table_is_copied_up_if_not_given(backend: Backend) -> None:
     out = torch.empty(2, 300, device=backend.device)
     gather_rows(table.paged, _indices([11, 3], backend), out)
     assert torch.equal(out.cpu(), table.dense[[11, 3]])
-
-
-@pytest.mark.interpreter
-def test_checker_sees_a_row_that_was_not_looked_up() -> None:
-    """The lane proves something: with one row fewer allowed, the same lookup fails."""
-    backend = Backend("interpreter")
-    table = Table(backend, (40, 64), torch.float32, needed=[3, 17])
-    table.needed = [3]
-    with pytest.raises(AssertionError, match="not the kernel's"):
-        _gather(backend, table, [3, 17], Guarded(2 * table.row_bytes, backend))
-
-
-@pytest.fixture
-def plain() -> Backend:
-    return Backend("reference")
-
-
-def test_pages_away_are_an_error(plain: Backend) -> None:
-    table = Table(plain, (40, 64), torch.float32, needed=[0])
-    out = Guarded(2 * table.row_bytes, plain)
-    before = out.bytes()
-    dense = out.tensor.view(torch.float32).view(2, 64)
-    with pytest.raises(ValueError, match=r"row 39 is on page 2, which is in frame -1, .* bring"):
-        plain.run(gather_rows, table.paged, torch.tensor([0, 39]), dense, reads=[], writes=[])
-    out.assert_is(before)
-
-
-@pytest.mark.parametrize("row", [-1, 40])
-def test_rows_outside_the_table_are_an_error(plain: Backend, row: int) -> None:
-    table = Table(plain, (40, 64), torch.float32, needed=range(40))
-    out = torch.empty(2, 64)
-    with pytest.raises(IndexError, match=rf"row {row} is looked up, .* rows 0 to 39"):
-        plain.run(gather_rows, table.paged, torch.tensor([0, row]), out, reads=[], writes=[])
-
-
-@pytest.mark.parametrize(
-    ("indices", "out", "message"),
-    [
-        (torch.zeros(2, dtype=torch.int32), torch.empty(2, 64), r"pass indices.long\(\)"),
-        (torch.zeros(3, dtype=torch.int64), torch.empty(2, 64), r"pass \(2,\)"),
-        (torch.zeros(4, dtype=torch.int64)[::2], torch.empty(2, 64), r"stride \(2,\)"),
-        (torch.zeros(2, dtype=torch.int64), torch.empty(2, 64).double(), "float64.*must agree"),
-        (torch.zeros(2, dtype=torch.int64), torch.empty(2, 63), "whole rows of 63"),
-        (torch.zeros(2, dtype=torch.int64), torch.empty(64, 2).t(), r"pass \[n, D\]"),
-        (torch.zeros(2, dtype=torch.int64), torch.empty(2, 8, 8), r"pass \[n, D\]"),
-    ],
-)
-def test_wrong_arguments(
-    plain: Backend, indices: torch.Tensor, out: torch.Tensor, message: str
-) -> None:
-    table = Table(plain, (40, 64), torch.float32, needed=range(40))
-    with pytest.raises(ValueError, match=message):
-        gather_rows(table.paged, indices, out)
-
-
-def test_frame_table_of_another_length(plain: Backend) -> None:
-    table = Table(plain, (40, 64), torch.float32, needed=range(40))
-    short = Paged(table.paged.arena, table.paged.frames[:-1], PAGE, torch.float32, 40 * 64)
-    with pytest.raises(ValueError, match="3 pages, but frames has 2"):
-        gather_rows(short, torch.tensor([0]), torch.empty(1, 64))
 
 
 @cases
@@ -181,3 +118,185 @@ def test_pages_of_no_rows() -> None:
 def test_pages_of_a_row_below_zero() -> None:
     with pytest.raises(IndexError, match="row -2"):
         pages_of_rows(np.array([0, -2]), 400, PAGE)
+
+
+# -- sums of gradients -----------------------------------------------------------------------------
+FP32, FP16, BF16, FP64 = torch.float32, torch.float16, torch.bfloat16, torch.float64
+PADDING = 2
+SUM_CASES = {
+    # (rows, columns), rows looked up; row 2 is padding
+    "aligned": ((40, 64), [3, 39, 0, 3, 17, 2, 16, 3]),
+    "one_element": ((2000, 1), [0, 1999, 1024, 1023, 1, 0, 0, 2]),
+    "odd": ((60, 101), [10, 59, 10, 20, 40]),
+    "straddling": ((30, 100), [10, 20, 10, 29, 9, 10, 10, 10, 10, 10]),
+    "straddling_aligned": ((12, 304), [3, 6, 11, 6, 2]),
+    "over_a_page": ((7, 1030), [0, 3, 6, 3]),
+    "over_two_pages": ((4, 2500), [3, 1, 1]),
+}
+TYPES = {
+    "fp32": (FP32, FP32),
+    "bf16": (BF16, BF16),
+    "bf16_to_fp32": (BF16, FP32),
+    "fp16": (FP16, FP16),
+    "fp64": (FP64, FP64),
+}
+sum_cases = pytest.mark.parametrize("case", SUM_CASES)
+types_quick_and_slow = pytest.mark.parametrize(
+    "types",
+    [n if n in ("fp32", "bf16") else pytest.param(n, marks=pytest.mark.slow) for n in TYPES],
+)
+
+
+def _gradients(rows: list[int], columns: int, dtype: torch.dtype) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(len(rows) + columns)
+    return torch.randn(len(rows), columns, generator=generator).to(dtype)
+
+
+def _in_order(rows: list[int], grad: torch.Tensor) -> dict[int, torch.Tensor]:
+    """The oracle: for each row one addition after another, in numpy's fp32 (fp64)."""
+    compute = np.float64 if grad.dtype == FP64 else np.float32
+    numbers = grad.to(FP64).numpy().astype(compute)
+    sums: dict[int, np.ndarray] = {}
+    for row, number in zip(rows, numbers, strict=True):
+        if row != PADDING:
+            sums[row] = sums.get(row, np.zeros(grad.shape[1], compute)) + number
+    return {row: torch.from_numpy(sums[row]) for row in sorted(sums)}
+
+
+def _exact_by_frequency(rows: list[int], grad: torch.Tensor) -> dict[int, torch.Tensor]:
+    return {row: total / rows.count(row) for row, total in _in_order(rows, grad.to(FP64)).items()}
+
+
+def _groups(rows: list[int], backend: Backend) -> RowGroups:
+    groups = group_rows(torch.tensor(rows, dtype=torch.int64), padding_idx=PADDING)
+    return groups.to(torch.device(backend.device))
+
+
+def _sum(
+    backend: Backend,
+    rows: list[int],
+    grad: torch.Tensor,
+    dtype: torch.dtype,
+    by_frequency: bool = False,
+) -> torch.Tensor:
+    """The sums alone: what is added to a table of zeros."""
+    groups = _groups(rows, backend)
+    grad = grad.to(backend.device)
+    shape = max(rows, default=0) + 1, grad.shape[1]
+    numel = shape[0] * shape[1]
+    pages = -(-numel * dtype.itemsize // PAGE)
+    memory = Guarded(pages * PAGE, backend)
+    memory.tensor.zero_()
+    target = Paged(memory.tensor, np.arange(pages, dtype=np.int32), PAGE, dtype, numel)
+    add_rows(grad, groups, target, by_frequency)
+    memory.assert_is(memory.bytes())
+    return memory.tensor.view(dtype)[:numel].view(shape)[groups.ids].cpu()
+
+
+@sum_cases
+@types_quick_and_slow
+def test_sums_are_in_order(backend: Backend, case: str, types: str) -> None:
+    """To the bit, whatever the implementation."""
+    (_, columns), rows = SUM_CASES[case]
+    grad = _gradients(rows, columns, TYPES[types][0])
+    expected = _in_order(rows, grad)
+    found = _sum(backend, rows, grad, TYPES[types][1])
+    assert torch.equal(found, torch.stack([*expected.values()]).to(TYPES[types][1]))
+
+
+@sum_cases
+@types_quick_and_slow
+def test_sums_into_pages(backend: Backend, case: str, types: str) -> None:
+    """To the bit; of the pages only the rows that were looked up are read and written."""
+    shape, rows = SUM_CASES[case]
+    grad = _gradients(rows, shape[1], TYPES[types][0])
+    expected = _in_order(rows, grad)
+    dtype = TYPES[types][1]
+    target = Table(backend, shape, dtype, needed=expected)
+    groups, grad = _groups(rows, backend), grad.to(backend.device)
+    before = target.memory.bytes()
+    add_rows(grad, groups, target.paged)
+    compute = FP64 if dtype == FP64 else FP32
+    new = {row: (target.dense[row].to(compute) + expected[row]).to(dtype) for row in expected}
+    target.assert_is(before, {row: bytes(x.view(torch.uint8).numpy()) for row, x in new.items()})
+
+
+@pytest.mark.parametrize("dtype", [FP32, FP64], ids=str)
+def test_torch_adds_in_the_same_order(dtype: torch.dtype) -> None:
+    """What the reference promises: the bits of torch's dense gradient on a CPU."""
+    generator = torch.Generator().manual_seed(5)
+    indices = torch.randint(50, (4000,), generator=generator)
+    grad = torch.randn(4000, 19, generator=generator, dtype=dtype)
+    found = _sum(Backend("reference"), indices.tolist(), grad, dtype)
+    dense = torch.ops.aten.embedding_dense_backward(grad, indices, 50, PADDING, False)
+    groups = _groups(indices.tolist(), Backend("reference"))
+    assert torch.equal(found, dense[groups.ids])
+    assert torch.equal(found, torch.stack([*_in_order(indices.tolist(), grad).values()]))
+
+
+@pytest.mark.parametrize("columns", [64, 101])
+def test_scaled_by_frequency(backend: Backend, columns: int) -> None:
+    """Within one rounding of each addition and one of the scale.
+
+    |found - exact| <= (k + 2) * 2^-24 * (sum of the k gradients' magnitudes) / k
+    """
+    rows = [3, 7, 3, 2, 3, 3, 9, 7, *[11] * 30]
+    grad = _gradients(rows, columns, FP32)
+    exact = _exact_by_frequency(rows, grad)
+    size = _exact_by_frequency(rows, grad.abs())
+    found = _sum(backend, rows, grad, FP32, by_frequency=True)
+    for row, total in zip(exact, found.to(FP64), strict=True):
+        bound = (rows.count(row) + 2) * 2**-24 * size[row]
+        assert ((total - exact[row]).abs() <= bound).all()
+
+
+def test_scaled_by_frequency_into_pages(backend: Backend) -> None:
+    rows = [3, 7, 3, 2, 3, 3, 9, 7]
+    grad = _gradients(rows, 64, FP64)
+    exact = _exact_by_frequency(rows, grad)
+    target = Table(backend, (40, 64), FP64, needed=exact)
+    groups, grad = _groups(rows, backend), grad.to(backend.device)
+    add_rows(grad, groups, target.paged, True)
+    found = torch.cat(target.places()).cpu().view(FP64).view(len(exact), 64)
+    for row, total in zip(exact, found, strict=True):
+        assert torch.allclose(total, target.dense[row] + exact[row], rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("by_frequency", [False, True])
+def test_bits_of_torch_on_a_cpu(by_frequency: bool) -> None:
+    rows = [3, 7, 3, 2, 3, 3, 9, 7]
+    grad = _gradients(rows, 101, FP32)
+    dense = torch.ops.aten.embedding_dense_backward(
+        grad, torch.tensor(rows), 12, PADDING, by_frequency
+    )
+    found = _sum(Backend("reference"), rows, grad, FP32, by_frequency)
+    assert torch.equal(found, dense[[3, 7, 9]])
+
+
+def test_infinities_and_nans_stay_in_their_rows(backend: Backend) -> None:
+    rows = [3, 7, 3, 9]
+    grad = torch.ones(4, 8)
+    grad[0, 1], grad[2, 1], grad[1, 2], grad[3] = torch.inf, -torch.inf, torch.nan, -0.0
+    found = _sum(backend, rows, grad, BF16)
+    expected = torch.tensor([[2.0] * 8, [1.0] * 8, [0.0] * 8])
+    expected[0, 1] = expected[1, 2] = torch.nan
+    assert torch.equal(found.float().nan_to_num(7), expected.nan_to_num(7))
+
+
+@pytest.mark.parametrize("rows", [[], [2, 2]])
+def test_nothing_to_sum(backend: Backend, rows: list[int]) -> None:
+    grad = torch.ones(len(rows), 8)
+    assert _sum(backend, rows, grad, FP32).shape == (0, 8)
+    target = Table(backend, (9, 8), FP32, needed=[])
+    before = target.memory.bytes()
+    groups, grad = _groups(rows, backend), grad.to(backend.device)
+    add_rows(grad, groups, target.paged)
+    target.memory.assert_is(before)
+
+
+def test_groups() -> None:
+    groups = group_rows(torch.tensor([[5, 1, 5], [0, 5, 1]]), padding_idx=0)
+    assert groups.ids.tolist() == [1, 5]
+    assert groups.order.tolist() == [1, 5, 0, 2, 4]
+    assert groups.starts.tolist() == [0, 2, 5]
+    assert groups.lookups == 6
