@@ -308,8 +308,6 @@ class Core:
                 )
                 undo.callback(self.disk.close)
                 self.disk.engine = WatchedEngine(self.disk.engine, self.io_watch)
-            if self.disk is not None and self.disk.registration is not None:
-                self.backend.register_frames(self.disk.registration)
             self.wear = Wear(self.disk, given.disk_write_limit)
             self.host = HostTier(given.budget_bytes["host"], size, self.backend)
             undo.callback(self.host.close)

@@ -14,6 +14,7 @@ MODULES = (
     "kernels.softmax_slabs",
     "kernels.zero_copy",
     "pager.devices.first_root",
+    "pager.devices.registration",
     "pager.disk.engine_rows",
     "pager.disk.rate_limit",
     "pager.machine.calibration.rows",

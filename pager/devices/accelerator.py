@@ -15,7 +15,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -23,10 +23,6 @@ from ..errors import PagerError
 from .dense_meter import NO_TIMELINE, Timeline
 from .dense_refusal import Peak
 from .device import LANES, Bytes, Copy, HostMemory, Mark
-
-if TYPE_CHECKING:
-    from .registration import Registration
-
 
 _THERE: AbstractContextManager[None] = nullcontext()
 
@@ -62,7 +58,6 @@ class Kit(Protocol):
 
     def commit(self, nbytes: int) -> None: ...
     def remake(self, nbytes: int, *, empty: bool) -> bool: ...
-    def register_frames(self, registration: Registration) -> None: ...
     def host_memory(self, nbytes: int) -> list[HostMemory]: ...
     def register_host(self, memory: Bytes) -> None: ...
     def unregister_host(self, memory: Bytes) -> None: ...
@@ -149,9 +144,6 @@ class Accelerator:
         is about to be needed."""
         torch.accelerator.synchronize(self.device)
         torch.accelerator.empty_cache()
-
-    def register_frames(self, registration: Registration) -> None:
-        self.kit.register_frames(registration)
 
     def frames_view(self, offset: int, nbytes: int) -> torch.Tensor:
         return self.arena[offset : offset + nbytes]

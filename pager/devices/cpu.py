@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -15,9 +15,6 @@ from .dense_refusal import Peak
 from .device import URGENT, Bytes, Copy, HostMemory, Mark
 from .heap import ROOMY_BYTES, TIGHT_BYTES, give_back_idle, map_blocks_from
 from .memory import Region
-
-if TYPE_CHECKING:
-    from .registration import Registration
 
 
 def private_memory(nbytes: int) -> HostMemory:
@@ -69,9 +66,6 @@ class Cpu:
 
     def remake(self, nbytes: int, *, empty: bool) -> bool:
         raise NotImplementedError("the border moves")
-
-    def register_frames(self, registration: Registration) -> None:
-        pass
 
     def frames_view(self, offset: int, nbytes: int) -> Bytes:
         return self._bytes[offset : offset + nbytes]

@@ -11,16 +11,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from ..errors import PagerError
 from .cpu import private_memory
 from .device import Bytes, HostMemory
-
-if TYPE_CHECKING:
-    from .registration import Registration
 
 
 def _driver() -> Any:
@@ -141,7 +138,6 @@ class CudaMemory:
     name = "CUDA"
     can_unmap = caps_dense = knows_dense = takes_drives = True
     counted_bytes = 0  # the arena is none of PyTorch's allocator's memory
-    _registration: Registration | None = None
 
     def __init__(self, device: torch.device, reserved_bytes: int, committed_bytes: int) -> None:
         self._device = device
@@ -174,24 +170,10 @@ class CudaMemory:
 
     # -- the border ------------------------------------------------------------------------------
     def commit(self, nbytes: int) -> None:
-        if self._registration is not None:
-            self._registration.keep(nbytes)
-        try:
-            self._range.commit(nbytes)
-        finally:
-            self._register()
+        self._range.commit(nbytes)
 
     def remake(self, nbytes: int, *, empty: bool) -> bool:
         raise NotImplementedError("the border moves")
-
-    def register_frames(self, registration: Registration) -> None:
-        self._registration = registration
-        self._register()
-
-    def _register(self) -> None:
-        if self._registration is not None:
-            mapped = self._range
-            self._registration.cover(self.arena, mapped.committed_bytes, mapped.granularity)
 
     # -- page-locked host memory -----------------------------------------------------------------
     def host_memory(self, nbytes: int) -> list[HostMemory]:
@@ -268,9 +250,5 @@ class CudaMemory:
         torch.cuda.set_per_process_memory_fraction(share, self._device)
 
     def close(self) -> None:
-        """Raises ``PagerError`` with everything still mapped if a drive may still write there
-        (rule 4 of ``registration.py``)."""
-        if self._registration is not None:
-            self._registration.keep(0)
         self.arena = torch.empty(0, dtype=torch.uint8, device=self._device)
         self._range.close()

@@ -22,8 +22,7 @@ below means every stream that was noted.
    of it: its ticket is forgotten.
 4. The CPU touches host memory (disk I/O, checksums, saving) only after ``wait``.
 5. Disk I/O straight on device frames is no stream's work: its thread waits for the marks of rule 2,
-   and what is queued after the I/O has returned finds the bytes there. Memory that cuFile knows
-   (``register_frames``) is known from after it was mapped until before it is unmapped.
+   and what is queued after the I/O has returned finds the bytes there.
 6. Host memory and the arena are given back at the end when *compute* has reached all marks of
    copies, and the CPU has waited for a mark that was made then.
 
@@ -35,7 +34,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -43,9 +42,6 @@ import torch
 
 from .dense_meter import Timeline
 from .dense_refusal import Peak
-
-if TYPE_CHECKING:
-    from .registration import Registration
 
 Bytes = npt.NDArray[np.uint8]
 Mark = tuple[Any, ...]
@@ -109,10 +105,6 @@ class Device(Protocol):
         others afterwards. ``False``, and nothing has changed, where the budget or the device has no
         room for both at once. ``empty``: no byte counts, so the old one is given back first. If
         there is no memory for the new one, the old size is there again."""
-
-    def register_frames(self, registration: Registration) -> None:
-        """Keep ``registration`` in step with the memory behind the arena, from now until the arena
-        is closed. Before the first I/O on frames."""
 
     def frames_view(self, offset: int, nbytes: int) -> Any:
         """Arena bytes for disk I/O in place: an array where ``host_addressable``, else a tensor."""

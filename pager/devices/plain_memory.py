@@ -9,16 +9,13 @@ comes in pieces of such sizes, which together are what was asked for.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 
 from ..errors import PagerError
 from .device import Bytes, HostMemory
-
-if TYPE_CHECKING:
-    from .registration import Registration
 
 _STATISTICS = ("allocated_bytes.all.peak", "reserved_bytes.all.peak")
 
@@ -101,9 +98,6 @@ class PlainMemory:
         if not self.knows_dense:
             return self.arena.numel()
         return int(torch.accelerator.memory_allocated(self._device))
-
-    def register_frames(self, registration: Registration) -> None:
-        raise NotImplementedError("takes_drives says that this cannot be")
 
     # -- page-locked host memory -----------------------------------------------------------------
     def host_memory(self, nbytes: int) -> list[HostMemory]:

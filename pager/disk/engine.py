@@ -15,7 +15,6 @@ import os
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from ..devices.registration import Registration
 from ..errors import PagerError
 from . import file as disk_io
 from .kvikio import KvikioEngine, has_gds, why_not
@@ -67,7 +66,6 @@ class PosixEngine:
 
     name = "posix"
     takes_device = False
-    registration: Registration | None = None
 
     def __init__(self, fd: int, *, direct: bool) -> None:
         self.direct = direct
@@ -103,8 +101,7 @@ def make_engine(
     ``io_engine``: ``auto`` is ``kvikio`` where the pages' frames are in device memory (``on_cuda``)
     and GPUDirect Storage works; through host memory it is no faster than ``posix``.
     ``direct``: whether ``fd`` has O_DIRECT. ``callers``: how many threads will call at once.
-    ``task_bytes``: the largest piece that one thread moves. Its ``registration`` is of the frames
-    that it moves, ``None`` where registering them helps nothing.
+    ``task_bytes``: the largest piece that one thread moves.
 
     Raises PagerError for ``kvikio`` where that cannot work.
     """

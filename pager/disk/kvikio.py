@@ -17,7 +17,7 @@ callers, and where that is done:
 5. Its threads do not exist in a forked child, where whoever waited for them would wait for ever:
    a child has no such engine (``auto`` is ``posix`` there), and ends without KvikIO's destructors.
 6. It gives up on EINTR, and its errors are ``RuntimeError`` with a text: ``_translated``.
-7. cuFile copies device memory that was not registered: devices/registration.py.
+7. cuFile copies device memory that was not registered through buffers of its own on the GPU.
 
 Settings are of the whole process, other users of KvikIO included: an engine with O_DIRECT turns
 ``auto_direct_io_*`` on for good, one without it turns them off while it opens its own file.
@@ -36,7 +36,6 @@ from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module
 from typing import Any
 
-from ..devices.registration import Registration
 from ..errors import PagerError
 
 _DIRECT = ("auto_direct_io_read", "auto_direct_io_write")
@@ -93,28 +92,12 @@ def has_gds() -> bool:
         return False
 
 
-def registration() -> Registration | None:
-    """For device memory that this process's KvikIO will move; ``None`` where that passes host
-    memory anyway (compatibility mode), so that registering it would only take up room."""
-    if not has_gds():
-        return None
-    try:
-        calls = import_module("kvikio.buffer")
-    except ImportError:  # an older one
-        return None
-    most: int | None = None
-    with contextlib.suppress(Exception):  # a driver that cannot be asked
-        most = int(import_module("kvikio.cufile_driver").get("max_pinned_memory_size")) << 10
-    return Registration(calls, most or None)
-
-
 class KvikioEngine:
     """Implements :class:`~.io_engine.Engine` on the file of ``fd``, which stays its owner's.
 
     ``direct``: whether to bypass the page cache; the attribute says whether that could be had.
     ``callers``: how many threads call at once. ``task_bytes``: the largest piece that one of
-    KvikIO's threads moves. ``registration``: of the frames, for the backend to keep in step with
-    its memory; ``None`` where that does not help.
+    KvikIO's threads moves.
 
     Raises PagerError, and leaves nothing open, if KvikIO cannot be used on the file.
     """
@@ -150,7 +133,6 @@ class KvikioEngine:
         except BaseException:
             self._file.close()
             raise
-        self.registration = registration() if takes_device else None
         _engines.add(self)
 
     def write(self, buffers: Sequence[Any], offset: int) -> None:

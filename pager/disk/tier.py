@@ -43,8 +43,7 @@ class DiskTier:
     ``slots`` says which are free; it belongs to the caller, which allocates before it writes.
     Methods may be called from several threads. ``direct``: whether to bypass the page cache with
     O_DIRECT; by default wherever that works. ``threads``: how many read, and how many write (what
-    suits a disk: ``calibration/cache.py``). ``registration``: of the frames, where the
-    engine moves them straight; for their backend.
+    suits a disk: ``calibration/cache.py``).
     ``io_engine``: see ``engine.make_engine``; ``on_cuda``: whether the pages come from device
     memory. ``engine``: what to put around the engine (tests put faults there).
 
@@ -101,7 +100,6 @@ class DiskTier:
                 task_bytes=TASK_BYTES,
                 on_cuda=on_cuda,
             )
-            self.registration = made.registration
             self.engine: Engine = made if engine is None else engine(made)
         except BaseException:
             self._close_fd()
@@ -119,16 +117,13 @@ class DiskTier:
         """Whether transfers bypass the page cache."""
         return self.engine.direct
 
-    def describe(self) -> dict[str, str | int | bool | None]:
-        """How pages are moved here, for people. ``note``: what could not be had, and why."""
-        known = self.registration
+    def describe(self) -> dict[str, str | int | bool]:
+        """How pages are moved here, for people."""
         return {
             "engine": self.engine.name,
             "direct": self.direct,
             "threads": self.threads,
             "moves_frames": self.engine.takes_device,
-            "registered_bytes": known.registered_bytes if known is not None else 0,
-            "note": known.note if known is not None else None,
         }
 
     def fileno(self) -> int:

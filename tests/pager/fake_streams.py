@@ -119,9 +119,6 @@ class FakeKit:
     def copy_batch(self, *copies: Any) -> None:
         raise NotImplementedError
 
-    def register_frames(self, registration: Any) -> None:
-        raise NotImplementedError
-
 
 class FakeAccelerator(Accelerator):
     """The accelerator's copies and marks, on a CPU's memory."""

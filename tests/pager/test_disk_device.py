@@ -36,7 +36,6 @@ class OnDevice:
 
     name = "kvikio"
     takes_device = True
-    registration = None
 
     def __init__(self, inner: Any) -> None:
         self._inner = inner

@@ -5,10 +5,8 @@ import json
 import re
 import resource
 import shutil
-import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,8 +14,6 @@ import torch
 from click.testing import CliRunner
 
 from tensorpager.pager.cli import main
-from tensorpager.pager.devices import choice
-from tensorpager.pager.devices.registration import Registration
 from tensorpager.pager.disk import kvikio as kvikio_engine
 from tensorpager.pager.disk import mounts
 from tensorpager.pager.disk import watch as disk_watch
@@ -34,7 +30,6 @@ from tensorpager.pager.machine.doctor import rates as doctor_rates
 from tensorpager.pager.machine.doctor.finding import Finding, lines_of
 from tensorpager.pager.machine.doctor.memory import Budgets, memory_findings
 
-from . import fake_kvikio
 from .disk_suite import open_below
 from .faulty_engine import FaultyEngine
 
@@ -305,7 +300,6 @@ def with_gds(monkeypatch: pytest.MonkeyPatch, files: Files) -> None:
     monkeypatch.setattr(doctor_gds.os, "access", lambda path, mode: True)
     monkeypatch.setattr(kvikio_engine, "why_not", lambda: None)
     monkeypatch.setattr(kvikio_engine, "has_gds", lambda: True)
-    monkeypatch.setattr(doctor_gds, "_registered", lambda budget: Finding("arena", "ok", ""))
     on_nvme(monkeypatch)
 
 
@@ -318,8 +312,8 @@ def on_nvme(
 
 @pytest.mark.usefixtures("with_gds")
 def test_gds_works() -> None:
-    kvikio, gds, arena = doctor_gds.gds_findings(Path(), on_gpu=True)
-    assert kvikio.state == gds.state == arena.state == "ok"
+    kvikio, gds = doctor_gds.gds_findings(Path(), on_gpu=True)
+    assert kvikio.state == gds.state == "ok"
     assert "directly (nvidia-fs 2.17.3)" in gds.detail
 
 
@@ -349,47 +343,6 @@ def test_gds_is_switched_off_or_not_there(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setenv("KVIKIO_COMPAT_MODE", "ON")
     finding = doctor_gds.gds_findings(Path(), on_gpu=True)[1]
     assert (finding.state, finding.remedy) == ("warning", "unset KVIKIO_COMPAT_MODE")
-
-
-def test_whether_the_arena_can_be_registered(monkeypatch: pytest.MonkeyPatch) -> None:
-    cufile = fake_kvikio.install(monkeypatch)
-    memory = torch.zeros(2 << 20, dtype=torch.uint8)
-    cufile.base = memory.data_ptr()
-    cufile.map(0)
-    closed: list[Registration] = []
-
-    def make(device: torch.device, reserved: int, committed: int) -> SimpleNamespace:
-        assert (device.type, reserved, committed) == ("cuda", 2 << 20, 2 << 20)
-        known: list[Registration] = []
-
-        def register(registration: Registration) -> None:
-            known.append(registration)
-            registration.cover(memory, fake_kvikio.PIECE, fake_kvikio.PIECE)
-
-        def close() -> None:
-            known[0].keep(0)
-            closed.extend(known)
-
-        return SimpleNamespace(register_frames=register, close=close)
-
-    monkeypatch.setattr(choice, "make_device", make)
-    monkeypatch.setattr(choice, "resolve", torch.device)
-    finding = doctor_gds._registered(20 * GIB)
-    assert (finding.state, finding.detail) == (
-        "ok", "cuFile registers device memory, 32.00 GiB at most"
-    )  # fmt: skip
-    assert cufile.pieces("register") == cufile.pieces("deregister") == [0]
-    cufile.most = 0
-    finding = doctor_gds._registered(20 * GIB)
-    assert finding.state == "warning"
-    assert "could not be registered (BAR1 full)" in finding.detail
-    assert len(closed) == 2
-    assert "max_device_pinned_mem_size_kb" in finding.remedy
-    finding = doctor_gds._registered(40 * GIB)
-    assert finding.state == "warning"
-    assert "cuFile registers 32.00 GiB at most, so for a larger arena" in finding.detail
-    monkeypatch.setitem(sys.modules, "kvikio.buffer", None)
-    assert "this KvikIO cannot register memory" in doctor_gds._registered(0).detail
 
 
 @pytest.mark.parametrize("on_gpu", [True, False])

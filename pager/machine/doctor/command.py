@@ -91,7 +91,7 @@ def examine(
     rates = measure_rates(disk_path if usable else None)
     return [
         *gpu_findings(),
-        *gds_findings(disk_path, on_gpu=on_gpu, device_budget=device_budget),
+        *gds_findings(disk_path, on_gpu=on_gpu),
         *memory_findings(Budgets(device_budget, host_budget, disk_budget, on_gpu)),
         allocator_finding(),
         *disk,

@@ -11,27 +11,19 @@ import os
 import re
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from ....planner.sizes import format_bytes
 from ...disk.mounts import Mount, mount_of, text_of
-from ...errors import PagerError
 from .finding import Finding, State, installed
 
 _PACKAGES = ("kvikio-cu13", "kvikio-cu12")
-if TYPE_CHECKING:
-    from ...devices.registration import Registration
-
 _FOLDER = "/proc/driver/nvidia-fs"
 _LOCAL = ("ext4", "xfs")
 _DISTRIBUTED = ("lustre", "wekafs", "gpfs", "beegfs", "nfs", "nfs4", "scatefs")
-_PROBE_BYTES = 2 << 20
 _TRUE = ("1", "on", "true", "yes")
 
 
-def gds_findings(folder: Path, *, on_gpu: bool, device_budget: int = 0) -> list[Finding]:
-    """``on_gpu``: whether there is a GPU, without which none of this is needed. ``device_budget``
-    in bytes, 0 if not known."""
+def gds_findings(folder: Path, *, on_gpu: bool) -> list[Finding]:
+    """``on_gpu``: whether there is a GPU, without which none of this is needed."""
     from ...disk import kvikio as kvikio_engine
 
     package = next((name for name in _PACKAGES if installed(name)), None)
@@ -49,8 +41,7 @@ def gds_findings(folder: Path, *, on_gpu: bool, device_budget: int = 0) -> list[
     kvikio = Finding("KvikIO", "ok", f"{name}, works")
     if not on_gpu:
         return [kvikio]
-    gds = _gds(folder, straight=kvikio_engine.has_gds())
-    return [kvikio, gds, *([_registered(device_budget)] if gds.state == "ok" else [])]
+    return [kvikio, _gds(folder, straight=kvikio_engine.has_gds())]
 
 
 def _gds(folder: Path, *, straight: bool) -> Finding:
@@ -68,46 +59,6 @@ def _gds(folder: Path, *, straight: bool) -> Finding:
             "use_pci_p2pdma in cufile.json; gdscheck -p has the details",
         )
     return Finding(what, "ok", f"disk and GPU exchange pages directly ({driver or 'P2PDMA'})")
-
-
-def _registered(device_budget: int) -> Finding:
-    """Whether cuFile takes device memory like the arena's as its own; tried with one page of it."""
-    from ...devices.registration import LIMITS
-    from ...disk.kvikio import registration
-
-    what, slower = "registered arena", "transfers go through cuFile's own buffers on the GPU"
-    found = registration()
-    if found is None:
-        detail = f"this KvikIO cannot register memory; {slower}"
-        return Finding(what, "warning", detail, "pip install -U 'tensorpager[gds]'")
-    limit = found.most_bytes
-    if limit is not None and device_budget > limit:
-        detail = f"cuFile registers {format_bytes(limit)} at most, so for a larger arena {slower}"
-        return Finding(what, "warning", detail, LIMITS)
-    note = _tried(found)
-    if note is not None:
-        return Finding(what, "warning", *note)
-    most = f", {format_bytes(limit)} at most" if limit is not None else ""
-    return Finding(what, "ok", f"cuFile registers device memory{most}")
-
-
-def _tried(registration: Registration) -> tuple[str, str] | None:
-    """Registers a page of device memory and gives it back; what is wrong, with the remedy."""
-    from ...devices.choice import make_device, resolve
-
-    try:
-        backend = make_device(resolve("cuda"), _PROBE_BYTES, _PROBE_BYTES)
-        try:
-            backend.register_frames(registration)
-        finally:
-            backend.close()
-    except PagerError as error:
-        what, _, remedy = str(error).partition("; ")
-        return what, remedy or "nvidia-smi says who has the GPU's memory"
-    if registration.note is None:
-        return None
-    what, _, remedy = registration.note.partition("; ")
-    return what, remedy
 
 
 def _driver() -> str:
