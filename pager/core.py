@@ -33,7 +33,6 @@ from .disk.tier import DiskTier
 from .disk.watch import IoWatch, WatchedEngine
 from .disk.wear import Wear
 from .errors import InfeasibleBudget, PagerError, TierFull
-from .machine.calibration.cache import threads_for
 from .machine.ranks import share_of
 from .memory.frame_pool import FramePool
 from .memory.host import HostTier
@@ -302,7 +301,6 @@ class Core:
                     given.disk_path,
                     given.budget_bytes["disk"],
                     size,
-                    threads=threads_for(given.disk_path),
                     io_engine=given.io_engine,
                     on_cuda=self.backend.takes_drives,
                 )

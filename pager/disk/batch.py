@@ -26,9 +26,8 @@ their borders. Measured, both ways at once: 2 MiB reach 97 % of the best block's
 64 KiB 49 % (scripts/results/io-settings-2026-11-22.json)."""
 
 THREADS = 4
-"""How many threads read, and how many write, on a disk that ``tensorpager bench-io`` has not seen.
-Measured likewise, on a virtual disk and two cores: 1 thread reaches 86 % of the rate of 8, 2 reach
-91 %, 4 98 %."""
+"""How many threads read, and how many write. Measured likewise, on a virtual disk and two cores: 1
+thread reaches 86 % of the rate of 8, 2 reach 91 %, 4 98 %."""
 
 
 @dataclass

@@ -8,9 +8,8 @@ callers, and where that is done:
    future of theirs is done, whatever happens meanwhile.
 2. It does not wait for anybody's stream. Who passes device memory has waited (disk/engine.py).
 3. It has one pool of threads in the process, for all files and both directions. It is made large
-   enough that no caller queues behind another (how many call, ``bench-io`` found out for this disk:
-   calibration/cache.py), and never smaller. Their page-locked buffers hold a task each
-   (``batch.TASK_BYTES``) instead of 16 MiB, because no budget counts them.
+   enough that no caller queues behind another, and never smaller. Their page-locked buffers hold a
+   task each (``batch.TASK_BYTES``) instead of 16 MiB, because no budget counts them.
 4. It opens the file by a path, twice (with O_DIRECT and without). Ours has no name, so the path is
    that of its descriptor, and what was opened is checked to be that file. A forked child closes
    both at once, because a file without a name takes up space while any process has it open.

@@ -42,8 +42,7 @@ class DiskTier:
 
     ``slots`` says which are free; it belongs to the caller, which allocates before it writes.
     Methods may be called from several threads. ``direct``: whether to bypass the page cache with
-    O_DIRECT; by default wherever that works. ``threads``: how many read, and how many write (what
-    suits a disk: ``calibration/cache.py``).
+    O_DIRECT; by default wherever that works. ``threads``: how many read, and how many write.
     ``io_engine``: see ``engine.make_engine``; ``on_cuda``: whether the pages come from device
     memory. ``engine``: what to put around the engine (tests put faults there).
 

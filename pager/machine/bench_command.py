@@ -68,9 +68,6 @@ def bench_io(
     Nothing is read from the page cache where the file system has O_DIRECT, as in training. A
     drive's own cache counts as the drive.
 
-    How many threads were best is remembered: for a week, trainings use as many on that disk. The
-    other settings are yours to pass.
-
     \b
     Example:
       tensorpager bench-io /nvme
@@ -79,7 +76,6 @@ def bench_io(
     with in_one_line(context):
         from ..disk.kvikio import why_not
         from .bench import LARGEST, sweep, together
-        from .calibration.cache import remember_threads
 
         size_bytes -= size_bytes % LARGEST
         _refuse(path, size_bytes, least=LARGEST)
@@ -89,7 +85,6 @@ def bench_io(
             results, best, direct = sweep(
                 path, size_bytes, engines, rounds=rounds, seconds=seconds, report=report
             )
-        kept = remember_threads(path, best.threads)
         if as_json:
             emit_json(
                 {
@@ -103,7 +98,6 @@ def bench_io(
                     ],
                     "recommended": asdict(best),
                     "kvikio_missing": why_no_kvikio,
-                    "threads_remembered": kept,
                 }
             )
         else:
@@ -112,7 +106,6 @@ def bench_io(
                 emit("There is no O_DIRECT here, so the page cache is measured with the disk.")
             if why_no_kvikio:
                 emit(f"kvikio was not measured: {why_no_kvikio}.")
-            emit(_threads(best.threads, kept=kept))
 
 
 def _refuse(path: Path, size_bytes: int, *, least: int) -> None:
@@ -163,18 +156,6 @@ def _lines(path: Path, size_bytes: int, results: Results, best: Setting) -> list
     page = f"{kib >> 10}MiB" if kib % 1024 == 0 else f"{kib}KiB"
     arguments = f'page_size="{page}", io_engine="{best.engine}"'
     return [table(columns, rows, title=title), "", f"Recommended: Pager(..., {arguments})"]
-
-
-def _threads(count: int, *, kept: bool) -> str:
-    from ..disk.batch import THREADS
-
-    threads = f"{count} thread{'s' if count > 1 else ''} each way"
-    if kept:
-        return f"Trainings use {threads} on this disk, for a week or until the next bench-io."
-    return (
-        f"{threads} would be best, but that cannot be remembered (TENSORPAGER_CALIBRATION=off, or "
-        f"no cache folder), so trainings use {THREADS}."
-    )
 
 
 def _gb(bytes_per_s: float) -> str:

@@ -9,16 +9,12 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
-from tensorpager.pager.disk.batch import THREADS
 from tensorpager.pager.machine import bench
 from tensorpager.pager.machine.bench import Setting, cheapest_of_the_best, together
 from tensorpager.pager.machine.bench_command import bench_io
-from tensorpager.pager.machine.calibration import cache
-from tensorpager.pager.machine.calibration.cache import machine_key, remember_threads, threads_for
 from tensorpager.pager.machine.calibration.disk_rates import DiskRates
 
 from .disk_suite import open_below
-from .models import make_pager
 
 MIB = 1 << 20
 
@@ -69,49 +65,6 @@ def test_json(few: None, tmp_path: Path) -> None:
     for row in content["bytes_per_s"]:
         ways = ("write_alone", "read_alone", "write_beside", "read_beside", "together")
         assert min(row[way] for way in ways) > 0
-
-
-# What it is remembered for
-
-
-def test_trainings_use_as_many_threads_as_were_best(few: None, tmp_path: Path) -> None:
-    assert threads_for(tmp_path) == THREADS
-    content = json.loads(run(str(tmp_path), *QUICK, "--json").stdout)
-    best = content["recommended"]["threads"]
-    assert content["threads_remembered"] is True
-    assert threads_for(tmp_path) == best
-    assert remember_threads(tmp_path, 3)
-    with make_pager(disk_budget="2MiB", disk_path=tmp_path) as pager:
-        assert pager.stats()["disk_engine"]["threads"] == 3
-        assert pager.core.disk is not None
-        key = machine_key(pager.device, pager.core.disk, pager.page_size)
-        assert key["disk_threads"] == 3, "rates were measured with other threads"
-
-
-def test_what_is_remembered_is_said(
-    few: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    said = " ".join(run(str(tmp_path), *QUICK).output.split())
-    best = threads_for(tmp_path)
-    assert f"Trainings use {best} threads each way on this disk, for a week" in said
-    monkeypatch.setenv("TENSORPAGER_CALIBRATION", "off")
-    said = " ".join(run(str(tmp_path), *QUICK).output.split())
-    assert "but that cannot be remembered (TENSORPAGER_CALIBRATION=off" in said
-    assert said.endswith(f"so trainings use {THREADS}.")
-    assert threads_for(tmp_path) == THREADS
-
-
-@pytest.mark.parametrize("values", [{}, {"threads": 0}, {"threads": 65}, {"threads": True},
-                                    {"threads": 2.0}, {"threads": "4"}])  # fmt: skip
-def test_a_number_of_threads_that_cannot_be_is_not_used(
-    tmp_path: Path, values: dict[str, Any]
-) -> None:
-    key = cache._threads_key(tmp_path)
-    assert key is not None
-    cache.store(key, values)
-    assert threads_for(tmp_path) == THREADS
-    assert threads_for(tmp_path / "nowhere") == THREADS
-    assert not remember_threads(tmp_path / "nowhere", 2)
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ from tensorpager.pager.machine.doctor import gds as doctor_gds
 from tensorpager.pager.machine.doctor import gpu as doctor_gpu
 from tensorpager.pager.machine.doctor import rates as doctor_rates
 from tensorpager.pager.machine.doctor.finding import Finding, lines_of
-from tensorpager.pager.machine.doctor.memory import Budgets, memory_findings
+from tensorpager.pager.machine.doctor.memory import memory_findings
 
 from .disk_suite import open_below
 from .faulty_engine import FaultyEngine
@@ -156,19 +156,6 @@ def test_a_path_that_will_not_work() -> None:
     assert "free space" not in output
 
 
-@pytest.mark.usefixtures("rates")
-def test_budgets_are_checked(tmp_path: Path) -> None:
-    path = ("--disk-path", tmp_path)
-    code, output = doctor(*path, "--disk-budget", "900PiB", "--host-budget", "900PiB", "--json")
-    found = {f["what"]: f for f in json.loads(output)}
-    assert code == 1
-    assert found["free space"]["state"] == found["RAM"]["state"] == "problem"
-    assert "make room for" in found["free space"]["remedy"]
-    code, output = doctor(*path, "--host-budget", "lots")
-    assert code == 2
-    assert "'--host-budget': size='lots' is not a byte count" in output
-
-
 def test_long_findings_are_wrapped() -> None:
     lines = lines_of(Finding("what", "warning", "word " * 30, "do " * 40), 80)
     assert max(map(len, lines)) <= 80
@@ -190,14 +177,8 @@ def test_the_tightest_container_counts(files: Files) -> None:
             "/sys/fs/cgroup/outer/inner/memory.current": "1",
         }
     )
-    what = "memory limit (cgroup)"
-    found = {f.what: f for f in memory_findings(Budgets(host=2 * GIB, device=GIB))}[what]
+    found = {f.what: f for f in memory_findings(on_gpu=False)}["memory limit (cgroup)"]
     assert (found.state, found.detail) == ("ok", "8.00 GiB, of which 3.00 GiB are free")
-    found = {f.what: f for f in memory_findings(Budgets(host=2 * GIB, device=2 * GIB))}[what]
-    assert found.state == "problem"
-    assert "by 1.00 GiB or more, or raise the container's limit" in found.remedy
-    budgets = Budgets(host=2 * GIB, device=2 * GIB, on_gpu=True)  # device pages are elsewhere
-    assert states(memory_findings(budgets))[what] == "ok"
 
 
 @pytest.mark.parametrize(("limit", "free"), [(GIB, "1.00 GiB, of"), ((1 << 63) - 4096, "none")])
@@ -210,7 +191,7 @@ def test_control_groups_of_version_1(files: Files, limit: int, free: str) -> Non
             f"{folder}/memory.usage_in_bytes": "0",
         }
     )
-    found = {f.what: f for f in memory_findings(Budgets())}["memory limit (cgroup)"]
+    found = {f.what: f for f in memory_findings(on_gpu=False)}["memory limit (cgroup)"]
     assert found.state == "ok"
     assert found.detail.startswith(free)
 
@@ -222,7 +203,7 @@ def test_a_limit_of_page_locked_memory(monkeypatch: pytest.MonkeyPatch) -> None:
         (resource.RLIM_INFINITY, True, "ok"),
     ):
         monkeypatch.setattr(resource, "getrlimit", lambda kind, limit=limit: (limit, limit))
-        found = memory_findings(Budgets(host=GIB, on_gpu=on_gpu))
+        found = memory_findings(on_gpu=on_gpu)
         by_what = {finding.what: finding for finding in found}["page-locked memory"]
         assert by_what.state == state
         assert ("--ulimit memlock=-1" in by_what.remedy) == (state == "warning")

@@ -1,5 +1,4 @@
-"""Measured rates, kept for a week in one small file per machine, device, disk and page size; and
-how many threads suit a disk.
+"""Measured rates, kept for a week in one small file per machine, device, disk and page size.
 
 They are in ``$XDG_CACHE_HOME/tensorpager`` (``~/.cache/tensorpager``), private to the user.
 ``TENSORPAGER_CALIBRATION=off`` keeps them out of there. A file that is not what was written here is
@@ -22,7 +21,6 @@ from typing import TYPE_CHECKING, Any
 
 from .... import __version__
 from ...devices.allocator_build import private_folder
-from ...disk.batch import THREADS
 from ...disk.mounts import mount_of, text_of
 from ..ranks import ranks_on_node
 
@@ -32,7 +30,6 @@ if TYPE_CHECKING:
     from ...disk.tier import DiskTier
 
 MAX_AGE_S = 7 * 24 * 3600
-MOST_THREADS = 64  # that a file of ours may ask for
 _MAX_FILE_BYTES = 1 << 16
 
 Key = dict[str, str | int | None]
@@ -41,34 +38,21 @@ Key = dict[str, str | int | None]
 def machine_key(device: torch.device, disk: DiskTier | None, page_size: int) -> Key:
     """All that the rates depend on and that stays the same when the machine starts again."""
     key: Key = {
-        **host_key(),
+        "tensorpager": __version__,
+        "host": platform.node(),
+        "machine": text_of("/etc/machine-id").partition("\n")[0].strip(),
         "device": _cpu_name() if device.type == "cpu" else _accelerator_name(device),
         "page_size": page_size,
     }
     if ranks_on_node() > 1:  # each has a part of these rates
         key["ranks"] = ranks_on_node()
     if disk is not None:
-        for name, value in folder_key(disk.directory).items():
-            key[f"disk_{name}"] = value
+        mount = mount_of(disk.directory)
+        key["disk_device"] = os.stat(disk.directory).st_dev
+        key["disk_file_system"] = "" if mount is None else f"{mount.kind} {mount.source}"
         key |= {"disk_direct": int(disk.direct), "disk_engine": disk.engine.name}
         key["disk_threads"] = disk.threads
     return key
-
-
-def host_key() -> Key:
-    """This machine, and what measured it."""
-    return {
-        "tensorpager": __version__,
-        "host": platform.node(),
-        "machine": text_of("/etc/machine-id").partition("\n")[0].strip(),
-    }
-
-
-def folder_key(folder: str | os.PathLike[str]) -> Key:
-    """The disk that ``folder`` is on. Raises OSError if it cannot be asked."""
-    mount = mount_of(folder)
-    kind = "" if mount is None else f"{mount.kind} {mount.source}"
-    return {"device": os.stat(folder).st_dev, "file_system": kind}
 
 
 def load(key: Key) -> dict[str, Any] | None:
@@ -105,32 +89,6 @@ def store(key: Key, values: dict[str, Any]) -> None:
         if part is not None:
             with contextlib.suppress(OSError):
                 os.unlink(part)
-
-
-def threads_for(folder: str | os.PathLike[str]) -> int:
-    """How many threads read, and as many again write, in ``folder``: what ``bench-io`` found to be
-    best for its disk within a week, else ``THREADS``. Never raises."""
-    key = _threads_key(folder)
-    found = load(key) if key is not None else None
-    threads = found.get("threads") if found is not None else None
-    return threads if type(threads) is int and 1 <= threads <= MOST_THREADS else THREADS
-
-
-def remember_threads(folder: str | os.PathLike[str], threads: int) -> bool:
-    """Makes ``threads_for`` give ``threads`` for the disk of ``folder``; whether that was kept."""
-    key = _threads_key(folder)
-    if key is None:
-        return False
-    values = {"threads": threads}
-    store(key, values)
-    return load(key) == values
-
-
-def _threads_key(folder: str | os.PathLike[str]) -> Key | None:
-    try:
-        return {**host_key(), "what": "disk threads", **folder_key(folder)}
-    except OSError:
-        return None
 
 
 def _file_name(key: Key) -> str:

@@ -3,24 +3,19 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
-from ....planner.commands.options import F, json_option, size
+from ....planner.commands.options import json_option
 from ....planner.commands.output import emit_json, emit_text, output_width
 
 if TYPE_CHECKING:
     from .finding import Finding
 
 _COLORS = {"ok": "green", "warning": "yellow", "problem": "red"}
-
-
-def _budget(tier: str, help_text: str) -> Callable[[F], F]:
-    return click.option(f"--{tier}-budget", type=size, default="0", metavar="SIZE", help=help_text)
 
 
 @click.command()
@@ -30,17 +25,11 @@ def _budget(tier: str, help_text: str) -> Callable[[F], F]:
     default=Path(),
     help="Folder that a paging file would be in (default: the current one).",
 )
-@_budget("device", "What you want to give the pager on the device, to be checked, such as 20GiB.")
-@_budget("host", "The same for host memory.")
-@_budget("disk", "The same for the disk.")
 @json_option
 @click.pass_context
 def doctor(
     context: click.Context,
     disk_path: Path,
-    device_budget: int,
-    host_budget: int,
-    disk_budget: int,
     as_json: bool,
 ) -> None:
     """Say what this machine can do for tensorpager, how fast pages move on it, and what to change.
@@ -54,11 +43,10 @@ def doctor(
     \b
     Example:
       tensorpager doctor --disk-path /nvme
-      tensorpager doctor --disk-path /nvme --host-budget 64GB --disk-budget 500GB
 
     Exits with 1 if there is a problem.
     """
-    findings = examine(disk_path, device_budget, host_budget, disk_budget)
+    findings = examine(disk_path)
     if as_json:
         emit_json([asdict(finding) for finding in findings])
     else:
@@ -67,10 +55,7 @@ def doctor(
         context.exit(1)
 
 
-def examine(
-    disk_path: Path, device_budget: int = 0, host_budget: int = 0, disk_budget: int = 0
-) -> list[Finding]:
-    """All findings. Budgets in bytes, 0 if they are not to be checked."""
+def examine(disk_path: Path) -> list[Finding]:
     from .finding import Finding
 
     try:
@@ -82,17 +67,17 @@ def examine(
     from .disk import disk_findings, endurance
     from .gds import gds_findings
     from .gpu import gpu_findings
-    from .memory import Budgets, allocator_finding, memory_findings
+    from .memory import allocator_finding, memory_findings
     from .rates import measure_rates
 
     on_gpu = torch.cuda.is_available()
-    disk = disk_findings(disk_path, disk_budget)
+    disk = disk_findings(disk_path)
     usable = disk[0].state != "problem"
     rates = measure_rates(disk_path if usable else None)
     return [
         *gpu_findings(),
         *gds_findings(disk_path, on_gpu=on_gpu),
-        *memory_findings(Budgets(device_budget, host_budget, disk_budget, on_gpu)),
+        *memory_findings(on_gpu=on_gpu),
         allocator_finding(),
         *disk,
         *rates.findings,

@@ -18,12 +18,12 @@ _RATED_WRITES = 600  # of its own size: what makers of consumer drives commonly 
 _SHORT_DAYS = 30
 
 
-def disk_findings(folder: Path, disk_budget: int) -> list[Finding]:
+def disk_findings(folder: Path) -> list[Finding]:
     """Of the folder itself; the first one is a problem if there can be no paging file."""
     place, mount = _place(folder), mount_of(folder)
     if place.state == "problem":
         return [place]
-    return [place, *([_file_system(mount)] if mount else []), _room(folder, disk_budget)]
+    return [place, *([_file_system(mount)] if mount else []), _room(folder)]
 
 
 def _place(folder: Path) -> Finding:
@@ -59,13 +59,9 @@ def _file_system(mount: Mount) -> Finding:
     return Finding("file system", "warning", detail + reason, remedy)
 
 
-def _room(folder: Path, disk_budget: int) -> Finding:
+def _room(folder: Path) -> Finding:
     usage = shutil.disk_usage(folder)
     detail = f"{format_bytes(usage.free)} of {format_bytes(usage.total)} free"
-    if disk_budget > usage.free:
-        missing = format_bytes(disk_budget - usage.free)
-        remedy = f"make room for {missing} more, lower disk_budget, or name another disk"
-        return Finding("free space", "problem", f"{detail}, disk_budget does not fit", remedy)
     if usage.free < usage.total // 20:
         remedy = "SSDs slow down when nearly full; leave a tenth of them free"
         return Finding("free space", "warning", detail, remedy)

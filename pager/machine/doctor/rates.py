@@ -89,7 +89,6 @@ def _small_tier(folder: Path, watch: IoWatch) -> DiskTier | None:
     """A disk tier that leaves most of what is free on the disk; ``None`` if that is no room."""
     from ...disk.tier import DiskTier
     from ...disk.watch import WatchedEngine
-    from ..calibration.cache import threads_for
 
     nbytes = min(_DISK_BYTES, shutil.disk_usage(folder).free // 2)
     if 2 * nbytes < _LEAST_FREE_BYTES:
@@ -98,7 +97,6 @@ def _small_tier(folder: Path, watch: IoWatch) -> DiskTier | None:
         folder,
         nbytes,
         _PAGE_BYTES,
-        threads=threads_for(folder),
         engine=lambda engine: WatchedEngine(engine, watch),
     )
 
