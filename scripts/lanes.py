@@ -184,7 +184,7 @@ class Runner:
         command = [*lane.interpreter, *lane.arguments]
         if lane.tests:
             script = str(ROOT / "scripts" / "pytest_lane.py")
-            quiet = ("-q", "-rfE", "-p", "no:cacheprovider")
+            quiet = ("-q", "-rfE", "-p", "no:cacheprovider", "-p", "no:anyio")
             command = [*lane.interpreter, script, str(report), *quiet, *lane.arguments]
         began = time.monotonic()
         with self.lock:

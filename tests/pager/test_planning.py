@@ -20,6 +20,8 @@ from tensorpager.planner.background import plan_with_layout
 from tensorpager.planner.hardware import Hardware
 from tensorpager.planner.trace import Trace, make_trace
 
+from .. import programs
+
 ROOT = Path(__file__).parents[2]
 PAGE = 64 << 10
 
@@ -195,9 +197,8 @@ def test_an_interpreter_that_cannot_be_started(monkeypatch: pytest.MonkeyPatch) 
 
 SCRIPT = """
 import os, sys, threading, time
-sys.path.insert(0, {tests!r})
 import psutil
-from test_planning import PlanningProcess, chain, machine, planners, wait_until, planning
+from tests.pager.test_planning import *
 
 code = "import sys, time; '" + planning.MODULE + "'; time.sleep(600)"
 start = planning.subprocess.Popen
@@ -211,21 +212,18 @@ print(planners()[0].pid, flush=True)
 
 @pytest.mark.parametrize("end", ["", "sys.exit(3)", "raise KeyboardInterrupt"])
 def test_none_outlives_the_interpreter(end: str) -> None:
-    script = SCRIPT.format(tests=str(Path(__file__).parent), end=end)
+    script = SCRIPT.format(end=end)
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, env=environment, timeout=300
-    )
+    done = programs.run("-c", script, env=environment)
     assert done.stdout, done.stderr
     assert not psutil.pid_exists(int(done.stdout))
 
 
 def test_a_killed_training_takes_its_planner_along() -> None:
     """A real planner with a real request, while forked children hold copies of its pipes."""
-    script = f"""
+    script = """
 import os, sys, time
-sys.path.insert(0, {str(Path(__file__).parent)!r})
-from test_planning import PlanningProcess, chain, machine, planners, wait_until
+from tests.pager.test_planning import PlanningProcess, chain, machine, planners, wait_until
 process = PlanningProcess(chain(60), machine(500))
 wait_until(planners)
 wait_until(lambda: planners()[0].nice() >= 10)
@@ -298,10 +296,9 @@ print([name for name in ("pyarrow", "scipy", "pandas") if name in sys.modules])
 """
 
 
-ASKING = f"""
+ASKING = """
 import sys
-sys.path.insert(0, {str(Path(__file__).parent)!r})
-from test_planning import PlanningProcess, chain, machine
+from tests.pager.test_planning import PlanningProcess, chain, machine
 assert PlanningProcess(chain(), machine(70), quick=True).result(300).plan.moves
 print([name for name in ("pyarrow", "scipy", "pandas", "torch") if name in sys.modules])
 """

@@ -31,6 +31,7 @@ from tensorpager.pager.plan.record import (
 from tensorpager.planner.trace import WRITE
 from tensorpager.planner.trace_file import read_trace
 
+from .. import programs
 from .models import World, make_pager, mlp, train
 
 SCRIPT = """
@@ -169,10 +170,7 @@ def test_a_script_that_knows_nothing_of_us(tmp_path: Path, optimizers: int) -> N
     assert ended.returncode == 0, ended.stderr
     assert "wrote trace.parquet: iteration 3," in only_line(ended.stderr)
     assert ended.stderr.count("\n") == 1
-    alone = subprocess.run(
-        [sys.executable, "plain.py", "4", str(optimizers)],
-        cwd=tmp_path, capture_output=True, text=True, check=True,
-    )  # fmt: skip
+    alone = programs.run(str(tmp_path / "plain.py"), "4", str(optimizers))
     assert ended.stdout == alone.stdout  # the same loss
     trace = read_trace(tmp_path / "trace.parquet")
     assert trace.op_names.count("aten::cummax") == 1

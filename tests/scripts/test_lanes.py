@@ -40,7 +40,8 @@ def unclean():
 def test_ends_badly(unclean):
     pass
 """
-ENVIRONMENT = {"LANE": "this one"}
+BARE = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+ENVIRONMENT = {"LANE": "this one", **BARE}
 
 
 @pytest.fixture
@@ -59,7 +60,7 @@ def test_a_second_chance_is_for_single_tests(
     runner: Runner, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "test_some.py").write_text(TESTS)
-    lane = Lane("some", ("-p", "no:xdist", "test_some.py"), ENVIRONMENT)
+    lane = Lane("some", ("test_some.py",), ENVIRONMENT)
     with (tmp_path / "printed").open("wb") as file:
         result = runner.run(lane, file.fileno())
     assert result.status == 1
@@ -82,7 +83,9 @@ def test_a_second_chance_is_for_single_tests(
 def test_a_worker_that_ends_is_a_failure(runner: Runner, tmp_path: Path) -> None:
     (tmp_path / "test_end.py").write_text("import os\ndef test_ends():\n    os._exit(3)\n")
     with (tmp_path / "printed").open("wb") as file:
-        result = runner.run(Lane("end", ("-n", "1", "test_end.py")), file.fileno())
+        result = runner.run(
+            Lane("end", ("-p", "xdist", "-n", "1", "test_end.py"), BARE), file.fileno()
+        )
     assert result.outcomes == {"test_end.py::test_ends": "crashed"}
     lanes.second_chance(runner, [result])
     assert result.failed == ["test_end.py::test_ends"]

@@ -189,7 +189,7 @@ def test_a_signal_ends_a_run_with_a_checkpoint(tmp_path: Path, number: signal.Si
     never stopped."""
     saved, went_on, whole = (tmp_path / name for name in ("run.pt", "on.json", "whole.json"))
     child = subprocess.Popen(
-        [sys.executable, str(SCRIPT), *SMALL, "--steps=2000", f"--save={saved}"],
+        [sys.executable, str(SCRIPT), *SMALL, "--steps=1000", f"--save={saved}"],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -197,7 +197,7 @@ def test_a_signal_ends_a_run_with_a_checkpoint(tmp_path: Path, number: signal.Si
     with child:
         assert child.stdout is not None
         assert child.stderr is not None
-        assert "step 100/2000" in child.stdout.readline()
+        assert "step 50/1000" in child.stdout.readline()
         child.send_signal(number)
         said = child.stderr.read()
     assert child.returncode == 128 + number
