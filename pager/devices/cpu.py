@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
+import numpy as np
 import torch
 
 from .dense_allocator import Account, AllocatorMeter, load, loaded
@@ -85,9 +86,8 @@ class Cpu:
                 frames, bytes_ = self.arena[offset : offset + len(host)], torch.from_numpy(host)
                 (frames.copy_(bytes_) if to_device else bytes_.copy_(frames))
             else:  # by this thread alone, without the GIL: ops have the other cores
-                frame, slot = self.address + offset, host.ctypes.data
-                target, source = (frame, slot) if to_device else (slot, frame)
-                ctypes.memmove(target, source, len(host))
+                frame_bytes = self._bytes[offset : offset + len(host)]
+                np.copyto(*((frame_bytes, host) if to_device else (host, frame_bytes)))
         return ()
 
     def note_compute(self) -> None:

@@ -130,21 +130,50 @@ class DiskTier:
         self._refuse_if_gone()
         return self._fd
 
-    def write(self, runs: Sequence[SlotRun], *, here: bool = False) -> None:
-        """``submit_write``, and wait. ``here``: the calling thread does it all by itself, for those
-        who have threads of their own; it wakes up once, not once for each hand-over."""
-        self.submit_write(runs, here=here).result()
+    def write(self, runs: Sequence[SlotRun]) -> None:
+        """:meth:`submit_write`, by the calling thread itself, for those who have threads of their
+        own: it wakes up once, not once for each hand-over. Raises what the future would have."""
+        if self.engine.takes_device:  # one thread moves one task of it at a time: the drive idles
+            self.submit_write(runs).result()
+            return
+        tasks, slots, sums = self._to_write(runs)
+        for task in tasks:
+            self._move("written", task)
+        self.stamps.wrote(slots, sums)
 
-    def read(self, runs: Sequence[SlotRun], *, here: bool = False) -> None:
-        """``submit_read``, and wait; ``here`` as above."""
-        self.submit_read(runs, here=here).result()
+    def read(self, runs: Sequence[SlotRun]) -> None:
+        """:meth:`submit_read`, likewise."""
+        if self.engine.takes_device:
+            self.submit_read(runs).result()
+            return
+        for task in self._to_read(runs):
+            self._move("read", task)
 
-    def submit_write(self, runs: Sequence[SlotRun], *, here: bool = False) -> Future[None]:
+    def submit_write(self, runs: Sequence[SlotRun]) -> Future[None]:
         """Starts to write; the arrays must not change until the future is done.
 
         All or nothing: if the future has an exception (PagerError), none of the slots can be read,
         and the pages are where they were, in ``runs``. Slots count as unwritten meanwhile.
         """
+        tasks, slots, sums = self._to_write(runs)
+        return self._submit("written", tasks, lambda: self.stamps.wrote(slots, sums))
+
+    def submit_read(self, runs: Sequence[SlotRun]) -> Future[None]:
+        """Starts to read; the arrays may be used when the future has a result.
+
+        If it has an exception (CorruptPage, PagerError) the arrays hold anything, and the slots
+        what they held.
+        """
+        try:
+            tasks = self._to_read(runs)
+        except CorruptPage as error:
+            failed: Future[None] = Future()
+            failed.set_exception(error)
+            return failed
+        return self._submit("read", tasks, lambda: None)
+
+    def _to_write(self, runs: Sequence[SlotRun]) -> tuple[list[Task], Slots, Sums]:
+        """Tasks; their slots, which cannot be read from now on; and room for their checksums."""
         self._refuse_if_gone()
         tasks = split(runs, self.page_size)
         slots = self._slots_of(tasks)
@@ -152,24 +181,15 @@ class DiskTier:
         sums = np.empty(slots.size, np.uint64)
         share_out(tasks, sums)
         self.stamps.begin(slots)
-        return self._submit("written", tasks, lambda: self.stamps.wrote(slots, sums), here=here)
+        return tasks, slots, sums
 
-    def submit_read(self, runs: Sequence[SlotRun], *, here: bool = False) -> Future[None]:
-        """Starts to read; the arrays may be used when the future has a result.
-
-        If it has an exception (CorruptPage, PagerError) the arrays hold anything, and the slots
-        what they held.
-        """
+    def _to_read(self, runs: Sequence[SlotRun]) -> list[Task]:
+        """Tasks, with the checksums that their pages should have. Raises ``CorruptPage`` for a slot
+        that was not written."""
         self._refuse_if_gone()
         tasks = split(runs, self.page_size)
-        slots = self._slots_of(tasks)
-        try:
-            share_out(tasks, self.stamps.sums(slots))
-        except CorruptPage as error:
-            failed: Future[None] = Future()
-            failed.set_exception(error)
-            return failed
-        return self._submit("read", tasks, lambda: None, here=here)
+        share_out(tasks, self.stamps.sums(self._slots_of(tasks)))
+        return tasks
 
     def grow(self, capacity_bytes: int) -> None:
         """Enlarges the file in place. Slots keep their numbers and pages.
@@ -226,37 +246,32 @@ class DiskTier:
         assert not slots.size or 0 <= slots[0] <= slots[-1] < self.slots.count, f"{slots}"
         return slots
 
-    def _submit(
-        self, verb: str, tasks: list[Task], on_success: Callable[[], None], *, here: bool
-    ) -> Future[None]:
-        writes = verb == "written"
-        move = self._write_task if writes else self._read_task
-        pool = self._writers if writes else self._readers
+    def _submit(self, verb: str, tasks: list[Task], on_success: Callable[[], None]) -> Future[None]:
+        pool = self._writers if verb == "written" else self._readers
         batch = Batch(tasks, on_success)
 
         def run(task: Task) -> None:
             try:
-                move(task)
-            except OSError as error:
-                failure = self._failed(verb, task, f"{error.strerror} (errno {error.errno})")
-                failure.__cause__ = error
-                batch.task_ended(failure)
+                self._move(verb, task)
             except Exception as error:
                 batch.task_ended(error)
             else:
                 batch.task_ended()
 
-        # One thread moves a task of device memory at a time, and one would leave the drive idle.
-        if here and not self.engine.takes_device:
-            for task in tasks:
-                run(task)
-            return batch.future
         for task in tasks:
             try:
                 pool.submit(run, task)
             except RuntimeError as error:  # closed meanwhile, or no thread to be had
                 batch.task_ended(self._failed(verb, task, str(error)))
         return batch.future
+
+    def _move(self, verb: str, task: Task) -> None:
+        """By the calling thread. ``PagerError`` for what the system says."""
+        try:
+            (self._write_task if verb == "written" else self._read_task)(task)
+        except OSError as error:
+            reason = f"{error.strerror} (errno {error.errno})"
+            raise self._failed(verb, task, reason) from error
 
     def _write_task(self, task: Task) -> None:
         buffers = task.buffers

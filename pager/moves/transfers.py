@@ -105,7 +105,7 @@ class Carrier:
             if transfer.urgent:
                 self._wait(self._disk.submit_write(buffers))
             else:
-                self._disk.write(buffers, here=True)
+                self._disk.write(buffers)
 
     # -- onto the device -------------------------------------------------------------------------
     def bring(self, transfer: Transfer, after: Mark) -> Mark:
@@ -126,7 +126,7 @@ class Carrier:
                 if transfer.urgent:
                     self._wait(self._disk.submit_read(buffers))
                 else:
-                    self._disk.read(buffers, here=True)
+                    self._disk.read(buffers)
                 if copies:
                     mark = self._staging_marks[user] = self._copy(transfer, copies, after)
         except BaseException:

@@ -69,8 +69,8 @@ def on_device(count: int, seed: int = 0) -> torch.Tensor:
 
 def test_pages_of_device_memory(device_tier: DiskTier) -> None:
     pages, back = on_device(SLOTS), on_device(SLOTS, seed=1)
-    device_tier.write([(40, pages[: 24 * PAGE]), (0, pages[24 * PAGE :])], here=True)
-    device_tier.read([(0, back[24 * PAGE :]), (40, back[: 24 * PAGE])], here=True)
+    device_tier.write([(40, pages[: 24 * PAGE]), (0, pages[24 * PAGE :])])
+    device_tier.read([(0, back[24 * PAGE :]), (40, back[: 24 * PAGE])])
     assert torch.equal(back, pages)
     assert isinstance(device_tier.engine, OnDevice)
     assert device_tier.engine.tensors >= 4

@@ -46,8 +46,8 @@ def test_frames_come_back(
     frames.copy_(torch.randint(0, 256, (16 * MIB,), dtype=torch.uint8, device="cuda"))
     target.zero_()
     torch.cuda.synchronize()
-    tier.write([(0, frames)], here=True)
-    tier.read([(0, target)], here=True)
+    tier.write([(0, frames)])
+    tier.read([(0, target)])
     assert torch.equal(target, frames)
     back = torch.empty(16 * MIB, dtype=torch.uint8).numpy()
     tier.read([(0, back)])  # made on the device, checked on the host
