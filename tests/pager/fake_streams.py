@@ -163,6 +163,7 @@ def streams(monkeypatch: pytest.MonkeyPatch) -> Streams:
     """Pagers for the CPU are made with a :class:`FakeAccelerator`."""
     streams = Streams()
     monkeypatch.setattr(torch.accelerator, "current_stream", streams.current)
+    monkeypatch.setattr(torch._C, "_accelerator_getStream", streams.current)
     monkeypatch.setattr(torch.accelerator, "set_stream", streams.set_current)
     monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 0)
     monkeypatch.setattr(torch.accelerator, "set_device_index", lambda index: None)
