@@ -141,7 +141,7 @@ class DeviceBudget:
         self._peak_outside: int | None = None  # in steps outside of iterations
         self.stepped_outside = False  # of iterations
         self.unpaged: weakref.ref[Any] | None = None  # an optimizer that has stepped without pages
-        self.placement = Placement(backend.birth_at)
+        self.placement = Placement()
         self.make_dense_room: Callable[[int], bool] = lambda missing: False
         self.gave = False  # frames to dense memory, since the border was placed
         self.inferring = False
@@ -512,7 +512,7 @@ class DeviceBudget:
         self._cap = self._foreseen
         self._expected_frames = 0
         self.backend.cap_dense(self._cap, self.make_dense_room)
-        more = self.backend.meter_alive() - self._carried
+        more = self.backend.meter_alive() - self._carried + self.placement.kept_bytes()
         return more <= 0 or self._is_enough(self.dense_peak + more, self._least_frames)
 
     def expect(self, dense: int, frames: int) -> int | None:

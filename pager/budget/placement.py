@@ -20,24 +20,25 @@ the verdict of the one before it, and so has a gradient in pages: its sums and n
 it is refused, whatever was whole when that was found out; any other has room at least for that.
 
 *What others would take.* What an iteration takes if other weights stream is known without trying:
-products of whole weights are watched. The frames that they take are kept apart from other needs. Of
-each dense gradient of a weight it is known how long it lives (it would be in pages), and of each
-product what streaming takes in dense temporaries. A product that streams counts as just that too,
-so a named minimum does not depend on what was whole when it was found out. A weight of one page
-never streams: it would take that page all the same.
+products of whole weights are watched. The frames that they take are kept apart from other needs,
+and of each product it is known what streaming takes in dense temporaries. A product that streams
+counts as just that too, so a named minimum does not depend on what was whole when it was found out.
+Gradients of whole weights are in pages in such an iteration, as if they streamed; how long each
+would be dense is known. A weight of one page never streams: it would take that page all the same.
 """
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable, Collection, Hashable, Iterator
+import weakref
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..devices.dense_meter import NO_TIMELINE, Timeline
 from ..memory.space import TRANSIENT_KINDS, Extent
@@ -53,15 +54,30 @@ class Weight:
     frames: int = 0
 
 
-class _Gradient(NamedTuple):
-    """``nbytes`` of dense memory, of which ``birth`` is known, or which was allocated last before
-    ``seen``. Memory that there was at ``since`` has been another tensor until ``seen``."""
+@dataclass(eq=False)
+class _Gradient:
+    """In pages; where ``weight`` is whole it is ``nbytes`` of dense memory from ``born`` to
+    ``ended``. ``copied``: the birth of dense memory that it was copied from, 0 where that is not
+    known, ``None`` for none. ``becomes``: autocast's cast of it is in pages too. ``is_kept``: since
+    an earlier iteration."""
 
     weight: Weight
     nbytes: int
-    seen: float
-    birth: int
-    since: float
+    copied: int | None
+    becomes: torch.dtype | None
+    born: float
+    ended: float = math.inf
+    is_kept: bool = False
+    storage: Any = None  # weakref
+
+    def end(self, _: Any = None) -> None:
+        self.ended = min(self.ended, time.perf_counter())
+
+    def kept(self) -> _Gradient:
+        """The same in another iteration."""
+        same = _Gradient(self.weight, self.nbytes, None, self.becomes, self.born, is_kept=True)
+        same.storage = weakref.ref(self.storage(), same.end)
+        return same
 
 
 class Taken(NamedTuple):
@@ -93,34 +109,31 @@ class Choice(NamedTuple):
 class Placement:
     """Of one pager: its weights in metered iterations, and what they took."""
 
-    def __init__(self, birth_at: Callable[[int], int] = lambda address: 0) -> None:
-        self._birth_at = birth_at  # of dense memory at an address; 0 where that is not known
+    def __init__(self) -> None:
         self.weights: dict[Extent, Weight] = {}
         self.turned = False  # one that was whole began to stream in the middle of this iteration
         self._copies: dict[int, bool] = {}  # verdicts on what is no parameter, by size
         self._copies_before: dict[int, bool] = {}  # this iteration
         self._verdicts_before: dict[Extent, bool | None] = {}  # of those that it has changed
-        self._gradients: list[_Gradient] = []
-        self._memories: dict[int, tuple[StorageWeakRef, Weight]] = {}  # of dense gradients
-        self._parts: dict[tuple[Hashable, int, int], tuple[Weight, float]] = {}  # see `note_part`
+        self._gradients: dict[Extent, _Gradient] = {}
         self._products: list[_Product] = []
         self.under_way: Weight | None = None  # whose product takes place
         self._casts: dict[Extent, Weight] = {}  # that autocast has made
         self._timeline = self._left = NO_TIMELINE
         self._beside, self._rest = NO_TIMELINE.nbytes, 0
         self._dense = self._before = 0
+        self._over = False  # the iteration that was metered
 
     def start(self, dense_before: int) -> None:
         """Another iteration is metered; those before took ``dense_before`` bytes."""
-        for noted in (self._verdicts_before, self._gradients, self._products, self._casts):
+        for noted in (self._verdicts_before, self._products, self._casts):
             noted.clear()
-        self._parts.clear()
-        self._memories.clear()
+        self._gradients = {run: g.kept() for run, g in self._gradients.items() if self.is_new(run)}
         self._copies_before = dict(self._copies)
         self._before, self._dense = dense_before, 0
         self._timeline = self._left = NO_TIMELINE
         self._beside, self._rest = NO_TIMELINE.nbytes, 0
-        self.turned, self.under_way = False, None
+        self.turned, self.under_way, self._over = False, None, False
         self.weights = {run: weight for run, weight in self.weights.items() if run.storages}
 
     def known(self, run: Extent) -> bool | None:
@@ -176,44 +189,35 @@ class Placement:
         """It has just ended. ``None``: of what streams in any case."""
         self._products.append(_Product(weight, began, time.perf_counter(), taken))
 
-    def note_gradient(self, weight: Weight, gradient: torch.Tensor, edge: Hashable) -> None:
-        """``gradient`` is a dense one, was made just now, and goes along ``edge`` of the graph."""
-        self.note_part(weight, gradient.numel(), edge)
-        self._note(weight, gradient, 0.0)
+    def note_gradient(
+        self, weight: Weight, storage: Any, copied: int | None, becomes: torch.dtype | None
+    ) -> None:
+        """``storage`` is that of a gradient of whole ``weight``, which was made just now."""
+        made = _Gradient(weight, storage.nbytes, copied, becomes, time.perf_counter())
+        made.storage = weakref.ref(storage, made.end)
+        self._gradients[storage.run] = made
 
-    def note_part(self, weight: Weight, elements: int, edge: Hashable) -> None:
-        """A gradient of so many elements, dense or in pages, was made just now. Two of one edge are
-        added up in a backward pass: in pages that takes a frame of each, and of the sum."""
-        part = edge, elements, torch._C._current_graph_task_id()
-        if part in self._parts:
-            weight.least_frames = max(weight.least_frames, 3)
-        self._parts.setdefault(part, (weight, time.perf_counter()))
+    def note_derived(self, storage: Any, runs: Collection[Extent]) -> None:
+        """``storage``, in new pages, is dense where a gradient in one of ``runs`` is: it is a sum,
+        a copy or a cast of it."""
+        of = next((self._gradients[run] for run in runs if run in self._gradients), None)
+        if of is not None:
+            becomes = of.becomes if storage.nbytes == of.nbytes else None
+            self.note_gradient(of.weight, storage, None, becomes)
 
-    def note_total(self, weight: Weight | None, gradient: torch.Tensor, edge: Hashable) -> None:
-        """``gradient``, a dense one, is that of ``weight`` now: perhaps a sum, in memory of its own
-        or in that of one of its terms, or of another dtype. (If no product had all of the weight it
-        is what an op on other gradients gives, which is dense in any way.)"""
-        same = gradient.numel(), torch._C._current_graph_task_id()
-        made = [
-            when
-            for (other, *part), (of, when) in self._parts.items()
-            if (*part,) == same and (other == edge or of is weight)
-        ]
-        if weight is not None and made:
-            self._note(weight, gradient, min(made))
+    def becomes(self, run: Extent) -> torch.dtype | None:
+        """The dtype of a cast of the gradient in ``run`` that is in pages too."""
+        known = self._gradients.get(run)
+        return None if known is None else known.becomes
 
-    def _note(self, weight: Weight, gradient: torch.Tensor, since: float) -> None:
-        nbytes = gradient.numel() * gradient.dtype.itemsize
-        memory = gradient.untyped_storage()
-        self._memories[memory._cdata] = StorageWeakRef(memory), weight
-        birth = self._birth_at(memory.data_ptr())
-        entry = _Gradient(weight, nbytes, time.perf_counter(), birth, since)
-        self._gradients.append(entry)
+    def is_new(self, run: Extent) -> bool:
+        """Whether it would be dense now if its weight stays whole."""
+        known = self._gradients.get(run)
+        return known is not None and known.ended == math.inf
 
-    def whose_gradient(self, gradient: torch.Tensor) -> Weight | None:
-        """Of the dense ones that were noted, and of which some memory is alive."""
-        kept, weight = self._memories.get(gradient.untyped_storage()._cdata, (None, None))
-        return weight if kept is not None and not kept.expired() else None
+    def note_arrived(self, run: Extent) -> None:
+        """It is a parameter's now, and in pages in any way."""
+        self._gradients[run].end()
 
     def owner(self, runs: Collection[Extent]) -> Weight | None:
         """The weight whose product an op on ``runs`` is a part of."""
@@ -252,10 +256,17 @@ class Placement:
         when = self._timeline.when
         if not len(when):
             return 0
+        self._over = True
         self._left = Timeline(*(column[living.when >= when[0]] for column in living))
         self._rest = max(0, rest - int(self._left.nbytes.sum()))
         self._beside = np.array([self.left_at(moment) for moment in when], np.int64)
         return self._dense_with(self._wholes())
+
+    def kept_bytes(self) -> int:
+        """Of gradients that somebody has kept since the metered iteration, and which are dense in
+        later ones."""
+        kept = (gradient for run, gradient in self._gradients.items() if self.is_new(run))
+        return sum(gradient.nbytes for gradient in kept if not gradient.weight.run.streamed)
 
     def left_at(self, moment: float) -> int:
         """Bytes of these that the next iteration has beside its own at the same place."""
@@ -280,20 +291,15 @@ class Placement:
 
     def _dense_with(self, whole: list[Weight]) -> int:
         """The peak of dense bytes if these are whole, and the others stream."""
-        when, current, birth = self._timeline
-        gradients = [g for g in self._gradients if g.weight not in whole]
-        if not len(when):  # at the peak there was one of them, as far as is known
-            return max(0, self._dense - max((g.nbytes for g in gradients), default=0))
+        when, current, _ = self._timeline
+        if not len(when):  # at the peak there was one that was copied, as far as is known
+            streams = [g.nbytes for g in self._gradients.values() if g.weight not in whole]
+            return max(0, self._dense - max(streams, default=0)) + self._at_once(whole)
         level = current + self._beside if len(self._beside) else current.copy()
         grown = np.diff(current, prepend=current[0])
-        lives: dict[int, int] = {}  # where each memory begins to be that of a gradient
-        for gradient in gradients:
-            number, begun = _life(self._timeline, grown, gradient)
-            lives[number] = min(begun, lives.get(number, begun))
-        lives.pop(0, None)
-        for number, begun in lives.items():
-            born, last = np.flatnonzero(birth == number)[[0, -1]]
-            level[begun : last if grown[last] < 0 else None] -= grown[born]
+        for gradient in self._gradients.values():
+            is_dense = gradient.weight in whole or self._is_replaced(gradient)
+            self._count(gradient, level, grown, is_dense=is_dense)
         peak = 0
         for weight, began, ended, taken in self._products:
             if weight not in whole:
@@ -307,19 +313,47 @@ class Placement:
         peak = max(peak, int(level.max()))
         return max(0, self._dense + peak - int(current.max()))
 
+    def _count(self, gradient: _Gradient, level: Any, grown: Any, *, is_dense: bool) -> None:
+        """In ``level``, the dense bytes after each event."""
+        when, _, birth = self._timeline
+        begun = max(0, int(np.searchsorted(when, gradient.born, "right")) - 1)
+        copied = self._copied_from(gradient, grown[: begun + 1])
+        if copied:
+            events = np.flatnonzero(birth == copied)
+            made, freed = events[0], events[-1] if len(events) > 1 else len(when)
+            if not is_dense:
+                level[made:freed] -= grown[made]
+            begun = freed
+        if is_dense:
+            lives_on = self._over and gradient.ended == math.inf
+            ended = np.searchsorted(when, gradient.ended)
+            level[0 if lives_on else begun : ended] += gradient.nbytes
+
+    def _is_replaced(self, gradient: _Gradient) -> bool:
+        """Whether the program has kept it until it had something else, which is dense: so it will
+        be in the next iteration. (At the end of this one that is known: ``lives_on``.)"""
+        if not gradient.is_kept or gradient.ended == math.inf or self._over:
+            return False
+        later = (g for g in self._gradients.values() if not g.is_kept and g.ended == math.inf)
+        return all(g.nbytes != gradient.nbytes for g in later if g.copied is None)
+
+    def _copied_from(self, gradient: _Gradient, grown: Any) -> int:
+        """The birth of the dense memory; 0 for none."""
+        birth = self._timeline.birth
+        if gradient.copied:
+            return gradient.copied if (birth == gradient.copied).any() else 0
+        alike = np.flatnonzero(grown == gradient.nbytes)  # the last one, where it is not known
+        return int(birth[alike[-1]]) if gradient.copied == 0 and len(alike) else 0
+
+    def _at_once(self, whole: list[Weight]) -> int:
+        """Bytes of dense gradients of these at once, at most."""
+        dense = [g for g in self._gradients.values() if g.weight in whole]
+        return max((_alive(dense, gradient.born) for gradient in dense), default=0)
+
+
+def _alive(gradients: list[_Gradient], moment: float) -> int:
+    return sum(g.nbytes for g in gradients if g.born <= moment < g.ended)
+
 
 def _is_cast(run: Extent) -> bool:
     return run.kind == "activation" and run.small is None
-
-
-def _life(timeline: Timeline, grown: Any, gradient: _Gradient) -> tuple[int, int]:
-    """Birth of its memory, 0 where not known, and from which event on it was the gradient's."""
-    seen = int(np.searchsorted(timeline.when, gradient.seen, "right"))
-    mine = grown[:seen] == gradient.nbytes
-    if gradient.birth:
-        mine &= timeline.birth[:seen] == gradient.birth
-    made = np.flatnonzero(mine)
-    if not len(made):
-        return 0, seen
-    born = int(made[0] if gradient.birth else made[-1])
-    return int(timeline.birth[born]), born if timeline.when[born] >= gradient.since else seen

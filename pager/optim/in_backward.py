@@ -39,7 +39,6 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ..errors import PagerError, TierFull
 from ..memory.space import Extent
-from ..streaming.gradients import edge_of
 from ..streaming.tables import is_large
 from ..tensor.dispatcher import hide_from_dynamo
 from ..tensor.new_pages import copy_in
@@ -178,25 +177,25 @@ class InBackward:
         if grad is None or grad.requires_grad:  # create_graph=True: its history is wanted
             return
         if type(grad) is PagedTensor:
+            if self.pager.budget.placement.is_new(grad._storage.run):
+                self.note_paged(parameter, grad.nbytes)
+                self.pager.budget.placement.note_arrived(grad._storage.run)
             return
         if grad.layout is torch.strided and pager.closed_reason is None:
             if _SMALL * grad.nbytes <= pager.page_size and not self._watch:
                 return  # dense: a copy and its bookkeeping cost more than such ones free
-            if pager.metering_this() and type(parameter) is PagedTensor:
-                placement = pager.budget.placement
-                noted = placement.weights.get(parameter._storage.run)
-                placement.note_total(noted, grad, edge_of(parameter))
             parameter.grad = None
             parameter.grad = copy_in(pager, grad, "gradient")
             self.note_paged(parameter)
 
-    def note_paged(self, parameter: torch.Tensor) -> None:
-        """The gradient of ``parameter`` was left to ``step()`` and has just moved into pages."""
+    def note_paged(self, parameter: torch.Tensor, beside: int = 0) -> None:
+        """The gradient of ``parameter`` was left to ``step()`` and has just moved into pages.
+        ``beside``: dense bytes that were there with it."""
         owner, group = self._places.get(id(parameter), (None, 0))
         grad: Any = parameter.grad
         parameter, grad = local_of(parameter), local_of(grad)
         if owner is not None and self.pager.budget.metering:
-            self._marks.append(_Mark(owner, group, parameter.nbytes, self._dense()))
+            self._marks.append(_Mark(owner, group, parameter.nbytes, beside + self._dense()))
         if self._watch:
             self.note(grad)  # whoever's it is: small gradients share pages
             if owner is not None and owner.watching:
@@ -244,6 +243,12 @@ class InBackward:
         """``run`` was not used since it was noted."""
         noted, tick = self._used[run.id]
         return noted is run and self._age(run) == tick
+
+    def is_earlier(self, grad: Any) -> bool:
+        """Whether ``grad`` was there before this backward pass."""
+        if type(grad) is not PagedTensor:
+            return False
+        return not self.pager.budget.placement.is_new(grad._storage.run)
 
     def has_room(self, parameter: torch.Tensor, nbytes: int) -> bool:
         """Whether ``nbytes`` of temporaries fit beside what is dense now."""
@@ -408,7 +413,7 @@ class OneInBackward:
         if task != self._task:
             self._begin_pass(parameter, task)
         grad: Any = parameter.grad
-        earlier = grad is None or type(grad) is PagedTensor  # gradients of an earlier pass
+        earlier = grad is None or self.room.is_earlier(grad)
         self.held |= earlier or grad.requires_grad or self.room.pager.budget.metering
         if self.held or wanted or not self._may_update(number, parameter, grad):
             return False
@@ -417,7 +422,7 @@ class OneInBackward:
 
     def _begin_pass(self, parameter: torch.Tensor, task: int) -> None:
         others = any(p is not parameter for _, p in self.paged.stepped_now())
-        earlier = type(parameter.grad) is PagedTensor or others  # there are gradients of one
+        earlier = self.room.is_earlier(parameter.grad) or others  # there are gradients of one
         if earlier:
             self._passes += 1 if self._passes else 2
         else:

@@ -26,14 +26,14 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd import forward_ad
 
-from ..budget.placement import Taken
+from ..budget.placement import Taken, Weight
 from ..errors import InfeasibleBudget
 from ..tensor.activations import raise_modified
 from ..tensor.dense_run import NOT_QUICK, PLAIN, Operands, run_dense, run_quickly
 from ..tensor.dispatcher import serve_call
 from ..tensor.op_info import our_modes
 from ..tensor.paged_tensor import PagedTensor, direct_view, withdraw
-from .gradients import edge_of, note_gradient
+from .gradients import Geometry, in_pages
 from .linear_stream import (
     WeightGrad,
     finds_room,
@@ -42,15 +42,14 @@ from .linear_stream import (
     is_streamed,
     is_watched,
     linear_in_slabs,
-    noted_as,
     plain,
     product,
     streaming_takes,
     watched,
 )
-from .tables import Geometry
 
 LINEAR = torch.nn.functional.linear
+_PRODUCTS = "AddmmBackward", "MmBackward", "BmmBackward"  # names of PyTorch's nodes
 _STRIDED, _mm, _MM = torch.strided, torch.mm, torch.ops.aten.mm.default
 _MATRIX = "_tensorpager_matrix"  # on a dense view: what `_note_matrix` found
 # Asked before each linear, so without the way through `torch` and `torch._C`.
@@ -100,31 +99,42 @@ def _as_pytorch_has_it(inputs: torch.Tensor, weight: PagedTensor, bias: Any) -> 
     with watched(weight, inputs, bias) as noted:
         out = LINEAR(inputs, weight, bias)
     node = out.grad_fn
-    while node is not None and "mmBackward" not in node.name():
+    while node is not None and not node.name().startswith(_PRODUCTS):
         node = node.next_functions[0][0] if node.next_functions else None
-    if node is None:
-        return out
-    rows, began = out.numel() // out.size(-1), [0.0]
+    if node is not None:
+        _watch_gradients(node, weight, noted, out.numel() // out.size(-1), out.dtype)
+    return out
+
+
+def _watch_gradients(
+    node: Any, weight: PagedTensor, noted: Weight, rows: int, dtype: torch.dtype
+) -> None:
+    """``node``, of PyTorch's, is that of a product of so many ``rows`` with ``weight``."""
     placement = weight._storage.pager.budget.placement
-    dtype = out.dtype
+    began = [0.0]
 
     def begin(_: Any) -> None:
         began[0] = time.perf_counter()
 
-    def end(made: Any, _: Any) -> None:
+    def end(made: tuple[Any, ...], _: Any) -> tuple[Any, ...] | None:
+        if not weight._storage.pager.metering_this():
+            return None
         of_inputs, of_weight = made[-2:]
         result = 0
         if of_inputs is not None:
             placement.note_product(noted, began[0], streaming_takes(weight, dtype, rows, "inputs"))
             result = of_inputs.numel() * dtype.itemsize
-        if of_weight is not None:
-            taken = streaming_takes(weight, dtype, rows, "weight")
-            placement.note_product(noted, began[0], taken._replace(result=result))
-            note_gradient(weight, noted, of_weight)
+            twice = of_inputs.grad_fn
+            if twice is not None and twice.name().startswith(_PRODUCTS):
+                _watch_second_gradient(twice, weight, dtype, rows, noted)
+        if of_weight is None:
+            return None
+        taken = streaming_takes(weight, dtype, rows, "weight")
+        placement.note_product(noted, began[0], taken._replace(result=result))
+        return *made[:-1], in_pages(of_weight, weight, noted)
 
     node.register_prehook(begin)
     node.register_hook(end)
-    return out
 
 
 def _whole(inputs: torch.Tensor, weight: PagedTensor, bias: Any) -> torch.Tensor:
@@ -252,32 +262,33 @@ def _times(rows: torch.Tensor, weight: PagedTensor) -> torch.Tensor:
     with watched(weight, rows, way="inputs") as noted:
         found = _times_whole(rows, weight)
     if found.grad_fn is not None and not weight._storage.run.streamed:
-        _watch_second_gradient(found.grad_fn, weight, rows, noted)
+        _watch_second_gradient(found.grad_fn, weight, rows.dtype, rows.size(0), noted)
     return found
 
 
-def _watch_second_gradient(node: Any, weight: PagedTensor, rows: torch.Tensor, noted: Any) -> None:
+def _watch_second_gradient(
+    node: Any, weight: PagedTensor, dtype: torch.dtype, rows: int, noted: Weight
+) -> None:
     """``node``, of PyTorch's rows @ weight, is that of a second derivative: it reads the weight
     again, and gives a dense gradient of it, which :func:`_of_weight` does not see."""
     budget = weight._storage.pager.budget
-    of_weight = streaming_takes(weight, rows.dtype, rows.size(0), "weight")
-    of_rows = Taken(0, streaming_takes(weight, rows.dtype, rows.size(0), "forward").more)
+    of_weight = streaming_takes(weight, dtype, rows, "weight")
+    of_rows = Taken(0, streaming_takes(weight, dtype, rows, "forward").more)
 
     def begin(_: Any) -> None:
         if budget.metering:
             budget.placement.under_way = noted
 
-    def end(gradients: tuple[Any, ...], _: Any) -> None:
+    def end(made: tuple[Any, ...], _: Any) -> tuple[Any, ...] | None:
         budget.placement.under_way = None
         if not budget.metering:
-            return
-        if gradients[0] is not None:
+            return None
+        if made[0] is not None:
             budget.placement.note_product(noted, time.perf_counter(), of_rows)
-        if type(gradients[-1]) is PagedTensor:
-            budget.placement.note_part(noted, weight.numel(), edge_of(weight))
-        elif gradients[-1] is not None:
-            budget.placement.note_product(noted, time.perf_counter(), of_weight)
-            note_gradient(weight, noted, gradients[-1])
+        if type(made[-1]) is not torch.Tensor:
+            return None
+        budget.placement.note_product(noted, time.perf_counter(), of_weight)
+        return *made[:-1], in_pages(made[-1], weight, noted)
 
     node.register_prehook(begin)
     node.register_hook(end)
@@ -305,14 +316,10 @@ def _of_weight(rows: torch.Tensor, inputs: torch.Tensor, metered: Any) -> torch.
             return run_dense(_MM, PLAIN, operands, {}) if out is NOT_QUICK else out  # type: ignore[no-any-return]
         return rows.t().mm(inputs)
     nbytes = metered.numel() * metered.dtype.itemsize
-    placement = metered._storage.pager.budget.placement
     if metered._storage.run.streamed or not finds_room(metered, inputs, nbytes, pages=0):
-        placement.note_part(noted_as(metered), metered.numel(), edge_of(metered))
         return WeightGrad.apply(plain(rows), plain(inputs), Geometry.of(metered))  # type: ignore[no-any-return,no-untyped-call]
     with watched(metered, inputs, way="weight") as noted:
-        found = rows.t().mm(inputs)
-        note_gradient(metered, noted, found)
-    return found
+        return in_pages(rows.t().mm(inputs), metered, noted)
 
 
 def _on_views_at_hand(

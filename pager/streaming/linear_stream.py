@@ -42,8 +42,8 @@ from ..core import PagedStorage
 from ..memory.space import Extent
 from ..tensor.activations import raise_modified
 from ..tensor.paged_tensor import PagedTensor, blank
+from .gradients import Geometry
 from .rows import Matrix
-from .tables import Geometry
 
 _HALVES = (torch.float16, torch.bfloat16)
 _PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter, PagedTensor)

@@ -8,10 +8,7 @@ that are looked up come in groups, as many at once as may be held, and the next 
     pages         | 0   1 | 17       18 |      two groups, of two pages each
 
 A dense gradient is as large as the table. Where the table streams, by the verdict on it
-(``placement.py``), and so has no room for that, the gradient is in pages: no more than a slab of it
-is on the device at a time, and autograd's own sums of such gradients (a table that is used twice in
-a graph) give pages again, while ``param.grad += gradient`` is an ordinary op, which ``page_run.py``
-does in slabs.
+(``placement.py``), and so has no room for that, the gradient is in pages (``gradients.py``).
 
 PyTorch's own way of ``F.embedding`` pins the whole table. Smaller tables, and calls that somebody
 wants to see or to change the ops of, go that way. A gradient is sparse, exactly as PyTorch's own,
@@ -22,18 +19,15 @@ from __future__ import annotations
 
 import math
 import time
-import weakref
 from collections.abc import Generator
 from contextlib import closing
-from typing import Any, NamedTuple, TypeGuard
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch.autograd import forward_ad
 
-from ...kernels.as_torch import run_as_torch
-from ...kernels.cpu_split import Place
 from ...kernels.launch import upload
 from ...kernels.pieces import Paged
 from ...kernels.rows import (
@@ -46,16 +40,22 @@ from ...kernels.rows import (
     pages_of_rows,
     row_blocks,
 )
-from ..budget.fits import fits, frames_anyway, streams
+from ..budget.fits import frames_anyway, streams
 from ..budget.placement import Taken, Weight
-from ..core import Core, PagedStorage
 from ..memory.frame_pool import distinct, merge
 from ..tensor.dispatcher import serve_call, serve_op
 from ..tensor.op_info import our_modes
-from ..tensor.operands import begin_of, operand, slabs
-from ..tensor.paged_tensor import PagedTensor, blank
+from ..tensor.operands import operand
+from ..tensor.paged_tensor import PagedTensor
 from ..tensor.slabs import TABLE_SHARE, fair_share, pages_of, stream
-from .gradients import note_gradient
+from .gradients import (
+    add_gradients,
+    can_be_whole,
+    copy_gradient,
+    in_pages,
+    is_gradient,
+    new_gradient,
+)
 from .rows import Matrix
 
 aten = torch.ops.aten
@@ -65,8 +65,6 @@ _CHUNK_ELEMENTS = 1 << 20  # of a temporary
 _SUM_ELEMENTS = 1 << 16  # of another one
 
 Int64 = npt.NDArray[np.int64]
-
-_gradients: weakref.WeakSet[PagedStorage] = weakref.WeakSet()
 
 
 def is_read_by_rows(table: PagedTensor) -> bool:
@@ -88,11 +86,6 @@ def is_large(table: PagedTensor, lookups: int = 0) -> bool:
     if run.streamed is None and lookups and _streaming_takes(table, lookups) >= own:
         return False
     return streams(pager.budget, run, gradient_bytes=own)
-
-
-def can_be_whole(table: PagedTensor) -> bool:
-    """Whether all of it can be on the device at once."""
-    return fits(table._storage.pager.budget, table._storage.run.count)
 
 
 def has_room(table: PagedTensor) -> bool:
@@ -218,41 +211,6 @@ def look_up(table: PagedTensor, indices: torch.Tensor) -> torch.Tensor:
 
 
 # -- gradients -------------------------------------------------------------------------------------
-def new_gradient(table: torch.Tensor) -> PagedTensor:
-    """In pages, with the table's geometry; the caller writes all of its values."""
-    assert type(table) is PagedTensor
-    return Geometry.of(table).new_gradient()
-
-
-class Geometry(NamedTuple):
-    """Of a weight, for a gradient that is made when the weight itself may be gone."""
-
-    pager: Core
-    size: torch.Size
-    dtype: torch.dtype
-
-    @staticmethod
-    def of(weight: PagedTensor) -> Geometry:
-        return Geometry(weight._storage.pager, weight.size(), weight.dtype)
-
-    def new_gradient(self) -> PagedTensor:
-        like = torch.empty(self.size, dtype=self.dtype, device="meta")
-        gradient = blank(self.pager, like, "gradient")
-        _gradients.add(gradient._storage)
-        return gradient
-
-
-def is_gradient(value: Any) -> TypeGuard[PagedTensor]:
-    """Whether this module made it, or it is one that can never be on the device whole; all of
-    it."""
-    if type(value) is not PagedTensor or value._storage.run.kind != "gradient":
-        return False
-    if value._storage not in _gradients and can_be_whole(value):
-        return False
-    nbytes = value.numel() * value.element_size()
-    return value.is_contiguous() and nbytes == value._storage.nbytes
-
-
 def embedding_gradient(
     table: PagedTensor,
     grad: torch.Tensor,
@@ -293,49 +251,6 @@ def embedding_gradient(
                 )
                 add_rows(grad, some, operand(gradient), scale_grad_by_freq)  # type: ignore[arg-type]
     return gradient
-
-
-def add_gradients(one: torch.Tensor, other: torch.Tensor, alpha: Any) -> Any:
-    """``one + alpha * other`` in new pages; one of them is such a gradient. ``NotImplemented`` if
-    the other one is something else."""
-    gradient = one if is_gradient(one) else other
-    assert type(gradient) is PagedTensor
-    for tensor in (one, other):
-        if (
-            tensor.size() != gradient.size()
-            or tensor.dtype != gradient.dtype
-            or tensor.layout is not torch.strided
-            or not tensor.is_contiguous()
-        ):
-            return NotImplemented
-        if type(tensor) is PagedTensor and (
-            tensor._storage.pager is not gradient._storage.pager or begin_of(tensor)
-        ):
-            return NotImplemented
-    return _in_new_pages(gradient, one, other, alpha)
-
-
-def copy_gradient(gradient: PagedTensor) -> PagedTensor:
-    """In new pages."""
-    return _in_new_pages(gradient, gradient)
-
-
-def _in_new_pages(
-    like: PagedTensor, one: torch.Tensor, other: torch.Tensor | None = None, alpha: Any = 1
-) -> PagedTensor:
-    """``one``, or ``one + alpha * other``, slab by slab."""
-    result = new_gradient(like)
-    tensors = [result, one] if other is None else [result, one, other]
-    write = [tensor is result for tensor in tensors]
-    for slab in slabs(result._storage.pager, tensors, write=write):
-        place = Place(slab.start, result.numel())
-        out, source, *more = slab.operands
-        if other is None:
-            run_as_torch(aten.copy_.default, {"self": out, "src": source}, None, place)
-        else:
-            given = {"self": source, "other": more[0], "alpha": alpha}
-            run_as_torch(aten.add.Tensor, given, out, place)  # type: ignore[arg-type]
-    return result
 
 
 # -- F.embedding -----------------------------------------------------------------------------------
@@ -448,9 +363,9 @@ def _gradient(table: PagedTensor, grad: torch.Tensor, indices: torch.Tensor, *op
         # What a stream takes is counted in one way, whether it is seen to stream or not.
         noted = noted_as(table)
         taken = Taken(0, _streaming_takes(table, len(flat)), None if whole else 0)
-        pager.budget.placement.note_product(noted, began, taken)
         if whole:
-            note_gradient(table, noted, found)
+            found = in_pages(found, table, noted)
+        pager.budget.placement.note_product(noted, began, taken)
     return found
 
 
@@ -487,12 +402,6 @@ def _add(one: Any, other: Any, *, alpha: Any = 1) -> Any:
         if alpha == 1 and is_gradient(gradient) and _are_rows_of(rows, gradient):
             return _add_sparse(copy_gradient(gradient), rows)
     return add_gradients(one, other, alpha)
-
-
-def _clone(tensor: Any, *, memory_format: Any = None) -> Any:
-    if not is_gradient(tensor) or tensor._storage.pager.stepping:
-        return NotImplemented
-    return copy_gradient(tensor)
 
 
 def _add_sparse(table: Any, values: Any, *, alpha: Any = 1) -> Any:
@@ -554,7 +463,6 @@ def _are_rows_of(values: Any, table: Any) -> bool:
 for _op, _run in (
     (aten.add.Tensor, _add),
     (aten.add_.Tensor, _add_sparse),
-    (aten.clone.default, _clone),
     (aten.sparse_mask.default, _sparse_mask),
 ):
     serve_op(_op, _run)

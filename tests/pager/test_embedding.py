@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import tensorpager as tp
-from tensorpager.pager.streaming import tables as table_ops
+from tensorpager.pager.streaming import gradients as gradient_ops
 
 from .. import programs
 from .models import PAGE_BYTES, World, assert_same, make_pager, mlp
@@ -118,9 +118,9 @@ def test_used_twice_in_one_graph() -> None:
 def test_the_gradient_is_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
     """Autograd takes over what backward made."""
     copies = []
-    copy_gradient = table_ops.copy_gradient
+    copy_gradient = gradient_ops.copy_gradient
     monkeypatch.setattr(
-        table_ops, "copy_gradient", lambda given: copies.append(1) or copy_gradient(given)
+        gradient_ops, "copy_gradient", lambda given: copies.append(1) or copy_gradient(given)
     )
     with tight() as pager:
         table = paged_table(pager, torch.randn(ROWS, WIDTH))

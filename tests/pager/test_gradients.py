@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import tensorpager as tp
 
@@ -38,6 +39,17 @@ def given_away(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     return loss * (1 + grad.mm(grad.t()).mean())
 
 
+def autocast(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """One cast of the weight, whose two gradients are added up before they are cast."""
+    with torch.autocast("cpu", torch.bfloat16):
+        return F.linear(torch.tanh(F.linear(x, w)), w).float().square().mean()
+
+
+def checkpointed(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    loss: torch.Tensor = checkpoint(autocast, w, x, use_reentrant=False)
+    return loss
+
+
 def of_two_passes(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     """In each a dense gradient is added to one that is dense where the weight is whole; the second
     sum goes on to one in pages."""
@@ -65,7 +77,7 @@ def train(loss: Loss, budget: int, *, afterwards: int = AFTERWARDS) -> None:
                 optimizer.zero_grad()
 
 
-@pytest.mark.parametrize("loss", [rows, rows_of_a_cast, hook, given_away])
+@pytest.mark.parametrize("loss", [rows, rows_of_a_cast, hook, given_away, autocast, checkpointed])
 def test_a_minimum_is_the_same_wherever_gradients_were(loss: Loss, one_thread: None) -> None:
     named = []
     for budget in (4 * PAGE, AFTERWARDS):  # under the first one nothing is whole, then all is

@@ -318,6 +318,18 @@ def keeping(which: str) -> Follow:
     return follow
 
 
+def replacing(model: nn.Module, optimizer: torch.optim.Optimizer, inputs: torch.Tensor) -> None:
+    """Gradients given to the program, one by one by what it makes of each."""
+    parameters = list(model.parameters())
+    found = list(torch.autograd.grad(model(inputs).square().mean(), parameters))
+    for number, parameter in enumerate(parameters):
+        found[number] = found[number] * 0.5
+        parameter.grad = found[number]
+    del found
+    optimizer.step()
+    optimizer.zero_grad()
+
+
 def refusals(case: Case, follow: Follow, budget: int) -> list[int]:
     """The numbers named, each tried in its turn; all in the first iteration of a training. Without
     a number of ``budget`` itself, which works."""
@@ -379,6 +391,13 @@ def test_a_list_that_lives_on_until_there_is_a_new_one_is_in_the_first_refusal(
     assert len(refusals(case, keeping(which), 4 * PAGE)) == 1
 
 
+def test_what_the_program_makes_of_gradients_is_in_the_first_refusal(
+    allocator: object, one_thread: None
+) -> None:
+    deep = Case(lambda: nn.Sequential(*[nn.Linear(256, 256) for _ in range(4)]), MLP.inputs, sgd)
+    assert len(refusals(deep, replacing, 4 * PAGE)) == 1
+
+
 def _by_hand(budget: int) -> None:
     """Momentum by hand: the first iteration does less than all later ones."""
     torch.manual_seed(0)
@@ -406,13 +425,14 @@ def _by_hand(budget: int) -> None:
                 raise
 
 
+@pytest.mark.parametrize("budget", [1 << 20, 3 << 20])
 def test_a_later_iteration_that_does_more_is_refused_once_before_anything_changes(
-    allocator: object, one_thread: None
+    budget: int, allocator: object, one_thread: None
 ) -> None:
-    """Its gradients were whole when the number was named, and are in pages then: that takes four
-    frames, and nothing beside the moves, their products and the sums, of 1 MiB each."""
+    """Where gradients are in pages that takes four frames, and nothing beside the moves, their
+    products and the sums, of 1 MiB each."""
     with pytest.raises(tp.InfeasibleBudget, match="No parameter was changed") as refusal:
-        _by_hand(3 << 20)
+        _by_hand(budget)
     assert refusal.value.minimum <= (3 << 20) + 4 * PAGE + PAGE // 2
     _by_hand(refusal.value.minimum)
 
