@@ -27,6 +27,7 @@ import torch
 
 from .errors import PagerError
 from .tensor.dispatcher import hide_all_from_dynamo, hide_from_dynamo
+from .tensor.module import warn_of_held
 
 if TYPE_CHECKING:
     from .core import Core
@@ -153,6 +154,8 @@ class Running:
     def start(self) -> None:
         pager = self._pager
         pager.passes.stop()
+        if not pager.iterations:
+            warn_of_held(pager)
         pager.inside = True
         with pager.lock:
             pager.turns.move_home()

@@ -11,6 +11,7 @@ has of it gets memory when it is loaded.
 
 from __future__ import annotations
 
+import gc
 import inspect
 import warnings
 import weakref
@@ -20,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ...planner.sizes import format_bytes
 from ..errors import PagerError
 from .dispatcher import hide_all_from_dynamo, hide_from_dynamo
 from .images import mark_saved
@@ -145,6 +147,35 @@ def known_parameter(pager: Core, parameter: torch.nn.Parameter) -> PagedTensor |
     if old is None or new is None or old() is not parameter:
         return None
     return new()  # type: ignore[no-any-return]
+
+
+def warn_of_held(pager: Core) -> None:
+    """Of parameters that were replaced and that the program holds all the same, before it trains:
+    in a list that was made before. (A single one may be what a loop's variable has left.)"""
+    if len(_held(pager)) > 1:
+        gc.collect()
+    held = _held(pager)
+    if len(held) > 1:
+        nbytes = sum({m.data_ptr(): m.nbytes() for m in map(_memory, held.values())}.values())
+        warnings.warn(
+            f"{len(held)} parameters that page_module has replaced, {next(iter(held))!r} among "
+            "them, are still held by the program, in a list that was made before it perhaps, and "
+            f"take {format_bytes(nbytes)} beside the budgets. They are not trained and get no "
+            "gradients, so clip_grad_norm_ of such a list does nothing; call "
+            "list(model.parameters()) after page_module(model)",
+            RuntimeWarning,
+            stacklevel=5,
+        )
+
+
+def _held(pager: Core) -> dict[str, torch.Tensor]:
+    """By the names of what has replaced them."""
+    pairs = ((old(), new()) for old, new in pager.replaced.values())
+    return {str(new._storage.label): old for old, new in pairs if not (old is None or new is None)}
+
+
+def _memory(tensor: torch.Tensor) -> torch.UntypedStorage:
+    return torch.UntypedStorage(0) if tensor.is_meta else tensor.untyped_storage()
 
 
 def page_parameter(pager: Core, parameter: torch.nn.Parameter, label: str) -> PagedTensor:

@@ -326,3 +326,21 @@ def test_the_interpreter_ends_inside(end: str) -> None:
     # PyTorch has a word of its own where its profiler measures, for want of our allocator.
     said = [line for line in done.stderr.splitlines() if "Leaked callback handle" not in line]
     assert (done.returncode, said) == (0, [])
+
+
+@pytest.mark.parametrize("held", [True, False])
+def test_parameters_that_were_replaced_and_are_still_held(held: bool, pager) -> None:
+    """In a list that is clipped, say; an optimizer that was made before is given the new ones."""
+    model = torch.nn.Sequential(torch.nn.Linear(256, 256), torch.nn.Linear(256, 256))
+    stale = list(model.parameters()) if held else []
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    pager.page_module(model)
+    pager.optimizer(optimizer)
+    with warnings.catch_warnings(record=True) as seen:
+        for _ in range(2):
+            with pager.iteration():
+                model(torch.ones(2, 256)).sum().backward()
+                optimizer.step()
+    told = [str(warning.message) for warning in seen if "still held" in str(warning.message)]
+    assert len(told) == held
+    assert not held or f"{len(stale)} parameters that page_module has replaced" in told[0]
