@@ -99,20 +99,12 @@ def _copy_in(gradient: torch.Tensor, weight: PagedTensor, noted: Weight) -> torc
             paged = copy_in(pager, gradient, "gradient")
     except TierFull:
         return gradient
-    note(paged, weight, noted, gradient)
-    return paged
-
-
-def note(
-    paged: PagedTensor, weight: PagedTensor, noted: Weight, dense: torch.Tensor | None = None
-) -> None:
-    """``paged`` is the gradient of whole ``weight``, a copy of ``dense``."""
-    pager = weight._storage.pager
     _gradients.add(paged._storage)
-    copied = None if dense is None else pager.backend.birth_at(dense.untyped_storage().data_ptr())
+    copied = pager.backend.birth_at(gradient.untyped_storage().data_ptr())
     # Slab by slab it is made in the weight's dtype at once.
     to = None if paged.dtype is weight.dtype else weight.dtype
     pager.budget.placement.note_gradient(noted, paged._storage, copied, to)
+    return paged
 
 
 def _cast(tensor: Any, *, dtype: Any = None, **kwargs: Any) -> Any:
