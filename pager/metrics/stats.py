@@ -76,7 +76,8 @@ def summary(pager: Core, follower: Follower | None) -> str:
         return f"{head}: {pager.closed_reason}"
     found = counters(pager, follower)
     how = "everything fits" if found["fits"] else found["mode"]
-    rows = [f"{head}: {found['iterations']} iterations, {how}"]
+    done = found["iterations"]
+    rows = [f"{head}: {done} iteration{'' if done == 1 else 's'}, {how}"]
     rows += [
         f"  {tier}: {format_bytes(found['used_bytes'][tier])} in use, "
         f"{format_bytes(found['peak_bytes'][tier])} at most, of {format_bytes(budget)}"

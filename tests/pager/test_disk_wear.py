@@ -8,6 +8,7 @@ import torch
 
 import tensorpager as tp
 from tensorpager.pager.disk import wear
+from tensorpager.planner.sizes import format_bytes
 
 DAY = 86_400.0
 
@@ -45,6 +46,10 @@ def test_what_a_drive_bears_is_told(tmp_path: Path, clock: dict[str, float]) -> 
         assert pager.stats()["disk_wear"]["bytes_a_day"] is None
         before = pager.stats()["disk_bytes_written"]
         step()
+        lines = str(pager).splitlines()
+        assert lines[0] == "Pager on cpu, pages of 64.00 KiB: 1 iteration, demand"
+        moved = format_bytes(pager.stats()["channel_bytes"]["disk-out"])
+        assert f"moved: {moved} disk-out, " in lines[-1]
         clock["s"] += DAY / 4
         step()
         stats = pager.stats()
