@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from hf.memory import add_memory_arguments, load_model, open_pager, say_memory
+from hf.memory import add_memory_arguments, load_model, open_pager, peft_unheard, say_memory
 from transformers import AutoTokenizer, Trainer, TrainingArguments
 
 import tensorpager as tp
@@ -92,7 +92,8 @@ def with_adapters(model: Any, options: argparse.Namespace) -> Any:
         target_modules=options.lora_targets or "all-linear",
         task_type="CAUSAL_LM",
     )
-    return get_peft_model(model, config)
+    with peft_unheard():
+        return get_peft_model(model, config)
 
 
 def train(options: argparse.Namespace, pager: tp.Pager | None) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from hf.memory import add_memory_arguments, load_model, open_pager, say_memory
+from hf.memory import add_memory_arguments, load_model, open_pager, peft_unheard, say_memory
 from transformers import AutoTokenizer
 
 import tensorpager as tp
@@ -28,7 +28,8 @@ def generate(options: argparse.Namespace, pager: tp.Pager | None) -> None:
     if options.adapter:
         from peft import PeftModel
 
-        model = PeftModel.from_pretrained(model, str(options.adapter), local_files_only=True)
+        with peft_unheard():
+            model = PeftModel.from_pretrained(model, str(options.adapter), local_files_only=True)
         if pager is not None:
             pager.page_module(model)
     model.eval()

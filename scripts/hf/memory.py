@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -27,6 +30,14 @@ def add_memory_arguments(parser: argparse.ArgumentParser) -> None:
         "--dtype", default="auto", choices=("auto", "float32", "bfloat16", "float16"),
         help="of the weights; auto: as they are in the folder",
     )  # fmt: skip
+
+
+@contextmanager
+def peft_unheard() -> Iterator[None]:
+    """peft asks transformers for a name that is deprecated, of which users would be warned."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning)
+        yield
 
 
 def open_pager(options: argparse.Namespace) -> tp.Pager | None:

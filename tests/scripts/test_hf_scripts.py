@@ -92,6 +92,7 @@ def test_ranks_of_torchrun_train_one_model(model: Path, tmp_path: Path) -> None:
     assert weights[0] == weights[1]
 
 
+@pytest.mark.filterwarnings("error::FutureWarning")  # peft's would be on the user's terminal
 def test_adapters_and_generation(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
