@@ -122,10 +122,12 @@ class Opened(Protocol):
 
 class Saved(Protocol):
     """What autograd saves (``activations.py``). ``skip``: dense storages that live on anyway, and
-    their bytes; ``dense_allowance``: bytes that need no pages; ``again``: blocks that run again."""
+    their bytes; ``dense_allowance``: bytes that need no pages, ``dense_bytes``: that have none;
+    ``again``: blocks that run again."""
 
     skip: dict[int, tuple[StorageWeakRef, int]]
     dense_allowance: int
+    dense_bytes: int
     again: frozenset[str]
 
     def note_buffers(self, module: torch.nn.Module) -> None: ...

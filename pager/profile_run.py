@@ -47,26 +47,27 @@ def _is_within(dims: tuple[int, ...], other: tuple[int, ...]) -> bool:
 
 
 class Needs:
-    """What iterations take by the largest input of one kind of call in them: dense bytes, and
-    frames that one op pins. Both are taken to grow by the square of that (as attention does), and
-    by less where larger inputs than the first ones have taken less."""
+    """What iterations take by the largest input of one kind of call in them: dense bytes, frames
+    that one op pins, and transient bytes, which may be dense or in pages. All are taken to grow by
+    the square of that (as attention does), and by less where larger inputs than the first ones have
+    taken less."""
 
     def __init__(self) -> None:
         self._growth = Growth()
-        self._growth.add(0, [0.0, 0.0])
+        self._growth.add(0, [0.0] * 3)
         self._largest = 0
-        self._taken = 0, 0
+        self._taken = 0, 0, 0
 
-    def add(self, size: int, dense: int, frames: int) -> None:
+    def add(self, size: int, dense: int, frames: int, transient: int) -> None:
         if size > self._largest:
-            self._growth.add(size**2, [dense, frames])
-            self._largest, self._taken = size, (dense, frames)
+            self._largest, self._taken = size, (dense, frames, transient)
+            self._growth.add(size**2, self._taken)
 
-    def foresee(self, size: int) -> tuple[int, int]:
+    def foresee(self, size: int) -> tuple[int, int, int]:
         """Of a larger input than any so far."""
         more = self._growth.ratio(self._largest**2, size**2)
-        dense, frames = (int(np.ceil(taken)) for taken in more * self._taken)
-        return dense, frames
+        dense, frames, transient = (int(np.ceil(taken)) for taken in more * self._taken)
+        return dense, frames, transient
 
 
 class ProfileRun:
@@ -119,14 +120,20 @@ class ProfileRun:
             self._meter(go_on=True)
 
     def _has_room(self, kind: Hashable, size: int) -> bool:
-        """Whether a larger input than before finds room, as far as can be foreseen. Not where dense
-        memory cannot ask for more in the middle of an op; nor where everything fits, since what may
-        stay dense then is what was metered."""
+        """Whether a larger input than before finds room, as far as can be foreseen; beside all
+        pages where everything fits. Not where dense memory cannot ask in the middle of an op."""
         pager, needs = self._pager, self._needs.get(kind)
-        if needs is None or pager.fits or pager.backend.meter_level() is None:
+        if needs is None or pager.backend.meter_level() is None:
             return False
-        missing = pager.budget.expect(*needs.foresee(size))
-        return missing is not None and (missing <= 0 or self._make_dense_room(missing))
+        dense, frames, transient = needs.foresee(size)
+        if pager.fits:
+            dense, frames = dense + transient, max(frames, self._most_pages())
+        missing = pager.budget.expect(dense, frames)
+        if missing is None or (missing > 0 and not self._make_dense_room(missing)):
+            return False
+        if pager.fits:
+            pager.saved.dense_allowance = max(pager.saved.dense_allowance, transient)
+        return True
 
     def _meter(self, *, go_on: bool) -> None:
         with self._about_to_resize():
@@ -187,7 +194,7 @@ class ProfileRun:
     def end(self) -> None:
         """End of an iteration: where it was metered, or took more dense memory than was known,
         place the border, and keep things dense if all fits."""
-        budget = self._pager.budget
+        pager, budget = self._pager, self._pager.budget
         taken = budget.taken()
         if budget.metering:
             budget.end()
@@ -195,14 +202,22 @@ class ProfileRun:
             self._place()
         else:
             dense = budget.grown()
-            if (dense or budget.gave) and not self._still_fits(dense):
+            if self._fresh_shapes and pager.fits:  # saved tensors were dense, and are part of it
+                transient = pager.saved.dense_bytes
+                pages = pager.space.pages_for(transient)
+                pager.space.peak_transient_pages = max(pager.space.peak_transient_pages, pages)
+                taken = max(0, taken - transient)
+                budget.dense_peak = max(budget.dense_peak, taken)
+                self._place()
+            elif (dense or budget.gave) and not self._still_fits(dense):
                 budget.dense_peak = max(budget.dense_peak, dense)
                 self._place()
             budget.gave = False  # where all still fits the border may stay where it is
+        transient = pager.space.peak_transient_pages * pager.page_size
         for kind, dims in self._fresh_shapes:
             self._shapes.add(kind, dims)
             needs = self._needs.setdefault(kind, Needs())
-            needs.add(self._sizes[kind], taken, self._pager.residency.largest_need)
+            needs.add(self._sizes[kind], taken, pager.residency.largest_need, transient)
 
     def _still_fits(self, dense: int) -> bool:
         """Whether everything fits, beside so many dense bytes too."""

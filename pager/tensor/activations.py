@@ -67,7 +67,7 @@ class SavedTensors:
         self.again: frozenset[str] = frozenset()  # the blocks that do so in this iteration
         self._origins: dict[int, _Origin] = {}
         self.dense_allowance = 0  # bytes that may stay dense because everything fits
-        self._dense_bytes = 0  # of these, at most: what died since they were counted is in it
+        self.dense_bytes = 0  # that do, at most: what died since they were counted is in it
         # Storages that stay dense, and their bytes, by id. As in pages, one is counted once.
         self._dense: dict[int, tuple[StorageWeakRef, int]] = {}
         self._uncounted = 0  # packed since they were counted
@@ -76,19 +76,19 @@ class SavedTensors:
 
     def _has_room(self, nbytes: int) -> bool:
         """Whether ``nbytes`` more may stay dense."""
-        if self._dense_bytes + nbytes <= self.dense_allowance:
+        if self.dense_bytes + nbytes <= self.dense_allowance:
             return True
         if 4 * self._uncounted < len(self._dense):  # counting for every tensor would take too long
             self._uncounted += 1
             return False
         self._count_dense()
-        return self._dense_bytes + nbytes <= self.dense_allowance
+        return self.dense_bytes + nbytes <= self.dense_allowance
 
     def _count_dense(self) -> None:
         """Without those that have died. (Other threads may pack meanwhile.)"""
         self._uncounted = 0
         self._dense = {k: v for k, v in self._dense.copy().items() if not v[0].expired()}
-        self._dense_bytes = sum(nbytes for _, nbytes in self._dense.values())
+        self.dense_bytes = sum(nbytes for _, nbytes in self._dense.values())
 
     def forget(self) -> None:
         """Drop the memory of storages that are gone. Called between iterations."""
@@ -173,7 +173,7 @@ class SavedTensors:
             return self.segment.pack(tensor, memory)
         whole = memory.nbytes()
         if self.dense_allowance and whole <= _SPARSE_VIEW * nbytes and self._has_room(whole):
-            self._dense_bytes += whole
+            self.dense_bytes += whole
             self._uncounted += 1
             self._dense[key] = StorageWeakRef(memory), whole
             return tensor.detach(), tensor._version  # of a leaf too: it lives as the graph does

@@ -46,11 +46,11 @@ def open_pager(budget: str) -> tp.Pager:
     return tp.Pager(budget, host_budget="32MiB", page_size="64KiB", device="cpu", policy="lru")
 
 
-@pytest.mark.parametrize(("budget", "metered"), [("roomy", [64, 80, 200]), ("tight", [64, 200])])
+@pytest.mark.parametrize(("budget", "metered"), [("roomy", [64]), ("tight", [64, 200])])
 def test_only_larger_shapes_are_metered(
     one_thread: None, allocator: object, budget: str, metered: list[int]
 ) -> None:
-    """And those only where everything fits, or there may be no room for what they take."""
+    """And those only where there may be no room for what they take."""
     sizes = [64, 63, 7, 64, 80, 65, 80, 200, 199]
     with open_pager(BUDGETS[budget]) as pager:
         world = Metered(pager)
@@ -84,9 +84,9 @@ def test_what_fits_stays_while_a_new_shape_is_metered(one_thread: None, allocato
         script(World(pager), [8, 8])
         frames = pager.stats()["arena_bytes"]
         before = pager.stats()["bytes_out"], pager.stats()["bytes_in"]
-        model = pager.page_module(nn.Linear(128, 10))
+        models = [pager.page_module(nn.Linear(128, 10)) for _ in range(4)]
         smallest = []
-        for size in (16, 32, 64, 128):
+        for model, size in zip(models, (16, 32, 64, 128)):
             with pager.iteration():
                 loss_of(model, size).backward()
                 assert pager.core.budget.metering
