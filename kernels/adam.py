@@ -97,21 +97,14 @@ def adam_step(
     Computes in float32 (float64 for float64), and rounds only what is stored. One launch for all
     groups with the same dtypes. On CUDA it is queued on the current stream of the device and the
     call does not wait, also where steps, lr, inv_scale and found_inf are tensors there. On a CPU it
-    returns when the step is done. Raises ValueError for operands that do not go together, before
-    anything is written.
+    returns when the step is done.
     """
     chosen = _Adam(
         *(lr, beta1, beta2, eps, weight_decay, decoupled, amsgrad, maximize, inv_scale, found_inf)
     )
-    if amsgrad != (max_exp_avg_sqs is not None):
-        raise ValueError(f"amsgrad is {amsgrad}; pass max_exp_avg_sqs if, and only if, it is True")
-    if len(steps) != len(params):
-        raise ValueError(f"steps has {len(steps)} entries for {len(params)} params; pass as many")
-    states = {
-        "exp_avgs": exp_avgs,
-        "exp_avg_sqs": exp_avg_sqs,
-        "max_exp_avg_sqs": max_exp_avg_sqs,
-    }
+    assert amsgrad == (max_exp_avg_sqs is not None)
+    assert len(steps) == len(params)
+    states = [exp_avgs, exp_avg_sqs, max_exp_avg_sqs]
     groups = make_groups(params, grads, states, masters, seeds, firsts)
     if not groups:
         return

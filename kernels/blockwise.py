@@ -29,39 +29,19 @@ class Blockwise:
     scales: Operand
 
 
-def check_blocks(operands: Sequence[Operand | Blockwise], number: int) -> None:
-    """Raise ValueError unless group `number` has a scale for each block, and no page cuts one."""
+def check_blocks(operands: Sequence[Operand | Blockwise]) -> None:
+    """Each block of a group has a scale, no page cuts one, and scales of a piece are together."""
     blockwise = [x for x in operands if isinstance(x, Blockwise)]
     for state in blockwise:
-        codes, scales = numel_of(state.codes), numel_of(state.scales)
-        if state.codes.dtype != torch.uint8 or state.scales.dtype != torch.float32:
-            raise ValueError(
-                f"group {number} has codes of {state.codes.dtype} and scales of "
-                f"{state.scales.dtype}; use uint8 and float32"
-            )
-        if scales != -(-codes // BLOCK):
-            raise ValueError(
-                f"group {number} has {scales} scales for {codes} codes; use one for each {BLOCK}"
-            )
-        if (
-            isinstance(state.scales, Paged)
-            and state.scales.page_bytes < SCALE_BYTES * LONGEST // BLOCK
-        ):
-            raise ValueError(
-                f"group {number} has scales in pages of {state.scales.page_bytes} bytes; use pages "
-                f"of at least {SCALE_BYTES * LONGEST // BLOCK}"
-            )
+        assert (state.codes.dtype, state.scales.dtype) == (torch.uint8, torch.float32)
+        assert numel_of(state.scales) == -(-numel_of(state.codes) // BLOCK)
+        if isinstance(state.scales, Paged):
+            assert state.scales.page_bytes >= SCALE_BYTES * LONGEST // BLOCK
         next(stretches([state.scales]), None)  # checks that the pages are there
-    if not blockwise:
-        return
-    for operand in operands:
+    for operand in operands if blockwise else ():
         paged = operand.codes if isinstance(operand, Blockwise) else operand
-        if isinstance(paged, Paged) and paged.page_bytes // paged.dtype.itemsize % BLOCK:
-            raise ValueError(
-                f"group {number} has pages of {paged.page_bytes // paged.dtype.itemsize} elements, "
-                f"not a multiple of the {BLOCK} that share a scale; use pages of at least "
-                f"{BLOCK * paged.dtype.itemsize} bytes"
-            )
+        if isinstance(paged, Paged):
+            assert paged.page_bytes // paged.dtype.itemsize % BLOCK == 0
 
 
 def scale_addresses(pieces: Pieces, scales: Sequence[Sequence[Operand]]) -> torch.Tensor:

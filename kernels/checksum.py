@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from .launch import check_arena, check_frames, frame_runs, launch, tl, triton, use_triton
+from .launch import frame_runs, launch, tl, triton, use_triton
 from .tile import page_tile
 
 __all__ = ["page_checksums"]
@@ -61,10 +61,8 @@ def page_checksums(arena: torch.Tensor, frames: torch.Tensor, page_bytes: int) -
     The sums depend on the bytes alone: kernel and reference agree, and a page may be checked in
     another frame, or on another device. On CUDA the work is queued on the current stream of the
     arena's device and the call does not wait; the frames must not be written before it has run. On
-    a CPU the call returns when it is done. Raises ValueError for arguments that are not as above.
+    a CPU the call returns when it is done.
     """
-    check_arena(arena, page_bytes)
-    check_frames("frames", frames, arena)
     if frames.numel() == 0:
         return torch.empty(0, dtype=torch.int64, device=arena.device)
     if not use_triton(arena):
@@ -82,7 +80,7 @@ def page_checksums_reference(
 ) -> torch.Tensor:
     """`page_checksums` in numpy, a piece of a page at a time; pages on a device are copied."""
     sums: list[int] = []
-    for (run,) in frame_runs(frames, arena=arena, page_bytes=page_bytes):
+    for run in frame_runs(frames, arena, page_bytes):
         for frame in range(run.frame, run.frame + run.pages):
             page = arena[frame * page_bytes : (frame + 1) * page_bytes].cpu().numpy()
             words = page.view("<u4")

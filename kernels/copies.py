@@ -5,17 +5,7 @@ from __future__ import annotations
 
 import torch
 
-from .launch import (
-    check_arena,
-    check_bytes,
-    check_frames,
-    check_page_count,
-    frame_runs,
-    launch,
-    tl,
-    triton,
-    use_triton,
-)
+from .launch import frame_runs, launch, tl, triton, use_triton
 from .tile import copy_tile, page_tile
 
 __all__ = ["gather_pages", "scatter_pages"]
@@ -61,10 +51,9 @@ def gather_pages(
 
     On CUDA the copy is queued on the current stream of the arena's device and the call does not
     wait; the frames must not be reused before it has run. On a CPU the call returns when the copy
-    is done. No pages and no bytes: nothing happens. Raises ValueError for arguments that are not
-    as above, before anything is written.
+    is done. No pages and no bytes: nothing happens.
     """
-    _copy_pages("out", arena, frame_of, out, page_bytes, gather=True)
+    _copy_pages(arena, frame_of, out, page_bytes, gather=True)
 
 
 def scatter_pages(
@@ -75,11 +64,10 @@ def scatter_pages(
     frame_of has no frame twice. Bytes of the last frame beyond those of `src` keep their values.
     `src` must live, and the frames must not be read elsewhere, until the copy has run.
     """
-    _copy_pages("src", arena, frame_of, src, page_bytes, gather=False)
+    _copy_pages(arena, frame_of, src, page_bytes, gather=False)
 
 
 def _copy_pages(
-    name: str,
     arena: torch.Tensor,
     frame_of: torch.Tensor,
     dense: torch.Tensor,
@@ -88,15 +76,12 @@ def _copy_pages(
     gather: bool,
     reference: bool = False,
 ) -> None:
-    check_arena(arena, page_bytes)
-    check_frames("frame_of", frame_of, arena)
-    check_bytes(name, dense, arena)
     nbytes = dense.numel()
-    check_page_count(name, nbytes, frame_of.numel(), page_bytes)
+    assert frame_of.numel() == -(-nbytes // page_bytes), "one frame for each page"
     if nbytes == 0:
         return
     if reference or not use_triton(arena):
-        for (run,) in frame_runs(frame_of, arena=arena, page_bytes=page_bytes):
+        for run in frame_runs(frame_of, arena, page_bytes):
             piece = dense[run.page * page_bytes : (run.page + run.pages) * page_bytes]
             paged = arena[run.frame * page_bytes :][: piece.numel()]
             if gather:
@@ -124,11 +109,11 @@ def gather_pages_reference(
     arena: torch.Tensor, frame_of: torch.Tensor, out: torch.Tensor, page_bytes: int
 ) -> None:
     """`gather_pages` in plain torch."""
-    _copy_pages("out", arena, frame_of, out, page_bytes, gather=True, reference=True)
+    _copy_pages(arena, frame_of, out, page_bytes, gather=True, reference=True)
 
 
 def scatter_pages_reference(
     src: torch.Tensor, frame_of: torch.Tensor, arena: torch.Tensor, page_bytes: int
 ) -> None:
     """`scatter_pages` in plain torch."""
-    _copy_pages("src", arena, frame_of, src, page_bytes, gather=False, reference=True)
+    _copy_pages(arena, frame_of, src, page_bytes, gather=False, reference=True)

@@ -102,14 +102,12 @@ def cut(groups: Sequence[Sequence[Operand]], longest: int = 1 << 19) -> Pieces:
     groups : operands of one group have the same number of elements, and there are as many in each
         group. Empty ones have no pieces.
     longest : elements in a piece at most, a power of two; dense operands are cut at its multiples.
-
-    Raises ValueError where lengths differ or a tensor is not contiguous.
     """
     operands = len(groups[0]) if groups else 0
     columns: list[list[npt.NDArray[np.int64]]] = [[] for _ in range(operands)]
     lengths, owners, starts = [], [], []
     for number, group in enumerate(groups):
-        numel = _check(group, operands, number)
+        numel = _check(group, operands)
         step = min([longest, *(_elements_per_page(x) for x in group if isinstance(x, Paged))])
         first = np.arange(0, numel, step, dtype=np.int64)
         lengths.append(np.minimum(step, numel - first).astype(np.int32))
@@ -140,7 +138,7 @@ def stretches(group: Sequence[Operand]) -> Iterator[list[torch.Tensor]]:
     What references run on; frames that happen to be consecutive in all operands are not cut. Reads
     nothing of a device's.
     """
-    numel = _check(group, len(group), 0)
+    numel = _check(group, len(group))
     paged = [x for x in group if isinstance(x, Paged)]
     if not numel:
         return
@@ -177,33 +175,18 @@ def _elements_per_page(operand: Paged) -> int:
     return operand.page_bytes // operand.dtype.itemsize
 
 
-def _check(group: Sequence[Operand], operands: int, number: int) -> int:
+def _check(group: Sequence[Operand], operands: int) -> int:
     """Elements of each operand of a group."""
-    if len(group) != operands:
-        raise ValueError(f"group {number} has {len(group)} operands, group 0 has {operands}")
-    counts = [x.numel() if isinstance(x, torch.Tensor) else x.numel for x in group]
-    if len(set(counts)) > 1:
-        raise ValueError(f"operands of group {number} have {counts} elements; they must agree")
+    assert len(group) == operands, f"{len(group)} operands, and {operands} in the first group"
+    counts = {numel_of(x) for x in group}
+    assert len(counts) <= 1, f"operands of {counts} elements"
     for operand in group:
         if isinstance(operand, torch.Tensor):
-            if not operand.is_contiguous():
-                raise ValueError(
-                    f"an operand of group {number} has shape {tuple(operand.shape)} and stride "
-                    f"{operand.stride()}; pass it contiguous"
-                )
+            assert operand.is_contiguous()
             continue
-        pages = -(-operand.numel * operand.dtype.itemsize // operand.page_bytes)
-        frames_in_arena = operand.arena.numel() // operand.page_bytes
-        frames = operand.frames
-        if len(frames) != pages:
-            raise ValueError(
-                f"{operand.numel} elements of {operand.dtype} take {pages} pages of "
-                f"{operand.page_bytes} bytes, but frames has {len(frames)} entries"
-            )
-        if pages and not 0 <= int(frames.min()) <= int(frames.max()) < frames_in_arena:
-            bad = int(np.argmax((frames < 0) | (frames >= frames_in_arena)))
-            raise ValueError(
-                f"page {bad} is in frame {frames[bad]}, but the arena has {frames_in_arena} "
-                "frames; bring the page in first (-1 means not on the device)"
-            )
-    return counts[0] if counts else 0
+        frames, size = operand.frames, operand.page_bytes
+        assert len(frames) == -(-operand.numel * operand.dtype.itemsize // size)
+        last = operand.arena.numel() // size - 1
+        if len(frames):
+            assert 0 <= frames.min() <= frames.max() <= last, "bring the page in first"
+    return counts.pop() if counts else 0

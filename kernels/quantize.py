@@ -216,8 +216,7 @@ def quantize(values: Sequence[Operand], out: Sequence[Blockwise], *, root: bool)
     out : as many elements each.
     root : whether the code is that of second moments.
 
-    On CUDA queued on the current stream, without waiting; on a CPU done on return. Raises
-    ValueError where sizes or dtypes do not fit, before anything is written.
+    On CUDA queued on the current stream, without waiting; on a CPU done on return.
     """
     _run(values, out, root, quantize_reference, decode=False)
 
@@ -235,14 +234,10 @@ def _run(
     *,
     decode: bool,
 ) -> None:
-    if len(values) != len(states):
-        raise ValueError(f"{len(values)} tensors and {len(states)} states; pass one for each")
-    for number, (value, state) in enumerate(zip(values, states, strict=True)):
-        if value.dtype not in (torch.float32, torch.float16, torch.bfloat16):
-            raise ValueError(
-                f"tensor {number} is {value.dtype}; convert it to float32, float16 or bfloat16"
-            )
-        check_blocks([value, state], number)
+    assert len(values) == len(states)
+    for value, state in zip(values, states):
+        assert value.dtype in (torch.float32, torch.float16, torch.bfloat16)
+        check_blocks([value, state])
     if not values:
         return
     memory = memory_of(values[0])

@@ -87,25 +87,14 @@ def sgd_step(
     Computes in float32 (float64 for float64), and rounds only what is stored. One launch for all
     groups with the same dtypes. On CUDA it is queued on the current stream of the device and the
     call does not wait, also where lr, step, inv_scale and found_inf are tensors there. On a CPU it
-    returns when the step is done. Raises ValueError for operands that do not go together, before
-    anything is written.
+    returns when the step is done.
     """
     chosen = _Sgd(
         *(lr, momentum, dampening, weight_decay, nesterov, maximize, inv_scale, found_inf, step)
     )
-    if (momentum != 0) != (momentum_buffers is not None):
-        raise ValueError(
-            f"momentum is {momentum}; pass momentum_buffers if, and only if, it is not 0"
-        )
-    if nesterov and (momentum <= 0 or dampening != 0):
-        raise ValueError(
-            f"nesterov with momentum {momentum} and dampening {dampening}; it needs "
-            "momentum and no dampening"
-        )
-    if len(first) != len(params):
-        raise ValueError(f"first has {len(first)} entries for {len(params)} params; pass as many")
-    states = {"momentum_buffers": momentum_buffers}
-    groups = make_groups(params, grads, states, masters, seeds, firsts)
+    assert (momentum != 0) == (momentum_buffers is not None)
+    assert len(first) == len(params)
+    groups = make_groups(params, grads, [momentum_buffers], masters, seeds, firsts)
     if not groups:
         return
     if reference or not use_triton(memory_of(groups[0].param)):

@@ -93,29 +93,21 @@ class Group:
 def make_groups(
     params: Sequence[Operand],
     grads: Sequence[Operand],
-    states: dict[str, Sequence[State] | None],
+    states: Sequence[Sequence[State] | None],
     masters: Sequence[Operand] | None,
     seeds: Sequence[int] | None,
     firsts: Sequence[int] | None,
 ) -> list[Group]:
-    """Groups of parameters that have elements.
-
-    Raises ValueError for lists of different lengths, dtypes that do not go together, and blocks
-    that a page cuts.
-    """
-    given = {name: state for name, state in states.items() if state is not None}
-    optional = {"masters": masters, "seeds": seeds, "firsts": firsts}
-    for name, one in {"grads": grads, **given, **optional}.items():
-        if one is not None and len(one) != len(params):
-            raise ValueError(
-                f"{name} has {len(one)} entries for {len(params)} params; pass as many"
-            )
+    """Groups of parameters that have elements."""
+    given = [state for state in states if state is not None]
+    lists = [grads, *given, *(x for x in (masters, seeds, firsts) if x is not None)]
+    assert {len(one) for one in lists} <= {len(params)}
     groups = [
         Group(
             number,
             grads[number],
             params[number],
-            tuple(state[number] for state in given.values()),
+            tuple(state[number] for state in given),
             masters[number] if masters is not None else None,
             seeds[number] if seeds is not None else None,
             firsts[number] if firsts is not None else 0,
@@ -123,7 +115,7 @@ def make_groups(
         for number in range(len(params))
     ]
     for group in groups:
-        _check(group, list(given))
+        _check(group)
     return [group for group in groups if numel_of(group.param)]
 
 
@@ -574,40 +566,18 @@ def chunks(group: Group, work: torch.Tensor | None = None) -> Iterator[Chunk]:
             start += numel
 
 
-def _check(group: Group, names: Sequence[str]) -> None:
-    """Raise ValueError unless the group's dtypes and blocks are such as kernels take."""
-    number = group.number
-    blockwise = [isinstance(x, Blockwise) for x in group.states]
-    check_blocks([group.grad, group.param, *group.states], number)
-    for what, operand in (("grad", group.grad), ("param", group.param)):
-        if operand.dtype not in FLOATS:
-            raise ValueError(f"{what} {number} is {operand.dtype}; convert it to a float dtype")
-    found = {group.dtypes[2 + i] for i in range(len(names))}
-    if len(found) > 1 or (names and not blockwise[0] and not found <= set(STATE_FLOATS)):
-        raise ValueError(
-            f"the states of param {number} are {', '.join(map(str, found))}; use float32, bfloat16 "
-            f"or Blockwise for all of {', '.join(names)}"
-        )
-    if group.master is not None and group.master.dtype != torch.float32:
-        raise ValueError(
-            f"param {number} has a master of {group.master.dtype}; use float32 masters, or none"
-        )
-    if group.compute == torch.float64 and set(group.dtypes) != {torch.float64}:
-        raise ValueError(
-            f"param {number} has float64 beside other dtypes {group.dtypes}; use it for all"
-        )
-    if group.first % FIRST_MULTIPLE:
-        raise ValueError(
-            f"param {number} starts at element {group.first}; cut it at a multiple of "
-            f"{FIRST_MULTIPLE}"
-        )
-    device = memory_of(group.param).device
-    for operand in [*group.flat, *group.scales]:
-        if memory_of(operand).device != device:
-            raise ValueError(
-                f"param {number} is on {device}, but has an operand on "
-                f"{memory_of(operand).device}; move it there"
-            )
+def _check(group: Group) -> None:
+    """Kernels take such dtypes and blocks, and all operands on one device."""
+    check_blocks([group.grad, group.param, *group.states])
+    assert {group.grad.dtype, group.param.dtype} <= set(FLOATS)
+    states = group.dtypes[2 : 2 + len(group.states)]
+    assert len(set(states)) <= 1, f"states of {states}"
+    assert set(states) <= {torch.uint8, *STATE_FLOATS}, f"states of {states}"
+    assert group.master is None or group.master.dtype == torch.float32
+    wide = group.compute == torch.float64
+    assert not wide or set(group.dtypes) == {torch.float64}, f"float64 beside {group.dtypes}"
+    assert group.first % FIRST_MULTIPLE == 0
+    assert len({memory_of(operand).device for operand in [*group.flat, *group.scales]}) == 1
 
 
 def _int32(seed: int) -> int:

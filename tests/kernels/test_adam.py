@@ -369,37 +369,3 @@ def test_not_finite_gradients_show(backend: Backend) -> None:
 def test_empty(backend: Backend) -> None:
     Problem(backend, []).step([])
     Problem(backend, [0, 0]).step(1)
-
-
-def _with(problem: Problem, **changes: Any) -> None:
-    for name, value in changes.items():
-        setattr(problem, name, value)
-    problem.step(1)
-
-
-def test_refusals(backend: Backend) -> None:
-    def problem(**named: Any) -> Problem:
-        return Problem(backend, [600], **named)
-
-    with pytest.raises(ValueError, match="grads has 2 entries for 1 params"):
-        problem().step(1, grads=[torch.zeros(600)] * 2)
-    with pytest.raises(ValueError, match="steps has 2 entries for 1 params"):
-        problem().step([1, 1])
-    with pytest.raises(ValueError, match="amsgrad is True; pass max_exp_avg_sqs"):
-        problem().step(1, amsgrad=True)
-    with pytest.raises(ValueError, match="states of param 0 are"):
-        _with(problem(), avgs=problem(kind=BF16).avgs)
-    with pytest.raises(ValueError, match=r"master of torch\.bfloat16"):
-        _with(problem(), masters=[torch.zeros(600, dtype=BF16)])
-    with pytest.raises(ValueError, match="float64 beside other dtypes"):
-        problem().step(1, grads=[torch.zeros(600, dtype=torch.float64)])
-    with pytest.raises(ValueError, match=r"grad 0 is torch\.int32"):
-        problem().step(1, grads=[torch.zeros(600, dtype=torch.int32)])
-    with pytest.raises(ValueError, match="multiple of 4096"):
-        problem().step(1, firsts=[100])
-    with pytest.raises(ValueError, match="they must agree"):
-        problem().step(1, grads=[torch.zeros(599, device=backend.device)])
-    with pytest.raises(ValueError, match=r"scales in pages of 512 bytes; .* at least 1024"):
-        problem(kind=U8, arena=Arena(backend, 64, 512)).step(1)
-    with pytest.raises(ValueError, match=r"pages of 128 elements.*at least 1024 bytes"):
-        _with(problem(kind=U8), params=[Arena(backend, 64, 512).page(torch.zeros(600))])

@@ -190,15 +190,3 @@ def test_float64(backend: Backend) -> None:
 def test_empty(backend: Backend) -> None:
     Problem(backend, []).step(1)
     Problem(backend, [0, 0]).step(1)
-
-
-def test_refusals(backend: Backend) -> None:
-    problem = Problem(backend, [600])
-    with pytest.raises(ValueError, match=r"momentum is 0\.0; pass momentum_buffers if"):
-        problem.step(1, momentum=0.0)
-    with pytest.raises(ValueError, match="it needs momentum and no dampening"):
-        problem.step(1, nesterov=True, dampening=0.1)
-    with pytest.raises(ValueError, match="first has 2 entries for 1 params"):
-        problem.step(1, first=[True, False])
-    with pytest.raises(ValueError, match="seeds has 0 entries for 1 params"):
-        problem.step(1, seeds=[])
