@@ -267,15 +267,15 @@ class Failing:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.times = math.inf
-        real = DiskTier.submit_read
+        real = DiskTier._to_read
 
-        def submit(tier: DiskTier, *args: Any, **options: Any) -> Any:
+        def to_read(tier: DiskTier, *args: Any, **options: Any) -> Any:
             self.times -= 1
             if self.times < 0:
                 raise OSError(5, "the disk is broken")
             return real(tier, *args, **options)
 
-        monkeypatch.setattr(DiskTier, "submit_read", submit)
+        monkeypatch.setattr(DiskTier, "_to_read", to_read)
 
 
 BROKEN = [(kind, states) for kind in ("adamw", "sgd-momentum") for states in (None, "8bit")]

@@ -289,24 +289,24 @@ def test_a_disk_that_fails_to_read(tmp_path, monkeypatch) -> None:
         tensor, expected = blank(pager, 20 * FLOATS), values(20 * FLOATS)
         write(pager, tensor, expected)
         evict(pager, tensor)
-        working = DiskTier.submit_read
+        working = DiskTier._to_read
 
         def failing(self: DiskTier, *args: Any, **kwargs: Any) -> Any:
             raise tp.PagerError("the disk is ill")
 
-        monkeypatch.setattr(DiskTier, "submit_read", failing)
+        monkeypatch.setattr(DiskTier, "_to_read", failing)
         with pytest.raises(tp.PagerError, match="ill"), part(pager.core, tensor, 3, 2):
             pass
         assert nothing_is_pinned(pager)
         assert frames_of(tensor) == [-1] * 20
-        monkeypatch.setattr(DiskTier, "submit_read", working)
+        monkeypatch.setattr(DiskTier, "_to_read", working)
         walk = stream(pager.core, [[pages_of(tensor, [i])] for i in range(20)])
         next(walk)
-        monkeypatch.setattr(DiskTier, "submit_read", failing)
+        monkeypatch.setattr(DiskTier, "_to_read", failing)
         with pytest.raises(tp.PagerError, match="ill"):
             list(walk)
         assert nothing_is_pinned(pager)
-        monkeypatch.setattr(DiskTier, "submit_read", working)
+        monkeypatch.setattr(DiskTier, "_to_read", working)
         assert torch.equal(read(pager, tensor), expected)
 
 
