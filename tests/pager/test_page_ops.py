@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import pytest
@@ -314,14 +315,21 @@ def test_reductions(dtype: torch.dtype) -> None:
 
 
 # -- lists -----------------------------------------------------------------------------------------
+@cache
+def _dense_lists() -> list[list[torch.Tensor]]:
+    shapes = [(300, 401), (70000,), (5,), (200, 200), (90000,), (17000,)]
+    return [
+        [values(10 * seed + i, shape=s).abs() + 0.1 for i, s in enumerate(shapes)]
+        for seed in range(3)
+    ]
+
+
 def lists(pager: tp.Pager | None) -> list[list[torch.Tensor]]:
     """Three lists of tensors of 1 to 8 pages; one element of each is dense, one is small."""
-    shapes = [(300, 401), (70000,), (5,), (200, 200), (90000,), (17000,)]
-    found = []
-    for seed in range(3):
-        dense = [values(10 * seed + i, shape=s).abs() + 0.1 for i, s in enumerate(shapes)]
-        found.append([t if pager is None or i == 4 else pager.page(t) for i, t in enumerate(dense)])
-    return found
+    return [
+        [t.clone() if pager is None or i == 4 else pager.page(t) for i, t in enumerate(dense)]
+        for dense in _dense_lists()
+    ]
 
 
 FOREACH: dict[str, Callable[..., Any]] = {
