@@ -9,6 +9,7 @@ from collections.abc import Callable
 from functools import partial
 
 import numpy as np
+import torch
 
 from ..devices.device import Bytes, Device
 from ..disk.tier import DiskTier
@@ -61,7 +62,8 @@ class Mover:
         on_cpu = backend.host_addressable  # a staging buffer is one thread's
         names = {f"{tier}-{way}": tier for tier in TIERS for way in ("out", "in")}
         # What they do between calls of the kernel takes cores from ops, and they wait for the GIL.
-        most = max(1, len(os.sched_getaffinity(0)) // 2) if on_cpu else 1
+        self._cores = len(os.sched_getaffinity(0))
+        most = max(1, self._cores // 2) if on_cpu else 1
         threads = {name: min(_THREADS[tier], most) for name, tier in names.items()}
         self.lanes = {name: Lane(name, threads[name]) for name in names}
         self._ahead = {name: Lane(f"ahead-{name}", threads[name]) for name in names}
@@ -93,11 +95,13 @@ class Mover:
     def out(self, tier: str, pages: Int32, slots: Int32, urgency: str = PLANNED) -> None:
         """DIRTY → BELOW: ``pages``, which nobody has pinned, leave for ``slots``, taken for them.
         Their frames are free. What is wanted now raises if it fails, and no page has left."""
+        at_once = True
         for part, ends in self._batches(pages, slots, f"{tier}-out", urgency):
             frames = self.table.frame[part]
             transfer = self._transfer(tier, part, frames, ends, to_device=False)
             try:
-                self._begin(transfer, urgency, partial(self._undo_out, tier, part, frames, ends))
+                undo = partial(self._undo_out, tier, part, frames, ends)
+                at_once = self._begin(transfer, urgency, undo) and at_once
             except BaseException:
                 self.slots.give(tier, ends)
                 raise
@@ -106,21 +110,23 @@ class Mover:
             self.slots.note_peaks()
             self.give_frames(self.table.unplace(part))
         if urgency != NOW:  # then whoever asked does it
-            self.unsettle(pages)
+            (self.settle if at_once else self.unsettle)(pages)
 
     # -- onto the device -------------------------------------------------------------------------
     def bring(self, tier: str, pages: Int32, frames: Int32, urgency: str = PLANNED) -> None:
         """BELOW → CLEAN: ``pages``, which have a copy in ``tier``, come to ``frames``, taken for
         them. What is wanted now raises if it fails, and no page has come: the caller gives the
         frames back (``give_frames``)."""
+        at_once = True
         for part, ends in self._batches(pages, frames, f"{tier}-in", urgency):
             slots = self.slots.of(tier, part)
             transfer = self._transfer(tier, part, ends, slots, to_device=True)
-            self._begin(transfer, urgency, partial(self._undo_in, tier, part, ends))
+            undo = partial(self._undo_in, tier, part, ends)
+            at_once = self._begin(transfer, urgency, undo) and at_once
             self.table.place(part, ends)
             self._count(tier, "in", len(part))
         if urgency != NOW:
-            self.unsettle(pages)
+            (self.settle if at_once else self.unsettle)(pages)
 
     # -- both ------------------------------------------------------------------------------------
     def _batches(
@@ -141,16 +147,28 @@ class Mover:
             self.carrier, tier, pages, versions, frames, slots, to_device=to_device, mark=mark
         )
 
-    def _begin(self, transfer: Transfer, urgency: str, undo: Callable[[], None]) -> None:
+    def _begin(self, transfer: Transfer, urgency: str, undo: Callable[[], None]) -> bool:
+        """Whether it has ended: otherwise it is queued."""
         frames, slots = ("device", transfer.frames), (transfer.tier, transfer.slots)
-        if urgency == NOW:
+        if urgency == NOW or (self._is_ops(transfer) and not self.tickets.of(frames, slots)):
             self._carry_out(transfer, frames, slots)
-            return
+            return True
         way = "from" if transfer.to_device else "to"
         label = f"{len(transfer.pages)} pages {way} {transfer.tier}"
         ticket = self.tickets.take(label, frames, slots)
         ticket.undo = undo
         self._queue(transfer, ticket, urgency)
+        return False
+
+    def _is_ops(self, transfer: Transfer) -> bool:
+        """It is a copy in memory, on a CPU all of whose cores compute: a lane would take one of
+        them from an op, and have to be woken; the thread that runs ops has all of them."""
+        return (
+            transfer.tier == "host"
+            and self.backend.host_addressable
+            and self.carrier.host_stamps is None
+            and torch.get_num_threads() >= self._cores
+        )
 
     def _carry_out(self, transfer: Transfer, frames: Places, slots: Places) -> None:
         """By this thread. Where that is given up (``HungDisk``, Ctrl-C) while the disk is at it,

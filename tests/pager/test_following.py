@@ -29,6 +29,8 @@ from tensorpager.pager.tensor.paged_tensor import PagedTensor
 from .models import make_pager
 from .test_compaction import FRAMES, laid_out, layout, unchanged
 
+pytestmark = pytest.mark.usefixtures("one_thread")  # a core is left for what is queued
+
 Tensors = dict[str, PagedTensor]
 
 

@@ -26,6 +26,8 @@ from .models import make_pager
 from .test_compaction import FRAMES, laid_out, layout, unchanged
 from .test_following import pages_of
 
+pytestmark = pytest.mark.usefixtures("one_thread")  # a core is left for what is queued
+
 
 class Gate:
     """Queued transfers wait until it is opened; then those to ``fails`` raise."""
@@ -189,3 +191,20 @@ def test_the_watchdog_says_what_is_queued(monkeypatch: pytest.MonkeyPatch) -> No
     stuck = tickets.take("3 pages to disk", ("device", np.arange(3, dtype=np.int32)))
     with pytest.raises(PagerError, match=r"no page moved for .*; queued: 3 pages to disk"):
         tickets.wait([stuck])
+
+
+def test_what_is_copied_in_memory_takes_no_core_from_ops(monkeypatch) -> None:
+    """Where all cores compute, ops' own thread copies, and nobody waits."""
+    with make_pager(frames=FRAMES) as pager:
+        mover = pager.core.mover
+        monkeypatch.setattr(mover, "_cores", torch.get_num_threads())
+        tensors = laid_out(pager, "AA.....CCC")
+        send(pager, tensors["A"])
+        bring(pager, tensors["A"], 3)
+        assert layout(pager, tensors) == "...AA..CCC"
+        assert tensors["A"]._storage.run.base == 3, "it is there"
+        assert not mover.tickets.any
+        assert not any(lane.threads for lane in mover.lanes.values())
+        assert unchanged(tensors)
+        with pager.core.lock:
+            check_invariants(pager.core)
