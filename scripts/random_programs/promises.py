@@ -16,7 +16,7 @@ import torch
 
 import tensorpager as tp
 
-from .program import Program
+from .program import Piece, Program
 from .training import PAGE, Seen, train
 
 TINY = 4 * PAGE
@@ -109,7 +109,12 @@ def _difference(program: Program, one: Seen, other: Seen, same: int) -> str | No
 def _close(program: Program, a: torch.Tensor, b: torch.Tensor) -> bool:
     scale = a.double().abs().max().item() + 1e-6
     gap = (a.double() - b.double()).abs().max().item()
-    return gap <= CLOSE[program.dtype] * scale
+    return gap <= CLOSE["bfloat16" if _casts(program.pieces) else program.dtype] * scale
+
+
+def _casts(pieces: tuple[Piece, ...]) -> bool:
+    """Whether products round to half precision: the last bits of a sum may be a bit of that."""
+    return any(p.kind in ("autocast", "half_cast") or _casts(p.inner) for p in pieces)
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
