@@ -156,7 +156,7 @@ def _numbers(
     scale = 1.0 if chosen.inv_scale is None else chosen.inv_scale
     found_inf = 0.0 if chosen.found_inf is None else chosen.found_inf
     weights = 1 - chosen.beta1, chosen.beta2, 1 - chosen.beta2, chosen.eps
-    if all(is_on_host(x) for x in (*steps, chosen.lr, scale, found_inf)):
+    if all(map(is_on_host, (*steps, chosen.lr, scale, found_inf))):
         lr, told = float(chosen.lr), (float(scale), float(found_inf))
         decay = 1 - lr * chosen.weight_decay if chosen.decoupled else chosen.weight_decay
         columns: dict[float, list[float]] = {}  # most steps are the same

@@ -10,7 +10,8 @@ its own:
 
     plain     PyTorch alone; its peak of memory is what the others' budgets are shares of
     fits      everything fits: twice the need
-    planned   --share of the need, pages moved by a plan; timed once the plan is followed
+    planned   --share of the need, pages moved by a plan; of the steps that follow it, as a plan is
+              compared with paging on demand first
     lru       the same, without a plan
 
 Times are CPU time of the whole process (--steps steps after warm-up, median), and of it the time of
@@ -141,7 +142,15 @@ def measure(mode: str, preset: str, tokens: int, steps: int, budgets: dict[str, 
             pager.plan(wait=True)
         step()
         warm_up += 1
-    rows = [step() for _ in range(steps)]
+    rows: list[Record] = []
+    passed = 0
+    while len(rows) < steps:
+        followed = pager.stats()["planned_iterations"] if pager is not None else 0
+        row = step()
+        if pager is None or mode != "planned" or pager.stats()["planned_iterations"] > followed:
+            rows.append(row)
+        elif (passed := passed + 1) == MOST_WARM_UP_STEPS:
+            raise SystemExit(f"{passed} steps followed no plan: {pager.stats()}")
     record: Record = {
         "median": {name: statistics.median(row[name] for row in rows) for name in rows[0]},
         "steps": rows,

@@ -27,7 +27,8 @@ class Extent:
     """Consecutive virtual pages ``first … first+count``.
 
     ``base``: frame of the first page while all pages are resident in consecutive frames, else −1.
-    ``pins``: how often it is held whole. ``generation``: changes whenever dense views go stale.
+    ``pins``: how often it is held whole. ``generation``: changes whenever dense views go stale;
+    ``unplaced``: what it is as long as no page was anywhere.
     ``apart``: of small storages, what sets them apart from others of their kind.
     ``settled``: all pages are known DIRTY, so that another write changes no state.
     ``born``: how many runs were born before it. ``key``: its name in access logs, 0 for none yet.
@@ -42,7 +43,7 @@ class Extent:
     __slots__ = (
         "apart", "base", "born", "count", "first", "generation", "id", "in_slabs", "key", "kind",
         "nbytes", "overwritten", "pages", "parts", "pins", "settled", "small", "storages",
-        "streamed", "writes",
+        "streamed", "unplaced", "writes",
     )  # fmt: skip
 
     def __init__(self, run_id: int, first: int, count: int, kind: str) -> None:
@@ -55,7 +56,7 @@ class Extent:
         self.base = -1
         self.pins = 0
         self.parts: list[Int32] | None = None
-        self.generation = next(generations)
+        self.generation = self.unplaced = next(generations)
         self.overwritten = False
         self.settled = False
         self.small: FramePool | None = None

@@ -766,6 +766,8 @@ class Residency:
 
     def is_blank(self, run: Extent) -> bool:
         """Nothing was ever written to ``run``: it has no page anywhere."""
+        if run.generation == run.unplaced:
+            return True
         flags = self.table.flags[run.first : run.first + run.count]
         return bool(flags[0] & BLANK) and (run.count == 1 or bool((flags & BLANK).all()))
 

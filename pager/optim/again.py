@@ -32,7 +32,8 @@ _SETTINGS = ("amsgrad", "maximize", "foreach", "fused", "differentiable", "captu
 
 
 class _Place:
-    """Where a tensor's first element is: ``inside`` bytes behind the first frame of ``run``."""
+    """Where a tensor's first element is: ``inside`` bytes behind the first frame of ``run``, for as
+    long as it is in these pages (``storage``), and has the geometry that it had (``shaped``)."""
 
     __slots__ = ("inside", "run", "shaped", "storage", "tensor")
 
@@ -41,12 +42,6 @@ class _Place:
         self.run: Extent = tensor._storage.run
         offset = int(tensor.storage_offset())
         self.inside = tensor._storage.offset + offset * tensor.dtype.itemsize
-
-    @property
-    def is_same(self) -> bool:
-        """The tensor is still in these pages, with the geometry that it had."""
-        tensor = self.tensor
-        return tensor._storage is self.storage and tensor._shaped == self.shaped
 
 
 class BatchAgain:
@@ -112,14 +107,14 @@ class BatchAgain:
             return False
         if self._stream != _stream_of(self._tables.device):
             return False  # tables are on the device in the order of that stream
-        state, device = paged.optimizer.state, self._tables.device
+        state = paged.optimizer.state
         for parameter, before, kept, step in zip(some, self.parameters, self._kept, self.steps):
             if parameter is not before:
                 return False
             grad = parameter.grad
             if grad.dtype is not self._grad_dtype or grad.layout is not torch.strided:
                 return False
-            if not grad.is_contiguous() or grad.device != device:
+            if not grad.is_contiguous():  # on the parameter's device, as PyTorch sees to it
                 return False
             now = state.get(parameter)
             if now is None or now.get("step") is not step or MASTER in now:
@@ -127,7 +122,11 @@ class BatchAgain:
             for name, value in zip(self._names, kept):
                 if now.get(name) is not value:
                     return False
-        return len(some) == len(self.parameters) and all(place.is_same for place in self._paged)
+        for place in self._paged:
+            tensor = place.tensor
+            if tensor._storage is not place.storage or tensor._shaped != place.shaped:
+                return False
+        return len(some) == len(self.parameters)
 
     @contextmanager
     def held(self, pager: Core) -> Iterator[npt.NDArray[np.int64] | None]:

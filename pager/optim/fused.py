@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from functools import cache, partial, wraps
+from itertools import chain
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import torch
@@ -485,8 +486,8 @@ def _alone(paged: PagedOptimizer, update: Update) -> None:
 # -- steps ---------------------------------------------------------------------------------------
 def number_parameters(paged: PagedOptimizer) -> None:
     """Numbers that random rounding depends on: the same whenever the program runs."""
-    parameters = (p for group in paged.optimizer.param_groups for p in group["params"])
-    paged.numbers = {id(p): number for number, p in enumerate(parameters)}
+    groups = [group["params"] for group in paged.optimizer.param_groups]
+    paged.numbers = {id(p): number for number, p in enumerate(chain.from_iterable(groups))}
 
 
 def refuse(paged: PagedOptimizer) -> None:

@@ -257,7 +257,9 @@ def _on_shards(paged: PagedOptimizer) -> Any:
 def _is_sharded(paged: PagedOptimizer) -> bool:
     if "torch.distributed.tensor" not in sys.modules:
         return False
-    return any(is_sharded(p) for group in paged.optimizer.param_groups for p in group["params"])
+    groups = paged.optimizer.param_groups
+    others = [p for group in groups for p in group["params"] if type(p) is not PagedTensor]
+    return any(map(is_sharded, others))
 
 
 # -- steps that are foreseen ---------------------------------------------------------------------

@@ -187,7 +187,8 @@ def check_states(paged: PagedOptimizer) -> None:
     if paged.stepped and not paged.optimizer.state:  # of the kind that keeps none
         return
     with torch._C.DisableTorchFunctionSubclass():
-        fresh = [p for _, p in paged.stepped_now() if not paged.state_of(p)]
+        known = paged.optimizer.state
+        fresh = [p for _, p in paged.stepped_now() if not known.get(p)]
     if not fresh:
         return
     if fused.always(paged):
