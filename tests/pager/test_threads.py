@@ -231,7 +231,7 @@ def test_what_others_have_pinned_is_no_part_of_what_an_op_needs() -> None:
         held, other = pager.page(matrix(3)), pager.page(matrix(4, 1))
         with pager.core.quiet():
             pager.core.residency.evict_run(other._storage.run)
-        pager.core.residency.largest_need = 0
+        pager.core.residency.needs = 0, 0
         pinned, done = threading.Event(), threading.Event()
 
         def hold() -> None:
