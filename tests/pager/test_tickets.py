@@ -53,7 +53,7 @@ class Gate:
 
 
 @pytest.fixture
-def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
+def gate(monkeypatch: pytest.MonkeyPatch, one_thread: None) -> Iterator[Gate]:
     made = Gate(monkeypatch)
     yield made
     made.opened.set()
