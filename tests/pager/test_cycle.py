@@ -160,6 +160,7 @@ def test_passes_of_several_threads(one_thread: None) -> None:
             thread.join()
 
         def passes_of_another() -> list[torch.Tensor]:
+            torch.set_num_threads(1)
             with torch.no_grad():
                 inside.set()
                 found = [model(torch.ones(5, WIDTH))]
