@@ -402,9 +402,7 @@ class Core:
         those who learn of it after they took them."""
         if self.before_write is not None:
             self.before_write(extents)
-        watch, fresh = self.watch, []
-        if watch is not None and self.inside and not self.turns.is_home():
-            watch = None
+        watch, fresh = self.watcher(), []
         for extent in extents:
             extent.writes += 1
             if watch is not None:

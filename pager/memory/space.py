@@ -121,8 +121,8 @@ class Space:
         """The run and the offset of a new storage of at least one byte, whose contents are
         undefined; takes no frame until it is used. To be given back by :attr:`dead`. ``apart``: it
         shares a page only with others that are so."""
-        if nbytes > self.page_size // 2:
-            run = self._new_run(-(-nbytes // self.page_size), kind)
+        if not self.is_small(nbytes):
+            run = self._new_run(self.pages_for(nbytes), kind)
             run.nbytes = nbytes
             offset = 0
         else:
