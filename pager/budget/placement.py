@@ -73,11 +73,10 @@ class _Gradient:
     def end(self, _: Any = None) -> None:
         self.ended = min(self.ended, time.perf_counter())
 
-    def kept(self) -> _Gradient:
-        """The same in another iteration."""
-        same = _Gradient(self.weight, self.nbytes, None, self.becomes, self.born, is_kept=True)
-        same.storage = weakref.ref(self.storage(), same.end)
-        return same
+    @property
+    def is_new(self) -> bool:
+        """Whether it would be dense now if its weight stays whole."""
+        return self.ended == math.inf
 
 
 class Taken(NamedTuple):
@@ -115,7 +114,9 @@ class Placement:
         self._copies: dict[int, bool] = {}  # verdicts on what is no parameter, by size
         self._copies_before: dict[int, bool] = {}  # this iteration
         self._verdicts_before: dict[Extent, bool | None] = {}  # of those that it has changed
-        self._gradients: dict[Extent, _Gradient] = {}
+        self._gradients: list[_Gradient] = []
+        # Of those that live. (Small ones may share their pages with others.)
+        self._newest: weakref.WeakKeyDictionary[Any, _Gradient] = weakref.WeakKeyDictionary()
         self._products: list[_Product] = []
         self.under_way: Weight | None = None  # whose product takes place
         self._casts: dict[Extent, Weight] = {}  # that autocast has made
@@ -128,7 +129,10 @@ class Placement:
         """Another iteration is metered; those before took ``dense_before`` bytes."""
         for noted in (self._verdicts_before, self._products, self._casts):
             noted.clear()
-        self._gradients = {run: g.kept() for run, g in self._gradients.items() if self.is_new(run)}
+        kept = [(storage, g) for storage, g in self._newest.items() if g.is_new]
+        self._gradients.clear()
+        for storage, g in kept:
+            self._add(storage, _Gradient(g.weight, g.nbytes, None, g.becomes, g.born, is_kept=True))
         self._copies_before = dict(self._copies)
         self._before, self._dense = dense_before, 0
         self._timeline = self._left = NO_TIMELINE
@@ -194,30 +198,34 @@ class Placement:
     ) -> None:
         """``storage`` is that of a gradient of whole ``weight``, which was made just now."""
         made = _Gradient(weight, storage.nbytes, copied, becomes, time.perf_counter())
-        made.storage = weakref.ref(storage, made.end)
-        self._gradients[storage.run] = made
+        self._add(storage, made)
 
-    def note_derived(self, storage: Any, runs: Collection[Extent]) -> None:
-        """``storage``, in new pages, is dense where a gradient in one of ``runs`` is: it is a sum,
-        a copy or a cast of it."""
-        of = next((self._gradients[run] for run in runs if run in self._gradients), None)
+    def _add(self, storage: Any, gradient: _Gradient) -> None:
+        gradient.storage = weakref.ref(storage, gradient.end)
+        self._gradients.append(gradient)
+        self._newest[storage] = gradient
+
+    def note_derived(self, storage: Any, storages: Collection[Any]) -> None:
+        """``storage``, in new pages, is dense where a gradient in one of ``storages`` is: it is a
+        sum, a copy or a cast of it."""
+        of = next((self._newest[one] for one in storages if one in self._newest), None)
         if of is not None:
             becomes = of.becomes if storage.nbytes == of.nbytes else None
             self.note_gradient(of.weight, storage, None, becomes)
 
-    def becomes(self, run: Extent) -> torch.dtype | None:
-        """The dtype of a cast of the gradient in ``run`` that is in pages too."""
-        known = self._gradients.get(run)
+    def becomes(self, storage: Any) -> torch.dtype | None:
+        """The dtype of a cast of the gradient in ``storage`` that is in pages too."""
+        known = self._newest.get(storage)
         return None if known is None else known.becomes
 
-    def is_new(self, run: Extent) -> bool:
-        """Whether it would be dense now if its weight stays whole."""
-        known = self._gradients.get(run)
-        return known is not None and known.ended == math.inf
+    def is_new(self, storage: Any) -> bool:
+        """Whether a gradient in ``storage`` would be dense now if its weight stays whole."""
+        known = self._newest.get(storage)
+        return known is not None and known.is_new
 
-    def note_arrived(self, run: Extent) -> None:
+    def note_arrived(self, storage: Any) -> None:
         """It is a parameter's now, and in pages in any way."""
-        self._gradients[run].end()
+        self._newest[storage].end()
 
     def owner(self, runs: Collection[Extent]) -> Weight | None:
         """The weight whose product an op on ``runs`` is a part of."""
@@ -265,8 +273,8 @@ class Placement:
     def kept_bytes(self) -> int:
         """Of gradients that somebody has kept since the metered iteration, and which are dense in
         later ones."""
-        kept = (gradient for run, gradient in self._gradients.items() if self.is_new(run))
-        return sum(gradient.nbytes for gradient in kept if not gradient.weight.run.streamed)
+        kept = (g for g in self._newest.values() if g.is_new and not g.weight.run.streamed)
+        return sum(gradient.nbytes for gradient in kept)
 
     def left_at(self, moment: float) -> int:
         """Bytes of these that the next iteration has beside its own at the same place."""
@@ -293,11 +301,11 @@ class Placement:
         """The peak of dense bytes if these are whole, and the others stream."""
         when, current, _ = self._timeline
         if not len(when):  # at the peak there was one that was copied, as far as is known
-            streams = [g.nbytes for g in self._gradients.values() if g.weight not in whole]
+            streams = [g.nbytes for g in self._gradients if g.weight not in whole]
             return max(0, self._dense - max(streams, default=0)) + self._at_once(whole)
         level = current + self._beside if len(self._beside) else current.copy()
         grown = np.diff(current, prepend=current[0])
-        for gradient in self._gradients.values():
+        for gradient in self._gradients:
             is_dense = gradient.weight in whole or self._is_replaced(gradient)
             self._count(gradient, level, grown, is_dense=is_dense)
         peak = 0
@@ -325,16 +333,16 @@ class Placement:
                 level[made:freed] -= grown[made]
             begun = freed
         if is_dense:
-            lives_on = self._over and gradient.ended == math.inf
+            lives_on = self._over and gradient.is_new
             ended = np.searchsorted(when, gradient.ended)
             level[0 if lives_on else begun : ended] += gradient.nbytes
 
     def _is_replaced(self, gradient: _Gradient) -> bool:
         """Whether the program has kept it until it had something else, which is dense: so it will
         be in the next iteration. (At the end of this one that is known: ``lives_on``.)"""
-        if not gradient.is_kept or gradient.ended == math.inf or self._over:
+        if not gradient.is_kept or gradient.is_new or self._over:
             return False
-        later = (g for g in self._gradients.values() if not g.is_kept and g.ended == math.inf)
+        later = (g for g in self._gradients if not g.is_kept and g.is_new)
         return all(g.nbytes != gradient.nbytes for g in later if g.copied is None)
 
     def _copied_from(self, gradient: _Gradient, grown: Any) -> int:
@@ -347,7 +355,7 @@ class Placement:
 
     def _at_once(self, whole: list[Weight]) -> int:
         """Bytes of dense gradients of these at once, at most."""
-        dense = [g for g in self._gradients.values() if g.weight in whole]
+        dense = [g for g in self._gradients if g.weight in whole]
         return max((_alive(dense, gradient.born) for gradient in dense), default=0)
 
 

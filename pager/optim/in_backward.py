@@ -177,9 +177,9 @@ class InBackward:
         if grad is None or grad.requires_grad:  # create_graph=True: its history is wanted
             return
         if type(grad) is PagedTensor:
-            if self.pager.budget.placement.is_new(grad._storage.run):
+            if self.pager.budget.placement.is_new(grad._storage):
                 self.note_paged(parameter, grad.nbytes)
-                self.pager.budget.placement.note_arrived(grad._storage.run)
+                self.pager.budget.placement.note_arrived(grad._storage)
             return
         if grad.layout is torch.strided and pager.closed_reason is None:
             if _SMALL * grad.nbytes <= pager.page_size and not self._watch:
@@ -248,7 +248,7 @@ class InBackward:
         """Whether ``grad`` was there before this backward pass."""
         if type(grad) is not PagedTensor:
             return False
-        return not self.pager.budget.placement.is_new(grad._storage.run)
+        return not self.pager.budget.placement.is_new(grad._storage)
 
     def has_room(self, parameter: torch.Tensor, nbytes: int) -> bool:
         """Whether ``nbytes`` of temporaries fit beside what is dense now."""

@@ -111,11 +111,11 @@ def _cast(tensor: Any, *, dtype: Any = None, **kwargs: Any) -> Any:
     """By autograd, of the gradient of a cast that autocast has made."""
     if type(tensor) is not PagedTensor or dtype is None:
         return NotImplemented
-    budget, run = tensor._storage.pager.budget, tensor._storage.run
-    if not budget.metering or budget.placement.becomes(run) != dtype:
+    budget = tensor._storage.pager.budget
+    if not budget.metering or budget.placement.becomes(tensor._storage) != dtype:
         return NotImplemented
     result = Geometry(tensor._storage.pager, tensor.size(), dtype).new_gradient()
-    budget.placement.note_derived(result._storage, [run])
+    budget.placement.note_derived(result._storage, [tensor._storage])
     return result.copy_(tensor)
 
 
@@ -152,8 +152,8 @@ def _in_new_pages(
     result, pager = new_gradient(like), like._storage.pager
     tensors = [result, one] if other is None else [result, one, other]
     if pager.budget.metering:
-        runs = [tensor._storage.run for tensor in tensors[1:] if type(tensor) is PagedTensor]
-        pager.budget.placement.note_derived(result._storage, runs)
+        of = [tensor._storage for tensor in tensors[1:] if type(tensor) is PagedTensor]
+        pager.budget.placement.note_derived(result._storage, of)
     write = [tensor is result for tensor in tensors]
     for slab in slabs(pager, tensors, write=write):
         place = Place(slab.start, result.numel())
