@@ -9,9 +9,14 @@ the root's group::
     compute            | block 1  | block 2 | backward 2          | backward 1 | update (1/N)
 
 The gather of the next block is begun when a block begins, so two are on the device at a time; after
-its forward pass a block is given up, and gathered anew for the backward pass; the root stays. A
-whole gradient is there until the backward pass of its block has ended, and is reduced then. What
-the network takes beyond what is computed meanwhile is an op of its own, "wait for …".
+its forward pass a block is given up, and gathered anew for the backward pass; the root stays until
+the end of that. A whole gradient is there until the backward pass of its block has ended, and is
+reduced then, from a copy that stays until the next one is reduced. What the network takes beyond
+what is computed meanwhile is an op of its own, "wait for …"; a CPU computes nothing meanwhile.
+
+*Dense memory*: what is gathered, or yet to be reduced, is in no pages. The border between the two
+stands still through an iteration, so the most that is dense at any time is a workspace that all ops
+use. (On a CPU gloo takes another copy of what it gathers or reduces.)
 
 *The network*: rings. A collective of S bytes takes N − 1 steps of ``latency_us`` and moves
 S (N − 1) / N through the slowest of its links: the device's own within a node, the node's where
@@ -24,7 +29,6 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from statistics import NormalDist
 
@@ -120,6 +124,7 @@ class _Rank:
     def __init__(self, trace: Trace, cluster: Cluster) -> None:
         self.trace, self.cluster = trace, cluster
         kinds = trace.tensor_kinds
+        self.on_cpu = trace.device.startswith("cpu")
         self.groups = {
             tensor: group_of(trace.tensor_names[tensor])
             for tensor in range(trace.tensors)
@@ -178,6 +183,7 @@ class _Rank:
                 open_.last = op
         if root is not None:  # it is gathered as the forward pass begins
             root.first = found[0].first
+            root.last = max(op for op in range(trace.ops) if not self.on_shards[op])
             found.remove(root)
             found.insert(0, root)
         sizes: dict[str, list[int]] = defaultdict(list)
@@ -215,10 +221,12 @@ class _Rank:
         self.host_us: list[float | None] = []
         self.now = self.network = 0.0  # µs: compute, and until when the network is busy
         self.arrives: dict[int, float] = {}  # stay → when it has been gathered
+        self.whole: dict[int, int] = {}  # gradients that are yet to be reduced → their bytes
+        self.reducing = self.most_dense = 0  # bytes: of the latest copy that is reduced; in all
         reduced_at: dict[int, float] = {}
-        leaving: dict[int, list[int]] = defaultdict(list)
+        leaving: dict[int, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
         for tensor, op in self.reduced.items():
-            leaving[op].append(tensor)
+            leaving[op][self.groups[tensor]].append(tensor)
         begins: dict[int, list[int]] = defaultdict(list)
         for number, stay in enumerate(self.stays):
             begins[stay.first].append(number)
@@ -233,32 +241,26 @@ class _Rank:
                 self._add("wait for reduced gradients", late - self.now, waited, [])
             place.append(len(self.ops))
             self._add_op(op)
-            if leaving[op]:
-                done = self._reduce(leaving[op])
-                reduced_at |= dict.fromkeys(leaving[op], done)
             for number, stay in enumerate(self.stays):
                 if stay.last == op:
                     self.arrives.pop(number, None)
+            for group in sorted(leaving[op], key=ROOT.__eq__):
+                grads = leaving[op][group]
+                reduced_at |= dict.fromkeys(grads, self._reduce(group, grads))
         sizes = [int(nbytes) for nbytes in trace.tensor_bytes]
         tensors = [
             (t, -(-size // count) if t in self.groups else size, bool(trace.tensor_persistent[t]))
             for t, size in enumerate(sizes)
         ]
-        tensors += [(trace.tensors + t, sizes[t], False) for t in self.reduced]
-        tensors += [(self._gathered(n), stay.nbytes, False) for n, stay in enumerate(self.stays)]
+        dense = trace.tensors
+        tensors.append((dense, self.most_dense, False))
         names = {t: name for t, name in enumerate(trace.tensor_names) if name}
-        names |= {
-            trace.tensors + t: f"{trace.name_of(t)} before it is reduced" for t in self.reduced
-        }
-        names |= {self._gathered(n): f"{s.group} gathered" for n, s in enumerate(self.stays)}
-        kinds = dict(enumerate(trace.tensor_kinds))
-        kinds |= {trace.tensors + t: "workspace" for t in self.reduced}
-        kinds |= {self._gathered(n): "workspace" for n in range(len(self.stays))}
+        kinds = dict(enumerate(trace.tensor_kinds)) | {dense: "workspace"}
         return make_trace(
             tensors,
-            self.ops,
+            [(name, us, reads, [*writes, dense]) for name, us, reads, writes in self.ops],
             page_size=trace.page_size,
-            names=names,
+            names=names | {dense: "gathered, or yet to be reduced"},
             kinds=kinds,
             source=trace.source,
             device=trace.device,
@@ -268,23 +270,32 @@ class _Rank:
             segments=[(place[first], place[last], name) for first, last, name in trace.segments],
         )
 
-    def _gathered(self, number: int) -> int:
-        return 2 * self.trace.tensors + number
-
-    def _add(self, name: str, us: float, reads: Iterable[int], writes: Iterable[int]) -> None:
-        held = [self._gathered(number) for number in self.arrives]
-        self.ops.append((name, us, list(reads), [*writes, *held]))
+    def _add(
+        self, name: str, us: float, reads: list[int], writes: list[int], *, beside: int = 0
+    ) -> None:
+        """``beside``: bytes that are dense for this op alone."""
+        gathered = sum(self.stays[number].nbytes for number in self.arrives)
+        dense = gathered + sum(self.whole.values()) + self.reducing + beside
+        self.most_dense = max(self.most_dense, dense)
+        self.ops.append((name, us, reads, writes))
         self.rerun.append(name.startswith(("gather", "wait for weights")))
         self.host_us.append(None)
         self.now += us
+
+    def _meet(self, nbytes: int) -> float:
+        """A collective of ``nbytes`` begins; what ops wait for it at once."""
+        us = self.cluster.collective_us(nbytes)
+        self.network = max(self.network, self.now) + us
+        return us if self.on_cpu else 0.0
 
     def _gather(self, number: int) -> None:
         if number in self.arrives:
             return
         stay = self.stays[number]
-        self.network = max(self.network, self.now) + self.cluster.collective_us(stay.nbytes)
+        us = self._meet(stay.nbytes)
         self.arrives[number] = self.network
-        self._add(f"gather {stay.group}", 0.0, stay.shards, [])
+        copy = stay.nbytes if self.on_cpu else 0
+        self._add(f"gather {stay.group}", us, stay.shards, [], beside=copy)
 
     def _begin_stay(self, number: int) -> None:
         """Its weights are waited for, and the next block's gather begins."""
@@ -304,21 +315,26 @@ class _Rank:
             kind = trace.tensor_kinds[tensor]
             if kind == "parameter" and not shards:
                 continue  # what was gathered is used
-            whole = kind == "gradient" and not shards and op <= self.reduced[tensor]
-            target = trace.tensors + tensor if whole else tensor
-            reads += [target] if mode & READ else []
-            writes += [target] if mode & WRITE else []
+            if kind == "gradient" and not shards and op <= self.reduced[tensor]:
+                self.whole[tensor] = int(trace.tensor_bytes[tensor])
+                continue
+            reads += [tensor] if mode & READ else []
+            writes += [tensor] if mode & WRITE else []
         share = (self.cluster.ranks if shards else 1) / self.cluster.slowest
         self._add(trace.op_names[op], float(trace.op_duration_us[op]) / share, reads, writes)
         self.rerun[-1] = bool(trace.op_rerun[op])
         host_us = float(trace.op_host_us[op])
         self.host_us[-1] = None if np.isnan(host_us) else host_us / share
 
-    def _reduce(self, grads: list[int]) -> float:
-        """Whole gradients become shards; when that is done."""
-        trace = self.trace
-        nbytes = sum(int(trace.tensor_bytes[tensor]) for tensor in grads)
-        self.network = max(self.network, self.now) + self.cluster.collective_us(nbytes)
-        groups = ", ".join(dict.fromkeys(self.groups[tensor] for tensor in grads))
-        self._add(f"reduce {groups}", 0.0, [trace.tensors + t for t in grads], grads)
+    def _reduce(self, group: str, grads: list[int]) -> float:
+        """Whole gradients of ``group`` become shards; when that is done."""
+        nbytes = sum(int(self.trace.tensor_bytes[tensor]) for tensor in grads)
+        self.reducing = nbytes
+        us = self._meet(nbytes)
+        self._add(f"copy gradients of {group}", 0.0, [], [])
+        for tensor in grads:
+            self.whole.pop(tensor, None)
+        shard = -(-nbytes // self.cluster.ranks)
+        copy = nbytes if self.on_cpu else 0
+        self._add(f"reduce {group}", us, [], grads, beside=shard + copy)
         return self.network

@@ -26,10 +26,10 @@ os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 import torch
 import torch._dynamo
-import torch.distributed as dist
 import torch.distributed.fsdp
 import train_lm
 from lm.checkpoint import load_checkpoint
+from lm.forked import fork_ranks
 from lm.model import Block
 from lm.report import run_facts, write_json
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -50,36 +50,19 @@ def start(
 ) -> Ended:
     """Train with so many ranks. ``kill``: a rank, and the phase that it does not survive."""
     local = ranks // 2 if parallel == "hsdp" else ranks
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    children = {}
-    for rank in range(ranks):
-        pid = os.fork()
-        if pid == 0:
-            os.environ |= {
-                "RANK": str(rank),
-                "WORLD_SIZE": str(ranks),
-                "LOCAL_RANK": str(rank % local),
-                "LOCAL_WORLD_SIZE": str(local),
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(store.port),
-                "TORCHELASTIC_USE_AGENT_STORE": "True",  # it is there already
-                "GLOO_SOCKET_IFNAME": "lo",
-            }
-            log = os.open(folder / f"rank-{rank}.log", os.O_CREAT | os.O_TRUNC | os.O_WRONLY, 0o600)
-            os.dup2(log, 1)
-            os.dup2(log, 2)
-            faulthandler.enable()  # says where it was if it takes too long
-            code = 70
-            try:
-                if rank == kill[0]:
-                    die_in(kill[1], parallel, rank, local, folder / "saved.pt")
-                budget = [f"--device-budget={5 * local}MiB", f"--disk-budget={16 * local}MiB"]
-                paging = [*budget, f"--disk-path={folder}", "--page-size=64KiB"]
-                code = train_lm.main([*TRAINING, f"--parallel={parallel}", *paging, *given])
-            finally:
-                sys.stdout.flush()
-                os._exit(code)
-        children[pid] = rank
+
+    def body(rank: int) -> int:
+        log = os.open(folder / f"rank-{rank}.log", os.O_CREAT | os.O_TRUNC | os.O_WRONLY, 0o600)
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        faulthandler.enable()  # says where it was if it takes too long
+        if rank == kill[0]:
+            die_in(kill[1], parallel, rank, local, folder / "saved.pt")
+        budget = [f"--device-budget={5 * local}MiB", f"--disk-budget={16 * local}MiB"]
+        paging = [*budget, f"--disk-path={folder}", "--page-size=64KiB"]
+        return train_lm.main([*TRAINING, f"--parallel={parallel}", *paging, *given])
+
+    children, _store = fork_ranks(ranks, body, local)
     ended: Ended = {}
     deadline, late = time.monotonic() + SECONDS, False
     while children:

@@ -17,6 +17,8 @@ exchange a few numbers, and draw the same conclusions from them:
   move has failed, takes the others with it.
 * What one rank plans anew, the others do too. A rank that is late is given a quick plan.
 * The channels of a node are measured while all its ranks use them, so each finds its real part.
+* A collective has taken what it took the last rank to come. The others have waited for that one: a
+  plan that hid moves in this time would count on the other rank to be late again.
 
 An iteration in which a rank has met no other (an evaluation on the first rank, a pass that only
 accumulates under DDP) is none of the others', and ends without an exchange: nobody waits in vain.
@@ -115,11 +117,18 @@ class Agreement:
             due = follower is not None and follower.is_due()
             planning = follower is not None and follower.is_planning
             measured = follower is None or not due or follower.is_calibrated
-        nobody_waits, nobody_left, nobody_ready, nobody_plans, nobody_due, all_measured = self._all(
-            stand != "waits", stand != "left", stand != "ready", not planning, not due, measured
-        )
-        self.may_take = nobody_plans
-        self.may_follow = nobody_waits and nobody_left
+            ended = follower.learned if follower is not None else None
+            met = ended.met_seconds() if ended is not None else []
+        *found, fewest, most = self._least(
+            stand != "waits", stand != "left", stand != "ready", not planning, not due, measured,
+            len(met), -len(met),
+        )  # fmt: skip
+        nobody_waits, nobody_left, nobody_ready, nobody_plans, nobody_due, all_measured = found
+        if fewest and fewest == -most:
+            assert ended is not None
+            ended.have_met(self._least(*met))
+        self.may_take = bool(nobody_plans)
+        self.may_follow = bool(nobody_waits and nobody_left)
         self._late = self._late + 1 if stand == "waits" and not nobody_ready else 0
         if not nobody_due and not all_measured:
             self._measure(pager, follower)
@@ -139,22 +148,23 @@ class Agreement:
         from ..machine.calibration.measure import is_known
 
         known = follower is None or is_known(pager.backend, pager.disk, pager.page_size)
-        if self._all(known)[0] or follower is None:
+        if self._least(known)[0] or follower is None:
             return
         with pager.lock, suppress(PagerError):  # where it is needed it fails again, and says why
             follower.calibrate(fresh=True)
 
-    def _all(self, *mine: bool) -> list[bool]:
-        """Which of these hold on all ranks."""
+    def _least(self, *mine: float) -> list[float]:
+        """Of each of these the least of all ranks: what holds, if it does on each."""
         if self._group is None:
             # A group of its own: collectives of the user's that are on their way, in a thread that
             # saves perhaps, are not to be mixed up with these.
             self._group = dist.new_group(
                 list(self.ranks), self._timeout, "gloo", use_local_synchronization=True
             )
-        values = torch.tensor(mine, dtype=torch.int32)
+        values = torch.tensor(mine, dtype=torch.float64)
         dist.all_reduce(values, dist.ReduceOp.MIN, self._group)
-        return [bool(value) for value in values.tolist()]
+        found: list[float] = values.tolist()
+        return found
 
 
 def _stand_of(follower: Follower | None, kind: StepSignature | None) -> str:

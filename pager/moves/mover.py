@@ -19,7 +19,7 @@ from ..memory.host import HostTier
 from ..memory.page_table import DIRTY, Int32, PageTable
 from .slots import Slots
 from .tickets import Lane, MoveFailed, Places, Ticket, Tickets
-from .transfers import Carrier, Transfer
+from .transfers import Carrier, Shift, Transfer
 
 TIERS = ("host", "disk")
 NOW, AHEAD, PLANNED = "now", "ahead", "planned"
@@ -67,6 +67,7 @@ class Mover:
         threads = {name: min(_THREADS[tier], most) for name, tier in names.items()}
         self.lanes = {name: Lane(name, threads[name]) for name in names}
         self._ahead = {name: Lane(f"ahead-{name}", threads[name]) for name in names}
+        self._aside = Lane("aside", 1)
         self.beside: list[Lane] = []
         self.moved = dict.fromkeys(names, 0)
         self.batch_pages = dict.fromkeys(names, max(1, _BATCH_BYTES // page_size))
@@ -200,6 +201,27 @@ class Mover:
         lanes = self._ahead if urgency == AHEAD else self.lanes
         lanes[f"{transfer.tier}-{'in' if transfer.to_device else 'out'}"].add(transfer, ticket)
 
+    def shift(self, pages: Int32, sources: Int32, targets: Int32) -> bool:
+        """``pages`` are about to change frames inside the arena. Whether their bytes follow by
+        themselves, on a CPU where a transfer from or to these frames is under way, which no op is
+        to wait for that does not use them. Otherwise it is over, and the caller copies them."""
+        places: tuple[Places, ...] = ("device", sources), ("device", targets)
+        before = self.tickets.of(*places)
+        if not self.backend.host_addressable or all(ticket.is_over for ticket in before):
+            self.tickets.wait(before)
+            return False
+        ticket = self.tickets.take(f"{len(pages)} pages to other frames", *places)
+        ticket.undo = partial(self._undo_shift, pages, sources, targets)
+        self._aside.add(Shift(self.backend, self.page_size, pages, sources, targets), ticket)
+        return True
+
+    def _undo_shift(self, pages: Int32, sources: Int32, targets: Int32) -> None:
+        here = self.table.frame[pages] == targets  # the others have left, or died, since
+        self.give_frames(self.table.unplace(pages[here]))
+        self.pool.take_all(sources[here])
+        self.table.place(pages[here], sources[here])
+        self.settle(pages)
+
     def _count(self, tier: str, way: str, pages: int) -> None:
         self.moved[f"{tier}-{way}"] += pages * self.page_size
 
@@ -303,7 +325,7 @@ class Mover:
     def stop(self) -> None:
         """End all threads; ops come after all that they have done. Without the lock; nothing may be
         queued afterwards."""
-        lanes = [*self.lanes.values(), *self._ahead.values(), *self.beside]
+        lanes = [*self.lanes.values(), *self._ahead.values(), self._aside, *self.beside]
         for lane in lanes:
             lane.stop()
         for lane in lanes:

@@ -616,11 +616,12 @@ class Residency:
         or left by those before. None of their runs is in use. Where it raises, some have moved and
         the others are where they were."""
         pages, size = self.table.frame_page[sources], self.page_size
-        self.reach(np.concatenate([sources, targets]))
+        follows = self.mover.shift(pages, sources, targets)
         try:
             with self.backend.on_compute():
                 for source, target, count in merge(sources, targets):
-                    self.backend.slide(source, target, count, size)
+                    if not follows:
+                        self.backend.slide(source, target, count, size)
                     self._slid(source, target, count)
         finally:
             self.settle_all(pages)
@@ -646,12 +647,12 @@ class Residency:
     def _move(self, pages: Int32, frames: Int32) -> None:
         """Copy resident pages into other, empty frames of the arena."""
         old = self.table.frame[pages].copy()
-        self.reach(np.concatenate([old, frames]))
-        size, arena = self.page_size, self.arena
-        with self.backend.on_compute():
-            for source, target, count in merge(old, frames):
-                there = arena[target * size : (target + count) * size]
-                there.copy_(arena[source * size : (source + count) * size])
+        if not self.mover.shift(pages, old, frames):
+            size, arena = self.page_size, self.arena
+            with self.backend.on_compute():
+                for source, target, count in merge(old, frames):
+                    there = arena[target * size : (target + count) * size]
+                    there.copy_(arena[source * size : (source + count) * size])
         self.table.move(pages, frames)
         self.pool.free_all(old)
 

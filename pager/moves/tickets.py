@@ -43,7 +43,7 @@ from ..errors import HungDisk, PagerError
 from ..memory.page_table import Int32
 
 if TYPE_CHECKING:
-    from .transfers import Transfer
+    from .transfers import Shift, Transfer
 
 _WATCHDOG_SECONDS = 60.0
 _FEW = 64  # places: that many are looked at as fast as their maximum is found
@@ -283,7 +283,7 @@ class Lane:
         self._busy = 0
         self._since = 0.0
 
-    def add(self, transfer: Transfer, ticket: Ticket) -> None:
+    def add(self, transfer: Transfer | Shift, ticket: Ticket) -> None:
         if not self.threads:
             for _ in range(self._count):
                 name = f"tensorpager-{self.name}"
@@ -322,7 +322,7 @@ class Lane:
             ticket.carry(partial(self._carry, transfer))
             del work, transfer, ticket
 
-    def _carry(self, transfer: Transfer, after: Mark) -> Mark:
+    def _carry(self, transfer: Transfer | Shift, after: Mark) -> Mark:
         with self._clock:
             if not self._busy:
                 self._since = time.perf_counter()

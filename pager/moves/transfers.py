@@ -46,6 +46,22 @@ class Transfer:
         )
 
 
+@dataclass(slots=True, eq=False)
+class Shift:
+    """``pages`` follow from frames ``sources`` to ``targets``, on a CPU."""
+
+    backend: Device
+    page_size: int
+    pages: Int32
+    sources: Int32
+    targets: Int32
+
+    def run(self, after: Mark) -> Mark:
+        for source, target, count in merge(self.sources, self.targets):
+            self.backend.slide(source, target, count, self.page_size)
+        return ()
+
+
 class Carrier:
     """Moves the bytes of transfers. Any thread.
 

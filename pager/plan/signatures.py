@@ -102,6 +102,7 @@ class StepSignature:
         # followed a plan, whose moves have taken time of the ops beside them.
         self.samples: deque[list[float]] = deque([log.seconds()], _SAMPLES)
         self.beside: deque[list[float]] = deque(maxlen=_SAMPLES)
+        self._latest = self.samples  # which of them has the latest iteration
         self.ways = Ways()
         self.plain_us: float | None = None
         self._of_each, self._of_all = Growth(), Growth()
@@ -157,8 +158,20 @@ class StepSignature:
                 found[where] = self.samples[0][where]
             self._of_each.add(size, found)
             as_longest = self._of_each.ratio(size, self.size) * found
-            (self.beside if followed else self.samples).append(as_longest.tolist())
+            self._latest = self.beside if followed else self.samples
+            self._latest.append(as_longest.tolist())
         self._of_all.add(size, [sum(found)])
+
+    def met_seconds(self) -> list[float]:
+        """Of each collective of the latest iteration that was sampled."""
+        latest = (self._latest or self.samples)[-1]
+        return [latest[where] for where in self.log.collectives]
+
+    def have_met(self, seconds: list[float]) -> None:
+        """Of these, what does not count waiting for other ranks."""
+        latest = (self._latest or self.samples)[-1]
+        for where, least in zip(self.log.collectives, seconds):
+            latest[where] = least
 
     def seconds(self) -> list[float]:
         """Of each access, as the next plan should take it: beside moves, where that is known."""

@@ -6,11 +6,14 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from tensorpager.pager.core import Core
 from tensorpager.pager.disk.engine import Engine
 from tensorpager.pager.disk.tier import DiskTier
+from tensorpager.pager.machine.calibration.measure import Calibration
+from tensorpager.pager.plan.follower import Follower
 
 WAKING_SECONDS = 0.02
 
@@ -85,6 +88,19 @@ def slow_link(core: Core, bytes_per_s: float) -> None:
 
     device.copy = paced  # type: ignore[method-assign]
     if follower is not None:
-        known = follower.hardware  # type: ignore[attr-defined]
-        rates = dict.fromkeys(("d2h_bytes_per_s", "h2d_bytes_per_s"), bytes_per_s)
-        follower.hardware = lambda: known().with_(**rates)  # type: ignore[attr-defined]
+        follower.calibrate = _Calibrated(follower, bytes_per_s)  # type: ignore[method-assign]
+
+
+class _Calibrated:
+    """``follower.calibrate`` where copies over the link take that long: plans, and the size of
+    transfers, follow from it."""
+
+    def __init__(self, follower: Follower, bytes_per_s: float) -> None:
+        self._follower, self._measure = follower, follower.calibrate
+        self._rates = dict.fromkeys(("d2h_bytes_per_s", "h2d_bytes_per_s"), bytes_per_s)
+
+    def __call__(self, *, fresh: bool = False) -> Calibration:
+        found = replace(self._measure(fresh=fresh), **self._rates)
+        self._follower._calibration = found
+        self._follower._size_batches(found)
+        return found

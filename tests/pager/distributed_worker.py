@@ -14,7 +14,6 @@ import json
 import os
 import sys
 import time
-import traceback
 from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -30,6 +29,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
+from lm import forked
 
 import tensorpager as tp
 from tensorpager.pager.debug.check import check_invariants
@@ -325,33 +327,7 @@ def fork_ranks(
     rank had, in bytes, as the kernel counted."""
     for module in ("torch._dynamo", "torch.distributed.fsdp"):  # which each rank would load else
         importlib.import_module(module)
-    local = local or ranks
-    shared = {
-        "WORLD_SIZE": str(ranks),
-        "LOCAL_WORLD_SIZE": str(local),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": "0",
-    }
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    shared["MASTER_PORT"] = str(store.port)
-    shared["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # the store is there already
-    children = {}
-    for rank in range(ranks):
-        pid = os.fork()
-        if pid == 0:
-            os.environ.update(shared, RANK=str(rank), LOCAL_RANK=str(rank % local))
-            code = 1
-            try:
-                body()
-                code = 0
-            except SystemExit as error:
-                code = error.code if isinstance(error.code, int) else 1
-            except BaseException:
-                traceback.print_exc()
-            finally:
-                sys.stdout.flush()
-                os._exit(code)
-        children[pid] = rank
+    children, _store = forked.fork_ranks(ranks, lambda rank: body(), local)
     worst = 0
     end = time.monotonic() + TIMEOUT.total_seconds() + 60
     while children:

@@ -10,6 +10,8 @@ import pytest
 import tensorpager as tp
 from tensorpager.pager.distributed import agreement as module
 from tensorpager.pager.distributed.agreement import Agreement, note_meeting, plan_together
+from tensorpager.pager.plan.access_log import AccessLog
+from tensorpager.pager.plan.signatures import StepSignature
 
 from .models import make_pager
 
@@ -29,15 +31,17 @@ def agreed(pager: Any, answers: dict[str, bool]) -> tuple[Agreement, list[tuple[
         "nobody_plans",
         "nobody_due",
         "measured",
+        "fewest",
+        "most",
     )
     plan_together(pager, (0, 1), None)
     agreement, said = module._known[pager], []
 
     def exchange(*mine: bool) -> list[bool]:
-        said.append(mine)
+        said.append(mine[:6])
         return [own and answers.get(name, True) for name, own in zip(names, mine)]
 
-    agreement._all = exchange  # type: ignore[method-assign]
+    agreement._least = exchange  # type: ignore[method-assign]
     return agreement, said
 
 
@@ -112,6 +116,18 @@ def test_ranks_that_change_plan_each_for_itself(follower: Any) -> None:
     assert follower.others is None
     ended(agreement)
     assert not said
+
+
+def test_a_collective_takes_what_it_takes_the_last_rank_to_come(follower: Any) -> None:
+    log = AccessLog()
+    log.keys, log.collectives = [(1,), (), (2,)], {1: "gather"}
+    log.began, log.times, log.ended = 0.0, [0.0, 1.0, 6.0], 8.0
+    kind = follower.learned = StepSignature(1, log)
+    assert kind.seconds() == [1.0, 5.0, 2.0]
+    agreement, _ = agreed(follower._pager, {})
+    agreement._least = lambda *mine: [0.5] if mine == (5.0,) else list(mine)  # type: ignore[method-assign]
+    ended(agreement)
+    assert kind.seconds() == [1.0, 0.5, 2.0]
 
 
 def test_one_rank_alone_agrees_with_nobody() -> None:

@@ -158,6 +158,38 @@ def test_a_compaction_amid_a_failure_is_begun_anew(swapped, gate: Gate) -> None:
     check_invariants(pager.core)
 
 
+@pytest.mark.parametrize("fails", ["", "out"])
+@pytest.mark.parametrize("way", ["relocate", "slide"])
+def test_what_makes_way_waits_for_a_frame_and_nobody_for_it(
+    gate: Gate, way: str, fails: str
+) -> None:
+    """C goes to frames that A is still leaving, and is used once it is there; B comes to C's. Where
+    A cannot leave, C has stayed where it was."""
+    with make_pager(frames=FRAMES) as pager:
+        residency = pager.core.residency
+        tensors = laid_out(pager, "......BBB.")
+        with pager.core.lock:
+            residency.evict_pages(pages_of(tensors["B"]))
+        tensors |= laid_out(pager, "AAA...CCC.")
+        send(pager, tensors["A"])
+        pages, frames = pages_of(tensors["C"]), np.arange(3, dtype=np.int32)
+        with pager.core.lock:
+            if way == "relocate":
+                residency.relocate(pages, frames)
+            else:
+                residency.slide(residency.table.frame[pages], frames)
+        bring(pager, tensors["B"], 6)
+        assert layout(pager, tensors) == "CCC...BBB."
+        assert tensors["C"]._storage.run.base == -1
+        gate.fails = fails
+        gate.open_soon()
+        assert unchanged({"C": tensors["C"]})
+        assert layout(pager, tensors) == ("AAA...CCC." if fails else "CCC...BBB.")
+        check_invariants(pager.core)
+        assert unchanged(tensors)
+        check_invariants(pager.core)
+
+
 def test_what_dies_on_its_way_is_given_back_when_it_has_ended(swapped, gate: Gate) -> None:
     pager, tensors = swapped
     del tensors["A"]

@@ -244,6 +244,30 @@ def test_each_rank_takes_its_part_of_the_budgets_as_the_kernel_counts(tmp_path: 
         assert before[rank] < peaks[rank] <= before[rank] + 1.1 * (device + host) / 2, rank
 
 
+ORDER = """
+import os, sys
+sys.path.insert(0, sys.argv[1])
+import torch.distributed as dist
+from lm.forked import fork_ranks
+seen, fork, store = [], os.fork, dist.TCPStore
+os.fork = lambda: (seen.append("fork"), fork())[1]
+dist.TCPStore = lambda *given, **named: (seen.append("store"), store(*given, **named))[1]
+def body(rank):
+    store("127.0.0.1", int(os.environ["MASTER_PORT"]), is_master=False).add("met", 1)
+children, met = fork_ranks(2, body)
+print(seen, [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in children],
+      met.add("met", 0))
+"""
+
+
+def test_no_rank_is_forked_beside_the_thread_of_the_store() -> None:
+    """It holds a lock of the C library while it looks up who connects. A child that is forked then
+    waits for that lock for ever."""
+    done = programs.run("-c", ORDER, str(SCRIPT.parent))
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.split("\n")[0] == "['fork', 'fork', 'store'] [0, 0] 2"
+
+
 FULL_DISK = """
 import errno, json, os, sys
 from pathlib import Path
