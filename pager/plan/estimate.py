@@ -126,17 +126,16 @@ def training_of_function(target: str, batch: int, seq: int | None, dtype: str | 
             f"{target} returned {type(made).__name__}; it returns a torch.nn.Module, or a module "
             "and a tuple or dict of its inputs"
         )
-    _without_meta(module)
-    if dtype is not None:
-        module.to(DTYPES.get(dtype, torch.float32))
+    wanted = DTYPES[dtype] if dtype is not None else None
+    _fake_parameters(module, wanted)
     if inputs is None:
         inputs = _inputs(target, module, batch, seq)
     if isinstance(inputs, torch.Tensor):
         inputs = (inputs,)
     if isinstance(inputs, dict):
-        inputs = {name: _from_meta(value) for name, value in inputs.items()}
+        inputs = {name: _fake_of(value, wanted) for name, value in inputs.items()}
     else:
-        inputs = tuple(_from_meta(value) for value in inputs)
+        inputs = tuple(_fake_of(value, wanted) for value in inputs)
     first = next(iter(inputs.values() if isinstance(inputs, dict) else inputs), None)
     has_tokens = isinstance(first, torch.Tensor) and not first.is_floating_point()
 
@@ -179,14 +178,14 @@ def _line(error: BaseException) -> str:
     return f"{type(error).__name__}: {text[:300]}"
 
 
-def _without_meta(module: torch.nn.Module) -> None:
-    """Fake parameters and buffers of the CPU in place of those of the meta device; what is shared
-    stays shared."""
+def _fake_parameters(module: torch.nn.Module, dtype: torch.dtype | None) -> None:
+    """Fake parameters and buffers of the CPU, in ``dtype``, in place of those of the meta device or
+    of another dtype; what is shared stays shared."""
     made: dict[int, torch.Tensor] = {}
 
     def instead(tensor: torch.Tensor) -> torch.Tensor:
         if id(tensor) not in made:
-            new = _from_meta(tensor.detach())
+            new = _fake_of(tensor.detach(), dtype)
             if isinstance(tensor, torch.nn.Parameter):
                 new = torch.nn.Parameter(new, requires_grad=tensor.requires_grad)
             made[id(tensor)] = new
@@ -199,10 +198,13 @@ def _without_meta(module: torch.nn.Module) -> None:
                     held[name] = instead(tensor)  # type: ignore[assignment]
 
 
-def _from_meta(value: Any) -> Any:
-    if isinstance(value, torch.Tensor) and value.device.type != "cpu":
-        return torch.empty_like(value, device="cpu")
-    return value
+def _fake_of(value: Any, dtype: torch.dtype | None) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return value
+    wanted = dtype if dtype is not None and value.is_floating_point() else value.dtype
+    if value.device.type == "cpu" and value.dtype is wanted:
+        return value
+    return torch.empty_like(value, device="cpu", dtype=wanted)
 
 
 def _inputs(target: str, module: torch.nn.Module, batch: int, seq: int | None) -> Any:

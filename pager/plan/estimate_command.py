@@ -26,7 +26,8 @@ if TYPE_CHECKING:
     from ...planner.trace import Trace
     from .estimate import Iteration, Training
 
-DTYPES = ("bfloat16", "float16", "float32", "autocast")
+DTYPES = {name: name for name in ("bfloat16", "float16", "float32", "autocast")}
+DTYPES |= {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 OPTIMIZERS = ("adamw", "adam", "sgd", "sgd-momentum")
 PLANNED_OPS = 1200  # of a trace that --plan plans, if it has more
 PAGE_SIZE = 2 << 20
@@ -48,7 +49,7 @@ def _file(name: str, help_text: str) -> Callable[[F], F]:
 )
 @click.option(
     "--dtype",
-    type=click.Choice(DTYPES),
+    type=click.Choice(tuple(DTYPES)),
     help="Of the parameters (default: what the model says); autocast: float32, computed in "
     "bfloat16.",
 )
@@ -120,6 +121,7 @@ def estimate(
         from .estimate import fake, fake_iteration, training_of_function, training_of_hf
 
         with fake():
+            dtype = dtype and DTYPES[dtype]
             kind = "float32" if dtype == "autocast" else dtype
             if hf is not None:
                 training = training_of_hf(hf, batch, seq or 2048, kind)
@@ -150,7 +152,10 @@ def estimate(
     answer |= {"plan": made} if made else {}
     parts = _parts(training, optimizer, answer, hardware, found)
     if html_path is not None:
-        _write_html(html_path, parts)
+        from ...planner.report.page import still_page
+
+        with whole_file(html_path) as file:
+            file.write_text(still_page(f"Estimate of {training.name}", parts), encoding="utf-8")
         parts += ["", f"{html_path}: open it in a browser"]
     if as_json:
         emit_json(answer)
@@ -278,7 +283,7 @@ def _parts(
 ) -> list[Any]:
     ideal, unit = found.ideal_us, training.unit
     heading = [
-        ("model", f"{training.name}, {answer['parameters'] / 1e9:.3g} billion parameters"),
+        ("model", f"{training.name}, {_count(answer['parameters'])} parameters"),
         ("iteration", f"{training.tokens} {unit}, {answer['ops']} ops, {optimizer}"),
         ("hardware", describe(hardware)),
         (
@@ -330,6 +335,10 @@ def _parts(
     return parts
 
 
+def _count(number: int) -> str:
+    return f"{number / 1e9:.3g} billion" if number >= 1e9 else f"{number / 1e6:.3g} million"
+
+
 def _row(speed: dict[str, Any]) -> tuple[str, ...]:
     sizes = (speed[f"{tier}_bytes"] for tier in ("device", "host", "disk"))
     return (
@@ -343,29 +352,3 @@ def _row(speed: dict[str, Any]) -> tuple[str, ...]:
 
 def _rate(speed: dict[str, Any]) -> str:
     return "" if speed["per_second"] is None else f"{speed['per_second']:,.0f}"
-
-
-_PAGE = """<!DOCTYPE html>
-<html lang="en">
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>tensorpager estimate</title>
-<style>:root {{ color-scheme: light dark; }} pre {{ overflow-x: auto; }}</style>
-<pre>{code}</pre>
-</html>
-"""
-
-
-def _write_html(path: Path, parts: list[Any]) -> None:
-    """One file that needs no network, in the browser's light or dark colours."""
-    from io import StringIO
-
-    from rich.console import Console
-
-    console = Console(file=StringIO(), record=True, width=100, markup=False, highlight=False)
-    for part in parts:
-        console.print(part)
-    with whole_file(path) as part:
-        part.write_text(
-            console.export_html(code_format=_PAGE, inline_styles=True), encoding="utf-8"
-        )
