@@ -112,7 +112,8 @@ def _in_place_of(several: list[PagedTensor], memory: list[_Memory]) -> Iterator[
     saved, when hooks bring them back."""
     numbers, dense = iter(range(len(several))), [one.dense for one in memory]
     with saved_tensors_hooks(lambda _: next(numbers), dense.__getitem__):
-        node: Any = _Saved.apply(*several).grad_fn  # type: ignore[no-untyped-call]
+        result = _Saved.apply(*several)  # type: ignore[no-untyped-call]
+    node = result.grad_fn  # PyTorch 2.11 frees what it has saved with its result
     for paged, leaf, (accumulates, _) in zip(several, node.saved_tensors, node.next_functions):
         leaf._weight = paged
         # A leaf has its node by a weak reference, and without it would get one of its own and keep
