@@ -112,6 +112,11 @@ class Plan:
     hardware: Hardware | None = None  # that it was made for
 
     @property
+    def notes(self) -> list[str]:
+        """What whoever reads ``bound`` and ``predicted`` has to know."""
+        return [str(note) for note in self.extra.get("notes", ())]
+
+    @property
     def has_choices(self) -> bool:
         """Whether it does more than move pages: version 2."""
         chosen = self.recompute or self.host_steps or self.deferred

@@ -89,7 +89,7 @@ def on_stream(stream: torch.Stream) -> Iterator[None]:
 class Accelerator:
     """Implements :class:`~.device.Device`; the stream order is that module's note."""
 
-    host_addressable = False
+    host_addressable = copies_by_core = False
     alignment = 512
 
     def __init__(self, device: torch.device, kit: Kit) -> None:

@@ -38,7 +38,7 @@ def warm_up() -> None:
 class Cpu:
     """Implements :class:`~.device.Device`; copies are complete when the call returns."""
 
-    host_addressable = can_unmap = knows_dense = True
+    host_addressable = can_unmap = knows_dense = copies_by_core = True
     caps_dense = takes_drives = batches_copies = False
     granularity, alignment = 1, 64
 

@@ -82,6 +82,7 @@ class Device(Protocol):
     caps_dense: bool  # ``limit_dense`` is a cap on what the allocator holds, fragments included
     knows_dense: bool  # dense memory can be measured
     takes_drives: bool  # drives can read and write frames, with NVIDIA's cuFile
+    copies_by_core: bool  # a copy below takes a core for all of its time: it waits for no link
     batches_copies: bool  # the copies of one call below are one call of the driver, however many
 
     @property

@@ -162,11 +162,11 @@ class Mover:
         return False
 
     def _is_ops(self, transfer: Transfer) -> bool:
-        """It is a copy in memory, on a CPU all of whose cores compute: a lane would take one of
+        """It is a copy in memory, by a CPU all of whose cores compute: a lane would take one of
         them from an op, and have to be woken; the thread that runs ops has all of them."""
         return (
             transfer.tier == "host"
-            and self.backend.host_addressable
+            and self.backend.copies_by_core
             and self.carrier.host_stamps is None
             and torch.get_num_threads() >= self._cores
         )

@@ -164,6 +164,7 @@ def _speed_lines(signature: StepSignature) -> list[str]:
             f"No plan is faster than {bound / 1e3:.1f} ms; this one is at "
             f"{100 * bound / takes:.1f} % of that speed, {how}."
         )
+    lines += [f"Note: {note}." for note in compiled.plan.notes]
     if measured is not None:
         off = 100 * (measured / compiled.predicted_us - 1)
         waited = signature.waited_us or 0.0

@@ -92,7 +92,13 @@ def plan(
     assert made.predicted is not None
     if as_json:
         content = plan_to_json(made)
-        emit_json({"predicted": predicted_json(made.predicted), "bound": content["bound"]})
+        emit_json(
+            {
+                "predicted": predicted_json(made.predicted),
+                "bound": content["bound"],
+                "notes": made.notes,
+            }
+        )
         return
     heading = pairs(
         [
@@ -101,7 +107,7 @@ def plan(
             ("plan", f"{output}, {len(made.moves)} moves by {made.policy} in {seconds:.1f} s"),
         ]
     )
-    emit(heading, "", predicted_table(made.predicted, made.bound))
+    emit(heading, "", predicted_table(made.predicted, made.bound), *made.notes)
 
 
 def allowed(text: str | None) -> list[str] | None:

@@ -19,6 +19,7 @@ import numpy as np
 from ..hardware import Hardware
 from ..lifetimes import KEPT, LAST, RETURN, Gaps
 from ..lp.fit import fit
+from ..lp.mend import SHORTEST_US, mended, put_off
 from ..lp.narrow import largest
 from ..lp.problem import HOST, Problem, make_problem, merged, with_kept_copies
 from ..lp.program import Builder, Solution, Unsolved, solve
@@ -31,6 +32,7 @@ from .host_order import Release, order_steps
 from .options import Impossible, Remake, Unit, Uses
 
 MOST_STEPS = 1200
+GLANCE_STEPS = 120  # of a program that only shows whether choices can be the best
 Again = dict[int, list[int]]  # op → ops that run again before it
 
 
@@ -210,14 +212,14 @@ class Planner:
     ) -> tuple[Outcome | None, Floats] | None:
         begins_us = hosted.begins_us
         best: Outcome | None = None
+        problem = hosted.problem(expanded, make_problem(expanded.trace, self.hardware))
+        if problem is None or self._too_slow(problem):
+            return None
+        first_op = np.arange(problem.steps)
+        if problem.steps > self.most_steps:
+            problem, first_op = merged(problem, self.most_steps, relaxed=False)
+            problem = largest(problem, relaxed=False)
         for reserve, slots in ((0, False), (16, True)):
-            problem = hosted.problem(expanded, make_problem(expanded.trace, self.hardware))
-            if problem is None:
-                return None
-            first_op = np.arange(problem.steps)
-            if problem.steps > self.most_steps:
-                problem, first_op = merged(problem, self.most_steps, relaxed=False)
-                problem = largest(problem, relaxed=False)
             try:
                 solution = solve(
                     problem,
@@ -236,9 +238,10 @@ class Planner:
             made = self._made(expanded, hosted, problem, first_op, solution)
             simulation = simulate(self.trace, self.hardware, made)
             if simulation.predicted is not None:
-                outcome = Outcome(
-                    replace(made, predicted=simulation.predicted), simulation, least_us
-                )
+                made = replace(made, predicted=simulation.predicted)
+                mends = [put_off(expanded.trace), hosted.mend]
+                better = mended(self.trace, self.hardware, made, simulation, mends)
+                outcome = Outcome(*better, least_us)
                 if best is None or faster(outcome, best):
                     best = outcome
             begins_us = _begins(expanded.trace, problem, first_op, solution)
@@ -247,6 +250,19 @@ class Planner:
         if best is not None and best.simulation.op_start_us is not None:
             begins_us = np.append(best.simulation.op_start_us, best.iteration_us)
         return best, begins_us
+
+    def _too_slow(self, problem: Problem) -> bool:
+        """Whether a program of few steps, which is soon solved, already says so."""
+        if math.isinf(self.cutoff_us) or problem.steps <= 2 * GLANCE_STEPS:
+            return False
+        problem = largest(merged(problem, GLANCE_STEPS, relaxed=True)[0], relaxed=True)
+        try:
+            solution = solve(problem, time_limit_s=60)
+        except Unsolved:
+            return False
+        if solution is None:
+            return True
+        return float(problem.duration_us.sum()) + solution.stall_us > self.cutoff_us
 
     def _made(
         self,
@@ -367,6 +383,49 @@ class Hosted:
             late = ends[last] < simulation.op_start_us[last]
             found[unit] = ends[last] + late * simulation.predicted.iteration_us
         return found
+
+    def mend(self, plan: Plan, simulation: Simulation) -> Plan:
+        """Weights come back when the host has stepped: not before, since what is behind them in
+        the queue would wait too, and in time for what has waited for them."""
+        measured = self.measured(simulation)
+        if measured is None or simulation.queued_us is None:
+            return plan
+        assert simulation.predicted is not None
+        ops, period = self.trace.ops, simulation.predicted.iteration_us
+        queued_us = np.concatenate([simulation.queued_us, simulation.queued_us + period])
+        waits = {(each.op, each.tensor): each.us for each in simulation.stalls}
+        place = {
+            int(self.trace.tensor_ids[t]): (unit, t) for unit in self.units for t in unit.weights
+        }
+        moves, start = [], set(plan.start)
+        for move in plan.moves:
+            unit, tensor = place.get(move.tensor, (None, -1))
+            moves.append(move)
+            if unit is None or move.action != "in":
+                continue
+            joins, turn = unit.ops[-1], ops if move.issue_op <= unit.due % ops else 0
+            issue = move.issue_op + (turn if unit.due >= ops else 0)
+            if not joins < issue <= unit.due:
+                continue
+            ready = int(np.searchsorted(queued_us, measured[unit] - SHORTEST_US))
+            new = issue
+            if queued_us[issue] < measured[unit] - SHORTEST_US:
+                new = min(ready, unit.due)
+            elif (waited_us := waits.get((unit.due % ops, tensor), 0.0)) > SHORTEST_US:
+                begins_us = queued_us[issue] - waited_us
+                sooner = int(np.searchsorted(queued_us, begins_us, "right")) - 1
+                new = max(joins + 1, ready, min(sooner, issue))
+            if new != issue:
+                moves[-1] = move._replace(issue_op=new % ops)
+                run = StartRun(move.tensor, move.first_page, move.page_count, "host")
+                if new >= ops > issue:
+                    start.add(run)
+                elif issue >= ops > new:
+                    start.discard(run)
+        if moves == plan.moves:
+            return plan
+        moves.sort(key=lambda move: move.issue_op)
+        return replace(plan, moves=moves, start=sorted(start))
 
     def pages_of(self, tensors: Sequence[int]) -> int:
         return sum(self.pages[tensor] for tensor in tensors)

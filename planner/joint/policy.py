@@ -36,8 +36,13 @@ CHEAP_SHARE = 0.1  # of a segment's time: an op that takes less is cheap to run 
 # For the bound, by the clock, as the solver counts; then for choices, of the processor, so that
 # what else runs changes little.
 BOUND_SECONDS, SECONDS, QUICK_SECONDS = 180.0, 35.0, 3.0
+UNSOLVED = (
+    f"the solver had no answer in {BOUND_SECONDS:.0f} s: choices are by rules of thumb, and the "
+    "bound is only the time of the ops that no host can take"
+)
 GOOD_ENOUGH = 0.995  # of the bound, at which no further choice is tried
-COARSER = (2, 4)  # parts of the steps, of programs for the moves of the best choices
+# Parts of the steps, of programs for the moves of the best choices, and how long that may take.
+POLISHED, POLISH_SECONDS = (1, 2, 3, 4, 1, 2, 3), 12.0
 # What is tried of the program's shares: how much more of what may be made again, and how late the
 # host may be by its estimated times, of an iteration.
 TRIALS = ((0.0, 0.02), (0.0, 0.05), (0.0, 0.0), (0.1, 0.02), (-0.1, 0.02), (0.0, 1.0))
@@ -129,6 +134,7 @@ class _Search:
         self.chosen: tuple[Decisions, Floats | None] | None = None  # of ``best``
         self.bound_us = 0.0
         self.tried: set[tuple[Any, ...]] = set()
+        self.notes: list[str] = []
 
     def run(self) -> Plan:
         self.progress("solving for the bound", 0.0)
@@ -143,7 +149,7 @@ class _Search:
             self._choices(shares)
         for name in RULES if not self.quick or self.best is None else ():
             self._try(decide(name, self.trace, self.remakes, self.units))
-        self._coarser()
+        self._polish()
         refusal = self._moves_only()
         if self.best is None:
             raise refusal or PolicyRefusal("joint: no plan of the program ran in the simulator")
@@ -151,36 +157,41 @@ class _Search:
         assert self.best.plan.predicted
         taken = self.best.plan.predicted.iteration_us
         percent = min(100.0, 100.0 * self.bound_us / taken) if taken else 100.0
-        return replace(self.best.plan, policy="joint", bound=Bound(self.bound_us, percent))
+        made = replace(self.best.plan, policy="joint", bound=Bound(self.bound_us, percent))
+        return replace(made, extra={**made.extra, "notes": self.notes}) if self.notes else made
 
     def _solve(self, units: list[Unit], *, hosted: bool = False) -> Shares | None:
-        try:
-            return solve_joint(
-                self.trace,
-                self.hardware,
-                self.uses,
-                self.remakes,
-                units,
-                steps=self.steps,
-                time_limit_s=BOUND_SECONDS,
-                hosted=hosted,
-            )
-        except Unsolved:
-            return None
+        """``None``, and a note that says so, if not even a program of few steps has an answer."""
+        for steps in dict.fromkeys((self.steps, min(self.steps, BOUND_STEPS))):
+            try:
+                return solve_joint(
+                    self.trace,
+                    self.hardware,
+                    self.uses,
+                    self.remakes,
+                    units,
+                    steps=steps,
+                    time_limit_s=BOUND_SECONDS,
+                    hosted=hosted,
+                )
+            except Unsolved:
+                self.steps = min(steps, BOUND_STEPS)  # what took too long is not tried again
+        if not hosted:
+            self.notes.append(UNSOLVED)
+        return None
 
     def _choices(self, shares: Shares) -> None:
-        """The program's shares made whole in several ways, then by the times of the best plan; and
-        the same once more where asking the program anew gives a better one."""
-        filled = self._improve(shares, shares.begins_us)
-        before = self.best
-        if filled and self.remakes and not self.quick and not self._good():
-            self._ask_anew(filled)
-        if self.best is not before and self.best is not None:
-            self._improve(shares, self._times(self.best))
+        """The program's shares made whole in several ways, then by the times of the best plan. What
+        is asked anew comes first: most often that is the best, and soon shows which others can't
+        be."""
+        if self.remakes and self.units and not self.quick:
+            chosen = rounded(self.trace, shares, self.remakes, self.units)
+            timely = self._timely(chosen.units, shares.begins_us, TRIALS[0][1])
+            self._ask_anew(self._filled(timely, shares, shares.begins_us, TRIALS[0][1]))
+        self._improve(shares, shares.begins_us)
 
-    def _improve(self, shares: Shares, begins_us: Floats | None) -> list[Unit]:
-        """Until no better plan comes of it. The updates that the host takes in the first one."""
-        first: list[Unit] = []
+    def _improve(self, shares: Shares, begins_us: Floats | None) -> None:
+        """Until no better plan comes of it."""
         best = None
         while begins_us is not None and (best is not self.best or best is None):
             best = self.best
@@ -189,12 +200,10 @@ class _Search:
                 chosen = rounded(self.trace, shares, self.remakes, self.units, more)
                 timely = self._timely(chosen.units, begins_us, slack)
                 filled = self._filled(timely, shares, begins_us, slack)
-                first = first or filled
                 self._try(Decisions(chosen.remakes, filled), begins_us)
                 if self._over():
-                    return first
+                    return
             begins_us = None if self.best is None else self._times(self.best)
-        return first
 
     @staticmethod
     def _times(best: Outcome) -> Floats | None:
@@ -205,6 +214,8 @@ class _Search:
     def _ask_anew(self, units: list[Unit]) -> None:
         """What is made again where the host takes just these updates: they fill host memory that
         the program shared out in parts. This takes no time of the other choices."""
+        if not units:
+            return
         began = time.process_time()
         shares = self._solve(units, hosted=True)
         if shares is not None:
@@ -260,25 +271,26 @@ class _Search:
         if key in self.tried or not any(key):
             return
         self.tried.add(key)
-        self._plan(decisions, begins_us)
+        self._plan(decisions, begins_us, rounds=1 if self.quick else 2)
 
-    def _plan(self, decisions: Decisions, begins_us: Floats | None) -> None:
+    def _plan(self, decisions: Decisions, begins_us: Floats | None, *, rounds: int) -> None:
         self.planner.cutoff_us = self.best.iteration_us if self.best else math.inf
-        rounds = 1 if self.quick else 2
         if self._keep(self.planner.plan(decisions, begins_us, rounds=rounds)):
             self.chosen = decisions, begins_us
 
-    def _coarser(self) -> None:
-        """The moves of the best choices by programs of fewer, longer steps: these plan fewer and
-        larger moves, and a program knows nothing of what each costs."""
-        if self.chosen is None or self.quick:
-            return
-        decisions, begins_us = self.chosen
+    def _polish(self) -> None:
+        """The moves of the best choices by the times of their plan, and by programs of fewer,
+        longer steps: their plans have fewer and larger moves, and no program knows what each costs.
+        """
         whole = self.planner.most_steps
-        for part in COARSER:
-            if not self._good():
-                self.planner.most_steps = min(whole, self.trace.ops // part)
-                self._plan(decisions, begins_us)
+        until = time.process_time() + POLISH_SECONDS
+        for part in () if self.quick else POLISHED:
+            if self.chosen is None or self._good() or time.process_time() > until:
+                break
+            self.planner.most_steps = min(whole, self.trace.ops) // part
+            assert self.best is not None
+            decisions, begins_us = self.chosen
+            self._plan(decisions, self._times(self.best) if part < 4 else begins_us, rounds=1)
         self.planner.most_steps = whole
 
     def _keep(self, outcome: Outcome | None) -> bool:

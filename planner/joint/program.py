@@ -180,7 +180,7 @@ class _Joint(Builder):
             for tensor in unit.states:
                 self.live_change.append((0, self.problem.steps, share, -pages[tensor]))
             for tensor in unit.weights:
-                away = self._between(unit.left, unit.due + (not self.relaxed))
+                away = self._between(unit.left, unit.due)
                 self.live_change.append((*away, share, -pages[tensor]))
             for tensor in (*unit.gradients, *unit.states, *unit.weights):
                 for gap in self.of_tensor[tensor]:
@@ -271,7 +271,7 @@ class _Joint(Builder):
             ratio = gradients / max(1, sum(weights))
             each_us = sum(unit.host_us for unit in units) / max(1, sum(weights))
             first = 2 * min(self._absolute(unit.given) + (not self.relaxed) for unit in units)
-            last = 2 * max(self._absolute(unit.due) for unit in units) + 1
+            last = 2 * max(self._absolute(unit.due) for unit in units) + self.relaxed
             allowed = 2 * min(self._absolute(unit.ops[0]) for unit in units)
             window = np.arange(first, last + 1)
             slot, length = window % self.slots, len(window)
@@ -291,7 +291,7 @@ class _Joint(Builder):
                 self.equal.add(row, flow, sign)
             for number, unit, pages in zip(group, units, weights):
                 given = 2 * (self._absolute(unit.given) + (not self.relaxed)) - first
-                due = 2 * self._absolute(unit.due) + 1 - first
+                due = 2 * self._absolute(unit.due) + self.relaxed - first
                 self.equal.add(rows[0][given], self.share[number], -float(pages))
                 self.equal.add(rows[3][due], self.share[number], float(pages))
             runs = np.flatnonzero(window % 2 == 1)

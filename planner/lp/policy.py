@@ -49,6 +49,7 @@ GOOD_ENOUGH = 99.8  # percent of the bound at which no further program is solved
 PERFECT = 99.9995  # at which nobody else is asked
 CLOSE = 99.5  # at which they are not asked when time is out
 FULL_SECONDS, QUICK_SECONDS = 45.0, 12.0
+UNSOLVED = f"the solver had no bound in {4 * FULL_SECONDS:.0f} s: the ideal time stands for it"
 POOR = 98.0  # percent of the bound below which a search out of time goes on
 OTHERS: dict[str, Callable[[Trace, Hardware], Plan]] = {
     "appobmem": appobmem.plan,
@@ -132,7 +133,10 @@ class _Search:
         self.progress("done", 1.0)
         predicted = self.best.simulation.predicted
         limit = Bound(self.least_us, min(100.0, self._percent()))
-        return replace(self.best.plan, predicted=predicted, bound=limit)
+        made = replace(self.best.plan, predicted=predicted, bound=limit)
+        if self.solution is None:
+            made = replace(made, extra={**made.extra, "notes": [UNSOLVED]})
+        return made
 
     def _full(self) -> None:
         """The most promising programs first, until a plan is good enough."""

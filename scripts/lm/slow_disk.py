@@ -76,7 +76,7 @@ def slow_down(disk: DiskTier, bytes_per_s: float) -> None:
 
 def slow_link(core: Core, bytes_per_s: float) -> None:
     """Copies between a pager's device, a CPU, and host memory take so long from now on, and its
-    planner knows."""
+    planner knows. Most of it is waiting, which is no work for the thread that runs ops."""
     device, follower = core.backend, core.follower
     copy, pace = device.copy, Pace(bytes_per_s)
 
@@ -87,6 +87,7 @@ def slow_link(core: Core, bytes_per_s: float) -> None:
         return mark
 
     device.copy = paced  # type: ignore[method-assign]
+    device.copies_by_core = False
     if follower is not None:
         follower.calibrate = _Calibrated(follower, bytes_per_s)  # type: ignore[method-assign]
 

@@ -237,6 +237,10 @@ def test_what_is_copied_in_memory_takes_no_core_from_ops(monkeypatch) -> None:
         assert tensors["A"]._storage.run.base == 3, "it is there"
         assert not mover.tickets.any
         assert not any(lane.threads for lane in mover.lanes.values())
+        monkeypatch.setattr(mover.backend, "copies_by_core", False, raising=False)
+        send(pager, tensors["C"])
+        assert mover.lanes["host-out"].threads, "a link is waited for by others"
+        pager.core.mover.drain()
         assert unchanged(tensors)
         with pager.core.lock:
             check_invariants(pager.core)

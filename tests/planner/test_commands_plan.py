@@ -98,7 +98,7 @@ def test_plan_is_written_and_keeps_its_promise(
     out = tmp_path / "out.json"
     arguments = ("--hardware", machine_path, "--policy", policy, "--quick", "-o", out)
     said = run_json("plan", trace_path, *arguments)
-    assert sorted(said) == ["bound", "predicted"]
+    assert sorted(said) == ["bound", "notes", "predicted"]
     assert set(said["predicted"]) == PREDICTED
     assert stat.S_IMODE(out.stat().st_mode) == 0o600
     written = json.loads(out.read_text())

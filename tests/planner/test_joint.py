@@ -4,17 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
+import numpy as np
 import pytest
 
 from tensorpager.planner.errors import PolicyRefusal
 from tensorpager.planner.hardware import Hardware
 from tensorpager.planner.joint import policy
+from tensorpager.planner.joint.decided import Decisions, Hosted, Planner
 from tensorpager.planner.joint.host_order import Release, order_steps
 from tensorpager.planner.joint.options import Unit, Uses, find_remakes, find_units
 from tensorpager.planner.joint.policy import plan, plan_by_rule
 from tensorpager.planner.joint.program import solve_joint
-from tensorpager.planner.plan import Plan, plan_from_json, plan_to_json
+from tensorpager.planner.lp.mend import mended, put_off
+from tensorpager.planner.lp.program import Unsolved
+from tensorpager.planner.plan import Move, Plan, plan_from_json, plan_to_json
 from tensorpager.planner.registry import make_plan
 from tensorpager.planner.simulator import simulate
 from tensorpager.planner.trace import Trace, make_trace
@@ -265,6 +270,96 @@ def test_what_is_made_again_is_asked_anew_where_all_updates_are_the_hosts() -> N
         mine, shares = solved(some, hosted=True)
         assert shares == pytest.approx([1.0] * len(some))
         assert mine >= free * (1 - 1e-6)
+
+
+def test_a_weight_that_the_host_updates_is_there_when_its_op_begins() -> None:
+    """``crowd`` leaves room for 2 of its 10 pages, so 8 come between the end of that and the begin
+    of ``use``, in 10 µs each; gradient, host and the states, which never fit, take no time."""
+    tensors = [(0, 10 * PAGE, True), (1, 10 * PAGE, True), (2, PAGE, False), (3, 10 * PAGE, False)]
+    ops = [
+        ("crowd", 100.0, [], [3]),
+        ("use", 100.0, [0], []),
+        ("back", 100.0, [0], [2]),
+        ("update", 20.0, [2, 1], [0, 1]),
+    ]
+    trace = make_trace(tensors, ops, page_size=PAGE, host_us=[None, None, None, 5.0])
+    hardware = Hardware(
+        12 * PAGE, float("inf"), 0, PAGE * 1e5, PAGE * 1e5, page_size=PAGE, transfer_latency_us=0.0
+    )
+    uses = Uses(trace)
+    shares = solve_joint(
+        trace, hardware, uses, [], find_units(trace, uses), steps=100, time_limit_s=60
+    )
+    assert shares is not None
+    assert shares.iteration_us == pytest.approx(380.0, rel=1e-3)
+
+
+def test_weights_come_back_when_the_host_has_stepped() -> None:
+    """Not only when they are wanted, though nothing else keeps them from coming sooner."""
+    trace = layers(6)
+    hardware, uses = machine(trace, 0.5), Uses(trace)
+    units = find_units(trace, uses)
+    planner = Planner(trace, hardware, uses, lambda what, share: None)
+    good = planner.plan(Decisions((), units))
+    assert good is not None
+    begins_us = good.simulation.op_start_us
+    assert begins_us is not None
+    hosted = Hosted(trace, hardware, units, np.append(begins_us, good.iteration_us))
+    due = {trace.tensor_ids[unit.weights[0]]: unit.due % trace.ops for unit in units}
+    moves = [
+        move._replace(issue_op=due[move.tensor])
+        if move.action == "in" and move.issue_op < due.get(move.tensor, 0)
+        else move
+        for move in good.plan.moves
+    ]
+    late = replace(good.plan, moves=sorted(moves, key=lambda move: move.issue_op))
+    simulation = simulate(trace, hardware, late)
+    assert simulation.predicted is not None
+    assert simulation.predicted.iteration_us > good.iteration_us * 1.1
+    made, _ = mended(trace, hardware, late, simulation, [hosted.mend])
+    assert both_agree(trace, hardware, made) == pytest.approx(good.iteration_us, rel=0.02)
+
+
+def test_what_comes_back_takes_no_frames_from_an_op_that_waits_for_some() -> None:
+    """``make`` waits for one page of tensor 0 to leave, in 10 µs; with tensor 1 queued before it
+    begins, for all three."""
+    tensors = [(0, 3 * PAGE, True), (1, 2 * PAGE, True), (2, 3 * PAGE, False)]
+    ops = [
+        ("write", 100.0, [], [0]),
+        ("make", 100.0, [], [2]),
+        ("use", 100.0, [2], []),
+        ("read", 100.0, [1], []),
+    ]
+    trace = make_trace(tensors, ops, page_size=PAGE)
+    hardware = Hardware(
+        5 * PAGE, float("inf"), 0, PAGE * 1e5, PAGE * 1e5, page_size=PAGE, transfer_latency_us=0.0
+    )
+    moves = [
+        Move(1, 0, 2, "host", "out", 0),
+        Move(0, 0, 3, "host", "out", 1),
+        Move(1, 0, 2, "host", "in", 1),
+        Move(0, 0, 3, "host", "in", 3),
+    ]
+    bad = Plan("by hand", PAGE, 5 * PAGE, float("inf"), 0, moves)
+    simulation = simulate(trace, hardware, bad)
+    assert simulation.predicted is not None
+    assert simulation.predicted.iteration_us == pytest.approx(430.0)
+    made, _ = mended(trace, hardware, bad, simulation, [put_off(trace)])
+    assert both_agree(trace, hardware, made) == pytest.approx(410.0)
+
+
+def test_a_solver_without_an_answer_is_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    trace, steps = layers(5), []
+
+    def unsolved(*args: Any, **options: Any) -> None:
+        steps.append(options["steps"])
+        raise Unsolved("time is over")
+
+    monkeypatch.setattr(policy, "solve_joint", unsolved)
+    made = plan(trace, machine(trace, 0.35, 4e9))
+    assert steps == [policy.MAX_STEPS, policy.BOUND_STEPS], "a smaller program is asked too"
+    assert made.notes == [policy.UNSOLVED]
+    assert plan_from_json(plan_to_json(made)).notes == made.notes
 
 
 def test_fewer_steps_relax_the_bound() -> None:
