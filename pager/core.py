@@ -208,6 +208,9 @@ class Follower(Protocol):
     planned: Any
     others: Any
 
+    @property
+    def is_busy(self) -> bool: ...
+    def will_follow(self) -> bool: ...
     def begin(self) -> None: ...
     def end(self, *, ok: bool) -> None: ...
     def warn(self) -> None: ...
@@ -280,6 +283,7 @@ class Core:
         self.iterations = self.gathers = 0
         self.stall_us = 0.0
         self._guests: set[int] = set()  # threads that use pages beside the iteration that runs
+        self.had_guests = False
 
     def _open_tiers(self, given: Arguments, *, verify: bool) -> None:
         """The arena and the tiers below it; all are closed again if one cannot be had."""
@@ -542,6 +546,7 @@ class Core:
         """This thread, which is not at home, uses pages: beside an iteration, perhaps."""
         if self.inside and get_ident() not in self._guests:
             self._guests.add(get_ident())
+            self.had_guests = True
             self.backend.add_guest()
 
     def refusal_of(self, error: torch.OutOfMemoryError) -> InfeasibleBudget | None:

@@ -13,33 +13,37 @@ import gc
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
 
 from .errors import TierFull
 from .optim.optimizer import optimizers_due, room_of_step
-from .plan.signatures import Growth
+from .plan.ways import Growth
 
 if TYPE_CHECKING:
     from .core import Core
 
 
+_CLASSES = 8
+_NEARLY = 15 / 16  # of what the longest take: no border of its own
+
+
 class Shapes:
-    """Input shapes that were metered. Of each kind of call, what no other one exceeds in every
+    """Input shapes that were metered of one kind of call: what no other one exceeds in every
     dimension."""
 
     def __init__(self) -> None:
-        self._largest: dict[Hashable, list[tuple[int, ...]]] = {}
+        self._largest: list[tuple[int, ...]] = []
 
-    def cover(self, kind: Hashable, dims: tuple[int, ...]) -> bool:
-        """Whether a call of this kind was added that was as large in every dimension."""
-        return any(_is_within(dims, other) for other in self._largest.get(kind, ()))
+    def cover(self, dims: tuple[int, ...]) -> bool:
+        """Whether one was added that was as large in every dimension."""
+        return any(_is_within(dims, other) for other in self._largest)
 
-    def add(self, kind: Hashable, dims: tuple[int, ...]) -> None:
-        if not self.cover(kind, dims):
-            others = [d for d in self._largest.get(kind, ()) if not _is_within(d, dims)]
-            self._largest[kind] = [*others, dims]
+    def add(self, dims: tuple[int, ...]) -> None:
+        if not self.cover(dims):
+            self._largest = [d for d in self._largest if not _is_within(d, dims)] + [dims]
 
 
 def _is_within(dims: tuple[int, ...], other: tuple[int, ...]) -> bool:
@@ -63,6 +67,10 @@ class Needs:
             self._largest, self._taken = size, (dense, frames, transient)
             self._growth.add(size**2, self._taken)
 
+    @property
+    def is_known(self) -> bool:
+        return self._largest > 0
+
     def foresee(self, size: int) -> tuple[int, int, int]:
         """Of a larger input than any so far."""
         more = self._growth.ratio(self._largest**2, size**2)
@@ -70,15 +78,65 @@ class Needs:
         return dense, frames, transient
 
 
+class Lengths:
+    """Dense bytes that iterations take which begin with one kind of call, by the size of its
+    inputs: in at most eight classes of equally many sizes each."""
+
+    def __init__(self) -> None:
+        self._width = 1
+        self._seen: dict[int, tuple[int, int]] = {}  # by class: the largest, and its dense bytes
+        self._given: dict[int, int] = {}  # by class: what it has room for
+
+    def longest(self, size: int) -> int:
+        """Of its class."""
+        return -(-size // self._width) * self._width
+
+    def add(self, size: int, dense: int) -> None:
+        width = 1 << (-(-size // _CLASSES) - 1).bit_length()
+        if width > self._width:
+            self._width, seen, self._seen = width, self._seen, {}
+            self._given.clear()
+            for before in seen.values():
+                self._note(*before)
+        self._note(size, dense)
+
+    def _note(self, size: int, dense: int) -> None:
+        which = self.longest(size)
+        largest, most = self._seen.get(which, (0, 0))
+        self._seen[which] = max(size, largest), max(dense, most)
+
+    def dense(self, size: int) -> int | None:
+        """What any of its class takes; the same as before as long as none has taken more. ``None``
+        where there was none. What comes between those that were seen is taken to lie on a line."""
+        which = self.longest(size)
+        if which not in self._seen:
+            return None
+        own = self._seen[which][1]
+        if self._given.get(which, 0) < own:
+            sizes, dense = zip(*sorted(self._seen.values()))
+            between = float(np.interp(which, sizes, dense))
+            self._given[which] = max(own, int(between))
+        return self._given[which]
+
+
+class Calls:
+    """Of one kind, of one module."""
+
+    def __init__(self) -> None:
+        self.shapes, self.needs, self.lengths = Shapes(), Needs(), Lengths()
+
+
 class ProfileRun:
     """Of one pager."""
 
     def __init__(self, pager: Core) -> None:
         self._pager = pager
-        self._shapes = Shapes()
-        self._needs: dict[Hashable, Needs] = {}  # by kinds of calls
-        self._fresh_shapes: set[tuple[Hashable, tuple[int, ...]]] = set()  # of the iteration now
-        self._sizes: dict[Hashable, int] = {}  # of its largest inputs, by kinds
+        # By modules, for as long as they live, and by what tells their calls apart.
+        self._calls: WeakKeyDictionary[Any, dict[Hashable, Calls]] = WeakKeyDictionary()
+        # Of the iteration now: its fresh shapes, its largest inputs, its first call and its size.
+        self._fresh_shapes: set[tuple[Calls, tuple[int, ...]]] = set()
+        self._sizes: dict[Calls, int] = {}
+        self._first: tuple[Calls, int] | None = None
         pager.budget.make_dense_room = self._make_dense_room
         pager.budget.optimizers_due = lambda: optimizers_due(pager)
         pager.budget.step_room = room_of_step
@@ -88,42 +146,76 @@ class ProfileRun:
         """An iteration begins."""
         self._fresh_shapes.clear()
         self._sizes.clear()
+        self._first = None
         budget = self._pager.budget
         if not budget.settled:
             self._meter(go_on=False)
             return
         if budget.gave:  # to an iteration that was cut short
             self._place()
+        elif budget.moved and self._will_follow():
+            with self._about_to_resize():
+                budget.place_for_batch(budget.frames_for_all)
         if not budget.begin():
             self._meter(go_on=False)
+
+    def _will_follow(self) -> bool:
+        follower = self._pager.follower
+        if follower is None:
+            return False
+        with self._pager.lock:
+            return follower.will_follow()
 
     def note_shapes(self, module: Any, args: Any, kwargs: Any) -> None:
         """A paged module is called. Shapes that it never ran on may need more, for which there has
         to be room."""
+        if not self._pager.in_iteration() or self._pager.inferring:
+            return
         tensors = [v for v in (*args, *kwargs.values()) if isinstance(v, torch.Tensor)]
         kind = (
-            id(module),
             torch.is_grad_enabled(),
             module.training,
             self._pager.saved.again,
             tuple((t.dim(), t.dtype) for t in tensors),
         )
+        calls = self._calls.setdefault(module, {}).setdefault(kind, Calls())
         dims = tuple(size for t in tensors for size in t.shape)
-        if not self._pager.in_iteration() or self._pager.inferring:
-            return
         size = max((t.numel() for t in tensors), default=0)
-        self._sizes[kind] = max(size, self._sizes.get(kind, 0))
-        if self._shapes.cover(kind, dims):
+        if not self._sizes:
+            self._begins_with(calls, size)
+        self._sizes[calls] = max(size, self._sizes.get(calls, 0))
+        if calls.shapes.cover(dims):
             return
-        self._fresh_shapes.add((kind, dims))
-        if self._pager.budget.settled and not self._has_room(kind, size):
+        self._fresh_shapes.add((calls, dims))
+        if self._pager.budget.settled and not self._has_room(calls.needs, size):
             self._meter(go_on=True)
 
-    def _has_room(self, kind: Hashable, size: int) -> bool:
+    def _begins_with(self, calls: Calls, size: int) -> None:
+        """The first call of the iteration. Where not everything fits, the border goes to where
+        batches as long as this one have room, so shorter ones have more frames. Not where dense
+        memory cannot ask for more in the middle of an op, nor has to leave room for guests."""
+        pager, budget = self._pager, self._pager.budget
+        if not pager.turns.is_home() or pager.had_guests or budget.fixed_reserve is not None:
+            return
+        if pager.backend.meter_level() is None:
+            return
+        self._first = calls, size
+        follower = pager.follower
+        if pager.fits or not budget.settled or (follower is not None and follower.is_busy):
+            return
+        dense = calls.lengths.dense(size)
+        if dense is None or dense > _NEARLY * budget.dense_peak:
+            dense = budget.dense_peak
+        frames = budget.frames_for_batch(dense + pager.in_backward.extra_dense())
+        if frames is not None:
+            with self._about_to_resize():
+                budget.place_for_batch(frames)
+
+    def _has_room(self, needs: Needs, size: int) -> bool:
         """Whether a larger input than before finds room, as far as can be foreseen; beside all
         pages where everything fits. Not where dense memory cannot ask in the middle of an op."""
-        pager, needs = self._pager, self._needs.get(kind)
-        if needs is None or pager.backend.meter_level() is None:
+        pager = self._pager
+        if not needs.is_known or pager.backend.meter_level() is None:
             return False
         dense, frames, transient = needs.foresee(size)
         if pager.fits:
@@ -213,11 +305,13 @@ class ProfileRun:
                 budget.dense_peak = max(budget.dense_peak, dense)
                 self._place()
             budget.gave = False  # where all still fits the border may stay where it is
+        if self._first is not None:
+            calls, size = self._first
+            calls.lengths.add(size, taken)
         transient = pager.space.peak_transient_pages * pager.page_size
-        for kind, dims in self._fresh_shapes:
-            self._shapes.add(kind, dims)
-            needs = self._needs.setdefault(kind, Needs())
-            needs.add(self._sizes[kind], taken, pager.residency.largest_need, transient)
+        for calls, dims in self._fresh_shapes:
+            calls.shapes.add(dims)
+            calls.needs.add(self._sizes[calls], taken, pager.residency.largest_need, transient)
 
     def _still_fits(self, dense: int) -> bool:
         """Whether everything fits, beside so many dense bytes too."""

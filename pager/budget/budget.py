@@ -145,7 +145,8 @@ class DeviceBudget:
         self.make_dense_room: Callable[[int], bool] = lambda missing: False
         self.gave = False  # frames to dense memory, since the border was placed
         self.inferring = False
-        self.of_inference = False  # the border is where inference has put it
+        self._placed = 0  # frames of the arena where batches of all lengths have room
+        self.moved = False  # the border is where inference has it, or shorter batches
         self._inference_peak = 0  # dense bytes in inference, at most
         self._cap = 0  # of its dense memory
         self._lacking = 0  # bytes, when it was last asked for more
@@ -274,7 +275,7 @@ class DeviceBudget:
         """Most device bytes in use so far: frames in use and dense bytes beside them."""
         size = self.page_size
         steady = 0
-        if self.settled and not self.of_inference:
+        if self.settled and not self.moved:
             steady = self.residency.peak_frames * size + self.dense_peak
         return max(steady, self._most, self._peak_outside or 0)
 
@@ -561,7 +562,7 @@ class DeviceBudget:
             frames = self._frames_beside(dense + max(dense // _MARGIN, _MARGIN_BYTES))
             with suppress(TierFull):  # where the tiers below cannot take what leaves, it stays
                 self.residency.resize(max(frames, self._least_frames))
-            self.of_inference = self.gave = True
+            self.moved = self.gave = True
             self.residency.peak_frames = self.residency.frames_used
             self.reserve = self.bytes - self.residency.frames * self.page_size
             self._limit()
@@ -618,7 +619,7 @@ class DeviceBudget:
         residency, frames = self.residency, self.residency.frames
         if self.fixed_reserve is None:
             self.backend.raise_cap(None)  # moving pages takes some
-            more = self._beyond(missing) + max(self.dense_peak // _MARGIN, _MARGIN_BYTES)
+            more = self._beyond(missing) + self._margin()
             least = min(frames, self._frames_to_stay())
             try:
                 residency.shrink(max(least, frames - -(-more // self.page_size)))
@@ -760,18 +761,56 @@ class DeviceBudget:
         frames -= frames % max(1, self.backend.granularity // self.page_size)
         return max(1, frames)
 
+    def _margin(self) -> int:
+        return max(self.dense_peak // _MARGIN, _MARGIN_BYTES)
+
+    def _frames_for(self, reserve: int, margin: int) -> int:
+        """Beside ``reserve`` dense bytes, and a margin where ops can do without its frames."""
+        with_margin = max(self._frames_beside(reserve + margin), self.residency.largest_need)
+        return min(with_margin, self._frames_beside(reserve))
+
+    @property
+    def frames_for_all(self) -> int:
+        """Of the arena beside what batches of all lengths take: how ops go, and in which order they
+        use pages, depends on these, and not on a batch's length."""
+        frames = self.residency.frames
+        return min(self._placed, frames) if self.moved else frames
+
+    def frames_for_batch(self, dense: int) -> int | None:
+        """Of the arena, beside so many dense bytes, in this iteration, which is not metered;
+        ``None`` where it is to stay as it is."""
+        frames = self._frames_for(dense, self._margin())
+        reserve = self.bytes - frames * self.page_size
+        return None if frames == self.residency.frames or self.taken() > reserve else frames
+
+    def place_for_batch(self, frames: int) -> None:
+        """The border goes there, and the rest of the budget is for dense memory in this iteration.
+        If it takes more, it asks. With no page moving but by the caller."""
+        residency, reserve = self.residency, self.bytes - frames * self.page_size
+        self._note_both()
+        self.backend.raise_cap(None)  # moving pages takes some
+        if frames > residency.frames:  # what dense memory keeps goes first
+            self.backend.limit_dense(reserve)
+        try:
+            residency.resize(frames)
+        finally:
+            self.moved = residency.frames != self._placed
+            residency.peak_frames = residency.frames_used
+            self.reserve = self.bytes - residency.frames * self.page_size
+            self.backend.limit_dense(self.reserve)
+            self._cap = self._foreseen
+            self.backend.raise_cap(self._cap)
+
     def place(self, dense_extra: int = 0, *, spare: int = 0, roomy: bool = False) -> None:
         """Move the border to the measured dense peak plus a margin."""
-        self.gave = self.of_inference = False
+        self.gave = self.moved = False
         reserve = self.fixed_reserve
         if reserve is None:
             reserve = self.dense_peak + dense_extra
         least = self._frames_beside(reserve)
         frames = least
         if self.fixed_reserve is None:
-            margin = spare + max(self.dense_peak // _MARGIN, _MARGIN_BYTES)
-            frames = max(self._frames_beside(reserve + margin), self.residency.largest_need)
-            frames = min(frames, least)
+            frames = self._frames_for(reserve, spare + self._margin())
         held = self.backend.arena.numel() // self.page_size
         try:
             try:
@@ -785,6 +824,7 @@ class DeviceBudget:
         finally:  # if there is no memory for the arena, it is what it was before
             self.residency.peak_frames = self.residency.frames_used
             self.reserve = self.bytes - self.residency.frames * self.page_size
+            self._placed = self.residency.frames
             self._limit(roomy=roomy)
 
     def _limit(self, *, roomy: bool = False) -> None:

@@ -77,7 +77,7 @@ def frames_anyway(budget: DeviceBudget) -> int:
     foreseen for a step."""
     residency = budget.residency
     if not budget.metering:
-        return residency.frames
+        return budget.frames_for_all
     return max(residency.rigid_need, residency.step.frames if residency.step is not None else 0)
 
 

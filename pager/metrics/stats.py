@@ -126,7 +126,7 @@ def _reruns(follower: Follower | None) -> dict[str, float]:
 
 def _with_overlap(pager: Core) -> int:
     """Device bytes at the peak of an update during backward."""
-    if not pager.in_backward.dense_peak or pager.budget.of_inference:
+    if not pager.in_backward.dense_peak or pager.budget.moved:
         return 0
     return pager.residency.peak_frames * pager.page_size + pager.in_backward.dense_peak
 

@@ -160,7 +160,7 @@ def update_one(
             fused.update_one(paged, group, parameter)
             return
     if most is None:
-        most = paged.pager.residency.pool.count // _LEAST_FRAMES_PER_PAGE
+        most = paged.pager.budget.frames_for_all // _LEAST_FRAMES_PER_PAGE
     with alone(paged.optimizer, group, parameter):
         with torch._C.DisableTorchFunctionSubclass():
             done = _step_on_views(paged, most)

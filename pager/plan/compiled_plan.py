@@ -52,24 +52,52 @@ class Away(NamedTuple):
     tier: str
 
 
-class CompiledPlan:
-    """What is followed through one kind of iteration. ``keys``: the accesses of the one that it was
-    made of; ``of_order``: what the order has of each; ``order``: theirs, and ``places``: which
-    accesses these are.
-
-    ``actions[n]`` are queued when ``n`` accesses have ended. ``births``: key → frame of a run's
-    first page when it is born. ``start``: positive key → frame of its first page when an iteration
-    begins; ``away``: pages that are not on the device then. ``last_in``: key → number of its last
-    in-move, the order of those still under way at the end. ``uses``: key → its accesses.
-    ``all_placed``: everything has a frame in advance.
-    ``hosted``: access that is a step of the host → its place in the host's order.
+class Order:
+    """The accesses of an iteration, in which others are found again. ``keys``: theirs;
+    ``of_order``: what the order has of each; ``order``: theirs, and ``places``: which accesses
+    these are; ``uses``: key → its accesses.
     """
 
-    def __init__(self, recorded: Recorded, plan: Plan, layout: Layout, keys: list[Keys]) -> None:
+    def __init__(self, keys: list[Keys]) -> None:
         self.keys = keys
         self.of_order = [*map(ordered, keys)]
         self.places = [where for where, of_order in enumerate(self.of_order) if of_order]
         self.order = [self.of_order[where] for where in self.places]
+        self.uses: dict[int, list[int]] = {}
+        for where, access in enumerate(keys):
+            for key in access:
+                self.uses.setdefault(key, []).append(where)
+
+    def find(self, keys: Keys, of_order: Keys, after: int, place: int) -> int | None:
+        """Which of its accesses one is that begins, when its access ``after`` was the latest one
+        and ``place`` accesses of the order have begun: ``after`` if it knows nothing of it, or
+        ``None`` if it has another order."""
+        following = after + 1
+        if following < len(self.keys) and self.keys[following] == keys:
+            return following
+        if of_order:
+            known = place < len(self.order) and self.order[place] == of_order
+            return self.places[place] if known else None
+        end = self.places[place] if place < len(self.places) else len(self.keys)
+        uses = self.uses.get(keys[0], ()) if keys else ()
+        index = bisect_right(uses, after)
+        return uses[index] if index < len(uses) and uses[index] < end else after
+
+
+class CompiledPlan(Order):
+    """What is followed through one kind of iteration. Its accesses are those of the one that it was
+    made of.
+
+    ``actions[n]`` are queued when ``n`` accesses have ended. ``births``: key → frame of a run's
+    first page when it is born. ``start``: positive key → frame of its first page when an iteration
+    begins; ``away``: pages that are not on the device then. ``last_in``: key → number of its last
+    in-move, the order of those still under way at the end. ``all_placed``: everything has a frame
+    in advance.
+    ``hosted``: access that is a step of the host → its place in the host's order.
+    """
+
+    def __init__(self, recorded: Recorded, plan: Plan, layout: Layout, keys: list[Keys]) -> None:
+        super().__init__(keys)
         self.plan = plan
         self.all_placed = not layout.unplaced_pages
         self.trace = without_ends(recorded.trace, plan.host_steps)
@@ -95,25 +123,6 @@ class CompiledPlan:
         self.start = {names[tensor]: base for tensor, base in layout.start.items()}
         self.away = [Away(names[run.tensor], *run[1:]) for run in plan.start]
         self.hosted = {recorded.position[op]: n for n, op in enumerate(plan.host_steps)}
-        self.uses: dict[int, list[int]] = {}
-        for where, access in enumerate(keys):
-            for key in access:
-                self.uses.setdefault(key, []).append(where)
-
-    def find(self, keys: Keys, of_order: Keys, after: int, place: int) -> int | None:
-        """Which of its accesses one is that begins, when its access ``after`` was the latest one
-        and ``place`` accesses of the order have begun: ``after`` if it knows nothing of it, or
-        ``None`` if it has another order."""
-        following = after + 1
-        if following < len(self.keys) and self.keys[following] == keys:
-            return following
-        if of_order:
-            known = place < len(self.order) and self.order[place] == of_order
-            return self.places[place] if known else None
-        end = self.places[place] if place < len(self.places) else len(self.keys)
-        uses = self.uses.get(keys[0], ()) if keys else ()
-        index = bisect_right(uses, after)
-        return uses[index] if index < len(uses) and uses[index] < end else after
 
     @property
     def predicted_us(self) -> float:

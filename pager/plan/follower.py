@@ -34,7 +34,7 @@ from ...planner.plan import Plan
 from ..errors import HungDisk, PagerError
 from ..memory.space import Extent
 from .access_log import AccessLog, Call, Keys
-from .compiled_plan import CompiledPlan
+from .compiled_plan import CompiledPlan, Order
 from .enter_plan import enter_plan
 from .planned import PlannedMoves
 from .recorder import Recorder
@@ -98,6 +98,7 @@ class Follower:
         self.mover = pager.mover
         self.planned = PlannedMoves(pager.residency, pager.mover, recorder.names)
         self.compiled: CompiledPlan | None = None  # that it follows
+        self.known: Order | None = None  # in which an iteration on demand goes
         self.starting = starting  # for iterations that have no plan yet
         self.is_ahead = False
         self.most_plans = 4  # of one kind; each from better times than the one before
@@ -124,6 +125,12 @@ class Follower:
         """Of the iteration that runs."""
         return self.recorder.log
 
+    @property
+    def is_busy(self) -> bool:
+        """The arena is to stay as it is in the iteration that runs: it follows a plan, or its ops
+        are timed, with more dense memory than otherwise."""
+        return self.is_ahead or self._op_times is not None
+
     # -- an iteration ----------------------------------------------------------------------------
     def begin(self) -> None:
         """An iteration begins; it is expected to be of the kind that came here before."""
@@ -146,6 +153,8 @@ class Follower:
         else:
             self._leave()
         self._on_demand = self.compiled is None
+        if self._on_demand and not off and signature is not None:
+            self._expect(signature.accesses, -1)
         start = self.starting
         if start is not None and self._on_demand and not off:
             start.begin(pager, self.recorder, self.planned)
@@ -234,6 +243,13 @@ class Follower:
         self.recorder.plan, self.recorder.at = compiled, at
         self.recorder.on_access = self._accessed
 
+    def _expect(self, known: Order | None, at: int) -> None:
+        """On demand, what is used last leaves first, as long as the iteration goes so. Its access
+        ``at`` is the latest one."""
+        self.known = self.recorder.plan = known
+        self.recorder.at = at
+        self.recorder.on_access = None if known is None else self._accessed
+
     def _leave(self) -> None:
         """Follow no plan; pages are faulted in."""
         if self.is_ahead or self._in_state is not None:
@@ -241,18 +257,22 @@ class Follower:
         if self.starting is not None:
             self.starting.runs = False
         self.is_ahead = False
-        self.compiled = self._in_state = self.recorder.plan = self.recorder.on_access = None
+        self.compiled = self._in_state = self.known = None
+        self.recorder.plan = self.recorder.on_access = None
         self.planned.follow(None)
 
     def _accessed(self, keys: Keys, of_order: Keys) -> None:
         """An access begins that is not the plan's next one. If it is not in its order, another plan
         may be followed, for an order that began so."""
-        compiled, log = self.compiled, self.recorder.log
-        assert compiled is not None
+        known, log = self.compiled or self.known, self.recorder.log
+        assert known is not None
         assert log is not None
-        at = compiled.find(keys, of_order, self.recorder.at, len(log.order))
+        at = known.find(keys, of_order, self.recorder.at, len(log.order))
         if at is not None:
             self.recorder.at = at
+            return
+        if self.compiled is None:
+            self._leave()
             return
         self.departures += 1
         self._leave()
@@ -273,20 +293,21 @@ class Follower:
         residency = self._pager.residency
         if self.mover.error is not None:
             self._leave()
-        if self.compiled is None:
+        known = self.compiled or self.known
+        if known is None:
             residency.bring(runs)
             return
         if self._pager.space.dead:
             residency.collect()
-        if self.planned.serve(runs):
+        if self.compiled is not None and self.planned.serve(runs):
             return
-        assert self.log is not None
-        with by_next_use(residency, self.compiled, self.recorder.at):
-            self.planned.make_windows(runs)
+        with by_next_use(residency, known, self.recorder.at):
+            if self.compiled is not None:
+                self.planned.make_windows(runs)
             residency.bring(runs)
         for run in runs:
             residency.touch(run)
-        self.planned.faults += 1
+        self.planned.faults += self.compiled is not None
 
     def unpinned(self) -> None:
         """An access has ended: what the plan queues now is queued."""
@@ -338,7 +359,7 @@ class Follower:
             self._leave()
         elif self._issued <= len(compiled.keys):  # what comes last there was not here
             self._issue(compiled, len(compiled.keys), log)
-        compiled, self.compiled, self.is_ahead = self.compiled, None, False
+        compiled, self.compiled, self.known, self.is_ahead = self.compiled, None, None, False
         self.recorder.plan = self.recorder.on_access = None
         self.last_mode = "planned" if compiled is not None else "demand"
         if ok and not pager.budget.metering and not pager.fits:
@@ -380,7 +401,7 @@ class Follower:
         # The planner takes time from an iteration that it runs beside.
         planning = any(one.process is not None for one in self.signatures.all)
         if times is not None:
-            signature.plain_us = signature.as_longest(times.total_us(), size)
+            signature.note_plain(times.total_us(), size)
         elif of_device and signature.seen > 1 and not (followed and planning):
             signature.sample(log, size, followed=followed)
         self._relate(signature)
@@ -389,8 +410,7 @@ class Follower:
         as_usual = times is None and not planning and not self._pager.budget.gave
         if as_usual and (followed or self._on_demand):
             stalled = log.stall_seconds if followed else sum(log.stalls.values())
-            both = took, stalled
-            taken = Taken(*(signature.as_longest(seconds * 1e6, size) for seconds in both))
+            taken = Taken(took * 1e6, stalled * 1e6, size)
             alone = self.others is None if self.only_if_faster else None
             signature.choose(taken, by_plan=followed, alone=alone)
         if signature.is_shorter(size):
@@ -445,6 +465,13 @@ class Follower:
             kind.cancel()
         self._plan(kind, quick=True)
 
+    def will_follow(self) -> bool:
+        """Whether the next iteration begins with a plan, as far as can be told."""
+        if self.others is None or self.others.may_take:
+            self._poll()
+        kind = self.to_come()
+        return kind is not None and kind.followed is not None
+
     def to_come(self) -> StepSignature | None:
         """The kind of the next iteration, as far as can be told."""
         expected = self.signatures.expected()
@@ -484,7 +511,7 @@ class Follower:
         pager = self._pager
         signature.recorded = trace_of_accesses(
             signature.log, signature.seconds(), pager.page_size, str(pager.device),
-            pager.residency.pool.count,
+            pager.budget.frames_for_all,
             fixed=self._fixed(signature),
             step_us=self._step_us if self._host_may_step(signature) else None,
         )  # fmt: skip
@@ -556,7 +583,7 @@ class Follower:
         size = pager.page_size
         machine = hardware(
             calibration,
-            device_bytes=pager.residency.pool.count * size,
+            device_bytes=pager.budget.frames_for_all * size,
             host_bytes=pager.host.slots.count * size,
             disk_bytes=pager.disk.slots.count * size if pager.disk is not None else 0,
             page_size=size,
@@ -625,8 +652,10 @@ class Follower:
         return compiled.plan if compiled is not None else None
 
     def pause(self) -> None:
-        """Follow nothing for the rest of the iteration: the arena is about to change its size."""
+        """Follow no plan for the rest of the iteration: the arena is about to change its size."""
+        known, at = self.known, self.recorder.at
         self._leave()
+        self._expect(known, at)
         self.mover.drain()
 
     def forget_plans(self) -> None:
@@ -641,6 +670,8 @@ class Follower:
         now are forgotten; the others hold, and are made anew only if that is worth it."""
         self.pause()
         pager = self._pager
+        if pager.budget.moved:
+            return
         for signature in self.signatures.all:
             signature.arena_has(pager.residency.pool.count * pager.page_size)
 
@@ -653,18 +684,18 @@ class Follower:
             self._ready = None
 
 
-# Note: which pages leave when a planned iteration has to fault: those that its plan uses last. The
-# plan counts on all pages being where it has put them; the least recently used ones may well be
+# Note: which pages leave when an iteration faults whose accesses are known: what it uses last.
+# A plan counts on all pages being where it has put them; the least recently used ones may well be
 # those that come next, and each of them would then fault in its turn.
 @contextmanager
-def by_next_use(residency: Residency, compiled: CompiledPlan, now: int) -> Iterator[None]:
+def by_next_use(residency: Residency, known: Order, now: int) -> Iterator[None]:
     """Inside, pages are evicted by Belady's rule instead of LRU. The accesses are those of
-    ``compiled``, again and again, as far as is known; access ``now`` is under way."""
-    count = len(compiled.keys)
+    ``known``, again and again, as far as is known; access ``now`` is under way."""
+    count = len(known.keys)
     before = residency.ages
     residency.ages = ages = np.ones_like(before)  # what is not known of is not used again
     for run in residency.space.runs.values():
-        uses = compiled.uses.get(run.key)
+        uses = known.uses.get(run.key)
         if uses is not None and run.id < len(ages):
             following = bisect_right(uses, now)
             ahead = uses[following] if following < len(uses) else uses[0] + count

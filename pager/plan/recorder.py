@@ -30,7 +30,7 @@ from .access_log import LAST_ACTIVATION, AccessLog, Keys, Names, StreamAccess, W
 if TYPE_CHECKING:
     from ...planner.trace import Trace
     from ..core import Core
-    from .compiled_plan import CompiledPlan
+    from .compiled_plan import Order
     from .op_log import OpLog
 
 _KEY = attrgetter("key")
@@ -38,16 +38,16 @@ _KEY = attrgetter("key")
 
 class Recorder(Watcher):
     """Of one pager. What it is told of comes with the lock held, and belongs to the iteration, if
-    one runs. ``plan``: the one that is followed, if there is one; ``at``: its access that is under
-    way, or was the latest one. ``on_access``: told of each other access, and of what the order has
-    of it, before it is in ``log``."""
+    one runs. ``plan``: the one that is followed, or accesses that it is expected to have; ``at``:
+    which of these is under way, or was the latest one. ``on_access``: told of each other access,
+    and of what the order has of it, before it is in ``log``."""
 
     def __init__(self, pager: Core) -> None:
         self.pager = pager
         self.names = Names(pager.space)
         self.log: AccessLog | None = None
         self.ops: OpLog | None = None
-        self.plan: CompiledPlan | None = None
+        self.plan: Order | None = None
         self.at = -1
         self.on_access: Callable[[Keys, Keys], None] | None = None
         self.has_clock = pager.backend.stamp() is not None

@@ -2,13 +2,13 @@
 their signatures, which are the orders of what they access, and which one comes next.
 
 Batches of every length are one kind (``access_log.py``). What is known of it is of the longest one
-seen: its accesses, and times. Those of a shorter one are made longer (:class:`Growth`).
+seen: its accesses, and times. Those of a shorter one are made longer (``ways.Growth``).
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
@@ -16,12 +16,11 @@ import numpy as np
 
 from ..errors import PagerError
 from .access_log import AccessLog, Keys
-from .compiled_plan import CompiledPlan
-from .ways import Taken, Ways
+from .compiled_plan import CompiledPlan, Order
+from .ways import Growth, Taken, Ways
 
 if TYPE_CHECKING:
     from ...planner.hardware import Hardware
-    from ...planner.trace import Floats
     from .planning import PlanningProcess
     from .traces import Recorded
 
@@ -30,37 +29,11 @@ _AGAIN = 2  # times as many iterations seen as before a plan, until another one 
 _MEASURED = 3  # iterations that follow a plan before another one is made
 _CLOSE = 99.5  # percent of the bound's speed: no plan is worth much more
 _SAMPLES = 5
-_GROWTH_SAMPLES = 8
 _MORE_FRAMES = 17 / 16  # times those that there are: a plan for as many is followed
 _LONGER = 9 / 8  # times what was planned: another plan is worth its time
 _MOST_KINDS = 8
 _HISTORY = 256
 _LONGEST_MATCH = 16
-
-
-class Growth:
-    """How long things take with so many pages of activations, as far as the latest iterations tell:
-    some seconds that are always the same, and some for each page, neither below 0."""
-
-    def __init__(self) -> None:
-        self._seen: deque[tuple[int, Floats]] = deque(maxlen=_GROWTH_SAMPLES)
-
-    def add(self, size: int, seconds: Sequence[float]) -> None:
-        self._seen.append((size, np.array(seconds)))
-
-    def ratio(self, size: int, wanted: int) -> Floats:
-        """How many times as long each thing takes with ``wanted`` pages as with ``size``."""
-        sizes = np.array([float(some) for some, _ in self._seen])
-        if size == wanted or not len(sizes) or sizes.min() == sizes.max():
-            return np.ones(1)
-        times = np.array([seconds for _, seconds in self._seen])
-        middle, typical = sizes.mean(), times.mean(axis=0)
-        beside = sizes - middle
-        slope = (beside @ times) / (beside @ beside)
-        slope = np.clip(slope, 0.0, typical / middle)
-        have, want = (typical + slope * (some - middle) for some in (size, wanted))
-        found: Floats = np.divide(want, have, out=np.ones_like(have), where=have > 0.0)
-        return found
 
 
 class StepSignature:
@@ -105,6 +78,7 @@ class StepSignature:
         self._latest = self.samples  # which of them has the latest iteration
         self.ways = Ways()
         self.plain_us: float | None = None
+        self._accesses: Order | None = None
         self._of_each, self._of_all = Growth(), Growth()
         self._of_each.add(size, self.samples[0])
         self._of_all.add(size, [sum(self.samples[0])])
@@ -112,6 +86,13 @@ class StepSignature:
     @property
     def keys(self) -> list[Keys]:
         return self.log.keys
+
+    @property
+    def accesses(self) -> Order:
+        """Those of the longest one."""
+        if self._accesses is None or self._accesses.keys is not self.keys:
+            self._accesses = Order(self.keys)
+        return self._accesses
 
     # -- batches of another length ---------------------------------------------------------------
     def is_shorter(self, size: int) -> bool:
@@ -127,7 +108,6 @@ class StepSignature:
         elif len(log.hosted) != len(self.log.hosted):
             return
         more = float(self._of_all.ratio(self.size, size)[0])
-        self.ways.scale(more)
         if self.plain_us is not None:
             self.plain_us *= more
         if alike:
@@ -145,9 +125,9 @@ class StepSignature:
         if size > _LONGER * self.planned_size and not self.left:
             self._plan_again()
 
-    def as_longest(self, us: float, size: int) -> float:
-        """What takes ``us`` with ``size`` pages of activations."""
-        return us * float(self._of_all.ratio(size, self.size)[0])
+    def note_plain(self, us: float, size: int) -> None:
+        """Of one with ``size`` pages of activations."""
+        self.plain_us = us * float(self._of_all.ratio(size, self.size)[0])
 
     def sample(self, log: AccessLog, size: int, *, followed: bool) -> None:
         """The times of another one. What the host took the device would take as long for as
@@ -196,7 +176,7 @@ class StepSignature:
     def on_demand_us(self) -> float | None:
         """Of an iteration that follows no plan, likewise: the least waiting of the latest ones. On
         a machine that is busy now and then whole times cannot be compared, waiting can."""
-        stalls = [one.stall_us for one in self.ways.latest[False]]
+        stalls = [one.stall_us for one in self.ways.at(False, self.size)]
         return sum(self.alone_seconds()) * 1e6 + min(stalls) if stalls else None
 
     @property
@@ -210,7 +190,7 @@ class StepSignature:
         return self._median_by_plan("stall_us")
 
     def _median_by_plan(self, what: str) -> float | None:
-        latest = [getattr(one, what) for one in self.ways.latest[True]]
+        latest = [getattr(one, what) for one in self.ways.at(True, self.size)]
         return median(latest) if latest else None
 
     @property
@@ -356,7 +336,7 @@ class StepSignature:
             return
         may_try = bool(alone) and self.base is None and not self.again
         if alone is None or (self.is_due(2) and not may_try):
-            self.ways.latest[by_plan].append(taken)
+            self.ways.note(taken)
             return
         self.ways.choose(taken, may_try=may_try)
         if self.compiled is not None and self.followed is None and not may_try:

@@ -243,13 +243,14 @@ def _brought_in(func: Callable[..., torch.Tensor], *given: Any) -> Any:
 
 def _room_bytes(weight: PagedTensor) -> int | None:
     """Dense memory that a gathered copy may take; ``None`` while the border is not settled. On a
-    CPU how much of it is in use is not known: all that there is beside the arena."""
-    pager = weight._storage.pager
-    if not pager.budget.settled:
+    CPU how much of it is in use is not known: all that there is beside the arena for the longest
+    batches, since what streams does so for good."""
+    pager, budget = weight._storage.pager, weight._storage.pager.budget
+    if not budget.settled:
         return None
     if pager.backend.host_addressable:
-        return pager.budget.reserve
-    return max(0, pager.budget.reserve - pager.backend.dense_now())
+        return max(budget.reserve, budget.dense_peak)
+    return max(0, budget.reserve - pager.backend.dense_now())
 
 
 def _times(rows: torch.Tensor, weight: PagedTensor) -> torch.Tensor:

@@ -1,11 +1,13 @@
 """Batches of varying shape: which of them are metered, and what stays where it is meanwhile."""
 
+import itertools
+
 import pytest
 import torch
 from torch import nn
 
 import tensorpager as tp
-from tensorpager.pager.profile_run import Shapes
+from tensorpager.pager.profile_run import Lengths, Shapes
 
 from .models import World, compare_runs, loss_of, make_pager, mlp
 
@@ -115,15 +117,78 @@ def test_other_kinds_of_calls_are_metered(one_thread: None) -> None:
         assert not metered(x)
 
 
+def test_a_module_in_the_place_of_one_that_is_gone_is_metered(one_thread: None) -> None:
+    """Python gives its number, ``id``, to the next one that is made there."""
+    with make_pager() as pager:
+        metered = []
+        for _ in range(20):
+            model = pager.page_module(nn.Linear(64, 64))
+            for _ in range(2):
+                with pager.iteration():
+                    model(torch.ones(8, 64))
+                    metered.append(pager.core.budget.metering)
+            del model
+        assert metered == [True, False] * 20
+        assert len(pager.core.profile_run._calls) <= 1
+
+
+def test_shorter_batches_have_more_of_the_device(one_thread: None, allocator: object) -> None:
+    """What they leave of the dense reserve holds pages, so fewer move; and a longer one gets it
+    back."""
+    sizes = [400, 400, 8, 8, 8, 400, 300, 8]
+
+    def run(world: World) -> object:
+        model = world.module(mlp())
+        optimizer = world.optimizer(torch.optim.AdamW(model.parameters()))
+        for size in sizes:
+            with world.iteration():
+                loss_of(model, size).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            if world.pager is not None:
+                stats = world.pager.stats()
+                seen.append((stats["arena_bytes"], stats["bytes_in"]))
+                assert_inside(world.pager)
+        return model
+
+    seen: list[tuple[int, int]] = []
+    with open_pager(BUDGETS["tight"]) as pager:
+        compare_runs(run, World(pager))
+    arena, total = zip(*seen)
+    moved = [after - before for before, after in itertools.pairwise(total)]
+    assert arena[2] < arena[3] == arena[4] == arena[7]
+    assert arena[5] == arena[1] < arena[3]
+    assert moved[3] < moved[1]
+
+
 def test_shapes_are_covered_in_every_dimension() -> None:
     shapes = Shapes()
-    assert not shapes.cover("a", (2, 100))
-    shapes.add("a", (2, 100))
-    shapes.add("a", (9, 10))
-    assert shapes.cover("a", (2, 100))
-    assert shapes.cover("a", (1, 99))
-    assert shapes.cover("a", (9, 1))
-    assert not shapes.cover("a", (3, 11))
-    assert not shapes.cover("b", (1, 1))
-    shapes.add("a", (9, 100))
-    assert shapes.cover("a", (3, 11))
+    assert not shapes.cover((2, 100))
+    shapes.add((2, 100))
+    shapes.add((9, 10))
+    assert shapes.cover((2, 100))
+    assert shapes.cover((1, 99))
+    assert shapes.cover((9, 1))
+    assert not shapes.cover((3, 11))
+    shapes.add((9, 100))
+    assert shapes.cover((3, 11))
+
+
+def test_what_classes_of_lengths_take() -> None:
+    """Of a class as much as between its longest one and a longer one that was seen; no more than
+    was said, as long as none takes more."""
+    lengths = Lengths()
+    lengths.add(512, 5000)
+    assert lengths.dense(100) is None
+    lengths.add(100, 1000)
+    assert lengths.longest(100) == lengths.longest(65) == 128
+    assert lengths.dense(70) == 1000 + 28 * 4000 // 412
+    lengths.add(128, 1200)
+    assert lengths.dense(70) == 1271
+    lengths.add(90, 1300)
+    assert lengths.dense(128) == 1300
+    assert lengths.dense(500) == 5000
+    assert lengths.dense(300) is None
+    lengths.add(1024, 9000)  # classes are twice as wide
+    assert lengths.longest(1) == 128
+    assert lengths.dense(1) == 1300
