@@ -75,13 +75,17 @@ class HostSteps:
         """That the host was at it."""
         return self._lane.moving_seconds
 
+    def may_take(self, paged: PagedOptimizer) -> bool:
+        """Whether it is asked about each step of ``paged`` now."""
+        if paged.host_step is False or self._pager.fits or self._pager.budget.metering:
+            return False
+        return paged.host_step is True or self.planned
+
     def take(self, paged: PagedOptimizer, group: dict[str, Any], parameter: torch.Tensor) -> bool:
         """Give the step of ``parameter`` to the host. ``False``, and nothing done, if it is the
         device's."""
         pager, self.offered = self._pager, False
-        if paged.host_step is False or pager.fits or pager.budget.metering:
-            return False
-        if paged.host_step == "auto" and not self.planned:
+        if not self.may_take(paged):
             return False
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass(), pager.lock:
             why = fused.why_not(paged, group, parameter) or _other(paged, group, parameter)

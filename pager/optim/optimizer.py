@@ -1,10 +1,11 @@
-"""Any ``torch.optim.Optimizer`` on paged parameters, one parameter at a time.
+"""Any ``torch.optim.Optimizer`` on paged parameters, a few at a time.
 
-Each parameter is updated by itself, so that at most one with its gradient and states must be on the
+Each parameter can be updated by itself, so at most one with its gradient and states must be on the
 device; states go into pages as they are made. Optimizers update each parameter by itself, so the
 result is bit for bit that of one ``step`` over all of them with ``foreach=False``. ::
 
     all parameters at once on views        everything is on the device anyway
+    several at once on views               they take a small share of the arena together
     else one parameter at a time:
         kernels on pages (``fused.py``)    slab by slab, or in scattered frames, which have no view
         on views                           where it takes a share of the arena, and has its states
@@ -52,8 +53,10 @@ from .step_need import check_states, step_room
 
 if TYPE_CHECKING:
     from ..core import Core
+    from ..memory.space import Extent
 
-_LEAST_FRAMES_PER_PAGE = 3  # so many in the arena for each page that an update holds
+# So many frames in the arena for each page that an update holds, and one of several parameters.
+_LEAST_FRAMES_PER_PAGE, _FRAMES_PER_SHARED_PAGE = 3, 8
 OptimizerT = TypeVar("OptimizerT", bound=torch.optim.Optimizer)
 
 
@@ -122,7 +125,10 @@ def _step_group(paged: PagedOptimizer, group: dict[str, Any], by_kernels: bool) 
         to_update = [p for p in group["params"] if p.grad is not None and id(p) not in paged.done]
     at = 0
     while at < len(to_update):
-        count = batch.again(group, to_update, at) if by_kernels else 0
+        if by_kernels:
+            count = batch.again(group, to_update, at)
+        else:
+            count = 0 if host.may_take(paged) else _several_on_views(paged, group, to_update[at:])
         parameter = to_update[at]
         if not count and host.take(paged, group, parameter):
             paged.done.add(id(parameter))
@@ -148,6 +154,39 @@ def _step_as_dense(paged: PagedOptimizer) -> bool:
         for state in paged.optimizer.state.values():  # some make one later, when a setting changes
             page_state(paged.pager, state)
     return True
+
+
+def _several_on_views(
+    paged: PagedOptimizer, group: dict[str, Any], parameters: list[torch.Tensor]
+) -> int:
+    """Update the first of ``parameters`` together, on views: as many as take a small share of the
+    arena. How many; 0, and nothing done, where there are not two, or each has to be seen to by
+    itself. PyTorch's loop takes no more dense memory for several."""
+    if paged.progress or paged.pager.budget.metering or group.get("foreach"):
+        return 0
+    most = paged.pager.residency.pool.count // _FRAMES_PER_SHARED_PAGE
+    runs: set[Extent] = set()
+    count = pages = 0
+    with torch._C.DisableTorchFunctionSubclass():
+        for parameter in parameters:
+            values = (parameter, parameter.grad, *paged.state_of(parameter).values())
+            paged_ones = [value._storage for value in values if type(value) is PagedTensor]
+            mine = {storage.run for storage in paged_ones}.difference(runs)
+            pages += sum(run.count for run in mine)
+            if pages > most or not paged.too_much.isdisjoint(paged_ones):
+                break
+            runs |= mine
+            count += 1
+        if count < 2:
+            return 0
+        some = parameters[:count]
+        with alone(paged.optimizer, group, *some):
+            if not _step_on_views(paged):
+                return 0
+    paged.done.update(map(id, some))
+    for parameter in some:  # some optimizers make one later, when a setting changes
+        page_state(paged.pager, paged.optimizer.state.get(parameter, {}))
+    return count
 
 
 def update_one(

@@ -100,16 +100,17 @@ def paged_of(optimizer: Any) -> PagedOptimizer | None:
 
 
 @contextmanager
-def alone(optimizer: Any, group: dict[str, Any], parameter: torch.Tensor) -> Iterator[None]:
-    """The optimizer sees ``parameter``, one of ``group``, and no other."""
+def alone(optimizer: Any, group: dict[str, Any], *parameters: torch.Tensor) -> Iterator[None]:
+    """The optimizer sees ``parameters``, some of ``group``, and no others."""
     shown = [
         (g, {k: g[k] for k in ("params", "param_names") if k in g}) for g in optimizer.param_groups
     ]
-    at = next(i for i, p in enumerate(group["params"]) if p is parameter)
+    wanted = set(map(id, parameters))
+    mine = [number for number, p in enumerate(group["params"]) if id(p) in wanted]
     try:
         for one, lists in shown:
-            mine = slice(at, at + 1) if one is group else slice(0)
-            one.update({key: values[mine] for key, values in lists.items()})
+            places = mine if one is group else []
+            one.update({key: [values[i] for i in places] for key, values in lists.items()})
         yield
     finally:
         for one, lists in shown:

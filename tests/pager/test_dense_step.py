@@ -10,6 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import tensorpager as tp
+from tensorpager.pager.optim.paged_optimizer import PagedOptimizer
 
 from .models import World, batch, make_pager, mlp
 
@@ -146,6 +147,41 @@ def test_fewer_frames_than_a_kernel_takes(one_thread: None) -> None:
             assert not paged or pager.stats()["bytes_out"] > 0
         losses.append(found)
     assert losses[0] == losses[1]
+
+
+def test_small_parameters_are_updated_together(
+    monkeypatch: pytest.MonkeyPatch, one_thread: None
+) -> None:
+    """In one call of PyTorch's code, also where not everything fits; the same bits."""
+    calls: list[int] = []
+    run = PagedOptimizer.run
+    monkeypatch.setattr(
+        PagedOptimizer,
+        "run",
+        lambda paged, *a: (calls.append(len(paged.stepped_now())), run(paged, *a)),
+    )
+    losses = []
+    for paged in (False, True):
+        torch.manual_seed(0)
+        norms = [nn.LayerNorm(128) for _ in range(4)]
+        found = []
+        with make_pager(frames=40) as pager:
+            world = World(pager if paged else None)
+            model = world.module(nn.Sequential(*norms, *mlp(depth=4)))
+            optimizer = world.optimizer(torch.optim.AdamW(model.parameters(), lr=0.1))
+            for _ in range(3):
+                calls.clear()
+                with world.iteration():
+                    loss = model(batch()[0]).square().mean()
+                    loss.backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+                found.append(loss.item())
+            assert not paged or pager.stats()["faults"] > 0
+        losses.append(found)
+    assert losses[0] == losses[1]
+    assert sum(calls) == 18
+    assert max(calls) >= 8, "the norms' weights and biases"
 
 
 def test_states_that_come_after_the_first_iteration(one_thread: None) -> None:
