@@ -16,6 +16,7 @@ from .budget.arguments import check_arguments
 from .budget.fits import bytes_in_pages, check_capacity
 from .checkpoint import save_load as _checkpoint
 from .core import Core
+from .devices.openmp import OpenMPWaits
 from .disk.watch import IoWatch, check_timeout
 from .distributed import collectives as _collectives  # noqa: F401 - serves them
 from .distributed.replicas import page_sharded, refuse_wrapped, watch_forward
@@ -147,6 +148,10 @@ class Pager:
         core.follower = self._follower = follower
         core.cycle = Cycle(core)
         core.passes = PlainPasses(core)
+        if core.backend.host_addressable:
+            waits = OpenMPWaits(lambda: not core.fits)
+            core.on_ended.append(waits.iteration_ended)
+            core.on_close.append(waits.spin)
         self.metrics = Metrics(core, self._follower)
         guard_data(saved)
         guard_doors()

@@ -37,7 +37,6 @@ import numpy as np
 import numpy.typing as npt
 
 from ..devices.device import Mark
-from ..devices.openmp import count_this_thread
 from ..disk.watch import IoWatch, Patience
 from ..errors import HungDisk, PagerError
 from ..memory.page_table import Int32
@@ -316,7 +315,6 @@ class Lane:
         self.threads.clear()
 
     def _run(self) -> None:
-        count_this_thread()
         while (work := self._queue.get()) is not None:
             transfer, ticket = work
             ticket.carry(partial(self._carry, transfer))
