@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -14,7 +15,6 @@ from .hardware import Hardware
 from .joint.policy import ALLOWED, Best, Bounds
 from .lifetimes import live_pages, working_set_pages
 from .lp.program import Unsolved
-from .sweep import cores
 from .trace import Trace
 
 BUCKETS = 400  # ops that bounds are computed for
@@ -120,7 +120,7 @@ def _solved(
             return None
 
     found = []
-    with ThreadPoolExecutor(min(4, cores())) as pool:
+    with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:
         for number, best in enumerate(pool.map(solve, asked)):
             progress("bounds", (number + 1) / len(asked))
             found.append(best)

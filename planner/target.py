@@ -2,7 +2,7 @@
 
 Budgets are whole pages, from the largest working set to room for everything. A few evenly spaced
 ones are tried first, because a policy's time need not fall as room grows; then the search goes on
-below the smallest that is good enough, with as many budgets at a time as there are processes.
+below the smallest that is good enough, by halves.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from dataclasses import dataclass, replace
 from .hardware import Hardware
 from .lifetimes import live_pages, working_set_pages
 from .plan import Plan
-from .sweep import Evaluator, Outcome, Task
+from .sweep import Outcome, Task, evaluate_all
+from .trace import Trace
 
 SAMPLES = 7  # budgets tried first, beside the least and the most
 FINENESS = 1024  # the answer is found to this part of the peak, or to a page: plans differ by more
@@ -34,7 +35,7 @@ class Answer:
 
 
 def least_memory(
-    evaluator: Evaluator,
+    trace: Trace,
     policy: str,
     hardware: Hardware,
     target_percent: float,
@@ -45,7 +46,7 @@ def least_memory(
     """The smallest device budget found with which ``policy`` reaches ``target_percent`` of the
     ideal speed. ``hardware``'s own device plays no part; ``done`` is called with each outcome. A
     budget smaller than the answer that was not tried may do too."""
-    trace, page = evaluator.trace, hardware.page_size
+    page = hardware.page_size
     most = max(1, int(live_pages(trace, page).max(initial=0)))
     least = max(1, int(working_set_pages(trace, page).max(initial=0)))
     found: dict[int, Outcome] = {}  # by pages of device memory
@@ -56,7 +57,7 @@ def least_memory(
         new = sorted(set(budgets) - set(found))
         machines = [hardware.with_(device_bytes=pages * page) for pages in new]
         tasks = [Task(policy, machine, quick=quick, keep_plan=True) for machine in machines]
-        found.update(zip(new, evaluator.run(tasks, done)))
+        found.update(zip(new, evaluate_all(trace, tasks, done)))
         good = [
             pages
             for pages, outcome in found.items()
@@ -77,7 +78,7 @@ def least_memory(
         low = max((pages for pages in found if pages < best), default=least - 1)
         if best - low <= max(1, most // FINENESS):
             break
-        best = attempt(between(max(low, least - 1), best, evaluator.jobs))
+        best = attempt(between(max(low, least - 1), best, 1))
     enough = None if best is None else found[best]
     tried = [found[pages] for pages in sorted(found)]
     return Answer(policy, most * page, tried, enough, enough.plan if enough else None)

@@ -40,7 +40,6 @@ from tensorpager.planner.plan import Plan
 from tensorpager.planner.policies import autoswap
 from tensorpager.planner.registry import POLICIES, make_plan
 from tensorpager.planner.sizes import format_bytes
-from tensorpager.planner.sweep import Evaluator
 from tensorpager.planner.target import least_memory
 from tensorpager.planner.trace import Trace, make_trace
 from tensorpager.planner.trace_file import read_trace
@@ -270,17 +269,16 @@ def savings(path: Path, hardware: str, json_path: Path | None) -> None:
     trace, machine = load(path), PRESETS[hardware]
     rows: Rows = []
     policies = ["lp", *(f"autoswap-{score}" for score in autoswap.SCORES), "appobmem"]
-    with Evaluator(trace) as evaluator:
-        for name in policies:
-            row: dict[str, Any] = {"policy": name + " --quick" * (name == "lp")}
-            for slowdown in (0.0, 0.001, 0.05, 0.1, 0.2):
-                found = least_memory(evaluator, name, machine, 100 / (1 + slowdown), quick=True)
-                saved = "-"
-                if found.enough is not None:
-                    share = found.enough.hardware.device_bytes / found.peak_bytes
-                    saved = f"{100 * (1 - share):.1f} %"
-                row[f"saved at {slowdown:.1%}"] = saved
-            rows.append(row)
+    for name in policies:
+        row: dict[str, Any] = {"policy": name + " --quick" * (name == "lp")}
+        for slowdown in (0.0, 0.001, 0.05, 0.1, 0.2):
+            found = least_memory(trace, name, machine, 100 / (1 + slowdown), quick=True)
+            saved = "-"
+            if found.enough is not None:
+                share = found.enough.hardware.device_bytes / found.peak_bytes
+                saved = f"{100 * (1 - share):.1f} %"
+            row[f"saved at {slowdown:.1%}"] = saved
+        rows.append(row)
     peak = format_bytes(peak_bytes(trace, machine))
     finish(f"{name_of(path)} on {hardware}: memory saved of {peak}", rows, json_path)
 

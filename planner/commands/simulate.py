@@ -54,12 +54,6 @@ MOST_STALLS = 10  # of the longest that are listed
     "--policies", metavar="A,B,…", help="Who plans for --sweep and --target (default: lp,lru)."
 )
 @click.option("--quick", is_flag=True, help="A shorter search (policy lp).")
-@click.option(
-    "--jobs",
-    type=click.IntRange(min=1),
-    metavar="N",
-    help="Processes that plan (default: one a core, up to 8).",
-)
 @fleet_options
 @json_option
 @click.pass_context
@@ -72,7 +66,6 @@ def simulate(
     target: float | None,
     policies: str | None,
     quick: bool,
-    jobs: int | None,
     fleet: Fleet | None,
     as_json: bool,
 ) -> None:
@@ -118,7 +111,7 @@ def simulate(
     if plan_path is not None:
         plan = read_plan_for(plan_path, trace, trace_path, machine.base)
         names = [plan.policy]
-    asked = Asked(trace_path, trace, machine, names, quick, jobs, plan)
+    asked = Asked(trace_path, trace, machine, names, quick, plan)
     if fleet is not None:
         run_ranks(asked, fleet, as_json)
     elif target is None:
@@ -134,7 +127,6 @@ def _refuse_what_plays_no_part(context: click.Context) -> None:
         for name in context.params
         if context.get_parameter_source(name) is ParameterSource.COMMANDLINE
     }
-    sweeps = "axes" in given
     for name in ("axes", "device_bytes", "plan_path") if "target" in given else ():
         if name in given:
             raise click.UsageError(
@@ -148,10 +140,8 @@ def _refuse_what_plays_no_part(context: click.Context) -> None:
             raise click.UsageError(
                 "--sweep page-size: a plan has pages of one size; leave out PLAN to plan anew."
             )
-        if not sweeps and "jobs" in given:
-            raise click.UsageError("--jobs is for --sweep and --target.")
     if "ranks" in given:
-        for name in ("axes", "target", "plan_path", "jobs"):
+        for name in ("axes", "target", "plan_path"):
             if name in given:
                 shown = {"axes": "--sweep", "plan_path": "PLAN"}.get(name, f"--{name}")
                 raise click.UsageError(

@@ -38,7 +38,6 @@ class Asked(NamedTuple):
     machine: Machine
     policies: Sequence[str]
     quick: bool
-    jobs: int | None
     plan: Plan | None = None
 
 
@@ -64,15 +63,15 @@ def run_sweep(asked: Asked, axes: Sequence[Axis], as_json: bool) -> None:
 
 def _evaluated(asked: Asked, points: Sequence[Point]) -> list[Outcome]:
     """By policy, then by point."""
-    from ..sweep import Evaluator, Task
+    from ..sweep import Task, evaluate_all
 
     tasks = [
         Task(policy, point.hardware, asked.quick, asked.plan)
         for policy in asked.policies
         for point in points
     ]
-    with progress_bar() as progress, Evaluator(asked.trace, asked.jobs) as evaluator:
-        return evaluator.run(tasks, counted(progress, tasks))
+    with progress_bar() as progress:
+        return evaluate_all(asked.trace, tasks, counted(progress, tasks))
 
 
 def counted(progress: Progress | None, tasks: Sequence[Task]) -> Any:

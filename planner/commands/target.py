@@ -36,16 +36,15 @@ def percent(text: str) -> float:
 def run_target(asked: Asked, target: float, as_json: bool) -> None:
     """Prints an answer for each policy, whose plan simulator and validator have run. Raises
     ``CheckFailed``, after all is printed, if none of them reaches the target at any budget."""
-    from ..sweep import Evaluator
     from ..target import least_memory
 
     base = asked.machine.base
     answers = []
-    with progress_bar() as progress, Evaluator(asked.trace, asked.jobs) as evaluator:
+    with progress_bar() as progress:
         for number, policy in enumerate(asked.policies):
             tell = _told(progress, policy, number / len(asked.policies))
             answers.append(
-                least_memory(evaluator, policy, base, target, quick=asked.quick, done=tell)
+                least_memory(asked.trace, policy, base, target, quick=asked.quick, done=tell)
             )
     for answer in answers:
         if answer.enough is not None and answer.plan is not None:

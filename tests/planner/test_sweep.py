@@ -6,30 +6,23 @@ its victim out before, and waits for that too.
 """
 
 import json
-import os
-import signal
-import subprocess
-import sys
-import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import click
 import pytest
 
 from tensorpager.planner.commands.axes import parse_axis
-from tensorpager.planner.errors import PagerError
 from tensorpager.planner.hardware import Hardware
 from tensorpager.planner.plan import Predicted
-from tensorpager.planner.sweep import Evaluator, Outcome, Task
+from tensorpager.planner.sweep import Outcome, Task
 from tensorpager.planner.target import Answer, between, least_memory
-from tensorpager.planner.trace import make_trace
-from tensorpager.planner.trace_file import write_trace
+from tensorpager.planner.trace import Trace, make_trace
 
-from .command_line import MOVES, PAGE, refused, run, run_json, weight_trace
+from .command_line import MOVES, PAGE, refused, run, run_json
 
 GiB = 1 << 30
 
@@ -227,33 +220,23 @@ def test_a_target_that_is_out_of_reach(
         assert "write for example '95%'" in refused(*asked, text)
 
 
-class Imagined(Evaluator):
-    """``speed`` gives percent of the ideal by pages of device memory, ``None``: nothing runs.
-    The trace has 2,000 pages, of which each op needs 10."""
+def found(speed: Callable[[int], float | None], target: float) -> tuple[Answer, int]:
+    """``speed`` gives percent of the ideal by pages of device memory, ``None``: nothing runs. The
+    trace has 2,000 pages, of which each op needs 10. The answer, and how many budgets were tried.
+    """
+    tensors = [(n, 10, True) for n in range(200)]
+    trace = make_trace(tensors, [(f"op {n}", 1.0, [n], []) for n in range(200)], page_size=1)
 
-    def __init__(self, speed: Callable[[int], float | None]) -> None:
-        tensors = [(n, 10, True) for n in range(200)]
-        ops = [(f"op {n}", 1.0, [n], []) for n in range(200)]
-        super().__init__(make_trace(tensors, ops, page_size=1), 1)
-        self.jobs, self.speed, self.tried = 3, speed, 0
-
-    def run(
-        self, tasks: Sequence[Task], done: Callable[[Outcome], None] | None = None
-    ) -> list[Outcome]:
-        self.tried += len(tasks)
-        return [self.outcome(task) for task in tasks]
-
-    def outcome(self, task: Task) -> Outcome:
-        percent = self.speed(int(task.hardware.device_bytes))
+    def outcome(trace: Trace, task: Task) -> Outcome:
+        percent = speed(int(task.hardware.device_bytes))
         if percent is None:
             return Outcome(task.policy, task.hardware, None, 0.0, "too little")
         predicted = Predicted(20000.0 / percent, 200.0, 0.0, 0, 0, 0, 0, 0, 0)
         return Outcome(task.policy, task.hardware, predicted, 0.0)
 
-
-def found(speed: Callable[[int], float | None], target: float) -> tuple[Answer, int]:
-    evaluator = Imagined(speed)
-    return least_memory(evaluator, "any", Hardware(1, page_size=1), target), evaluator.tried
+    with patch("tensorpager.planner.sweep.evaluate", outcome):
+        answer = least_memory(trace, "any", Hardware(1, page_size=1), target)
+    return answer, len(answer.tried)
 
 
 def budget(outcome: Outcome | None) -> float | None:
@@ -283,77 +266,6 @@ def test_intervals() -> None:
     assert between(0, 10, 4) == [2, 4, 6, 8]
     assert between(3, 5, 7) == [4]
     assert between(3, 4, 7) == []
-
-
-# --- processes -----------------------------------------------------------------------------------
-
-
-def test_processes_give_what_this_one_gives() -> None:
-    trace = weight_trace()
-    machine = Hardware(4000, 10**6, float("inf"), 1e8, 1e8, 25e6, 25e6, page_size=PAGE)
-    tasks = [Task(p, machine.with_(device_bytes=n)) for p in ("lru", "g10") for n in (3000, 5000)]
-    with Evaluator(trace, 1) as here, Evaluator(trace, 2) as there:
-        one, other = here.run(tasks), there.run(tasks)
-        pool = there._pool
-    assert pool is not None
-    assert [o.predicted for o in one] == [o.predicted for o in other]
-    assert [o.reason for o in one] == [o.reason for o in other]
-
-
-@pytest.mark.slow
-def test_a_killed_process_is_named() -> None:
-    import multiprocessing
-
-    trace = weight_trace()
-    with Evaluator(trace, 2) as evaluator:
-        evaluator.run([Task("lru", Hardware(6000, page_size=PAGE))])
-        for process in multiprocessing.active_children():
-            process.kill()
-            process.join()
-        with pytest.raises(PagerError, match="--jobs 1"):
-            evaluator.run([Task("lru", Hardware(6000, page_size=PAGE))])
-
-
-def processes_of(group: int) -> list[int]:
-    """Process ids of a process group."""
-    found = []
-    for folder in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):  # it has ended
-            if os.getpgid(int(folder.name)) == group:
-                found.append(int(folder.name))
-    return found
-
-
-@pytest.mark.slow
-def test_interrupted_it_ends_at_once_and_leaves_nothing(tmp_path: Path) -> None:
-    layers, page = 400, 1 << 20
-    tensors = [(n, 4 * page, True) for n in range(layers)]
-    ops = [(f"op {n}", 50.0, [n % layers], [n % layers]) for n in range(2 * layers)]
-    write_trace(tmp_path / "t.parquet", make_trace(tensors, ops, page_size=page))
-    program = "from tensorpager.pager.cli import main; main(prog_name='tensorpager')"
-    machines = ["--hardware", "g10", "--page-size", "1MiB", "--sweep", "device=5%:90%:300"]
-    process = subprocess.Popen(
-        [sys.executable, "-c", program, "simulate", "t.parquet", *machines, "--jobs", "2"],
-        cwd=tmp_path,
-        start_new_session=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    while len(processes_of(process.pid)) < 3:  # until it and its two workers are there
-        time.sleep(0.1)
-    time.sleep(4)
-    os.killpg(process.pid, signal.SIGINT)
-    out, err = process.communicate(timeout=300)
-    assert (process.returncode, out, err.split()) == (130, "", ["tensorpager:", "interrupted"])
-    deadline = time.monotonic() + 300
-    while time.monotonic() < deadline:
-        try:
-            os.killpg(process.pid, 0)
-        except ProcessLookupError:
-            return
-        time.sleep(0.1)
-    pytest.fail("processes are left")
 
 
 def test_json_is_strict(trace_path: Path, machine_path: Path) -> None:
