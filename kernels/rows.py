@@ -148,7 +148,9 @@ def _summed(grad_out: torch.Tensor, groups: RowGroups, by_frequency: bool) -> to
     numbers = torch.arange(distinct, device=grad_out.device)
     padding = distinct
     number = torch.full((groups.lookups,), padding, device=grad_out.device)
-    number[groups.order.long()] = numbers.repeat_interleave(groups.starts.diff())
+    number[groups.order.long()] = numbers.repeat_interleave(
+        groups.starts.diff(), output_size=groups.order.numel()
+    )
 
     def summed(grad: torch.Tensor) -> torch.Tensor:
         backward = torch.ops.aten.embedding_dense_backward

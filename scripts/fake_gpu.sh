@@ -7,6 +7,7 @@
 #                                    scripts/bench_host_path.py
 #   scripts/fake_gpu.sh COMMAND...   the command, with that PyTorch and that library
 #
+# TORCH=2.11.0 TRITON=3.6.0 PYTHON=python3.12 before it take other versions than those of CI.
 # The first start installs some 5 GB into a folder below $TENSORPAGER_FAKE_GPU, by default
 # ~/.cache/tensorpager/fake-gpu; an install that was interrupted goes on. Exits 75, with the reason
 # in the last line of stderr, if the environment cannot be made.
@@ -31,7 +32,8 @@ version=$("$python" -c 'import platform; print(platform.python_version())')
 for tool in g++ gcc nm flock sha256sum; do
   command -v "$tool" >/dev/null || cannot "needs $tool; install it (g++, binutils, util-linux)"
 done
-key=torch-$(pinned torch)-triton-$(pinned triton)-python-$version
+torch=${TORCH:-$(pinned torch)} triton=${TRITON:-$(pinned triton)}
+key=torch-$torch-triton-$triton-python-$version
 wanted=$({ cat constraints.txt; echo "${OTHERS[@]}"; } | sha256sum)
 home=${TENSORPAGER_FAKE_GPU:-${XDG_CACHE_HOME:-$HOME/.cache}/tensorpager/fake-gpu}/$key
 mkdir -p "$home" || cannot "cannot make $home; set TENSORPAGER_FAKE_GPU to another folder"
@@ -44,9 +46,9 @@ install() {
   printf 'fake_gpu: installing the CUDA build of PyTorch into %s (some 5 GB)\n' "$home" >&2
   [ -x "$home/venv/bin/python" ] || "$python" -m venv "$home/venv" || cannot 'venv failed'
   # cuFile comes with this PyTorch in a version of its own.
-  grep -vE '^(torch==|nvidia-cufile==|setuptools)' constraints.txt >"$constraints"
+  grep -vE '^(torch|triton|nvidia-cufile)==|^setuptools' constraints.txt >"$constraints"
   # Three equals signs: not the build for CPUs, whose version has more behind it.
-  "${pip[@]}" -c "$constraints" "torch===$(pinned torch)" "triton==$(pinned triton)" 'cuda-bindings>=13,<14' >&2 \
+  "${pip[@]}" -c "$constraints" "torch===$torch" "triton==$triton" 'cuda-bindings>=13,<14' >&2 \
     && "${pip[@]}" -c "$constraints" "${OTHERS[@]}" >&2 \
     || cannot 'pip could not install the CUDA build of PyTorch; the lines above say why'
   runtime=$("$home/venv/bin/python" -c '
