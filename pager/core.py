@@ -58,6 +58,8 @@ class Watcher:
     watcher does not want to know it leaves as it is here.
     """
 
+    sees_ends = False  # whether it wants `unpinned`
+
     def pinning(self, runs: Sequence[Extent]) -> None:
         """``runs`` are about to be used."""
 
@@ -395,7 +397,7 @@ class Core:
                 turns.left([(extent, None) for extent in extents])
             elif turns.queue:
                 turns.unpinned()
-            if self.watch is not None:
+            if self.watch is not None and self.watch.sees_ends:
                 self.watch.unpinned(extents)
             if own and follower is not None and follower.is_ahead:
                 follower.unpinned()
@@ -407,7 +409,9 @@ class Core:
         those who learn of it after they took them."""
         if self.before_write is not None:
             self.before_write(extents)
-        watch, fresh = self.watcher(), []
+        watch, fresh = self.watch, []
+        if watch is not None and self.inside and not self.turns.is_home():
+            watch = None
         for extent in extents:
             extent.writes += 1
             if watch is not None:

@@ -98,6 +98,7 @@ class Accelerator:
         self.can_unmap, self.caps_dense = kit.can_unmap, kit.caps_dense
         self.knows_dense, self.takes_drives = kit.knows_dense, kit.takes_drives
         self.batches_copies = kit.batches_copies
+        self.arena, self.address = kit.arena, kit.address
         self._copies = {(lane, way): torch.Stream(device) for lane in LANES for way in (0, 1)}
         self._compute = self._here()
         self._others: list[torch.Stream] = []  # that pages were used on before
@@ -113,14 +114,6 @@ class Accelerator:
         self._metering = False
         self._most = self._most_held = 0  # dense bytes that are counted, without and with the arena
 
-    @property
-    def arena(self) -> torch.Tensor:
-        return self.kit.arena
-
-    @property
-    def address(self) -> int:
-        return self.kit.address
-
     # -- the border ------------------------------------------------------------------------------
     def commit(self, nbytes: int) -> None:
         if self.can_unmap:
@@ -133,8 +126,11 @@ class Accelerator:
     def remake(self, nbytes: int, *, empty: bool) -> bool:
         self._settle()
         self._note_peak()  # of an arena of this size
-        if not self.kit.remake(nbytes, empty=empty):
-            return False
+        try:
+            if not self.kit.remake(nbytes, empty=empty):
+                return False
+        finally:
+            self.arena, self.address = self.kit.arena, self.kit.address
         torch.accelerator.empty_cache()
         self._reset_peak()
         return True
@@ -163,7 +159,7 @@ class Accelerator:
         return torch._C._accelerator_getStream(self.device.index)  # asked so, it takes a tenth
 
     def note_compute(self) -> None:
-        here = self._here()
+        here = torch._C._accelerator_getStream(self.device.index)
         if here == self._compute:
             return
         with self._noting:
@@ -185,7 +181,7 @@ class Accelerator:
                 stream.wait_stream(other)
 
     def on_compute(self) -> AbstractContextManager[Any]:
-        there = self._here() == self._compute
+        there = torch._C._accelerator_getStream(self.device.index) == self._compute
         return _THERE if there and not self._others else self._after_all(there)
 
     @contextmanager
@@ -231,7 +227,7 @@ class Accelerator:
         if self.batches_copies and len(copies) > 1:
             batch, address = [], self.address
             for offset, host in copies:
-                frame, slot = address + offset, host.ctypes.data
+                frame, slot = address + offset, host.__array_interface__["data"][0]
                 ends = (slot, frame) if to_device else (frame, slot)
                 batch.append((*ends, len(host)))
             self.kit.copy_batch(batch, stream)
@@ -399,6 +395,7 @@ class Accelerator:
         return 0
 
     def close(self) -> None:
+        self.arena = torch.empty(0, dtype=torch.uint8)
         try:
             self.kit.close()
         except PagerError as error:

@@ -84,14 +84,8 @@ class Device(Protocol):
     takes_drives: bool  # drives can read and write frames, with NVIDIA's cuFile
     copies_by_core: bool  # a copy below takes a core for all of its time: it waits for no link
     batches_copies: bool  # the copies of one call below are one call of the driver, however many
-
-    @property
-    def arena(self) -> torch.Tensor:
-        """uint8; only what is committed may be touched."""
-
-    @property
-    def address(self) -> int:
-        """Of the arena's first byte."""
+    arena: torch.Tensor  # uint8; only what is committed may be touched
+    address: int  # of the arena's first byte
 
     def commit(self, nbytes: int) -> None:
         """Move the border between arena and dense memory. All or nothing: if it raises, what could

@@ -83,9 +83,11 @@ class FramePool:
 
         Returns the first one.
         """
-        start = self.find_run(n)
-        if start is not None:
-            self.take_if_free(start, n)
+        fit = bisect_left(self._by_size, (n, 0))
+        if fit == len(self._by_size):
+            return None
+        start = self._by_size[fit][1]
+        self.take_if_free(start, n)
         return start
 
     def take(self, start: int, n: int) -> None:

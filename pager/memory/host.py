@@ -61,7 +61,12 @@ class HostTier:
     ) -> Iterator[tuple[int, Bytes]]:
         """For ``slots[i]`` beside ``places[i]`` (frames, or pages of a buffer): the first place of
         each stretch in which both are consecutive, and the bytes of its slots."""
+        size = self.page_size
         for place, slot, count in merge(places, slots):
+            first, piece = self.piece_of(slot)
+            if (slot + count - first) * size <= len(piece):
+                yield place, piece[(slot - first) * size : (slot + count - first) * size]
+                continue
             for first, here in self.cut(slot, count):
                 yield place + first - slot, self.view(first, here)
 

@@ -85,8 +85,9 @@ class PageTable:
         self._forget(first, count)
 
     def _forget(self, first: int, count: int) -> None:
-        self.owner[first : first + count] = NONE
-        self.flags[first : first + count] = 0
+        rows = slice(first, first + count)
+        self.owner[rows] = NONE
+        self.flags[rows] = 0
         self.pages.free(first, count)
 
     def _grow(self, more: int) -> None:

@@ -121,8 +121,8 @@ class Space:
         """The run and the offset of a new storage of at least one byte, whose contents are
         undefined; takes no frame until it is used. To be given back by :attr:`dead`. ``apart``: it
         shares a page only with others that are so."""
-        if not self.is_small(nbytes):
-            run = self._new_run(self.pages_for(nbytes), kind)
+        if nbytes > self.page_size // 2:  # not `is_small`, which with `pages_for` is two more calls
+            run = self._new_run(-(-nbytes // self.page_size), kind)
             run.nbytes = nbytes
             offset = 0
         else:
@@ -154,8 +154,8 @@ class Space:
         self.births += 1
         self.live_pages += count
         self.kind_pages[kind] = self.kind_pages.get(kind, 0) + count
-        if kind in TRANSIENT_KINDS:
-            self.peak_transient_pages = max(self.peak_transient_pages, self.transient_pages)
+        if kind in TRANSIENT_KINDS and (pages := self.transient_pages) > self.peak_transient_pages:
+            self.peak_transient_pages = pages
         return run
 
     def note_in_slabs(self, run: Extent) -> None:

@@ -11,7 +11,7 @@ from functools import partial
 import numpy as np
 import torch
 
-from ..devices.device import Bytes, Device
+from ..devices.device import Bytes, Device, Mark
 from ..disk.tier import DiskTier
 from ..disk.watch import IoWatch
 from ..memory.frame_pool import FramePool
@@ -97,9 +97,10 @@ class Mover:
         """DIRTY → BELOW: ``pages``, which nobody has pinned, leave for ``slots``, taken for them.
         Their frames are free. What is wanted now raises if it fails, and no page has left."""
         at_once = True
-        for part, ends in self._batches(pages, slots, f"{tier}-out", urgency):
+        mark, batches = self._batches(pages, slots, f"{tier}-out", urgency)
+        for part, ends in batches:
             frames = self.table.frame[part]
-            transfer = self._transfer(tier, part, frames, ends, to_device=False)
+            transfer = self._transfer(tier, part, frames, ends, mark, to_device=False)
             try:
                 undo = partial(self._undo_out, tier, part, frames, ends)
                 at_once = self._begin(transfer, urgency, undo) and at_once
@@ -119,9 +120,10 @@ class Mover:
         them. What is wanted now raises if it fails, and no page has come: the caller gives the
         frames back (``give_frames``)."""
         at_once = True
-        for part, ends in self._batches(pages, frames, f"{tier}-in", urgency):
+        mark, batches = self._batches(pages, frames, f"{tier}-in", urgency)
+        for part, ends in batches:
             slots = self.slots.of(tier, part)
-            transfer = self._transfer(tier, part, ends, slots, to_device=True)
+            transfer = self._transfer(tier, part, ends, slots, mark, to_device=True)
             undo = partial(self._undo_in, tier, part, ends)
             at_once = self._begin(transfer, urgency, undo) and at_once
             self.table.place(part, ends)
@@ -132,18 +134,19 @@ class Mover:
     # -- both ------------------------------------------------------------------------------------
     def _batches(
         self, pages: Int32, ends: Int32, name: str, urgency: str
-    ) -> list[tuple[Int32, Int32]]:
+    ) -> tuple[Mark, list[tuple[Int32, Int32]]]:
+        """What is moved at once, and what ops have queued before all of it."""
         batch = len(pages) if urgency == NOW else self.batch_pages[name]
-        return [
+        return self.backend.mark(), [
             (pages[start : start + batch], ends[start : start + batch])
             for start in range(0, len(pages), max(1, batch))
         ]
 
     def _transfer(
-        self, tier: str, pages: Int32, frames: Int32, slots: Int32, *, to_device: bool
+        self, tier: str, pages: Int32, frames: Int32, slots: Int32, mark: Mark, *, to_device: bool
     ) -> Transfer:
         """Of ``pages`` in the version that they have now."""
-        versions, mark = self.table.version[pages], self.backend.mark()
+        versions = self.table.version[pages]
         return Transfer(
             self.carrier, tier, pages, versions, frames, slots, to_device=to_device, mark=mark
         )

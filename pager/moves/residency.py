@@ -747,14 +747,18 @@ class Residency:
             self.settle(run)
 
     # -- for planned moves -----------------------------------------------------------------------
-    def place_at(self, run: Extent, base: int, *, reached: bool = False) -> bool:
-        """Put a run that was never written into the frames from ``base`` on, if they are free.
-        ``reached``: nothing goes on in these any more."""
+    def place_at(self, run: Extent, base: int) -> bool:
+        """Put a run that was never written into the frames from ``base`` on, if they are free."""
         if base < 0 or not self.pool.take_if_free(base, run.count):
             return False
-        size = self.page_size
-        if not reached and self.mover.tickets.any:
+        if self.mover.tickets.any:
             self.reach(run.pages - np.int32(run.first - base))
+        self.bear(run, base)
+        return True
+
+    def bear(self, run: Extent, base: int) -> None:
+        """The same of frames that were taken for it, in which nothing goes on any more."""
+        size = self.page_size
         with self.backend.on_compute():  # also where its maker writes it: on that stream
             if not run.overwritten:
                 self.arena[base * size : (base + run.count) * size].zero_()
@@ -763,7 +767,6 @@ class Residency:
         run.generation = next(generations)
         run.settled = run.kind != "parameter"  # one may not be written at any time
         self._note_peak()
-        return True
 
     def is_blank(self, run: Extent) -> bool:
         """Nothing was ever written to ``run``: it has no page anywhere."""

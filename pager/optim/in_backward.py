@@ -168,7 +168,7 @@ class InBackward:
     def page_grad(self, parameter: torch.Tensor) -> None:
         """Post-accumulate hook: ``parameter`` is updated at once, where that is allowed, or else
         its dense gradient moves into pages, unless it is much smaller than one."""
-        if not self.pager.fits and not self.update(parameter):
+        if not self.pager.fits and not (self._places and self.update(parameter)):
             with torch._C.DisableTorchFunctionSubclass():
                 self._into_pages(parameter)
 
@@ -186,7 +186,8 @@ class InBackward:
                 return  # dense: a copy and its bookkeeping cost more than such ones free
             parameter.grad = None
             parameter.grad = copy_in(pager, grad, "gradient")
-            self.note_paged(parameter)
+            if self._places or self._watch:
+                self.note_paged(parameter)
 
     def note_paged(self, parameter: torch.Tensor, beside: int = 0) -> None:
         """The gradient of ``parameter`` was left to ``step()`` and has just moved into pages.

@@ -88,11 +88,11 @@ class CompiledPlan(Order):
     """What is followed through one kind of iteration. Its accesses are those of the one that it was
     made of.
 
-    ``actions[n]`` are queued when ``n`` accesses have ended. ``births``: key → frame of a run's
-    first page when it is born. ``start``: positive key → frame of its first page when an iteration
-    begins; ``away``: pages that are not on the device then. ``last_in``: key → number of its last
-    in-move, the order of those still under way at the end. ``all_placed``: everything has a frame
-    in advance.
+    ``actions[n]`` are queued when ``n`` accesses have ended; ``next_actions[n]``: the least number,
+    from ``n`` on, that has some. ``births``: key → frame of a run's first page when it is born.
+    ``start``: positive key → frame of its first page when an iteration begins; ``away``: pages that
+    are not on the device then. ``last_in``: key → number of its last in-move, the order of those
+    still under way at the end. ``all_placed``: everything has a frame in advance.
     ``hosted``: access that is a step of the host → its place in the host's order.
     """
 
@@ -119,6 +119,11 @@ class CompiledPlan(Order):
             found.setdefault(recorded.position[move.issue_op], []).append(action)
         for where, actions in found.items():
             self.actions[where] = actions
+        self.next_actions = [len(self.actions)] * (len(self.actions) + 1)
+        for where in reversed(range(len(self.actions))):
+            self.next_actions[where] = (
+                where if self.actions[where] else self.next_actions[where + 1]
+            )
         self.births = {names[tensor]: base for tensor, base in layout.births.items()}
         self.start = {names[tensor]: base for tensor, base in layout.start.items()}
         self.away = [Away(names[run.tensor], *run[1:]) for run in plan.start]

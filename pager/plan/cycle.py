@@ -43,6 +43,8 @@ _NOTHING = np.empty(0, np.int32)
 class Cycle(Watcher):
     """Of one pager, a watcher of its core in inference (``inference.py``)."""
 
+    sees_ends = True
+
     def __init__(self, pager: Core) -> None:
         self._pager = pager
         self._next: dict[Pair, Extent] = {}  # what came after these two

@@ -17,7 +17,6 @@ faulted in. An iteration is compared with its plan access by access.
 
 from __future__ import annotations
 
-import itertools
 import os
 import time
 import warnings
@@ -317,7 +316,9 @@ class Follower:
         if self._pager.space.dead:
             self._pager.residency.collect()
         if compiled is not None:
-            self._issue(compiled, self.recorder.at + 1, log)
+            ended = self.recorder.at + 1
+            if compiled.next_actions[self._issued] <= ended or any(self.planned.queues):
+                self._issue(compiled, ended, log)
             return
         assert self.starting is not None
         self.starting.go_on()
@@ -325,9 +326,11 @@ class Follower:
     def _issue(self, compiled: CompiledPlan, ended: int, log: AccessLog) -> None:
         """What the plan queues until so many of its accesses have ended."""
         first, self._issued = self._issued, max(self._issued, ended + 1)
-        some = compiled.actions[first : self._issued]
-        if any(some) or any(self.planned.queues):
-            self.planned.issue(itertools.chain(*some), log.newborn)
+        points = [where for where in range(first, self._issued) if compiled.actions[where]]
+        for where in points:
+            self.planned.issue(compiled.actions[where], log.newborn, where)
+        if not points and any(self.planned.queues):
+            self.planned.go_on()
 
     def _place_on_host(self, runs: Sequence[Extent]) -> int | None:
         """Of the access of ``runs`` that comes next, in the host's order, if the plan has it be a

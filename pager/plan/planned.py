@@ -9,8 +9,9 @@ not queued by then is faulted in. So a plan can be wrong in any way and costs on
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -37,6 +38,54 @@ class Job(NamedTuple):
     @property
     def pages(self) -> Int32:
         return self.run.pages[self.action.first : self.action.first + self.action.pages]
+
+
+class _Moves(NamedTuple):
+    """Of one kind and tier, at one point: actions, each with the number of its run; all ``pages``,
+    and the ``frames`` where the plan has them; how many these are after each action (``ends``)."""
+
+    actions: list[tuple[Action, int]]
+    pages: Int32
+    frames: Int32
+    ends: Int32
+
+    @classmethod
+    def of(cls, actions: list[tuple[Action, int]], runs: Sequence[Extent | None]) -> _Moves:
+        jobs = cls(actions, _NOTHING, _NOTHING, _NOTHING).jobs(runs)
+        pages = [job.pages for job in jobs]
+        shifts = [np.int32(job.action.base - job.run.first) for job in jobs]
+        frames = [some + shift for some, shift in zip(pages, shifts)]
+        ends = np.cumsum([len(some) for some in pages], dtype=np.int32)
+        return cls(actions, np.concatenate(pages), np.concatenate(frames), ends)
+
+    def jobs(self, runs: Sequence[Extent | None], begun: int = 0) -> list[Job]:
+        """But for the first ones."""
+        some = [(action, runs[number]) for action, number in self.actions[begun:]]
+        return [Job(action, run) for action, run in some if run is not None]
+
+
+class _Point:
+    """What a plan does at one point of the program, for runs with these numbers of the first page
+    and of pages (``shapes``; ``None`` for one that is gone): worked out once, as they are the same
+    in one iteration after another."""
+
+    def __init__(
+        self, actions: Sequence[Action], runs: Sequence[Extent | None], shapes: list[Any]
+    ) -> None:
+        self.shapes = shapes
+        found: dict[tuple[str, str], list[tuple[Action, int]]] = {}
+        for number, (planned, run) in enumerate(zip(actions, runs)):
+            action = planned.on(run.count) if run is not None else None
+            # Nothing of pages that a run does not have.
+            if run is not None and action and 0 < action.pages <= run.count - action.first:
+                found.setdefault((action.what, action.tier), []).append((action, number))
+        self.drops, self.outs, self.ins = (
+            [(t, _Moves.of(found[w, t], runs)) for t in TIERS if (w, t) in found]
+            for w in ("drop", "out", "in")
+        )
+        # What leaves twice leaves in two parts.
+        self.is_plain = all(len({n for _, n in m.actions}) == len(m.actions) for _, m in self.outs)
+        self.homes = {action.key: action.base for _, m in self.ins for action, _ in m.actions}
 
 
 class _Coming:
@@ -85,6 +134,8 @@ class PlannedMoves:
         self.homes: dict[int, int] = {}
         self._tidies = False
         self._hurry = False
+        self._of: CompiledPlan | None = None  # that these points are of
+        self._points: dict[int | None, _Point] = {}
         self._waiting_first: dict[str, tuple[Job, int]] = {}  # by tier, and how often it has waited
         self._residency, self._mover, self._names = residency, mover, names
         self._table = residency.table
@@ -93,27 +144,78 @@ class PlannedMoves:
         self.queues = (*self._outs.values(), *self._ins.values())  # what has not begun
 
     # -- queueing --------------------------------------------------------------------------------
-    def issue(self, actions: Iterable[Action], newborn: Mapping[int, Extent]) -> None:
-        """Queue moves. Those of runs that are gone, and of pages that a run does not have, are left
-        out."""
-        dropped: dict[str, list[Int32]] = {}
-        for planned in actions:
-            run = self._names.run_of(planned.key, newborn)
-            if run is None:
-                continue
-            action = planned.on(run.count)
-            if not action.pages or action.first + action.pages > run.count:
-                continue
-            if action.what == "drop":
-                dropped.setdefault(action.tier, []).append(Job(action, run).pages)
-            else:
-                queues = self._outs
-                if action.what == "in":
-                    queues, self.homes[action.key] = self._ins, action.base
-                queues[action.tier].append(Job(action, run))
-        for tier, pages in dropped.items():
-            self._drop(tier, distinct(np.concatenate(pages)))
-        self.go_on()
+    def issue(
+        self, actions: Sequence[Action], newborn: Mapping[int, Extent], where: int | None = None
+    ) -> None:
+        """Queue moves, all of those of point ``where`` of the plan, if that is given. What is of
+        runs that are gone, or of pages that a run does not have, is left out."""
+        known, live = self._names.runs, self._residency.space.runs
+        runs: list[Extent | None] = []
+        in_use = False  # what the plan did not foresee
+        for action in actions:
+            run = (newborn if action.key < 0 else known).get(action.key)
+            if run is not None and live.get(run.id) is not run:
+                run = None
+            elif run is not None and (run.parts or (run.pins and action.what == "out")):
+                in_use = True
+            runs.append(run)
+        shapes = [(run.first, run.count) if run is not None else None for run in runs]
+        point = self._points.get(where)
+        if point is None or point.shapes != shapes:
+            point = _Point(actions, runs, shapes)
+            if where is not None:
+                self._points[where] = point
+        self.homes.update(point.homes)
+        for tier, moves in point.drops:
+            self._drop(tier, distinct(moves.pages))
+        at_once = point.is_plain and not in_use and not any(self.queues)
+        self._carefully(partial(self._begin, point, runs, at_once=at_once))
+
+    def _begin(self, point: _Point, runs: Sequence[Extent | None], *, at_once: bool) -> None:
+        """Begin ``at_once`` what can be, together; the rest is queued, and begins if it can."""
+        for tier, moves in point.outs:
+            if not (at_once and self._leave(tier, moves.pages)):
+                self._outs[tier] += moves.jobs(runs)
+        at_once = at_once and not any(self._outs.values())
+        for tier, moves in point.ins:
+            begun = self._come(tier, moves, runs) if at_once else 0
+            if begun < len(moves.actions):
+                self._ins[tier] += moves.jobs(runs, begun)
+        if any(self.queues):
+            self._begin_queued()
+
+    def _come(self, tier: str, moves: _Moves, runs: Sequence[Extent | None]) -> int:
+        """How many of ``moves``, the first ones, have begun: those for which nothing has to be
+        moved aside, as their places are free, and none of their pages is there."""
+        table, pool, pages = self._table, self._residency.pool, moves.pages
+        if self._residency.workspaces:
+            return 0
+        able = (table.frame[pages] < 0) & ((table.flags[pages] & BLANK) == 0)
+        able &= self._mover.slots.of(tier, pages) >= 0
+        count, begun = len(moves.actions), 0
+        if not able.all():
+            count = int(np.searchsorted(moves.ends, np.argmin(able), "right"))
+        for action, number in moves.actions[:count]:
+            run, base = runs[number], action.base
+            assert run is not None
+            if not 0 <= base <= pool.count - run.count:
+                break
+            if action.pages < run.count and not self._is_beside(run, base):
+                break
+            if not pool.take_if_free(base + action.first, action.pages):
+                break
+            begun += 1
+        if begun:
+            self.prefetched += begun
+            end = moves.ends[begun - 1]
+            self._mover.bring(tier, pages[:end], moves.frames[:end])
+        return begun
+
+    def _is_beside(self, run: Extent, base: int) -> bool:
+        """What is there of ``run`` is where it is if its first page is in frame ``base``."""
+        own = self._table.frame[run.pages]
+        there = np.flatnonzero(own >= 0)
+        return bool((own[there] == base + there).all())
 
     def _drop(self, tier: str, pages: Int32) -> None:
         """Copies below are given up where the page is on the device."""
@@ -122,14 +224,21 @@ class PlannedMoves:
         self._mover.slots.drop_copies(pages, tier)
 
     def go_on(self) -> None:
-        """Begin what can begin. Where that fails, or what was queued before has, its pages are
-        where they were, and the plan is over (``Mover.error``)."""
+        """Begin what can begin."""
+        self._carefully(self._begin_queued)
+
+    def _begin_queued(self) -> None:
+        for tier, queue in self._outs.items():
+            self._begin_outs(tier, queue)
+        leaving = {job.run for queue in self._outs.values() for job in queue}
+        for tier, queue in self._ins.items():
+            self._begin_ins(tier, queue, leaving)
+
+    def _carefully(self, begin: Callable[[], None]) -> None:
+        """Where that fails, or what was queued before has, its pages are where they were, and the
+        plan is over (``Mover.error``)."""
         try:
-            for tier, queue in self._outs.items():
-                self._begin_outs(tier, queue)
-            leaving = {job.run for queue in self._outs.values() for job in queue}
-            for tier, queue in self._ins.items():
-                self._begin_ins(tier, queue, leaving)
+            begin()
         except MoveFailed:
             self._mover.drain()
         except Exception as error:
@@ -143,6 +252,9 @@ class PlannedMoves:
         self.births = compiled.births if compiled is not None else {}
         self.homes = {**compiled.start} if compiled is not None else {}
         self._tidies = compiled is not None and compiled.all_placed
+        if compiled is not None and compiled is not self._of:
+            self._of = compiled
+            self._points.clear()
 
     def clear(self) -> None:
         """Forget what has not begun."""
@@ -205,7 +317,6 @@ class PlannedMoves:
         """Frames are taken, the planned ones where that is possible, for what has a copy in
         ``tier``; what comes at one point of the program comes together. ``leaving``: runs with
         pages that have yet to leave."""
-        self._bring_at_once(tier, queue, leaving)
         coming = _Coming(self._mover, tier)
         while queue:
             job = queue[0]
@@ -217,59 +328,6 @@ class PlannedMoves:
                     break
             queue.popleft()
         coming.begin()
-
-    def _bring_at_once(self, tier: str, queue: deque[Job], leaving: set[Extent]) -> None:
-        """The first of ``queue`` together, as long as nothing has to be moved aside for them: none
-        of their pages is there, and a place for them is free, that of the plan if it is."""
-        if self._residency.workspaces:
-            return
-        table, pool, places = self._table, self._residency.pool, dict[Extent, int]()
-        jobs = []
-        for job in queue:
-            if job.run in leaving or job.run.parts is not None or not self._names.is_live(job.run):
-                break
-            jobs.append(job)
-        if not jobs:
-            return
-        pages = np.concatenate([job.pages for job in jobs])
-        sizes = [job.action.pages for job in jobs]
-        to_come = (table.frame[pages] < 0) & ((table.flags[pages] & BLANK) == 0)
-        to_come &= self._mover.slots.of(tier, pages) >= 0
-        starts = np.cumsum([0, *sizes[:-1]])
-        shifts = []
-        for job, comes in zip(jobs, np.logical_and.reduceat(to_come, starts).tolist()):
-            run, first = job.run, job.action.first
-            place = places.get(run)
-            if place is None:
-                place = self._place_at_hand(job)
-            if not comes or place is None or not pool.is_free(place + first, job.action.pages):
-                break
-            pool.take(place + first, job.action.pages)
-            places[run] = place
-            shifts.append(place - run.first)
-        for _ in shifts:
-            queue.popleft()
-        if shifts:
-            self.prefetched += len(shifts)
-            sizes = sizes[: len(shifts)]
-            pages = pages[: sum(sizes)]
-            self._mover.bring(tier, pages, pages + np.repeat(np.array(shifts, np.int32), sizes))
-
-    def _place_at_hand(self, job: Job) -> int | None:
-        """The frame of the first page of what ``job`` brings a part of: beside what is there of it,
-        or else where the plan has it, or, if that is taken, where all of it has room."""
-        run, pool = job.run, self._residency.pool
-        first, count, base = job.action.first, job.action.pages, job.action.base
-        if count < run.count:
-            own = self._table.frame[run.pages]
-            there = np.flatnonzero(own >= 0)
-            if len(there):
-                place = int(own[there[0]] - there[0])
-                is_right = self._is_inside(run, place) and (own[there] == place + there).all()
-                return place if is_right and (place == base or not self._tidies) else None
-        if self._is_inside(run, base) and pool.is_free(base + first, count):
-            return base
-        return None if self._tidies else pool.find_run(run.count)
 
     def _may_wait(self, job: Job) -> bool:
         """Its place is taken by what the plan has there until later: the plan counts on runs to
@@ -460,13 +518,20 @@ class PlannedMoves:
 
     def _is_ready(self, run: Extent) -> bool:
         residency, pool = self._residency, self._residency.pool
-        if not residency.is_blank(run):
+        if run.generation != run.unplaced and not residency.is_blank(run):
             return residency.has_come(run)
-        planned = self.births.get(run.key, ANYWHERE)
-        base = planned if self._can_be_born(run, planned) else pool.find_run(run.count)
-        if base is None or not residency.reach_at_once(base, run.count):
+        base = self.births.get(run.key, ANYWHERE)
+        if base < 0 or not pool.take_if_free(base, run.count):
+            found = base if self._can_be_born(run, base) else pool.find_run(run.count)
+            if found is None:
+                return False
+            base = found
+            pool.take(base, run.count)
+        if not residency.reach_at_once(base, run.count):
+            pool.free(base, run.count)
             return False
-        return residency.place_at(run, base, reached=True) and run.base >= 0
+        residency.bear(run, base)
+        return run.base >= 0
 
     def _go_on_for(self, runs: Sequence[Extent]) -> None:
         """What is wanted now, and what comes before it, waits for no place."""

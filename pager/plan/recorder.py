@@ -55,7 +55,7 @@ class Recorder(Watcher):
 
     def _look_on(self) -> None:
         pager = self.pager
-        pager.sees_ops = self.ops is not None
+        pager.sees_ops = self.sees_ends = self.ops is not None
         pager.watch = self if self.log is not None or self.ops is not None else None
 
     # -- the log of an iteration -----------------------------------------------------------------
@@ -123,7 +123,10 @@ class Recorder(Watcher):
         if log is not None:
             keys = stream or tuple(map(_KEY, runs))
             if 0 in keys:
-                keys = tuple([run.key or self._name(run) for run in runs])
+                for run in runs:
+                    if not run.key:
+                        self.names.name(run, log)
+                keys = tuple(map(_KEY, runs))
             plan, at = self.plan, self.at + 1
             if plan is not None and at < len(plan.keys) and plan.keys[at] == keys:
                 self.at, of_order = at, plan.of_order[at]
@@ -141,10 +144,6 @@ class Recorder(Watcher):
             self.pager.space.clock = len(log.keys)
         if self.ops is not None and stream is None:
             self.ops.pinning(runs)
-
-    def _name(self, run: Extent) -> int:
-        assert self.log is not None
-        return self.names.name(run, self.log)
 
     def step(self, runs: Sequence[Extent], *, hosted: bool) -> None:
         """The access that comes next, of ``runs``, is a step that the host could take; ``hosted``:
@@ -196,7 +195,9 @@ class Recorder(Watcher):
         log = self.log
         if log is None:
             return None
-        keys = [(run.key or self._name(run), written) for run, written in zip(runs, write)]
+        keys = [
+            (run.key or self.names.name(run, log), written) for run, written in zip(runs, write)
+        ]
         self.pinning(runs, (self.names.of_stream(keys),))
         access = StreamAccess(len(log.keys) - 1, frames)
         log.streams.append(access)

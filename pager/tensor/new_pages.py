@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 import torch
@@ -75,15 +74,18 @@ def store_bytes(pager: Core, source: torch.Tensor, kind: str) -> PagedStorage:
 
 def write(pager: Core, storage: PagedStorage, source: torch.Tensor) -> None:
     """The bytes of a new ``storage`` become those of ``source`` (uint8, one-dimensional)."""
-    watch = pager.watch
-    with watch.filling(storage.run) if watch is not None else nullcontext():
+    if pager.sees_ops and pager.watch is not None:
+        with pager.watch.filling(storage.run):
+            _write(pager, storage, source)
+    else:
         _write(pager, storage, source)
 
 
 def _write(pager: Core, storage: PagedStorage, source: torch.Tensor) -> None:
     run, residency, begin = storage.run, pager.residency, storage.offset
     needs = residency.needs
-    in_parts = run.count > max(1, frames_anyway(pager.budget))  # one page may hold other storages
+    # One page may hold other storages.
+    in_parts = run.count > 1 and run.count > frames_anyway(pager.budget)
     if not in_parts:
         try:
             pager.take([run])

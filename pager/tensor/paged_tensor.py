@@ -83,7 +83,8 @@ class PagedTensor(Interop, torch.Tensor):
     ) -> PagedTensor:
         """All that ``shape`` has but its memory, over pages; at its own offset unless given."""
         offset = int(shape.storage_offset()) if offset is None else offset
-        return as_lazy(cls(storage, shape.size(), shape.stride(), offset, shape.dtype), shape)
+        tensor = cls(storage, shape.size(), shape.stride(), offset, shape.dtype)
+        return as_lazy(tensor, shape) if shape.is_conj() or shape.is_neg() else tensor
 
     __hash__ = object.__hash__  # by identity, as torch.Tensor's, which is a function in Python
 
@@ -255,7 +256,9 @@ def direct_view(tensor: PagedTensor) -> torch.Tensor:
     """The zero-copy view of a tensor that is pinned in consecutive frames."""
     run = tensor._storage.run
     if tensor._view is None or tensor._view_generation != run.generation:
-        address = tensor._storage.pager.address_of(tensor._storage)
+        storage = tensor._storage
+        pager = storage.pager
+        address = pager.backend.address + run.base * pager.page_size + storage.offset
         if tensor._view is not None and tensor._view.untyped_storage().data_ptr() == address:
             tensor._view_generation = run.generation  # back where it was
             return tensor._view
@@ -276,7 +279,7 @@ def dense_view(tensor: PagedTensor, address: int) -> torch.Tensor:
     with torch._C.DisableTorchFunctionSubclass():  # or each of these calls is a trip through Python
         view = torch.empty(0, dtype=tensor.dtype, device=tensor._storage.pager.device)
         set_memory(view, storage, tensor.storage_offset(), tensor.size(), tensor.stride())
-        return as_lazy(view, tensor)
+        return as_lazy(view, tensor) if tensor.is_conj() or tensor.is_neg() else view
 
 
 def withdraw(tensors: Sequence[PagedTensor], views: Iterable[torch.Tensor]) -> None:

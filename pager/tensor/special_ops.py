@@ -47,7 +47,9 @@ def run_view(func: Any, info: OpInfo, args: Any, kwargs: dict[str, Any]) -> Any:
     base = args[0]
     if type(base) is not PagedTensor:
         return run_dense(func, info, args, kwargs)
-    base._storage.pager.check_open()
+    pager = base._storage.pager
+    if pager.closed_reason is not None:
+        pager.check_open()
     if func is _DETACH or func is _ALIAS:
         opening = base._opening
         if opening is not None and opening[0] == threading.get_ident():
@@ -74,7 +76,12 @@ def run_view(func: Any, info: OpInfo, args: Any, kwargs: dict[str, Any]) -> Any:
 def _alias(base: PagedTensor) -> PagedTensor:
     """What autograd makes of each saved parameter: the same, with the dense view at hand."""
     with torch._C.DisableTorchFunctionSubclass():
-        twin = _like(base, base)
+        offset = int(base.storage_offset())
+        twin = PagedTensor(base._storage, base.size(), base.stride(), offset, base.dtype)
+        if base.is_conj() or base.is_neg():
+            as_lazy(twin, base)
+        if base._saved is not None:
+            twin._saved = base._saved
         return twin if base._view is None else _share_view(base, twin, torch.Tensor.detach)
 
 

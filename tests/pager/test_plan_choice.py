@@ -192,8 +192,8 @@ def test_a_plan_that_promises_less_than_demand_gives_is_not_followed(monkeypatch
 
 def test_on_demand_what_is_used_last_leaves_first(one_thread: None) -> None:
     """A pass over twice as many weights as there is room for brings nearly all of them, where the
-    least recently used ones leave, and half of them where the order of uses is known. An access that
-    nobody expected ends that until the next iteration."""
+    least recently used ones leave, and half of them where the order of uses is known. An access
+    that nobody expected ends that until the next iteration."""
     moved = {}
     for policy in ("lru", "lp"):
         with make_pager(policy=policy) as pager:

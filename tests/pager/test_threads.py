@@ -140,6 +140,8 @@ def test_threads_beside_each_other_for_long(frames: int, width: int, policy: str
 class _Watcher:
     """Looks on, and does nothing about it."""
 
+    sees_ends = True
+
     def pinning(self, runs: Sequence[Any]) -> None: ...
 
     def writing(self, run: Any) -> None: ...
