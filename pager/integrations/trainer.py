@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.optimizer import AcceleratedOptimizer
+from torch.distributed.fsdp import CPUOffloadPolicy
 from transformers import Trainer, TrainerCallback
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
@@ -63,6 +65,10 @@ def attach(trainer: Trainer, pager: Pager | None = None, **arguments: Any) -> Pa
     before (``pager.page_module``, or ``tensorpager.hf.from_pretrained``) and goes through as it is;
     or ``TrainingArguments(place_model_on_device=False)`` leaves it where it is until it is paged.
 
+    With ``TrainingArguments(fsdp=…)``, under ``torchrun``, each rank's shards go into pages in
+    ``train()``, as soon as accelerate has divided the model by FSDP2; a device or host budget is of
+    all ranks of a node.
+
     Raises ``PagerError`` for what cannot work in pages, by name, and ``TypeError`` for arguments
     beside a pager. Nothing of the trainer has changed then.
     """
@@ -77,6 +83,9 @@ def attach(trainer: Trainer, pager: Pager | None = None, **arguments: Any) -> Pa
     own = pager is None
     if pager is None:
         pager = Pager(**{"device": trainer.args.device, **arguments})
+    if trainer.is_fsdp_enabled:
+        _attach(trainer, pager)
+        return pager
     try:
         pager.page_module(trainer.model)
         reference = getattr(trainer, "ref_model", None)  # of TRL's: it is only read
@@ -111,7 +120,18 @@ def _attach(trainer: Trainer, pager: Pager) -> None:
     def create_optimizer(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         optimizer = original(*args, **kwargs)
         _refuse_optimizer(optimizer)
-        return pager.optimizer(optimizer)
+        return optimizer if trainer.is_fsdp_enabled else pager.optimizer(optimizer)
+
+    def prepare(original: Callable[..., Any], *objects: Any, **kwargs: Any) -> Any:
+        prepared = original(*objects, **kwargs)
+        found = prepared if isinstance(prepared, tuple | list) else (prepared,)
+        models = [one for one in found if isinstance(one, torch.nn.Module)]
+        for model in models:
+            pager.page_module(model)
+        for one in found if models else ():
+            if isinstance(one, AcceleratedOptimizer):
+                one.optimizer = pager.optimizer(one.optimizer)
+        return prepared
 
     def evaluation_loop(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if pager.core.running is not None:
@@ -119,10 +139,13 @@ def _attach(trainer: Trainer, pager: Pager) -> None:
         with pager.inference():
             return original(*args, **kwargs)
 
-    files = _Files(trainer, pager)
-    replaced.wrap(trainer, "_save_optimizer_and_scheduler", files.save_states)
-    replaced.wrap(trainer, "_load_optimizer_and_scheduler", files.load_states)
-    replaced.wrap(trainer, "_load_from_checkpoint", files.load_weights)
+    if trainer.is_fsdp_enabled:  # its files are accelerate's
+        replaced.wrap(trainer.accelerator, "prepare", prepare)
+    else:
+        files = _Files(trainer, pager)
+        replaced.wrap(trainer, "_save_optimizer_and_scheduler", files.save_states)
+        replaced.wrap(trainer, "_load_optimizer_and_scheduler", files.load_states)
+        replaced.wrap(trainer, "_load_from_checkpoint", files.load_weights)
     replaced.wrap(trainer, "train", train)
     replaced.wrap(trainer, "create_optimizer", create_optimizer)
     replaced.wrap(trainer, "evaluation_loop", evaluation_loop)
@@ -213,14 +236,32 @@ def _is_quantised(trainer: Trainer) -> bool:
     return getattr(trainer.model, "is_quantized", False) is True
 
 
+def _plugin(trainer: Trainer) -> Any:
+    return trainer.accelerator.state.fsdp_plugin
+
+
+def _is_fsdp2(trainer: Trainer) -> bool:
+    return bool(trainer.is_fsdp_enabled and _plugin(trainer).fsdp_version == 2)
+
+
 _Found = Callable[[Any], Any]
 _REFUSED: tuple[tuple[_Found, str, str], ...] = (
     (lambda t: t.is_deepspeed_enabled, "DeepSpeed", "leave out deepspeed="),
     (
-        lambda t: t.is_fsdp_enabled or t.is_fsdp_xla_enabled,
-        "fsdp=, which shards after the model was paged,",
-        "leave it out, or call fully_shard(model) and pager.page_module(model) in a loop of "
-        "your own",
+        lambda t: t.args.fsdp and not _is_fsdp2(t),
+        "fsdp= with which accelerate shards nothing by FSDP2 (on CPUs, on XLA, or with version 1)",
+        "on accelerators leave version and xla out of fsdp_config; on CPUs leave out fsdp=, or "
+        "call fully_shard(model) and pager.page_module(model) in a loop of your own",
+    ),
+    (
+        lambda t: t.is_fsdp_enabled and isinstance(_plugin(t).cpu_offload, CPUOffloadPolicy),
+        "fsdp_config's cpu_offload",
+        "leave it out: pages are the pager's way to the same end",
+    ),
+    (
+        lambda t: t.is_fsdp_enabled and getattr(t, "ref_model", None) is not None,
+        "a reference model beside fsdp=",
+        "leave out fsdp=",
     ),
     (
         lambda t: t.args.n_gpu > 1 and not t.is_model_parallel,
