@@ -156,6 +156,9 @@ class Interop:
             self.data.copy_(value.detach())
 
 
+_asked, _keys = torch._C._SetExcludeDispatchKeyGuard, torch._C.DispatchKey
+
+
 def _asked_in_a_list(name: str) -> Any:
     """``torch.tensor([a, b])`` asks its elements for their values while no subclass is asked what
     an op on it does."""
@@ -163,7 +166,7 @@ def _asked_in_a_list(name: str) -> Any:
 
     @functools.wraps(ask)
     def method(self: Any) -> Any:
-        with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.Python, False):
+        with _asked(_keys.Python, False), _asked(_keys.PythonTLSSnapshot, False):
             return ask(self)
 
     return method
