@@ -416,7 +416,7 @@ class Core:
             extent.writes += 1
             if watch is not None:
                 watch.writing(extent)
-            if not extent.settled or self.budget.metering:
+            if not extent.settled or self.budget.metering or not self.budget.written:
                 self._check_write(extent)
             if not extent.settled:
                 fresh.append(extent)

@@ -204,9 +204,9 @@ class ProfileRun:
         if pager.fits or not budget.settled or (follower is not None and follower.is_busy):
             return
         dense = calls.lengths.dense(size)
-        if dense is None or dense > _NEARLY * budget.dense_peak:
-            dense = budget.dense_peak
-        frames = budget.frames_for_batch(dense + pager.in_backward.extra_dense())
+        if dense is not None and dense > _NEARLY * budget.dense_peak:
+            dense = None
+        frames = budget.frames_for_batch(dense)
         if frames is not None:
             with self._about_to_resize():
                 budget.place_for_batch(frames)

@@ -131,6 +131,7 @@ class DeviceBudget:
         self.dense_peak = 0
         self._carried = 0  # dense bytes that a metered iteration began with
         self._check_time = 0.0  # before the first change of a metered iteration
+        self.written = False  # a parameter of this iteration, while it was not metered
         self._changed = _UNCHANGED  # what a refusal says of that
         self._beside = 0  # dense bytes now, beside a step that is foreseen
         self._at_peak: Peak | str = ""  # what made it, in words, where that is known
@@ -146,6 +147,7 @@ class DeviceBudget:
         self.gave = False  # frames to dense memory, since the border was placed
         self.inferring = False
         self._placed = 0  # frames of the arena where batches of all lengths have room
+        self._extra = 0  # dense bytes beside what was measured
         self.moved = False  # the border is where inference has it, or shorter batches
         self._inference_peak = 0  # dense bytes in inference, at most
         self._cap = 0  # of its dense memory
@@ -308,6 +310,7 @@ class DeviceBudget:
         self.settled, self._expected_frames = False, 0
         self.backend.limit_dense(None)
         if not go_on:
+            self.written = False
             self.backend.cap_dense(None, self.make_dense_room)
         self.backend.meter_start(go_on=go_on)
         self._carried = self.backend.meter_alive()
@@ -350,6 +353,7 @@ class DeviceBudget:
         after it, and is refused at its end. Before another change :class:`LeftOut` is raised; or
         ``InfeasibleBudget`` where parameters were changed before, which others should follow."""
         if not self.metering:
+            self.written = True
             self.backend.look_at_dense()
             return True
         again = optimizer is not None and not in_backward()  # where it cannot be measured
@@ -371,7 +375,7 @@ class DeviceBudget:
         if optimizers is None:
             optimizers = [] if in_backward() else self.optimizers_due()
         if self.refusal is None:
-            self._changed = _CHANGED if self.checked else _UNCHANGED
+            self._changed = _CHANGED if self.checked or self.written else _UNCHANGED
         if not self.checked:
             self.checked, self._check_time = True, time.perf_counter()
         then = self._changed
@@ -511,7 +515,7 @@ class DeviceBudget:
         it asks ``make_dense_room``, in the middle of an op. ``False`` where earlier iterations have
         left more than when one was metered, so much that this one has to be."""
         self._cap = self._foreseen
-        self._expected_frames = 0
+        self._expected_frames, self.written = 0, False
         self.backend.cap_dense(self._cap, self.make_dense_room)
         more = self.backend.meter_alive() - self._carried + self.placement.kept_bytes()
         return more <= 0 or self._is_enough(self.dense_peak + more, self._least_frames)
@@ -776,12 +780,15 @@ class DeviceBudget:
         frames = self.residency.frames
         return min(self._placed, frames) if self.moved else frames
 
-    def frames_for_batch(self, dense: int) -> int | None:
-        """Of the arena, beside so many dense bytes, in this iteration, which is not metered;
-        ``None`` where it is to stay as it is."""
-        frames = self._frames_for(dense, self._margin())
+    def frames_for_batch(self, dense: int | None) -> int | None:
+        """Of the arena in this iteration, which is not metered, beside so many dense bytes, or what
+        batches of all lengths take; ``None`` where it is to stay as it is."""
+        frames = self._placed
+        if dense is not None:
+            frames = max(frames, self._frames_for(dense + self._extra, self._margin()))
         reserve = self.bytes - frames * self.page_size
-        return None if frames == self.residency.frames or self.taken() > reserve else frames
+        stays = frames in (0, self.residency.frames) or self.taken() > reserve
+        return None if stays else frames
 
     def place_for_batch(self, frames: int) -> None:
         """The border goes there, and the rest of the budget is for dense memory in this iteration.
@@ -804,6 +811,7 @@ class DeviceBudget:
     def place(self, dense_extra: int = 0, *, spare: int = 0, roomy: bool = False) -> None:
         """Move the border to the measured dense peak plus a margin."""
         self.gave = self.moved = False
+        self._extra = dense_extra
         reserve = self.fixed_reserve
         if reserve is None:
             reserve = self.dense_peak + dense_extra

@@ -21,12 +21,20 @@ from ..memory.untyped import PagedTypedStorage, PagedUntypedStorage, refuse_stor
 
 VIEW = "or use 'with tensor.pin() as dense:' for a view of the pages"
 
+MEASURED = (
+    "gradients are, in an iteration that is measured, as the first one is; .to_dense() gives a "
+    "plain tensor in it, and in others the gradient itself"
+)
+
 
 def refuse(
     tensor: Any, what: str, remedy: str = f"call .to_dense() for a plain copy, {VIEW}"
 ) -> NoReturn:
     """``PagerError`` that names the tensor, the call and the remedy."""
-    label = tensor._storage.label
+    storage = tensor._storage
+    if storage.run.kind == "gradient" and storage.pager.budget.metering:
+        remedy = MEASURED
+    label = storage.label
     called = f"{label!r}, a PagedTensor" if label else "a PagedTensor"
     with torch._C.DisableTorchFunctionSubclass():
         geometry = f"{[int(n) for n in tensor.size()]}, {tensor.dtype}"

@@ -92,3 +92,28 @@ def test_a_sum_that_goes_to_a_gradient_in_pages_counts_as_one(one_thread: None) 
     with pytest.raises(tp.InfeasibleBudget) as refusal:
         train(of_two_passes, 4 * PAGE, afterwards=0)
     train(of_two_passes, refusal.value.minimum, afterwards=0)
+
+
+def test_a_hook_that_wants_an_address_is_told_what_works_in_every_iteration(
+    one_thread: None,
+) -> None:
+    """In a metered iteration the gradient is in pages, in others it is not."""
+    weight = nn.Parameter(torch.randn(WIDTH, WIDTH))
+    module = nn.Module()
+    module.w = weight
+    with tp.Pager("4MiB", "64MiB", page_size=PAGE, policy="lru", device="cpu") as pager:
+        pager.page_module(module)
+        paged = []
+
+        def ask(gradient: torch.Tensor) -> None:
+            paged.append(type(gradient) is tp.PagedTensor)
+            assert gradient.to_dense().data_ptr()
+            if paged[-1]:
+                with pytest.raises(tp.PagerError, match=r"\.to_dense\(\) gives a plain tensor"):
+                    gradient.data_ptr()
+
+        module.w.register_hook(ask)
+        for _ in range(2):
+            with pager.iteration():
+                torch.nn.functional.linear(torch.randn(8, WIDTH), module.w).sum().backward()
+        assert paged == [True, False]

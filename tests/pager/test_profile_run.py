@@ -161,6 +161,33 @@ def test_shorter_batches_have_more_of_the_device(one_thread: None, allocator: ob
     assert moved[3] < moved[1]
 
 
+@pytest.mark.parametrize("change", ["step", "write"])
+def test_a_refusal_knows_of_changes_before_the_metering(
+    one_thread: None, allocator: object, change: str
+) -> None:
+    """The second batch of an iteration has no room, and is metered from there on."""
+    with open_pager(BUDGETS["tight"]) as pager:
+        model = pager.page_module(mlp())
+        optimizer = pager.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+
+        @pager.iteration()
+        def train(*batches: torch.Tensor) -> None:
+            for batch in batches:
+                model(batch).sum().backward()
+                if change == "step":
+                    optimizer.step()
+                else:
+                    with torch.no_grad():
+                        next(model.parameters()).mul_(0.5)
+                optimizer.zero_grad()
+
+        short, long = torch.ones(8, 128), torch.ones(3000, 128)
+        train(short)
+        with pytest.raises(tp.InfeasibleBudget, match="is as plain PyTorch has it") as refusal:
+            train(short, long)
+        assert "No parameter" not in str(refusal.value)
+
+
 def test_shapes_are_covered_in_every_dimension() -> None:
     shapes = Shapes()
     assert not shapes.cover((2, 100))
