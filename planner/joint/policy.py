@@ -28,21 +28,25 @@ from .program import Shares, solve_joint
 
 Progress = Callable[[str, float], None]
 ALLOWED = ("move", "recompute", "host-step")
-MAX_STEPS, MERGED_STEPS, BOUND_STEPS = 1200, 500, 150  # of the program for the choices
+MAX_STEPS, MERGED_STEPS, BOUND_STEPS = 1200, 250, 150  # of the program for the choices
 MERGED_MOVES, QUICK_MOVES = 700, 250  # of that for the moves, where it would be more than MAX_STEPS
 MOST_REMAKES = 4000  # of the largest by pages and time; a bound counts the others as never there
 MOST_FILLED = 200  # updates that are looked at for what is left of the host's time
 CHEAP_SHARE = 0.1  # of a segment's time: an op that takes less is cheap to run again
 # For the bound, by the clock, as the solver counts; then for choices, of the processor, so that
 # what else runs changes little.
-BOUND_SECONDS, SECONDS, QUICK_SECONDS = 180.0, 35.0, 3.0
+BOUND_SECONDS, SECONDS, LONG_SECONDS, QUICK_SECONDS = 180.0, 35.0, 10.0, 3.0
 UNSOLVED = (
     f"the solver had no answer in {BOUND_SECONDS:.0f} s: choices are by rules of thumb, and the "
     "bound is only the time of the ops that no host can take"
 )
+ROUGH = (
+    f"the solver had no answer in {BOUND_SECONDS:.0f} s: choices and bound are of a program of "
+    f"{BOUND_STEPS} steps, whose bound is lower"
+)
 GOOD_ENOUGH = 0.995  # of the bound, at which no further choice is tried
 # Parts of the steps, of programs for the moves of the best choices, and how long that may take.
-POLISHED, POLISH_SECONDS = (1, 2, 3, 4, 1, 2, 3), 12.0
+POLISHED, POLISH_SECONDS, LONG_POLISH_SECONDS = (1, 2, 3, 4, 1, 2, 3), 12.0, 6.0
 # What is tried of the program's shares: how much more of what may be made again, and how late the
 # host may be by its estimated times, of an iteration.
 TRIALS = ((0.0, 0.02), (0.0, 0.05), (0.0, 0.0), (0.1, 0.02), (-0.1, 0.02), (0.0, 1.0))
@@ -138,10 +142,12 @@ class _Search:
 
     def run(self) -> Plan:
         self.progress("solving for the bound", 0.0)
-        steps = MAX_STEPS if self.trace.ops <= MAX_STEPS else MERGED_STEPS
+        self.long = self.trace.ops > MAX_STEPS  # programs take longer, and are in merged steps
+        steps = MERGED_STEPS if self.long else MAX_STEPS
         self.steps = BOUND_STEPS if self.quick else steps
         shares = self._solve(self.units)
-        self.until = time.process_time() + (QUICK_SECONDS if self.quick else SECONDS)
+        seconds = LONG_SECONDS if self.long else SECONDS
+        self.until = time.process_time() + (QUICK_SECONDS if self.quick else seconds)
         device_us = self.trace.op_duration_us[np.isnan(self.trace.op_host_us)]
         self.bound_us = float(device_us.sum())  # where the program has no answer
         if shares is not None:
@@ -176,8 +182,8 @@ class _Search:
                 )
             except Unsolved:
                 self.steps = min(steps, BOUND_STEPS)  # what took too long is not tried again
-        if not hosted:
-            self.notes.append(UNSOLVED)
+                if not hosted:
+                    self.notes = [UNSOLVED if steps == self.steps else ROUGH]
         return None
 
     def _choices(self, shares: Shares) -> None:
@@ -217,6 +223,8 @@ class _Search:
         if not units:
             return
         began = time.process_time()
+        if self.long:
+            self.steps = BOUND_STEPS
         shares = self._solve(units, hosted=True)
         if shares is not None:
             remakes = rounded(self.trace, shares, self.remakes, units).remakes
@@ -271,11 +279,11 @@ class _Search:
         if key in self.tried or not any(key):
             return
         self.tried.add(key)
-        self._plan(decisions, begins_us, rounds=1 if self.quick else 2)
+        self._plan(decisions, begins_us)
 
-    def _plan(self, decisions: Decisions, begins_us: Floats | None, *, rounds: int) -> None:
+    def _plan(self, decisions: Decisions, begins_us: Floats | None) -> None:
         self.planner.cutoff_us = self.best.iteration_us if self.best else math.inf
-        if self._keep(self.planner.plan(decisions, begins_us, rounds=rounds)):
+        if self._keep(self.planner.plan(decisions, begins_us, rounds=1)):
             self.chosen = decisions, begins_us
 
     def _polish(self) -> None:
@@ -283,14 +291,14 @@ class _Search:
         longer steps: their plans have fewer and larger moves, and no program knows what each costs.
         """
         whole = self.planner.most_steps
-        until = time.process_time() + POLISH_SECONDS
+        until = time.process_time() + (LONG_POLISH_SECONDS if self.long else POLISH_SECONDS)
         for part in () if self.quick else POLISHED:
             if self.chosen is None or self._good() or time.process_time() > until:
                 break
             self.planner.most_steps = min(whole, self.trace.ops) // part
             assert self.best is not None
             decisions, begins_us = self.chosen
-            self._plan(decisions, self._times(self.best) if part < 4 else begins_us, rounds=1)
+            self._plan(decisions, self._times(self.best) if part < 4 else begins_us)
         self.planner.most_steps = whole
 
     def _keep(self, outcome: Outcome | None) -> bool:
@@ -304,9 +312,10 @@ class _Search:
         """The plan of ``lp``, if that could be faster; or why there is none."""
         try:
             if self.best is not None:
-                least_us = bound_of_moves(self.trace, self.hardware, quick=self.quick)
-                if least_us >= self.best.iteration_us:
-                    return None
+                for quick in (True, self.quick):
+                    least_us = bound_of_moves(self.trace, self.hardware, quick=quick)
+                    if least_us >= self.best.iteration_us:
+                        return None
             found = plan_moves(self.trace, self.hardware, quick=self.quick)
         except (InfeasibleBudget, PolicyRefusal) as refusal:
             return refusal

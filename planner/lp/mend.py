@@ -17,7 +17,7 @@ from ..simulation import Simulation
 from ..simulator import simulate
 from ..trace import Trace
 
-MOST = 8  # simulations
+MOST = 6  # simulations
 SHORTEST_US = 1.0  # a wait that is worth one
 Mend = Callable[[Plan, Simulation], Plan]
 
