@@ -6,9 +6,10 @@
 
 One iteration of one process is recorded. Then so many ranks train the same model with FSDP2, one
 thread each, plain, on demand and planned, with links so slow that cores are not the limit; each
-rank has as much data as the process had. The network, and how much ranks differ, are measured in
-the plain run. Exits 1 if an iteration takes not what the model says (--within), if planned is not
---faster times as fast as on demand, or if losses differ from those without us.
+rank has as much data as the process had. The network, what ops take while as many ranks compute,
+and how much ranks differ, are measured in the plain run. Exits 1 if an iteration takes not what the
+model says (--within), if planned is not --faster times as fast as on demand, or if losses differ
+from those without us.
 
 --fits compares the CPU time of paged steps, in budgets that hold everything, with plain FSDP2's, in
 turns: another one first in each round.
@@ -23,6 +24,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +46,7 @@ from lm.trainer import Trainer
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives
 
 import tensorpager as tp
+from tensorpager.planner.trace_file import read_trace, write_trace
 
 TENSORPAGER = (sys.executable, "-c", "from tensorpager.pager.cli import main; main()")
 POLICIES = {"demand": "lru", "planned": "lp"}
@@ -194,6 +197,23 @@ def spread_of(found: Record) -> float:
     return statistics.pstdev(own) / statistics.mean(own) if len(own) > 1 else 0.0
 
 
+def own_us(found: Record) -> float:
+    """What a step takes a rank by itself."""
+    return 1e6 * statistics.median(
+        statistics.median(rank["own_seconds"]) for rank in found["ranks"]
+    )
+
+
+def paced(trace: Path, us: float) -> Path:
+    """The same trace, of ops that take ``us`` in all."""
+    recorded = read_trace(trace)
+    factor = us / recorded.ideal_us
+    scaled = {name: factor * getattr(recorded, name) for name in ("op_start_us", "op_duration_us")}
+    made = trace.with_stem(f"{trace.stem}-paced")
+    write_trace(made, replace(recorded, **scaled))
+    return made
+
+
 def simulated(trace: Path, count: int, given: list[str], plain: Record) -> Record:
     """By policy, µs of an iteration that ``tensorpager simulate --ranks`` gives for ``count``."""
     command = [*TENSORPAGER, "simulate", str(trace), *given]
@@ -240,7 +260,9 @@ class Bench:
         budget = resolve_budget(self.share, "--share", need)
         found = {mode: self.run(count, mode, budget=budget, host=4 * need) for mode in POLICIES}
         sizes = ["--device-bytes", str(budget), "--host-bytes", str(count * 4 * need)]
-        model = simulated(trace, count, [*given, *sizes, "--disk-bytes", "0"], plain)
+        model = simulated(
+            paced(trace, own_us(plain)), count, [*given, *sizes, "--disk-bytes", "0"], plain
+        )
         us = {mode: step_us(one) for mode, one in found.items()}
         steps = min(len(one["losses"]) for one in (plain, *found.values()))
         return {

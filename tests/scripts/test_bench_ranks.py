@@ -1,11 +1,15 @@
 """``bench_ranks.py``: what is made of what ranks found, and that ranks of all modes run."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
-from bench_ranks import spread_of, step_us
+from bench_ranks import own_us, paced, spread_of, step_us
 from lm.processes import ROOT
+
+from tensorpager.planner.commands.options import EXAMPLE_TRACE
+from tensorpager.planner.trace_file import read_trace
 
 from .. import programs
 
@@ -16,6 +20,15 @@ def test_the_slowest_rank_of_each_step_counts() -> None:
     assert step_us(found) == 3e6, "of 3, 2 and 9 s"
     assert spread_of(found) == pytest.approx(1 / 3), "medians of 2 s and 1 s"
     assert spread_of({"ranks": found["ranks"][:1]}) == 0
+    assert own_us(found) == 1.5e6
+
+
+def test_ops_take_what_they_take_beside_other_ranks(tmp_path: Path) -> None:
+    recorded = read_trace(EXAMPLE_TRACE)
+    trace = shutil.copy(EXAMPLE_TRACE, tmp_path)
+    found = read_trace(paced(Path(trace), 3 * recorded.ideal_us))
+    assert found.ideal_us == pytest.approx(3 * recorded.ideal_us)
+    assert found.op_names == recorded.op_names
 
 
 @pytest.mark.slow
