@@ -38,6 +38,11 @@ LIVE = np.uint8(4)  # belongs to a run
 _GROWTH = 1024
 
 
+# On a few places ``take``, ``put`` and ``reduce`` are faster than an index and ``all``.
+def _none_of(places: Int32) -> bool:
+    return bool(np.maximum.reduce(places, initial=NONE) < 0)
+
+
 class PageTable:
     """Structure of arrays over virtual pages, and the inverse map from frames to pages.
 
@@ -116,13 +121,15 @@ class PageTable:
     # -- transitions -----------------------------------------------------------------------------
     def place(self, pages: Int32, frames: Int32) -> None:
         """BLANK → DIRTY, BELOW → CLEAN: ``pages[i]`` is now in ``frames[i]``."""
-        assert (self.frame[pages] < 0).all()
-        assert (self.frame_page[frames] < 0).all()
-        self.frame[pages] = frames
-        self.frame_page[frames] = pages
-        blank = pages[(self.flags[pages] & BLANK) != 0]
-        self.flags[blank] = LIVE | DIRTY
-        self.version[blank] += 1
+        assert _none_of(self.frame.take(pages))
+        assert _none_of(self.frame_page.take(frames))
+        self.frame.put(pages, frames)
+        self.frame_page.put(frames, pages)
+        flags = self.flags.take(pages)
+        if np.bitwise_or.reduce(flags) & BLANK:
+            blank = pages[(flags & BLANK) != 0]
+            self.flags[blank] = LIVE | DIRTY
+            self.version[blank] += 1
 
     def bear(self, first: int, pages: Int32, base: int) -> None:
         """BLANK → DIRTY: all ``pages`` of a run, from ``first`` on, which has none anywhere, are in
@@ -144,30 +151,33 @@ class PageTable:
 
     def unplace(self, pages: Int32) -> Int32:
         """CLEAN → BELOW (or any → freed): take ``pages`` off the device; the frames they had."""
-        frames: Int32 = self.frame[pages]
-        assert (frames >= 0).all()
-        self.frame[pages] = NONE
-        self.frame_page[frames] = NONE
+        frames: Int32 = self.frame.take(pages)
+        assert np.minimum.reduce(frames, initial=0) == 0
+        self.frame.put(pages, NONE)
+        self.frame_page.put(frames, NONE)
         return frames
 
     def copied(self, pages: Int32, slots: Int32, tier: str) -> None:
         """DIRTY → CLEAN: ``pages`` have a valid copy in ``slots`` of ``tier``."""
         column = self.host if tier == "host" else self.disk
-        assert (column[pages] < 0).all()
-        column[pages] = slots
-        self.flags[pages] &= ~DIRTY
+        assert _none_of(column.take(pages))
+        column.put(pages, slots)
+        self.flags.put(pages, self.flags.take(pages) & ~DIRTY)
 
     def drop_copies(self, pages: Int32, tier: str) -> Int32:
         """The copies of ``pages`` in ``tier`` are void; the slots that they had.
 
         A resident page left with no copy becomes DIRTY. The caller gives the slots back.
         """
-        column = self.host if tier == "host" else self.disk
-        slots: Int32 = column[pages]
-        column[pages] = NONE
-        bare = (self.host[pages] < 0) & (self.disk[pages] < 0) & (self.frame[pages] >= 0)
-        self.flags[pages[bare]] |= DIRTY
-        self.version[pages[bare]] += 1
+        column, other = self.host, self.disk
+        if tier != "host":
+            column, other = other, column
+        slots: Int32 = column.take(pages)
+        column.put(pages, NONE)
+        bare = pages[(other.take(pages) < 0) & (self.frame.take(pages) >= 0)]
+        if len(bare):
+            self.flags[bare] |= DIRTY
+            self.version[bare] += 1
         return slots[slots >= 0]
 
     def rewritten_below(self, pages: Int32) -> None:
