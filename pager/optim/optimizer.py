@@ -5,7 +5,7 @@ device; states go into pages as they are made. Optimizers update each parameter 
 result is bit for bit that of one ``step`` over all of them with ``foreach=False``. ::
 
     all parameters at once on views        everything is on the device anyway
-    several at once on views               they take a small share of the arena together
+    several at once on views               all but one are small
     else one parameter at a time:
         kernels on pages (``fused.py``)    slab by slab, or in scattered frames, which have no view
         on views                           where it takes a share of the arena, and has its states
@@ -55,8 +55,8 @@ if TYPE_CHECKING:
     from ..core import Core
     from ..memory.space import Extent
 
-# So many frames in the arena for each page that an update holds, and one of several parameters.
-_LEAST_FRAMES_PER_PAGE, _FRAMES_PER_SHARED_PAGE = 3, 8
+_LEAST_FRAMES_PER_PAGE = 3  # so many in the arena for each page that an update holds
+_FRAMES_PER_PAGE_BESIDE = 32  # the same of those beside the largest parameter of several
 OptimizerT = TypeVar("OptimizerT", bound=torch.optim.Optimizer)
 
 
@@ -159,21 +159,24 @@ def _step_as_dense(paged: PagedOptimizer) -> bool:
 def _several_on_views(
     paged: PagedOptimizer, group: dict[str, Any], parameters: list[torch.Tensor]
 ) -> int:
-    """Update the first of ``parameters`` together, on views: as many as take a small share of the
-    arena. How many; 0, and nothing done, where there are not two, or each has to be seen to by
+    """Update the first of ``parameters`` together, on views: as many as take few pages beside the
+    largest. How many; 0, and nothing done, where there are not two, or each has to be seen to by
     itself. PyTorch's loop takes no more dense memory for several."""
     if paged.progress or paged.pager.budget.metering or group.get("foreach"):
         return 0
-    most = paged.pager.residency.pool.count // _FRAMES_PER_SHARED_PAGE
+    frames = paged.pager.residency.pool.count
+    most, few = frames // _LEAST_FRAMES_PER_PAGE, frames // _FRAMES_PER_PAGE_BESIDE
     runs: set[Extent] = set()
-    count = pages = 0
+    count = pages = largest = 0
     with torch._C.DisableTorchFunctionSubclass():
         for parameter in parameters:
             values = (parameter, parameter.grad, *paged.state_of(parameter).values())
             paged_ones = [value._storage for value in values if type(value) is PagedTensor]
             mine = {storage.run for storage in paged_ones}.difference(runs)
-            pages += sum(run.count for run in mine)
-            if pages > most or not paged.too_much.isdisjoint(paged_ones):
+            more = sum(run.count for run in mine)
+            pages, largest = pages + more, max(largest, more)
+            too_many = pages > most or pages - largest > few
+            if too_many or not paged.too_much.isdisjoint(paged_ones):
                 break
             runs |= mine
             count += 1
