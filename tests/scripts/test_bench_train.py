@@ -162,6 +162,7 @@ ON_PLAN = {"predicted_us": 2.9e6, "measured_us": 3e6, "bound_us": 2.4e6}
 
 def summaries_of(**records: list[dict[str, Any]]) -> list[dict[str, Any]]:
     cases = {"plain": PLAIN, "planned": PLANNED, "demand": DEMAND, "torchao": PEER}
+    cases["joint"] = replace(PLANNED, mode="joint")
     plain = {record["round"]: record for record in records.get("plain", [])}
     return [summarise(cases[name], found, plain, LOSSES) for name, found in records.items()]
 
@@ -219,6 +220,11 @@ def test_claims() -> None:
     demand = [measured(0, 3.3, LOSSES, measured_us=None)]
     assert holds() == [False, False, True]
     assert holds(bound_us=2.9e6) == [None, True, True]  # the bound is only 1.14 × demand
+    joint = [measured(0, 2.0, LOSSES, predicted_us=2e6, measured_us=2e6, bound_us=1.9e6)]
+    planned = [measured(0, 3.0, LOSSES, **ON_PLAN)]
+    found = verdicts(summaries_of(plain=plain, planned=planned, joint=joint))
+    assert "1.50 × planned's speed" in found[2]["claim"], "joint is compared with moves alone"
+    assert found[2]["holds"]
 
 
 def test_peers_are_compared_at_no_higher_peak() -> None:
