@@ -11,6 +11,9 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
+
 from ...planner.joint.options import without_ends
 from ...planner.plan import Plan
 from .access_log import Keys, ordered
@@ -67,6 +70,20 @@ class Order:
         for where, access in enumerate(keys):
             for key in access:
                 self.uses.setdefault(key, []).append(where)
+        # Of all keys, one after the other, in one line: (number of the key, access).
+        self._numbers = {key: number for number, key in enumerate(self.uses)}
+        line = [np.array(uses) + n * len(keys) for n, uses in enumerate(self.uses.values())]
+        self._line = np.concatenate([*line, [len(line) * len(keys)]])
+
+    def ahead(self, keys: Sequence[int], now: int) -> npt.NDArray[np.int64]:
+        """The next access behind ``now`` that uses each of ``keys``, as its accesses come again and
+        again: those of the second turn have higher numbers. −1 where none does."""
+        count = len(self.keys)
+        numbers = np.array([self._numbers.get(key, -1) for key in keys], np.int64)
+        found = self._line[np.searchsorted(self._line, numbers * count + now + 1)]
+        first = self._line[np.searchsorted(self._line, numbers * count)] + count
+        ahead = np.where(found < (numbers + 1) * count, found, first) - numbers * count
+        return np.where(numbers < 0, -1, ahead)
 
     def find(self, keys: Keys, of_order: Keys, after: int, place: int) -> int | None:
         """Which of its accesses one is that begins, when its access ``after`` was the latest one

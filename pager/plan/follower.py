@@ -20,7 +20,6 @@ from __future__ import annotations
 import os
 import time
 import warnings
-from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Protocol
@@ -152,13 +151,13 @@ class Follower:
         else:
             self._leave()
         self._on_demand = self.compiled is None
-        if self._on_demand and not off and signature is not None:
-            self._expect(signature.accesses, -1)
         start = self.starting
         if start is not None and self._on_demand and not off:
             start.begin(pager, self.recorder, self.planned)
-            if start.runs:
-                self.is_ahead, self.recorder.on_access = True, start.accessed
+        if start is not None and start.runs:
+            self.is_ahead, self.recorder.on_access = True, start.accessed
+        elif self._on_demand and not off and signature is not None:
+            self._expect(signature.accesses, -1)
         if self._on_demand and self.recorder.has_clock:
             log.clock = pager.backend
         if self._on_demand and not pager.budget.metering:
@@ -697,12 +696,9 @@ def by_next_use(residency: Residency, known: Order, now: int) -> Iterator[None]:
     count = len(known.keys)
     before = residency.ages
     residency.ages = ages = np.ones_like(before)  # what is not known of is not used again
-    for run in residency.space.runs.values():
-        uses = known.uses.get(run.key)
-        if uses is not None and run.id < len(ages):
-            following = bisect_right(uses, now)
-            ahead = uses[following] if following < len(uses) else uses[0] + count
-            ages[run.id] = 2 * count + 1 - ahead
+    runs = [run for run in residency.space.runs.values() if run.id < len(ages)]
+    ahead = known.ahead([run.key for run in runs], now)
+    ages[[run.id for run in runs]] = np.where(ahead < 0, 1, 2 * count + 1 - ahead)
     try:
         yield
     finally:

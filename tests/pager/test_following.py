@@ -19,7 +19,7 @@ from tensorpager.pager.plan.access_log import (
     newborn_key,
     ordered,
 )
-from tensorpager.pager.plan.compiled_plan import ANYWHERE, Action, CompiledPlan
+from tensorpager.pager.plan.compiled_plan import ANYWHERE, Action, CompiledPlan, Order
 from tensorpager.pager.plan.enter_plan import enter_plan
 from tensorpager.pager.plan.follower import by_next_use
 from tensorpager.pager.plan.planned import _PATIENCE
@@ -126,17 +126,14 @@ def test_what_the_plan_uses_last_is_evicted() -> None:
     with make_pager(frames=FRAMES, policy="lp") as pager:
         tensors = laid_out(pager, "AAABBBCCC.")
         keys = named(pager, tensors)
-        compiled = SimpleNamespace(
-            keys=[(keys[letter],) for letter in "ABCA"],
-            uses={keys["A"]: [0, 3], keys["B"]: [1], keys["C"]: [2]},
-        )
+        known = Order([(keys[letter],) for letter in "ABCA"])
         residency = pager.core.residency
         with pager.core.lock:
             for letter in "ABC":
                 residency.touch(tensors[letter]._storage.run)
             ages = residency.ages
             tensors["C"]._storage.run.pins += 1
-            with by_next_use(residency, compiled, 2):  # C is under way, then A, A, B
+            with by_next_use(residency, known, 2):  # C is under way, then A, A, B
                 residency._free_up(4)
             tensors["C"]._storage.run.pins -= 1
             assert residency.ages is ages

@@ -13,7 +13,7 @@ from torch import nn
 
 import tensorpager as tp
 from tensorpager.pager.plan.access_log import AccessLog, activation_key, ordered
-from tensorpager.pager.plan.compiled_plan import CompiledPlan
+from tensorpager.pager.plan.compiled_plan import CompiledPlan, Order
 from tensorpager.pager.plan.signatures import StepSignature
 from tensorpager.pager.plan.ways import Growth, Taken, Ways
 from tensorpager.planner.hardware import Hardware
@@ -188,6 +188,16 @@ def test_a_plan_that_promises_less_than_demand_gives_is_not_followed(monkeypatch
         signature = pager.core.follower.current
         assert (signature.plans, signature.seen) == (1, 3)  # the first one was metered
         assert (signature.planned_at, signature.is_due(4)) == (2, False)
+
+
+def test_how_far_ahead_a_use_is() -> None:
+    order = Order([(7,), (8, 9), (7,), (9,)])
+    asked = [7, 8, 9, 5]
+    assert order.ahead(asked, -1).tolist() == [0, 1, 1, -1]
+    assert order.ahead(asked, 0).tolist() == [2, 1, 1, -1]
+    assert order.ahead(asked, 1).tolist() == [2, 5, 3, -1]
+    assert order.ahead(asked, 3).tolist() == [4, 5, 5, -1]
+    assert order.ahead([], 3).tolist() == []
 
 
 def test_on_demand_what_is_used_last_leaves_first(one_thread: None) -> None:
