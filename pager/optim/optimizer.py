@@ -164,7 +164,7 @@ def _several_on_views(
     itself. PyTorch's loop takes no more dense memory for several."""
     if paged.progress or paged.pager.budget.metering or group.get("foreach"):
         return 0
-    frames = paged.pager.residency.pool.count
+    frames = paged.pager.budget.frames_for_all
     most, few = frames // _LEAST_FRAMES_PER_PAGE, frames // _FRAMES_PER_PAGE_BESIDE
     runs: set[Extent] = set()
     count = pages = largest = 0
