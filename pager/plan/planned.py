@@ -84,7 +84,9 @@ class _Point:
             for w in ("drop", "out", "in")
         )
         # What leaves twice leaves in two parts.
-        self.is_plain = all(len({n for _, n in m.actions}) == len(m.actions) for _, m in self.outs)
+        self.is_plain = all(
+            len({shapes[number] for _, number in m.actions}) == len(m.actions) for _, m in self.outs
+        )
         self.homes = {action.key: action.base for _, m in self.ins for action, _ in m.actions}
 
 
