@@ -213,6 +213,18 @@ def update_one(
         page_state(paged.pager, state[parameter])
 
 
+def _note_updated(paged: PagedOptimizer, written: Callable[[torch.Tensor], int]) -> None:
+    """PyTorch's loop broke off when it had ``written`` to parameters so often: the next ``step``
+    goes on behind them. The last one counts if it was written to as often as the first of its
+    group; otherwise it was amid its update."""
+    begun = [(group, p) for group, p in paged.stepped_now() if written(p)]
+    paged.done.update(id(parameter) for _, parameter in begun[:-1])
+    for group, last in begun[-1:]:
+        first = next(parameter for one, parameter in begun if one is group)
+        if first is not last and written(first) == written(last):
+            paged.done.add(id(last))
+
+
 def _may_see_views(paged: PagedOptimizer, stepped: list[torch.Tensor]) -> bool:
     """Not where states would be made; and only a gradient of the parameter's own dtype can be a
     plain view's."""
@@ -247,10 +259,12 @@ def _step_on_views(paged: PagedOptimizer, most: int | None = None) -> bool:
             return fused.update_held(paged)
         pager.will_write(runs)
         views: dict[torch.Tensor, torch.Tensor] = {t: direct_view(t) for t in tensors}
+        before = {tensor: view._version for tensor, view in views.items()}
         try:
             with _shown(paged, parameters, views):
                 paged.run()
         except BaseException:
+            _note_updated(paged, lambda p: views[p]._version - before[p] if p in views else 0)
             withdraw(tensors, views.values())
             raise
     finally:

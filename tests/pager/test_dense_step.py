@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 import tensorpager as tp
 from tensorpager.pager.optim.paged_optimizer import PagedOptimizer
 
-from .models import World, batch, make_pager, mlp
+from .models import World, batch, make_pager, mlp, plain
 
 KINDS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.1),
@@ -182,6 +182,42 @@ def test_small_parameters_are_updated_together(
     assert losses[0] == losses[1]
     assert sum(calls) == 18
     assert max(calls) >= 8, "the norms' weights and biases"
+
+
+@pytest.mark.parametrize("frames", [40, 400])
+def test_a_step_that_breaks_off_goes_on_after_what_it_has_updated(
+    frames: int, monkeypatch: pytest.MonkeyPatch, one_thread: None
+) -> None:
+    """Of parameters that are updated together: no update is made twice."""
+    addcdiv, calls = torch.Tensor.addcdiv_, []
+
+    def broken(*args: object, **kwargs: object) -> torch.Tensor:
+        calls.append(1)
+        if len(calls) == 5:
+            raise MemoryError("the fifth update")
+        return addcdiv(*args, **kwargs)
+
+    inputs, found = batch()[0], []
+    for paged in (False, True):
+        torch.manual_seed(0)
+        with make_pager(frames=frames) as pager:
+            world = World(pager if paged else None)
+            model = world.module(nn.Sequential(*[nn.LayerNorm(128) for _ in range(4)]))
+            optimizer = world.optimizer(torch.optim.Adam(model.parameters(), foreach=False))
+            for number in range(3):
+                with world.iteration():
+                    model(inputs).pow(4).mean().backward()
+                    if paged and number == 2:
+                        with monkeypatch.context() as context:
+                            context.setattr(torch.Tensor, "addcdiv_", broken)
+                            with pytest.raises(MemoryError):
+                                optimizer.step()
+                    optimizer.step()
+                    optimizer.zero_grad()
+            found.append(plain(list(model.parameters())))
+    assert len(calls) >= 5
+    same = [torch.equal(one, other) for one, other in zip(*found)]
+    assert same == [True] * 4 + [False] + [True] * 3, "the fifth was amid its update"
 
 
 def test_states_that_come_after_the_first_iteration(one_thread: None) -> None:
