@@ -21,17 +21,15 @@ import weakref
 from collections.abc import Iterator
 from contextlib import ContextDecorator, ExitStack
 from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
 import torch
 
+from .core import Core
 from .errors import PagerError
+from .metrics.publisher import Metrics
 from .tensor.dispatcher import hide_all_from_dynamo, hide_from_dynamo
 from .tensor.module import warn_of_held
-
-if TYPE_CHECKING:
-    from .core import Core
-    from .metrics.publisher import Metrics
 
 
 class Iteration(ContextDecorator):

@@ -23,16 +23,13 @@ There are two numbers because there are two questions:
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
 import torch
 
 from ...planner.sizes import format_bytes
 from ..errors import TierFull
-
-if TYPE_CHECKING:
-    from ..memory.space import Extent, Space
-    from .budget import DeviceBudget
+from ..memory.space import Extent, Space
+from .budget import DeviceBudget
 
 
 def most_frames(budget: DeviceBudget, dense_bytes: int = 0) -> int:

@@ -23,26 +23,24 @@ import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 
+from ..core import Core
+from ..devices.device import Bytes
 from ..disk.file import aligned_bytes
 from ..errors import PagerError
 from ..memory.frame_pool import merge
+from ..memory.page_table import Int32
+from ..memory.space import Extent
 from ..moves.mover import TIERS
 from ..tensor.operands import flat, has_no_gaps
 from ..tensor.paged_tensor import PagedTensor
 from ..tensor.sharded import is_sharded, local_of, with_local
 from ..tensor.tensor_bytes import chunks, is_dense, unmoved_chunks
 from .tree import tensors_of, with_tensors
-
-if TYPE_CHECKING:
-    from ..core import Core
-    from ..devices.device import Bytes
-    from ..memory.page_table import Int32
-    from ..memory.space import Extent
 
 STEP_BYTES = 1 << 20  # read at a time, under the pager's lock
 

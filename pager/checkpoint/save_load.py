@@ -12,10 +12,11 @@ import os
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
+from ..core import Core
 from ..errors import PagerError
 from ..optim.optimizer import load_optimizer
 from ..tensor.module import warn_of_empty
@@ -27,9 +28,6 @@ from .snapshot import snapshot
 from .sources import SAFETENSORS_SUFFIX, TORCH_SUFFIXES, open_checkpoint
 from .torch_file import save_torch
 from .tree import memory_of, tensors_of
-
-if TYPE_CHECKING:
-    from ..core import Core
 
 
 class Loaded(NamedTuple):

@@ -9,18 +9,16 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from ..core import Core
 from ..disk.file import open_scratch_files, transfer
 from ..tensor.sharded import local_of, with_local
 from ..tensor.tensor_bytes import chunks, fill
 from .file import MappedFile
 from .tree import is_odd, layout_of, tensors_of, with_tensors
-
-if TYPE_CHECKING:
-    from ..core import Core
 
 IN_MEMORY_BYTES = 64 << 20
 """Up to here a snapshot is plain memory."""

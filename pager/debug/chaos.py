@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
+from ..core import Core
 from ..memory.frame_pool import merge
-
-if TYPE_CHECKING:
-    from ..core import Core
 
 _NAN_BYTE = 0xFF  # every float dtype reads these bytes as NaN
 

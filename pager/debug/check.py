@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 
+from ..core import Core
 from ..memory.page_table import BLANK, DIRTY, LIVE
-
-if TYPE_CHECKING:
-    from ..core import Core
 
 
 def check_invariants(pager: Core) -> None:

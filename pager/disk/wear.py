@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ...planner.sizes import DAY_SECONDS, format_bytes, wear, years_of_drive
 from ..errors import DiskWriteLimit
-
-if TYPE_CHECKING:
-    from .tier import DiskTier
+from .tier import DiskTier
 
 
 class Wear:

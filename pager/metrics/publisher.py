@@ -21,14 +21,12 @@ import threading
 import time
 import weakref
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from ..core import Core
+from ..plan.follower import Follower
 from .reader import LINK, NAME, TIMES, VERSION, MetricsError
 from .stats import counters, plan_figures
-
-if TYPE_CHECKING:
-    from ..core import Core
-    from ..plan.follower import Follower
 
 PERIOD_SECONDS = 0.5
 RECENT = 60  # iteration times kept

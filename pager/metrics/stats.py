@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ...planner.sizes import format_bytes
+from ..core import Core
 from ..machine import ranks
+from ..memory.frame_pool import FramePool
+from ..plan.follower import Follower
 from ..tensor.names import streamed_names
-
-if TYPE_CHECKING:
-    from ..core import Core
-    from ..memory.frame_pool import FramePool
-    from ..plan.follower import Follower
 
 
 def snapshot(pager: Core, follower: Follower | None) -> dict[str, Any]:

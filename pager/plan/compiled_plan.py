@@ -9,18 +9,16 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from ...planner.joint.options import without_ends
+from ...planner.layout import Layout
 from ...planner.plan import Plan
 from .access_log import Keys, ordered
-
-if TYPE_CHECKING:
-    from ...planner.layout import Layout
-    from .traces import Recorded
+from .traces import Recorded
 
 ANYWHERE = -1  # no frame was found for it in advance
 

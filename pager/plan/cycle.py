@@ -21,20 +21,17 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from ..core import Watcher
+from ..core import Core, Watcher
 from ..errors import PagerError
 from ..memory.page_table import BLANK, Int32
 from ..memory.space import Extent
 from ..moves.compaction import find_window
 from ..moves.mover import AHEAD
 from ..moves.tickets import MoveFailed
-
-if TYPE_CHECKING:
-    from ..core import Core
 
 Pair = tuple[Extent | None, Extent | None]
 _NOTHING = np.empty(0, np.int32)

@@ -17,7 +17,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -25,11 +25,9 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.flop_counter import flop_registry
 
 from ...planner.hardware import Compute
+from ...planner.trace import Trace
 from ..errors import PagerError
 from .plain_script import IterationLog
-
-if TYPE_CHECKING:
-    from ...planner.trace import Trace
 
 SOURCE = "tensorpager estimate"
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}

@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ...planner.errors import PagerError as PlannerError
+from ...planner.hardware import Hardware
 from ...planner.sizes import format_bytes
+from ...planner.trace import Trace
+from ..core import Core
 from ..machine import ranks
 from ..tensor.names import streamed_names
-
-if TYPE_CHECKING:
-    from ...planner.hardware import Hardware
-    from ...planner.trace import Trace
-    from ..core import Core
-    from ..tensor.segments import Segments
-    from .compiled_plan import CompiledPlan
-    from .follower import Follower
-    from .signatures import StepSignature
+from ..tensor.segments import Segments
+from .compiled_plan import CompiledPlan
+from .follower import Follower
+from .signatures import StepSignature
 
 _LIMITS = {
     "host-in": "the link into the device",

@@ -19,12 +19,14 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ...planner.trace import Floats, Ints
+from ..core import Core
 from ..devices.dense_allocator import Account, AllocatorMeter, DenseAllocator, loaded
 from ..devices.device import Device
 from ..memory.space import Extent
@@ -33,10 +35,6 @@ from ..tensor.names import ModulePaths, named_parameters, named_runs
 from ..tensor.op_info import describe
 from ..tensor.paged_tensor import PagedTensor
 from .access_log import Wait
-
-if TYPE_CHECKING:
-    from ...planner.trace import Floats, Ints
-    from ..core import Core
 
 # What an access outside of ops is called, by the kind of the pages.
 FILLS = {

@@ -17,17 +17,15 @@ import threading
 from collections import defaultdict
 from collections.abc import Iterator
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ..core import Core
 from ..tensor.dispatcher import hide_from_dynamo
 from ..tensor.op_info import our_modes
 from ..tensor.paged_tensor import PagedTensor
-
-if TYPE_CHECKING:
-    from ..core import Core
 
 _TINY_OPS, _ROUNDS = 64, 5
 _between: list[float] = []

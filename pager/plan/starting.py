@@ -9,22 +9,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ...planner.errors import PlanError
 from ...planner.plan import read_plan
 from ...planner.sizes import format_bytes
+from ...planner.trace import Trace
+from ..core import Core
 from ..errors import PagerError
+from ..memory.space import Extent
 from ..tensor.names import named_parameters, named_runs
 from .access_log import Keys
 from .compiled_plan import ANYWHERE, Action
-
-if TYPE_CHECKING:
-    from ...planner.trace import Trace
-    from ..core import Core
-    from ..memory.space import Extent
-    from .planned import PlannedMoves
-    from .recorder import Recorder
+from .planned import PlannedMoves
+from .recorder import Recorder
 
 _KINDS = ("parameter", "optimizer")
 

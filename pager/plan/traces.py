@@ -21,7 +21,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,13 +29,11 @@ import torch
 from ...planner.joint.options import FREE, HOSTED
 from ...planner.trace import KINDS, READ, READWRITE, WRITE, Floats, Segment, Trace
 from ...planner.trace_check import number_by_appearance
+from ..core import Core
 from ..memory.space import TRANSIENT_KINDS, Extent
 from ..tensor.names import named_models, named_runs, shared_name
 from .access_log import FIRST_STREAM, AccessLog, StreamAccess
-
-if TYPE_CHECKING:
-    from ..core import Core
-    from .op_log import Mark, OpLog
+from .op_log import Mark, OpLog
 
 SOURCE = "tensorpager"
 USER_KIND = "input"  # the nearest to what the user paged by hand

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from ..budget.budget import LeftOut
 from ..budget.fits import frames_anyway
+from ..core import Core
 from ..errors import CorruptPage, InfeasibleBudget, PagerError
 from ..memory.space import Extent
 from .op_info import OpInfo
@@ -23,9 +24,6 @@ from .paged_tensor import (
     withdraw,
 )
 from .tensor_bytes import copy_unmoved
-
-if TYPE_CHECKING:
-    from ..core import Core
 
 LISTS = (list, tuple)
 PLAIN = OpInfo("plain", (), ())

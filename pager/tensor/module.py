@@ -17,20 +17,18 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from ...planner.sizes import format_bytes
+from ..core import Core
 from ..errors import PagerError
 from .dispatcher import hide_all_from_dynamo, hide_from_dynamo
 from .images import mark_saved
 from .new_pages import copy_in, empty_like_geometry
 from .paged_tensor import PagedTensor
 from .sharded import is_sharded
-
-if TYPE_CHECKING:
-    from ..core import Core
 
 
 class CallHook:

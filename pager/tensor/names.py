@@ -6,7 +6,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.nn.modules.module import (
@@ -15,12 +15,9 @@ from torch.nn.modules.module import (
 )
 
 from ...planner.sizes import format_bytes
-from ..memory.space import TRANSIENT_KINDS
+from ..core import Core
+from ..memory.space import TRANSIENT_KINDS, Extent
 from .paged_tensor import PagedTensor
-
-if TYPE_CHECKING:
-    from ..core import Core
-    from ..memory.space import Extent
 
 OUTSIDE = "iteration"  # stands for the module where none is running
 

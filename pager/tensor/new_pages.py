@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 
 from ..budget.fits import frames_anyway
-from ..core import PagedStorage
+from ..core import Core, PagedStorage
 from ..errors import InfeasibleBudget
 from .paged_tensor import PagedTensor, blank, blank_storage
 from .slabs import Held, put_bytes
-
-if TYPE_CHECKING:
-    from ..core import Core
 
 
 def page_copy(pager: Core, tensor: torch.Tensor) -> PagedTensor:

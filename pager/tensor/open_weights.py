@@ -28,17 +28,15 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
 
+from ..core import Core
 from ..memory.space import Extent
 from .paged_tensor import PagedTensor, dense_view
-
-if TYPE_CHECKING:
-    from ..core import Core
 
 # Their results are new memory, and they write to no operand. (Embeddings do with ``max_norm``.)
 TAKE_OPEN = frozenset(

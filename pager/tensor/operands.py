@@ -8,21 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from ...kernels.blockwise import BLOCK, Blockwise
 from ...kernels.pieces import Operand, Paged
 from ...kernels.update import State
+from ..core import Core
 from ..errors import InfeasibleBudget, TierFull
 from ..memory.page_table import Int32
 from ..memory.space import Extent
 from .paged_tensor import PagedTensor
 from .slabs import Pages, fair_share, pages_of, stream
-
-if TYPE_CHECKING:
-    from ..core import Core
 
 
 class Coded(NamedTuple):

@@ -20,7 +20,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -28,13 +28,11 @@ from ...kernels.cpu_split import Place
 from ...kernels.pieces import Operand, stretches
 from ..budget.fits import fits, frames_anyway
 from ..budget.placement import Taken
+from ..core import Core
 from ..memory.space import Extent
 from .operands import operand, slabs
 from .page_ops import FLOATS, Elementwise, bind, elementwise_call, is_whole
 from .paged_tensor import PagedTensor
-
-if TYPE_CHECKING:
-    from ..core import Core
 
 aten = torch.ops.aten
 _BYTES_OF_PART = 64  # of a reduction: a number of one page, and what it takes while it is made

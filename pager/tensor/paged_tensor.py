@@ -13,15 +13,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
-from ..core import PagedStorage
+from ..core import Core, PagedStorage
 from .interop import Interop
-
-if TYPE_CHECKING:
-    from ..core import Core
 
 T = TypeVar("T", bound=torch.Tensor)
 _PRINT_LIMIT_BYTES = 1 << 20

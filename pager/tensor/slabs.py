@@ -27,7 +27,7 @@ import itertools
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -35,7 +35,7 @@ import torch
 from ...kernels.copies import scatter_pages
 from ...kernels.launch import upload
 from ..budget.fits import frames_anyway
-from ..core import PagedStorage
+from ..core import Core, PagedStorage
 from ..errors import PagerError
 from ..memory.frame_pool import distinct
 from ..memory.page_table import BLANK, DIRTY, Int32, PageTable
@@ -43,9 +43,6 @@ from ..memory.space import Extent, Part
 from ..moves.mover import AHEAD
 from ..moves.tickets import MoveFailed
 from .paged_tensor import PagedTensor
-
-if TYPE_CHECKING:
-    from ..core import Core
 
 TABLE_SHARE = 3  # a table that takes less than this fraction of the arena is whole
 _SHARE = 3  # a slab takes this fraction of the arena: two are there at once, and others too

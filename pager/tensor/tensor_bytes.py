@@ -11,23 +11,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 
 from ...kernels.pieces import stretches
+from ..core import Core
+from ..devices.device import Bytes
 from ..disk.file import aligned_bytes
 from ..errors import CorruptPage, HungDisk, PagerError
+from ..memory.page_table import Int32
+from ..memory.space import Extent
 from .names import run_name
 from .operands import begin_of, flat, has_no_gaps, slabs
 from .paged_tensor import PagedTensor, as_lazy
 from .slabs import fair_share
-
-if TYPE_CHECKING:
-    from ..core import Core
-    from ..devices.device import Bytes
-    from ..memory.page_table import Int32
-    from ..memory.space import Extent
 
 aten = torch.ops.aten
 

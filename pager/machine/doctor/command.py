@@ -5,15 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
 
 from ....planner.commands.options import json_option
 from ....planner.commands.output import emit_json, emit_text, output_width
-
-if TYPE_CHECKING:
-    from .finding import Finding
+from .finding import Finding
 
 _COLORS = {"ok": "green", "warning": "yellow", "problem": "red"}
 
