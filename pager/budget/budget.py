@@ -1,9 +1,4 @@
-"""The border between the arena and dense memory, inside one byte-hard device budget.
-
-::
-
-    0                                    border                                 device_budget
-    |--------------- arena (frames) --------|------ dense reserve (temporaries) ------|
+"""What an iteration needs, and whether the device budget has it.
 
 What a training step allocates beside the arena is not known before it ran, so the first iteration
 is *metered*: the arena is kept as small as one operation allows, and by the time the first
@@ -11,98 +6,49 @@ parameter would change the smallest budget that works is known exactly:
 
     minimum = peak of dense bytes + page_size × (frames that one op pins, at most)
 
-(rounded up, see ``to_name``). If the budget is below it, the step is not taken and no parameter
-changes. The iteration goes on without it, so that what comes after it counts too, and
+(rounded up, see ``refusals.to_name``). If the budget is below it, the step is not taken and no
+parameter changes. The iteration goes on without it, so that what comes after it counts too, and
 ``InfeasibleBudget`` is raised at its end. Dense memory takes the frames of pages that are not
 pinned, before a metered iteration goes beyond the budget; it may to find that out, but never uses
-more than the minimum that it names. Otherwise the border moves once, at the end of the iteration,
-to what was measured plus a margin. An iteration with larger inputs than before is metered again
-unless there is room for what it is expected to take. In those that are not metered, dense memory
-that goes beyond the reserve moves the border in the middle of an op, where the device can ask.
+more than the minimum that it names. Otherwise the border (``border.py``) moves once, at the end of
+the iteration, to what was measured plus a margin. An iteration with larger inputs than before is
+metered again unless there is room for what it is expected to take.
 """
 
 from __future__ import annotations
 
 import time
-import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 
-from ...planner.sizes import format_bytes
 from ..devices.dense_meter import NO_TIMELINE, in_backward
 from ..devices.dense_refusal import Peak
 from ..devices.device import Device
 from ..errors import InfeasibleBudget, TierFull
-from ..machine.ranks import about_share, ranks_sharing
 from ..memory.space import Extent
 from ..moves.residency import Residency
+from .border import Border, margin
 from .placement import Choice, Placement, Weight
-
-_MARGIN = 16
-_MARGIN_BYTES = 1 << 20
-_GRAIN = 4096  # of minima that are named
-
-
-def to_name(nbytes: int) -> int:
-    """A minimum of ``nbytes`` as users are told it: small tensors that come and go with Python's
-    garbage make the dense peak differ by some bytes from run to run."""
-    return (nbytes // _GRAIN + 2) * _GRAIN
-
-
-Measure = Callable[[Callable[[], None]], int]  # bytes that were alive at once, at most
-
-
-@dataclass(eq=False)
-class StepFrames:
-    """Frames that one op in a step of one optimizer takes, at most, the way that its steps go now.
-    (With little room they go slab by slab, and take fewer.)"""
-
-    frames: int = 0
+from .refusals import (
+    AFTER,
+    AS_PLAIN,
+    CHANGED,
+    UNCHANGED,
+    LeftOut,
+    does_not_fit,
+    to_name,
+    too_small,
+    warn_of_excess,
+)
+from .steps import Measure, Room, StepRoom, Steps
 
 
-class Room(NamedTuple):
-    """What the step of an optimizer takes at once: ``frames``, and ``dense`` bytes."""
-
-    frames: int
-    dense: int
-
-    def with_(self, other: Room) -> Room:
-        return Room(max(self.frames, other.frames), max(self.dense, other.dense))
-
-
-class StepRoom(NamedTuple):
-    """``room``: of the step as it will be taken. ``least``: of one in which all goes slab by slab
-    that can."""
-
-    room: Room
-    least: Room
-
-
-class _Step(NamedTuple):
-    """In a metered iteration: foreseen ``beside`` so many dense bytes of what was made before."""
-
-    frames: StepFrames
-    beside: int
-    room: StepRoom
-
-
-_UNCHANGED = "No parameter was changed."
-_CHANGED = "What the iteration has changed before is as plain PyTorch has it."
-
-
-class LeftOut(InfeasibleBudget):
-    """Before a write to a parameter, in an iteration that is refused. An op that can do without the
-    write leaves it out, and the iteration goes on to its end, so that what comes after counts too.
-    Others raise this."""
-
-
-class DeviceBudget:
-    """Moves the border of ``residency``'s arena. ``reserve`` is dense bytes, or ``None`` (auto)."""
+class DeviceBudget(Border):
+    """Moves the border by what metered iterations need, and refuses those that need too much."""
 
     def __init__(
         self,
@@ -112,13 +58,7 @@ class DeviceBudget:
         residency: Residency,
         backend: Device,
     ) -> None:
-        self.bytes = budget_bytes
-        self.page_size = page_size
-        self.fixed_reserve = reserve
-        self.reserve = budget_bytes - residency.pool.count * page_size
-        self.residency = residency
-        self.backend = backend
-        self.settled = False
+        super().__init__(budget_bytes, page_size, reserve, residency, backend)
         self.metering = False
         self.checked = False
         self.refusal: InfeasibleBudget | None = None  # of the iteration, which goes on to its end
@@ -126,39 +66,22 @@ class DeviceBudget:
         self._before: tuple[int, Peak | str, tuple[int, int]] = 0, "", (0, 0)
         self._most_before = 0
         self.most_whole = 0  # bytes taken by an iteration that found out what has to stream
-        self.dense_baseline = 0  # dense tensors that live on: buffers of paged modules
-        self.made_anew = 0  # bytes of these that are freed, and counted when they are made again
-        self.dense_peak = 0
         self._carried = 0  # dense bytes that a metered iteration began with
         self._check_time = 0.0  # before the first change of a metered iteration
         self.written = False  # a parameter of this iteration, while it was not metered
-        self._changed = _UNCHANGED  # what a refusal says of that
+        self._changed = UNCHANGED  # what a refusal says of that
         self._beside = 0  # dense bytes now, beside a step that is foreseen
         self._at_peak: Peak | str = ""  # what made it, in words, where that is known
         self._stuck = False  # the metered arena could not be made smaller
         self._is_capped = False  # dense memory, in a metered iteration
         self._frames_log: list[tuple[float, int]] = []  # while metering: when, frames in use
-        self._most = 0
-        self._peak_outside: int | None = None  # in steps outside of iterations
         self.stepped_outside = False  # of iterations
         self.unpaged: weakref.ref[Any] | None = None  # an optimizer that has stepped without pages
         self.placement = Placement()
-        self.make_dense_room: Callable[[int], bool] = lambda missing: False
-        self.gave = False  # frames to dense memory, since the border was placed
-        self.inferring = False
-        self._placed = 0  # frames of the arena where batches of all lengths have room
-        self._extra = 0  # dense bytes beside what was measured
-        self.moved = False  # the border is where inference has it, or shorter batches
-        self._inference_peak = 0  # dense bytes in inference, at most
-        self._cap = 0  # of its dense memory
-        self._lacking = 0  # bytes, when it was last asked for more
         self._of_ops = 0  # frames that other ops than steps took, in metered iterations
-        self._least_frames = 1  # that one op needs where not everything fits, as metered
-        self._expected_frames = 0  # of this iteration, where its inputs are larger
         self.meter: Callable[[], None] = lambda: None  # the iteration from here on
-        self._steps_now: list[_Step] = []  # steps of this iteration
-        self._due: set[int] = set()  # ids of the optimizers whose step is one of these, and to come
-        self._steps: weakref.WeakKeyDictionary[Any, StepFrames] = weakref.WeakKeyDictionary()
+        self.steps = Steps()
+        self._due: set[int] = set()  # ids of optimizers whose step is foreseen, and to come
         # Paged optimizers that have gradients now, and what a step of one takes, ``None`` where
         # that cannot be found out.
         self.optimizers_due: Callable[[], list[Any]] = list
@@ -231,7 +154,7 @@ class DeviceBudget:
         level = None if self.backend.can_unmap else self.backend.meter_level()
         if level is None:
             return
-        dense = self.dense_baseline + level + max(level // _MARGIN, _MARGIN_BYTES)
+        dense = self.dense_baseline + level + margin(level)
         if self.backend.arena.numel() + dense > self.bytes:
             try:
                 self.residency.fit()
@@ -258,7 +181,7 @@ class DeviceBudget:
         if self.backend.meter_level() is None:
             return True
         dense = self.dense_baseline + self.backend.meter_alive() + nbytes
-        return self._is_enough(dense, self.residency.pinned_pages() + frames)
+        return self.is_enough(dense, self.residency.pinned_pages() + frames)
 
     def log_frames(self) -> None:
         """Note how many frames are in use now, while metering."""
@@ -272,14 +195,6 @@ class DeviceBudget:
         dense = max(dense, self.reserve if self.settled else 0)
         nbytes = dense + frames * self.page_size
         return nbytes if fixed is not None else to_name(nbytes)
-
-    def peak_bytes(self) -> int:
-        """Most device bytes in use so far: frames in use and dense bytes beside them."""
-        size = self.page_size
-        steady = 0
-        if self.settled and not self.moved:
-            steady = self.residency.peak_frames * size + self.dense_peak
-        return max(steady, self._most, self._peak_outside or 0)
 
     def note_step_outside(self) -> bool:
         """A step is taken outside of iterations; whether it is the first one. Dense memory is
@@ -296,6 +211,14 @@ class DeviceBudget:
             self._peak_outside = max(self._peak_outside, frames + self.dense_baseline + dense)
         return first
 
+    def frames_at_least(self) -> int:
+        """Frames that the arena has for good, as far as is known now."""
+        if self.settled or self.fixed_reserve is not None:
+            return self.residency.frames
+        beside = self._frames_beside(self.dense_peak)
+        # While metering it is small on purpose, and grows when the tiers below are full.
+        return beside if self.metering else min(self.residency.frames, beside)
+
     # -- the metered iteration -------------------------------------------------------------------
     def start(self, *, go_on: bool = False) -> None:
         """Begin to meter; the border may move again. ``go_on``: the iteration has begun, and what
@@ -306,7 +229,7 @@ class DeviceBudget:
         of_ops = self._of_ops  # a step takes more again when its way is chosen
         self.residency.needs = self.placement.choices(of_ops)[0].frames, of_ops
         self.metering, self.checked, self._stuck = True, False, False
-        self.refusal, self._steps_now, self._due = None, [], set()
+        self.refusal, self.steps.foreseen, self._due = None, [], set()
         self.settled, self._expected_frames = False, 0
         self.backend.limit_dense(None)
         if not go_on:
@@ -363,7 +286,7 @@ class DeviceBudget:
             self._check([optimizer] if self.checked and again else None, before)
             self._due.discard(id(optimizer))
         if self.refusal is not None and optimizer is None:
-            if self._changed is _UNCHANGED:
+            if self._changed is UNCHANGED:
                 raise LeftOut(str(self.refusal), minimum=self.refusal.minimum)
             raise self.refusal
         return self.refusal is None
@@ -375,7 +298,7 @@ class DeviceBudget:
         if optimizers is None:
             optimizers = [] if in_backward() else self.optimizers_due()
         if self.refusal is None:
-            self._changed = _CHANGED if self.checked or self.written else _UNCHANGED
+            self._changed = CHANGED if self.checked or self.written else UNCHANGED
         if not self.checked:
             self.checked, self._check_time = True, time.perf_counter()
         then = self._changed
@@ -394,14 +317,10 @@ class DeviceBudget:
         if self.metering:
             self.backend.meter_start(go_on=True)
 
-    def step_of(self, optimizer: Any) -> StepFrames:
-        """What its steps take, for as long as they go the same way."""
-        return self._steps.setdefault(optimizer, StepFrames())
-
     @contextmanager
     def stepping(self, optimizer: Any) -> Iterator[None]:
         """Its step takes place inside."""
-        self.residency.step = self.step_of(optimizer)
+        self.residency.step = self.steps.of(optimizer)
         began = time.perf_counter()
         try:
             yield
@@ -410,280 +329,61 @@ class DeviceBudget:
             if self.metering:
                 self.placement.note_step(began)
 
-    def _rigid(self, optimizers: Sequence[Any]) -> int:
-        """Frames that ops need, and steps but those of this iteration, and of ``optimizers``."""
-        mine = [step.frames for step in self._steps_now] + [self.step_of(o) for o in optimizers]
-        others = (step.frames for step in self._steps.values() if step not in mine)
-        return max([self.residency.rigid_need, *others])
+    def _choices(self, optimizers: Sequence[Any] = ()) -> list[Choice]:
+        """Beside what ops need, and steps but those of this iteration, and of ``optimizers``."""
+        steps = self.steps.most_frames_but(optimizers)
+        return self.placement.choices(max(self.residency.rigid_need, steps))
 
     def _decide(self, then: str, optimizers: Sequence[Any] = (), *, least: bool = False) -> None:
         """The first of ``Placement.choices`` that has room, beside the steps of this iteration and
         those of ``optimizers``, is what holds from now on. If none has, all weights stream, and
         there is a ``refusal`` with what that takes, in a text that ends with ``then``. ``least``:
         all steps go slab by slab that can."""
-        before = self._steps_now
-        for choice in self.placement.choices(self._rigid(optimizers)):
-            self._steps_now = list(before)
+        before = self.steps.foreseen
+        for choice in self._choices(optimizers):
+            self.steps.foreseen = list(before)
             self._count(choice, least=least)
             for optimizer in optimizers:
-                self._foresee(optimizer)
+                room = self.step_room(optimizer, self.backend.dense_of)
+                self.steps.foresee(optimizer, self._beside, room)
                 peak = self.dense_peak
                 self._count(choice, least=least)
                 if self.dense_peak > peak:
                     name = type(optimizer).__name__
                     self._at_peak = f"The peak of dense memory is a step of {name}."
-            if self._is_enough(self.dense_peak, self.residency.largest_need):
+            if self.is_enough(self.dense_peak, self.residency.largest_need):
                 break
         else:
             self._count(choice, least=True)
-            self.refusal = self._too_small(then)
+            self.refusal = too_small(self, self._hints(), then)
             for weight in self.placement.weights.values():
                 self.placement.stream(weight.run)
             return
-        for step in self._steps_now:
-            step.frames.frames = (step.room.least if least else step.room.room).frames
+        self.steps.go(least=least)
         for weight in self.placement.weights.values():
             if weight not in choice.whole:
                 self.placement.stream(weight.run)
         self.changed = self.placement.turned
 
-    def _foresee(self, optimizer: Any) -> None:
-        own = self.step_of(optimizer)
-        same = Room(own.frames, 0)
-        room = self.step_room(optimizer, self.backend.dense_of) or StepRoom(same, same)
-        self._steps_now.append(_Step(own, self._beside, room))
-
     def _count(self, choice: Choice, *, least: bool) -> None:
         """What is needed if these weights are whole, and the steps go so."""
-        dense, frames = choice.dense, choice.frames
-        for step in self._steps_now:
-            room = step.room.least if least else step.room.room
-            dense, frames = max(dense, step.beside + room.dense), max(frames, room.frames)
+        frames, dense = self.steps.beside(Room(choice.frames, choice.dense), least=least)
         self.dense_peak, self.residency.needs = dense, (frames, self.residency.rigid_need)
 
-    def _is_enough(self, dense: int, frames: int) -> bool:
-        """Whether ``dense`` bytes and ``frames`` frames can be had side by side."""
-        reserve = self.fixed_reserve
-        if reserve is not None and dense > reserve:
-            return False
-        return max(dense, reserve or 0) + frames * self.page_size <= self.bytes
-
-    def _too_small(self, then: str) -> InfeasibleBudget:
-        reserve = self.fixed_reserve or 0
-        dense, frames = self.dense_peak, self.residency.largest_need
-        minimum = to_name(max(dense, reserve) + frames * self.page_size)
-        text = self._refusal(dense, frames, minimum, then)
-        of_node = minimum * ranks_sharing("device", self.backend.device.type)
-        return InfeasibleBudget(text, minimum=of_node)
+    def _hints(self) -> str:
+        found = f"{self._at_peak} " if self._at_peak else ""
+        unpaged = self.unpaged() if self.unpaged is not None else None
+        if unpaged is None or not any(unpaged.state.values()) or hasattr(unpaged, "_tp_paged"):
+            return found
+        return (
+            "This optimizer is not paged: wrap it with pager.optimizer(...); the states of "
+            f"{type(unpaged).__name__} are dense. {found}"
+        )
 
     def has_room(self, room: Room) -> bool:
         """Whether an optimizer's step finds ``room`` beside what was measured so far."""
         dense = max(self.dense_peak, self._beside + room.dense)
-        return self._is_enough(dense, max(self.residency.largest_need, room.frames))
-
-    def _refusal(self, dense: int, frames: int, minimum: int, then: str) -> str:
-        budget = format_bytes(self.bytes)
-        text = (
-            f"device_budget of {budget} ({self.bytes} bytes) is too small: this iteration takes "
-            f"{format_bytes(dense)} of dense temporaries and {frames} pages of "
-            f"{format_bytes(self.page_size)} at once in one operation. "
-        )
-        if self.fixed_reserve is not None and dense > self.fixed_reserve:
-            text += (
-                f"dense_reserve is {format_bytes(self.fixed_reserve)}; raise it or pass 'auto'. "
-            )
-        unpaged = self.unpaged() if self.unpaged is not None else None
-        if (
-            unpaged is not None
-            and any(unpaged.state.values())
-            and not hasattr(unpaged, "_tp_paged")
-        ):
-            text += (
-                "This optimizer is not paged: wrap it with pager.optimizer(...); the states of "
-                f"{type(unpaged).__name__} are dense. "
-            )
-        if self._at_peak:
-            text += f"{self._at_peak} "
-        return text + (
-            f"The smallest device_budget that works for these shapes is {minimum} bytes "
-            f"({format_bytes(minimum)}). {then}" + about_share("device", self.backend.device.type)
-        )
-
-    # -- the other iterations --------------------------------------------------------------------
-    def begin(self) -> bool:
-        """An iteration begins that is not metered: dense memory has the reserve. What goes beyond
-        it asks ``make_dense_room``, in the middle of an op. ``False`` where earlier iterations have
-        left more than when one was metered, so much that this one has to be."""
-        self._cap = self._foreseen
-        self._expected_frames, self.written = 0, False
-        self.backend.cap_dense(self._cap, self.make_dense_room)
-        more = self.backend.meter_alive() - self._carried + self.placement.kept_bytes()
-        return more <= 0 or self._is_enough(self.dense_peak + more, self._least_frames)
-
-    def expect(self, dense: int, frames: int) -> int | None:
-        """This iteration, which is not metered, has larger inputs than those that were, and takes
-        about so many dense bytes, and frames in one op. How many bytes beyond the cap that is;
-        ``None`` where there may be no room for it. If it takes more than there is in the end, it is
-        metered from there on."""
-        dense, frames = max(dense, self.dense_peak), max(frames, self._least_frames)
-        if self.fixed_reserve is not None or not self._is_enough(dense, frames):
-            return None
-        self._expected_frames = max(self._expected_frames, frames)
-        return dense - self.dense_baseline - self._cap
-
-    @property
-    def is_expected(self) -> bool:
-        """Whether this iteration goes by what it was expected to take."""
-        return self._expected_frames > 0
-
-    def meter_instead(self) -> None:
-        """This iteration takes more than it was expected to: it is metered from here on."""
-        self.dense_peak = max(self.dense_peak, self.taken())
-        self.meter()
-
-    def has_twice_the_dense(self) -> bool:
-        """Whether iterations could take twice the dense bytes that a metered one took."""
-        return self._is_enough(2 * self.dense_peak - self.dense_baseline, self._least_frames)
-
-    def count_from_here(self) -> None:
-        """What this iteration has allocated so far is part of ``dense_baseline``."""
-        if not self.metering:
-            self.backend.count_anew()
-            self.begin()
-        elif not self.checked:
-            self.backend.count_anew()
-            self.backend.meter_start()
-
-    # -- inference -------------------------------------------------------------------------------
-    def begin_inference(self, *, as_before: bool = False) -> None:
-        """With no page moving but by the caller: dense memory has what it had in inference before,
-        and takes from the arena what it asks for beyond that. Nothing is metered. ``as_before``:
-        the border is where inference has left it, and pages may move."""
-        self._most = max(self._most, self.peak_bytes())
-        self.inferring = True
-        if self.fixed_reserve is None and self.backend.can_unmap and not as_before:
-            dense = max(self._inference_peak, self.dense_baseline)
-            frames = self._frames_beside(dense + max(dense // _MARGIN, _MARGIN_BYTES))
-            with suppress(TierFull):  # where the tiers below cannot take what leaves, it stays
-                self.residency.resize(max(frames, self._least_frames))
-            self.moved = self.gave = True
-            self.residency.peak_frames = self.residency.frames_used
-            self.reserve = self.bytes - self.residency.frames * self.page_size
-            self._limit()
-        self.begin()
-
-    def end_inference(self) -> None:
-        """The border stays, until an iteration begins."""
-        self._note_both()
-        self._inference_peak = max(self._inference_peak, self.taken())
-        self.inferring = False
-        self.backend.cap_dense(None)
-
-    def _grow(self, frames: int) -> bool:
-        """More frames for one op, as far as dense memory has not used them so far."""
-        if self.fixed_reserve is not None or not self.backend.can_unmap:
-            return False
-        if frames * self.page_size + self.taken() > self.bytes:
-            return False
-        self._note_both()
-        self.residency.resize(frames)
-        self.gave = True
-        self.reserve = self.bytes - self.residency.frames * self.page_size
-        self._cap = self._foreseen
-        self.backend.raise_cap(self._cap)
-        return True
-
-    def can_give(self, missing: int) -> bool:
-        """Whether dense memory may have so many bytes more than its cap, beside the frames that one
-        op needs and what is pinned now."""
-        frames = 0 if self.fixed_reserve is not None else self.residency.frames
-        room = max(0, frames - self._frames_to_stay()) * self.page_size
-        self._lacking = self._beyond(missing) - room
-        return self._lacking <= 0
-
-    def _beyond(self, missing: int) -> int:
-        """Bytes beyond the reserve, where ``missing`` are wanted beyond the cap."""
-        return self._cap + missing - self._foreseen
-
-    @property
-    def _foreseen(self) -> int:
-        """Dense bytes that are counted in an iteration, at most, as far as they were foreseen."""
-        return self.reserve - self.dense_baseline + self.made_anew
-
-    def _frames_to_stay(self) -> int:
-        need = self.residency.largest_need if self.inferring else self._least_frames
-        return max(need, self._expected_frames, self.residency.pinned_pages())
-
-    def give(self, missing: int) -> bool:
-        """Frames for ``missing`` bytes and a margin, with no page moving but by the caller.
-        ``False`` if they cannot be had, or the tiers below have no room for what should leave."""
-        if not self.can_give(missing):
-            return False
-        self._note_both()
-        residency, frames = self.residency, self.residency.frames
-        if self.fixed_reserve is None:
-            self.backend.raise_cap(None)  # moving pages takes some
-            more = self._beyond(missing) + self._margin()
-            least = min(frames, self._frames_to_stay())
-            try:
-                residency.shrink(max(least, frames - -(-more // self.page_size)))
-                residency.fit()
-            except TierFull:
-                return False
-            finally:
-                self.gave = self.gave or residency.frames < frames
-                residency.peak_frames = residency.frames_used
-                self.reserve = self.bytes - residency.frames * self.page_size
-                self.backend.limit_dense(self.reserve)
-                self.backend.raise_cap(self._cap)
-        self._cap = self._foreseen
-        self.backend.raise_cap(self._cap)
-        return True
-
-    def let_pass(self, missing: int) -> None:
-        """In the middle of a move of pages, which are not to be moved otherwise then."""
-        self._cap += missing
-        self.backend.raise_cap(self._cap)
-        both = self.residency.frames_used * self.page_size + self.dense_baseline + self._cap
-        self._most = max(self._most, both)
-
-    def taken(self) -> int:
-        """Dense bytes that this iteration has taken at once so far, if it is not metered."""
-        return self.dense_baseline + self.backend.dense_peak()
-
-    def _note_both(self) -> None:
-        """Frames in use and dense bytes, at their peaks since the border was moved."""
-        both = self.residency.peak_frames * self.page_size + self.taken()
-        self._most = max(self._most, both)
-
-    def grown(self) -> int:
-        """The end of what :meth:`begin` began: dense bytes at its peak, if they went beyond the
-        reserve and the border can follow, else 0."""
-        self._note_both()
-        dense = self.taken()
-        self.backend.cap_dense(None)
-        if self.is_expected:
-            self._least_frames = max(self._least_frames, self.residency.largest_need)
-        room = self.bytes - self._least_frames * self.page_size
-        most = room if self.fixed_reserve is None else self.reserve
-        if self.settled and self.backend.most_held() and dense > most:  # nothing could refuse it
-            raise self.refused(
-                RuntimeError(
-                    f"{dense} bytes of tensors were in use at once, and there is room for {most}. "
-                    "This iteration is done, and what it changed is as plain PyTorch has it."
-                )
-            )
-        follows = self.settled and self.fixed_reserve is None
-        return dense if follows and (self.gave or self.reserve < dense) and dense <= room else 0
-
-    def refused(self, error: Exception) -> InfeasibleBudget:
-        """What a dense allocation that was refused is told as."""
-        told = self.backend.refusal() or str(error)
-        return InfeasibleBudget(
-            f"dense memory does not fit beside the arena: {told} Raise device_budget (now "
-            f"{self.bytes} bytes), or make the batch smaller.",
-            minimum=to_name(self.bytes + max(self._lacking, self.page_size)),
-        )
+        return self.is_enough(dense, max(self.residency.largest_need, room.frames))
 
     def end(self) -> None:
         """End of a metered iteration: all that it took is known now. (Steps for which gradients are
@@ -702,15 +402,13 @@ class DeviceBudget:
         before = self.refusal
         if before is None:
             if self.placement.turned:  # perhaps since the check
-                self._count(self.placement.choices(self._rigid([]))[0], least=False)
+                self._count(self._choices()[0], least=False)
                 self.changed = True
             self._least_frames = max(1, self.residency.largest_need)
             self._of_ops = self.residency.rigid_need
-            if self._is_enough(self.dense_peak, self.residency.largest_need):
+            if self.is_enough(self.dense_peak, self.residency.largest_need):
                 return
-        after = "Most dense memory was in use after the optimizer's step; what the step changed is "
-        after += "as plain PyTorch has it."
-        self._decide(after if before is None else self._changed, least=True)
+        self._decide(AFTER if before is None else self._changed, least=True)
         if self.refusal is not None:
             raise self.refusal
         self.changed = True  # the next step goes slab by slab, if no weight streams from now on
@@ -721,20 +419,13 @@ class DeviceBudget:
         living = NO_TIMELINE if self._carried else self.backend.living()
         peak = self.placement.lives_on(living, grown)
         left = self.placement.left_at(self._check_time)
-        self._steps_now = [step._replace(beside=step.beside + left) for step in self._steps_now]
+        self.steps.note_left(left)
         self.dense_peak = max(self.dense_peak, peak)
 
     def _tell_of_excess(self) -> None:
         held = self.dense_baseline + self.backend.most_held()
         if held > self.bytes:
-            warnings.warn(
-                f"this iteration had {held} bytes on {self.backend.device} at once, "
-                f"{held - self.bytes} more than device_budget: its memory cannot be capped, and "
-                "the arena was not smaller in time. The next iterations have a smaller one; with "
-                "dense_reserve= the first has too",
-                RuntimeWarning,
-                stacklevel=2,
-            )
+            warn_of_excess(self, held)
             self._most = max(self._most, held)
 
     def settle(self, dense_extra: int, *, spare: int = 0, roomy: bool) -> None:
@@ -751,92 +442,6 @@ class DeviceBudget:
             if self._most > self.bytes:
                 self.most_whole = max(self.most_whole, self._most)
                 self._most = self._most_before
-
-    def frames_at_least(self) -> int:
-        """Frames that the arena has for good, as far as is known now."""
-        if self.settled or self.fixed_reserve is not None:
-            return self.residency.frames
-        beside = self._frames_beside(self.dense_peak)
-        # While metering it is small on purpose, and grows when the tiers below are full.
-        return beside if self.metering else min(self.residency.frames, beside)
-
-    def _frames_beside(self, reserve: int) -> int:
-        frames = (self.bytes - reserve) // self.page_size
-        frames -= frames % max(1, self.backend.granularity // self.page_size)
-        return max(1, frames)
-
-    def _margin(self) -> int:
-        return max(self.dense_peak // _MARGIN, _MARGIN_BYTES)
-
-    def _frames_for(self, reserve: int, margin: int) -> int:
-        """Beside ``reserve`` dense bytes, and a margin where ops can do without its frames."""
-        with_margin = max(self._frames_beside(reserve + margin), self.residency.largest_need)
-        return min(with_margin, self._frames_beside(reserve))
-
-    @property
-    def frames_for_all(self) -> int:
-        """Of the arena beside what batches of all lengths take: how ops go, and in which order they
-        use pages, depends on these, and not on a batch's length."""
-        frames = self.residency.frames
-        return min(self._placed, frames) if self.moved else frames
-
-    def frames_for_batch(self, dense: int | None) -> int | None:
-        """Of the arena in this iteration, which is not metered, beside so many dense bytes, or what
-        batches of all lengths take; ``None`` where it is to stay as it is."""
-        frames = self._placed
-        if dense is not None:
-            frames = max(frames, self._frames_for(dense + self._extra, self._margin()))
-        reserve = self.bytes - frames * self.page_size
-        stays = frames in (0, self.residency.frames) or self.taken() > reserve
-        return None if stays else frames
-
-    def place_for_batch(self, frames: int) -> None:
-        """The border goes there, and the rest of the budget is for dense memory in this iteration.
-        If it takes more, it asks. With no page moving but by the caller."""
-        residency, reserve = self.residency, self.bytes - frames * self.page_size
-        self._note_both()
-        self.backend.raise_cap(None)  # moving pages takes some
-        if frames > residency.frames:  # what dense memory keeps goes first
-            self.backend.limit_dense(reserve)
-        try:
-            residency.resize(frames)
-        finally:
-            self.moved = residency.frames != self._placed
-            residency.peak_frames = residency.frames_used
-            self.reserve = self.bytes - residency.frames * self.page_size
-            self.backend.limit_dense(self.reserve)
-            self._cap = self._foreseen
-            self.backend.raise_cap(self._cap)
-
-    def place(self, dense_extra: int = 0, *, spare: int = 0, roomy: bool = False) -> None:
-        """Move the border to the measured dense peak plus a margin."""
-        self.gave = self.moved = False
-        self._extra = dense_extra
-        reserve = self.fixed_reserve
-        if reserve is None:
-            reserve = self.dense_peak + dense_extra
-        least = self._frames_beside(reserve)
-        frames = least
-        if self.fixed_reserve is None:
-            frames = self._frames_for(reserve, spare + self._margin())
-        held = self.backend.arena.numel() // self.page_size
-        try:
-            try:
-                self.residency.resize(frames)
-                self.residency.fit()
-            except TierFull:  # the tiers below are full: the margin's frames must hold pages
-                stays = not self.backend.can_unmap and self.residency.largest_need <= held <= least
-                self.residency.resize(held if stays else least)
-                if not stays:
-                    self.residency.fit()
-        finally:  # if there is no memory for the arena, it is what it was before
-            self.residency.peak_frames = self.residency.frames_used
-            self.reserve = self.bytes - self.residency.frames * self.page_size
-            self._placed = self.residency.frames
-            self._limit(roomy=roomy)
-
-    def _limit(self, *, roomy: bool = False) -> None:
-        self.backend.limit_dense(self.reserve, counted=self.dense_baseline, roomy=roomy)
 
     def abandon(self) -> None:
         """The iteration raised. If it was metered the next one is instead."""
@@ -874,3 +479,49 @@ class DeviceBudget:
         at_turn = current[np.maximum(np.searchsorted(when, turns, "right") - 1, 0)]
         both = max(int((at_alloc * size + current).max()), int((frames * size + at_turn).max()))
         return both + self.dense_baseline
+
+    # -- the other iterations --------------------------------------------------------------------
+    def begin(self) -> bool:
+        """An iteration begins that is not metered. ``False`` where earlier iterations have left so
+        much more than when one was metered that this one has to be."""
+        self.open()
+        self.written = False
+        more = self.backend.meter_alive() - self._carried + self.placement.kept_bytes()
+        return more <= 0 or self.is_enough(self.dense_peak + more, self._least_frames)
+
+    def grown(self) -> int:
+        """The end of what :meth:`begin` began: dense bytes at its peak, if they went beyond the
+        reserve and the border can follow, else 0."""
+        self._note_both()
+        dense = self.taken()
+        self.backend.cap_dense(None)
+        if self.is_expected:
+            self._least_frames = max(self._least_frames, self.residency.largest_need)
+        room = self.bytes - self._least_frames * self.page_size
+        most = room if self.fixed_reserve is None else self.reserve
+        if self.settled and self.backend.most_held() and dense > most:  # nothing could refuse it
+            raise does_not_fit(
+                self,
+                f"{dense} bytes of tensors were in use at once, and there is room for {most}. "
+                f"This iteration is done, and what it changed is {AS_PLAIN}",
+            )
+        follows = self.settled and self.fixed_reserve is None
+        return dense if follows and (self.gave or self.reserve < dense) and dense <= room else 0
+
+    def refused(self, error: Exception) -> InfeasibleBudget:
+        """What a dense allocation that was refused is told as."""
+        return does_not_fit(self, self.backend.refusal() or str(error))
+
+    def meter_instead(self) -> None:
+        """This iteration takes more than it was expected to: it is metered from here on."""
+        self.dense_peak = max(self.dense_peak, self.taken())
+        self.meter()
+
+    def count_from_here(self) -> None:
+        """What this iteration has allocated so far is part of ``dense_baseline``."""
+        if not self.metering:
+            self.backend.count_anew()
+            self.begin()
+        elif not self.checked:
+            self.backend.count_anew()
+            self.backend.meter_start()

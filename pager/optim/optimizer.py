@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from ..budget.budget import Measure, StepRoom
+from ..budget.steps import Measure, StepRoom
 from ..errors import InfeasibleBudget, PagerError, TierFull
 from ..tensor.dispatcher import hide_from_dynamo
 from ..tensor.module import known_parameter

@@ -12,8 +12,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from ..budget.budget import Measure, Room, StepRoom
 from ..budget.fits import bytes_in_pages, check_capacity
+from ..budget.steps import Measure, Room, StepRoom
 from ..tensor.paged_tensor import PagedTensor
 from . import fused
 from .fused_states import is_big_dense

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from ..budget.budget import LeftOut
 from ..budget.fits import frames_anyway
+from ..budget.refusals import LeftOut
 from ..core import Core
 from ..errors import CorruptPage, InfeasibleBudget, PagerError
 from ..memory.space import Extent
