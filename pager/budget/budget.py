@@ -436,6 +436,8 @@ class DeviceBudget(Border):
         ``roomy``: see ``Device.limit_dense``.
         """
         self.metering, self.settled = False, True
+        self.placement.forget_iteration()
+        self.backend.meter_forget()
         self.place(dense_extra, spare=spare, roomy=roomy)
         if self.changed:  # what streams from now on was not metered so
             self.settled = False

@@ -127,17 +127,22 @@ class Placement:
 
     def start(self, dense_before: int) -> None:
         """Another iteration is metered; those before took ``dense_before`` bytes."""
-        for noted in (self._verdicts_before, self._products, self._casts):
-            noted.clear()
+        self._verdicts_before.clear()
         kept = [(storage, g) for storage, g in self._newest.items() if g.is_new]
         self._gradients.clear()
         for storage, g in kept:
             self._add(storage, _Gradient(g.weight, g.nbytes, None, g.becomes, g.born, is_kept=True))
         self._copies_before = dict(self._copies)
         self._before, self._dense = dense_before, 0
+        self.forget_iteration()
+        self.turned, self.under_way, self._over = False, None, False
+
+    def forget_iteration(self) -> None:
+        """What the metered iteration took: its verdicts hold."""
+        self._products.clear()
+        self._casts.clear()
         self._timeline = self._left = NO_TIMELINE
         self._beside, self._rest = NO_TIMELINE.nbytes, 0
-        self.turned, self.under_way, self._over = False, None, False
         self.weights = {run: weight for run, weight in self.weights.items() if run.storages}
 
     def known(self, run: Extent) -> bool | None:

@@ -391,6 +391,9 @@ class Accelerator:
     def living(self) -> Timeline:
         return NO_TIMELINE
 
+    def meter_forget(self) -> None:
+        pass
+
     def birth_at(self, address: int) -> int:
         return 0
 

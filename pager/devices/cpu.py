@@ -152,7 +152,8 @@ class Cpu:
     @contextmanager
     def lend_idle(self, most: int) -> Iterator[int]:
         if self._account is not None:
-            most = self._lent = max(0, min(most, self._keep - self._account.current))
+            most = max(0, min(most, self._keep - self._account.current))
+            self._lent = most + most // 16  # some for the threads that use it
             self.raise_cap(self._cap)
         give_back_idle()
         try:
@@ -220,6 +221,11 @@ class Cpu:
 
     def living(self) -> Timeline:
         return NO_TIMELINE if self._account is None else self._account.living()
+
+    def meter_forget(self) -> None:
+        self._meter.timeline = NO_TIMELINE
+        if self._account is not None:
+            self._account.places = {}
 
     def birth_at(self, address: int) -> int:
         return 0 if self._account is None else self._account.birth_at(address)

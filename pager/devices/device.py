@@ -227,6 +227,9 @@ class Device(Protocol):
         """Large tensors that are counted and alive: when each was made, its bytes and its birth;
         empty where not known."""
 
+    def meter_forget(self) -> None:
+        """Of the last measurement nobody will ask when and where anything was made."""
+
     def birth_at(self, address: int) -> int:
         """Of the tensor there, as ``meter_timeline`` has it; 0 where not known."""
 

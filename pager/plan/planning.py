@@ -19,6 +19,7 @@ import threading
 import time
 import weakref
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,6 +30,7 @@ from ...planner.layout import Layout, layout_from_json
 from ...planner.plan import Plan, plan_from_json
 from ...planner.request import write_request
 from ...planner.trace import Trace
+from ..devices.heap import give_back_idle
 from ..errors import PagerError
 
 MODULE = "tensorpager.planner.background"
@@ -157,8 +159,11 @@ class _Run:
                 ) from error
         try:
             self.asked.wait()
-            request = b"" if self.question is None else self._request(self.question)
-            answer, complaints = process.communicate(request)
+            if self.question is not None:
+                self._write_to(process, self.question)
+                self.question = None
+            give_back_idle()
+            answer, complaints = process.communicate()
         except BaseException:
             process.kill()
             process.communicate()
@@ -167,11 +172,15 @@ class _Run:
             raise PagerError("planning was cancelled")
         return _read(answer, complaints, process.returncode)
 
-    def _request(self, question: _Question) -> bytes:
-        return write_request(
+    def _write_to(self, process: subprocess.Popen[bytes], question: _Question) -> None:
+        request = write_request(
             question.trace, question.hardware, quick=question.quick, policy=question.policy,
             parent_pid=self.owner_pid,
         )  # fmt: skip
+        assert process.stdin is not None
+        with suppress(BrokenPipeError):  # it has died: what it says of that is read
+            process.stdin.write(request)
+            process.stdin.flush()
 
 
 def _start() -> subprocess.Popen[bytes]:

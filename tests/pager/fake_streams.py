@@ -138,7 +138,7 @@ class FakeAccelerator(Accelerator):
             *("limit_dense", "cap_dense", "raise_cap", "count_anew"),
             *("dense_now", "dense_peak", "refusal", "discard"),
             *("meter_start", "meter_sample", "meter_stop", "meter_peak"),
-            *("meter_level", "meter_timeline", "meter_alive", "dense_of"),
+            *("meter_level", "meter_timeline", "meter_alive", "meter_forget", "dense_of"),
         ):
             setattr(self, name, getattr(cpu, name))
 

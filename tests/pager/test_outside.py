@@ -76,7 +76,6 @@ def test_under_a_data_limit_plain_dies_and_paged_trains(tmp_path: Path) -> None:
 # What a planned training takes beside its tiers, whatever the size of the model: objects of Python,
 # as the compiled plan and the log, stacks and heaps of threads. Measured: 1.3 to 1.9 MiB.
 ALLOWANCE = 3 * MIB
-PLAIN_10M = 1.2 * MIB  # what plain PyTorch takes for preset 10m beside tensors of 64 KiB and more
 EXTENTS = 64 << 10  # blocks in which a file system notes which blocks a file has: 4 KiB seen
 
 
@@ -108,12 +107,12 @@ def test_planned_training_stays_inside_every_budget(tmp_path: Path, how: str) ->
 
 @pytest.mark.slow
 @pytest.mark.parametrize("disk_rate", [0, 200])
-def test_larger_planned_training_stays_inside_every_budget(tmp_path: Path, disk_rate: int) -> None:
+def test_larger_planned_training_takes_two_per_cent_more(tmp_path: Path, disk_rate: int) -> None:
     """It needs 282 MiB, and a plain process grows by 344. The rates are measured in it."""
     device, host = 141 * MIB, 16 * MIB
     check_planned(
         Job("10m", device, host, 512 * MIB, str(tmp_path), 256 << 10, 8, disk_rate, 2),
-        0.02 * (device + host) + PLAIN_10M,
+        0.02 * (device + host),
     )
 
 
