@@ -153,18 +153,18 @@ class ProfileRun:
             return
         if budget.gave:  # to an iteration that was cut short
             self._place()
-        elif budget.moved and self._will_follow():
+        elif budget.moved and self._will_enter():
             with self._about_to_resize():
                 budget.place_for_batch(budget.frames_for_all)
         if not budget.begin():
             self._meter(go_on=False)
 
-    def _will_follow(self) -> bool:
+    def _will_enter(self) -> bool:
         follower = self._pager.follower
         if follower is None:
             return False
         with self._pager.lock:
-            return follower.will_follow()
+            return follower.will_enter()
 
     def note_shapes(self, module: Any, args: Any, kwargs: Any) -> None:
         """A paged module is called. Shapes that it never ran on may need more, for which there has
@@ -201,15 +201,22 @@ class ProfileRun:
             return
         self._first = calls, size
         follower = pager.follower
-        if pager.fits or not budget.settled or (follower is not None and follower.is_busy):
+        if pager.fits or not budget.settled or (follower is not None and follower.is_fixed):
             return
         dense = calls.lengths.dense(size)
         if dense is not None and dense > _NEARLY * budget.dense_peak:
             dense = None
         frames = budget.frames_for_batch(dense)
-        if frames is not None:
-            with self._about_to_resize():
-                budget.place_for_batch(frames)
+        if frames is None:
+            return
+        if follower is not None:
+            with pager.lock:
+                if follower.make_room(frames):
+                    with pager.quiet():
+                        budget.place_for_batch(frames)
+                    return
+        with self._about_to_resize():
+            budget.place_for_batch(frames)
 
     def _has_room(self, needs: Needs, size: int) -> bool:
         """Whether a larger input than before finds room, as far as can be foreseen; beside all
@@ -271,9 +278,6 @@ class ProfileRun:
             given = budget.give(missing)
         if not given or self._most_pages() <= pager.residency.frames:
             pager.fits, pager.saved.dense_allowance = before
-        if budget.gave and pager.follower is not None and not pager.inferring:
-            with pager.lock:
-                pager.follower.arena_resized()
         return given
 
     def _collect_garbage(self, missing: int) -> bool:
@@ -304,7 +308,9 @@ class ProfileRun:
             elif (dense or budget.gave) and not self._still_fits(dense):
                 budget.dense_peak = max(budget.dense_peak, dense)
                 self._place()
-            budget.gave = False  # where all still fits the border may stay where it is
+            if budget.gave:  # where all still fits the border may stay where it is
+                budget.gave = False
+                self._tell_follower()
         if self._first is not None:
             calls, size = self._first
             calls.lengths.add(size, taken)
@@ -337,7 +343,7 @@ class ProfileRun:
             space.passed_in_slabs.clear()
             budget.placement.forget()
         with pager.lock:
-            frames = residency.pool.count
+            frames, gave = residency.pool.count, budget.gave
             roomy = pager.fits and 4 * (arena + transient + dense) <= 3 * budget.bytes
             extra = transient if pager.fits else pager.in_backward.extra_dense()
             spare = 0
@@ -358,6 +364,12 @@ class ProfileRun:
                 pager.turns.alone()
                 with pager.quiet():
                     budget.place(extra, spare=spare, roomy=roomy)
-            if pager.follower is not None and residency.pool.count != frames:
-                pager.follower.arena_resized()
+            if gave or residency.pool.count != frames:
+                self._tell_follower()
         pager.saved.dense_allowance = transient if pager.fits else 0
+
+    def _tell_follower(self) -> None:
+        """The border is in another place than before the iteration, or was meanwhile."""
+        if self._pager.follower is not None:
+            with self._pager.lock:
+                self._pager.follower.arena_resized()

@@ -22,6 +22,7 @@ from ..moves.residency import Residency
 
 _MARGIN = 16
 _MARGIN_BYTES = 1 << 20
+_FEWER, _MORE = 3 / 4, 8 / 7  # times the frames before: about as many
 
 
 def margin(dense: int) -> int:
@@ -55,6 +56,7 @@ class Border:
         self.inferring = False
         self.moved = False  # the border is where inference has it, or shorter batches
         self._placed = 0  # frames of the arena where batches of all lengths have room
+        self._for_steps = 0  # likewise, in which an optimizer's step finds room
         self._extra = 0  # dense bytes beside what was measured
         self._inference_peak = 0  # dense bytes in inference, at most
         self._cap = 0  # of dense memory
@@ -128,6 +130,17 @@ class Border:
         use pages, depends on these, and not on a batch's length."""
         frames = self.residency.frames
         return min(self._placed, frames) if self.moved else frames
+
+    @property
+    def frames_for_steps(self) -> int:
+        """The same, as it was before if they have become a few more or fewer: an optimizer's step
+        takes together what these have room for, and steps that go otherwise are another kind."""
+        frames = self.frames_for_all
+        if not self.settled:
+            return frames
+        if not _FEWER * self._for_steps <= frames <= _MORE * self._for_steps:
+            self._for_steps = frames
+        return self._for_steps
 
     def frames_for_batch(self, dense: int | None) -> int | None:
         """Of the arena in this iteration, which is not metered, beside so many dense bytes, or what

@@ -77,6 +77,17 @@ def make_way(
     return _cleared(residency, frames, others, lambda run: _goes_home(residency, run, home_of(run)))
 
 
+def vacate(residency: Residency, frames: int, home_of: Callable[[Extent], int]) -> None:
+    """What is behind the first ``frames`` frames, and not in use, goes home, or where there is room
+    in front, as far as there is."""
+    table, runs = residency.table, residency.space.runs
+    behind = np.arange(frames, residency.pool.count, dtype=np.int32)
+    pages = table.frame_page[behind]
+    owners = distinct(table.owner[pages[pages >= 0]]).tolist()
+    others = [runs[owner] for owner in owners if not _stays(runs[owner])]
+    _cleared(residency, behind, others, lambda run: _goes_home(residency, run, home_of(run)))
+
+
 def _cleared(
     residency: Residency, frames: Int32, runs: Sequence[Extent], move: Callable[[Extent], bool]
 ) -> bool:

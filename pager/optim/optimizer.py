@@ -164,7 +164,7 @@ def _several_on_views(
     itself. PyTorch's loop takes no more dense memory for several."""
     if paged.progress or paged.pager.budget.metering or group.get("foreach"):
         return 0
-    frames = paged.pager.budget.frames_for_all
+    frames = paged.pager.budget.frames_for_steps
     most, few = frames // _LEAST_FRAMES_PER_PAGE, frames // _FRAMES_PER_PAGE_BESIDE
     runs: set[Extent] = set()
     count = pages = largest = 0
@@ -202,7 +202,7 @@ def update_one(
             fused.update_one(paged, group, parameter)
             return
     if most is None:
-        most = paged.pager.budget.frames_for_all // _LEAST_FRAMES_PER_PAGE
+        most = paged.pager.budget.frames_for_steps // _LEAST_FRAMES_PER_PAGE
     with alone(paged.optimizer, group, parameter):
         with torch._C.DisableTorchFunctionSubclass():
             done = _step_on_views(paged, most)

@@ -108,12 +108,15 @@ class CompiledPlan(Order):
     ``start``: positive key → frame of its first page when an iteration begins; ``away``: pages that
     are not on the device then. ``last_in``: key → number of its last in-move, the order of those
     still under way at the end. ``all_placed``: everything has a frame in advance.
-    ``hosted``: access that is a step of the host → its place in the host's order.
+    ``hosted``: access that is a step of the host → its place in the host's order. ``frames``: that
+    it has places in.
     """
 
-    def __init__(self, recorded: Recorded, plan: Plan, layout: Layout, keys: list[Keys]) -> None:
+    def __init__(
+        self, recorded: Recorded, plan: Plan, layout: Layout, keys: list[Keys], frames: int
+    ) -> None:
         super().__init__(keys)
-        self.plan = plan
+        self.plan, self.frames = plan, frames
         self.all_placed = not layout.unplaced_pages
         self.trace = without_ends(recorded.trace, plan.host_steps)
         self.actions: list[Sequence[Action]] = [()] * (len(keys) + 1)

@@ -124,10 +124,10 @@ class Follower:
         return self.recorder.log
 
     @property
-    def is_busy(self) -> bool:
-        """The arena is to stay as it is in the iteration that runs: it follows a plan, or its ops
-        are timed, with more dense memory than otherwise."""
-        return self.is_ahead or self._op_times is not None
+    def is_fixed(self) -> bool:
+        """The arena is to stay as it is in the iteration that runs: it follows a plan of somebody
+        else's, or its ops are timed, with more dense memory than otherwise."""
+        return (self.is_ahead and self.compiled is None) or self._op_times is not None
 
     # -- an iteration ----------------------------------------------------------------------------
     def begin(self) -> None:
@@ -467,12 +467,13 @@ class Follower:
             kind.cancel()
         self._plan(kind, quick=True)
 
-    def will_follow(self) -> bool:
-        """Whether the next iteration begins with a plan, as far as can be told."""
+    def will_enter(self) -> bool:
+        """Whether the arena has to be brought into the state of a plan for the next iteration, as
+        far as can be told."""
         if self.others is None or self.others.may_take:
             self._poll()
         kind = self.to_come()
-        return kind is not None and kind.followed is not None
+        return kind is not None and kind.followed not in (None, self._in_state)
 
     def to_come(self) -> StepSignature | None:
         """The kind of the next iteration, as far as can be told."""
@@ -659,6 +660,15 @@ class Follower:
         self._leave()
         self._expect(known, at)
         self.mover.drain()
+
+    def make_room(self, frames: int) -> bool:
+        """The arena is to have so many frames in the iteration that runs; whether that follows a
+        plan, and goes on to."""
+        if self.compiled is None:
+            return False
+        if frames < self._pager.residency.frames:
+            self.planned.shrink(frames, self.recorder.at + 1)
+        return self.mover.error is None
 
     def forget_plans(self) -> None:
         """Budgets have changed: plans are made anew."""

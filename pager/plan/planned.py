@@ -18,26 +18,16 @@ import numpy as np
 from ..memory.frame_pool import distinct, merge
 from ..memory.page_table import BLANK, DIRTY, Int32
 from ..memory.space import Extent
-from ..moves.compaction import base_of, find_window, make_way, rearrange
+from ..moves.compaction import base_of, find_window, make_way, rearrange, vacate
 from ..moves.mover import TIERS, Mover
 from ..moves.residency import Residency
 from ..moves.tickets import MoveFailed
 from .access_log import Names
 from .compiled_plan import ANYWHERE, Action, CompiledPlan
+from .put_off import Job, PutOff
 
 _NOTHING = np.empty(0, np.int32)
 _PATIENCE = 16  # times that a move waits for its place: some 8 accesses
-
-
-class Job(NamedTuple):
-    """An :class:`Action` on a live run. What is done of it the page table says."""
-
-    action: Action
-    run: Extent
-
-    @property
-    def pages(self) -> Int32:
-        return self.run.pages[self.action.first : self.action.first + self.action.pages]
 
 
 class _Moves(NamedTuple):
@@ -141,6 +131,7 @@ class PlannedMoves:
         self._waiting_first: dict[str, tuple[Job, int]] = {}  # by tier, and how often it has waited
         self._residency, self._mover, self._names = residency, mover, names
         self._table = residency.table
+        self._put_off = PutOff(residency, names)
         self._outs: dict[str, deque[Job]] = {tier: deque() for tier in TIERS}
         self._ins: dict[str, deque[Job]] = {tier: deque() for tier in TIERS}
         self.queues = (*self._outs.values(), *self._ins.values())  # what has not begun
@@ -171,7 +162,23 @@ class PlannedMoves:
         for tier, moves in point.drops:
             self._drop(tier, distinct(moves.pages))
         at_once = point.is_plain and not in_use and not any(self.queues)
+        if where is not None and self._put_off.is_on:
+            self._put_off.back(job for _, moves in point.ins for job in moves.jobs(runs))
+            outs = [job for _, moves in point.outs for job in moves.jobs(runs)]
+            self._carefully(partial(self._begin_but, outs, point, runs, where))
+            return
         self._carefully(partial(self._begin, point, runs, at_once=at_once))
+
+    def _begin_but(
+        self, outs: list[Job], point: _Point, runs: Sequence[Extent | None], where: int
+    ) -> None:
+        """The same, but ``outs`` leave only where others of them have no room beside them."""
+        for job in self._put_off.add(outs, where):
+            self._outs[job.action.tier].append(job)
+        for tier, moves in point.ins:
+            self._ins[tier] += moves.jobs(runs)
+        if any(self.queues):
+            self._begin_queued()
 
     def _begin(self, point: _Point, runs: Sequence[Extent | None], *, at_once: bool) -> None:
         """Begin ``at_once`` what can be, together; the rest is queued, and begins if it can."""
@@ -254,9 +261,23 @@ class PlannedMoves:
         self.births = compiled.births if compiled is not None else {}
         self.homes = {**compiled.start} if compiled is not None else {}
         self._tidies = compiled is not None and compiled.all_placed
+        self._put_off.follow(compiled)
         if compiled is not None and compiled is not self._of:
             self._of = compiled
             self._points.clear()
+
+    def shrink(self, frames: int, now: int) -> None:
+        """The arena is to have so many frames, before access ``now``: what was put off, and has no
+        room in them, leaves, and what is behind them goes where there is room."""
+
+        def begin() -> None:
+            for job in self._put_off.shrink(frames, now):
+                self._outs[job.action.tier].append(job)
+            self._begin_queued()
+            self._mover.drain()
+            vacate(self._residency, frames, self._home)
+
+        self._carefully(begin)
 
     def clear(self) -> None:
         """Forget what has not begun."""
@@ -456,6 +477,8 @@ class PlannedMoves:
             run = self._names.run_of(key, {})
             if run is None or run.base == base or run.pins or run.parts is not None:
                 continue
+            if self._of is not None and run.base >= self._of.frames:
+                continue  # nobody is in its way there
             own = self._table.frame[run.pages]
             wrong = np.flatnonzero((own >= 0) & (own != base + np.arange(run.count)))
             if not len(wrong) or not self._is_inside(run, base):
@@ -468,6 +491,9 @@ class PlannedMoves:
 
     def _home(self, run: Extent) -> int:
         """The frame that the plan has for the first page of ``run``, as far as it has come."""
+        behind = self._put_off.home(run)
+        if behind is not None:
+            return behind
         return self.homes.get(run.key, self.births.get(run.key, ANYWHERE))
 
     def _window(self, run: Extent, base: int) -> int | None:

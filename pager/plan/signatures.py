@@ -29,7 +29,7 @@ _AGAIN = 2  # times as many iterations seen as before a plan, until another one 
 _MEASURED = 3  # iterations that follow a plan before another one is made
 _CLOSE = 99.5  # percent of the bound's speed: no plan is worth much more
 _SAMPLES = 5
-_MORE_FRAMES = 17 / 16  # times those that there are: a plan for as many is followed
+_MORE_FRAMES = 9 / 8  # times those that there are: a plan for as many is followed
 _LONGER = 9 / 8  # times what was planned: another plan is worth its time
 _MOST_KINDS = 8
 _HISTORY = 256
@@ -299,7 +299,9 @@ class StepSignature:
             known = isinstance(error, PlanRefused)
             self.refused = str(error) if known else f"the planner ended with an error: {error}"
             return
-        compiled = CompiledPlan(self.recorded, planned.plan, planned.layout, self.keys)
+        assert self.hardware is not None
+        frames = int(self.hardware.device_pages)
+        compiled = CompiledPlan(self.recorded, planned.plan, planned.layout, self.keys, frames)
         # Where one is followed already both are compared with what is measured (`choose`).
         compare = only_if_faster and self.followed is None
         no_better = self.no_better(compiled) if compare else None

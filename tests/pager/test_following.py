@@ -213,6 +213,50 @@ def test_what_finds_its_place_taken_comes_with_the_others(monkeypatch: pytest.Mo
         assert unchanged(tensors)
 
 
+# -- more frames than the plan counts on -----------------------------------------------------------
+def test_what_has_room_beside_the_plan_stays() -> None:
+    """The plan counts on six frames: of A, B and C, which it has leave, two find room in the other
+    four, and C is used last. What takes their places makes them go behind the plan's frames; when
+    there are fewer frames, B has to leave too."""
+    with make_pager(frames=FRAMES, policy="lp") as pager:
+        tensors = laid_out(pager, "DD........")
+        with pager.core.lock:
+            pager.core.residency.evict_pages(pages_of(tensors["D"]))
+        tensors |= laid_out(pager, "AABBCC....")
+        keys = named(pager, tensors)
+        plan: Any = Order([(keys[letter],) for letter in "ABCDABC"])
+        plan.frames, plan.births, plan.start, plan.all_placed = 6, {}, {}, True
+        planned, mover = pager.core.follower.planned, pager.core.mover
+        outs = [Action("out", "host", keys[letter], 0, 2, ANYWHERE) for letter in "ABC"]
+        with pager.core.lock:
+            planned.follow(plan)
+            planned.issue(outs, {}, 3)
+            assert layout(pager, tensors) == "AABB......"
+            planned.issue([Action("in", "host", keys["D"], 0, 2, 0)], {}, 4)
+            mover.drain()
+            assert layout(pager, tensors) == "DDBB..AA.."
+            planned.shrink(8, 4)
+            pager.core.residency.resize(8)
+            assert layout(pager, tensors) == "DD....AA.."
+            planned.issue([Action("in", "host", keys["A"], 0, 2, 2)], {}, 4)
+            planned.shrink(6, 5)
+            pager.core.residency.resize(6)
+        assert layout(pager, tensors) == "DDAA......"
+        assert mover.bytes_out == 2 * 3 * pager.core.page_size  # B, C, and D before
+        check_invariants(pager.core)
+        assert unchanged(tensors)
+
+
+def test_steps_go_on_as_before_with_about_as_many_frames() -> None:
+    """Or each batch that is longer than all before would be another kind, to be planned anew."""
+    with make_pager(frames=100, policy="lp") as pager:
+        pager.core.budget.settled, found = True, []
+        for frames in (100, 92, 70, 76, 90):
+            pager.core.residency.resize(frames)
+            found.append(pager.core.budget.frames_for_steps)
+        assert found == [100, 100, 70, 70, 90]
+
+
 # -- places of the plan ----------------------------------------------------------------------------
 @pytest.fixture
 def a_place_that_is_taken() -> Iterator[tuple[tp.Pager, Tensors, dict[str, int]]]:

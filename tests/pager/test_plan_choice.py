@@ -373,10 +373,10 @@ def test_read_only_weights_are_not_written_to_the_disk(monkeypatch, tmp_path) ->
             follower.arena_resized()
             assert follower.current.compiled is compiled
             frames = pager.core.residency.pool.count
-            pager.core.residency.resize(frames - frames // 17)
+            pager.core.residency.resize(frames - frames // 9)
             follower.arena_resized()
             assert follower.current.compiled is compiled
-            pager.core.residency.resize(frames - frames // 17 - 1)
+            pager.core.residency.resize(frames - frames // 9 - 1)
             follower.arena_resized()
             assert follower.current.compiled is None
 

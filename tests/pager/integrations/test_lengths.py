@@ -48,10 +48,17 @@ def train(model: Any, data: list[torch.Tensor], limits: dict[str, Any] | None) -
         return [losses, plain(model.state_dict())]
     pager.page_module(model)
     pager.optimizer(optimizer)
-    for ids in data:
+    follower = pager.core.follower
+    for number, ids in enumerate(data):
         with pager.iteration():
             step(ids)
+        if follower is not None and number == len(data) // 2:
+            follower.only_if_faster = False
+            follower.wait_for_plans()
     assert_half(pager)
+    stats = pager.stats()
+    assert follower is None or stats["planned_iterations"] > 0
+    assert stats["peak_bytes"]["device"] <= stats["budget_bytes"]["device"]
     assert pager.stats()["kinds"] <= 8
     found = [losses, plain(model.state_dict())]
     pager.close()
