@@ -148,13 +148,7 @@ class Machine:
         return self.base.with_(device_bytes=pages * page_size)
 
 
-_HARDWARE_OPTIONS = [
-    click.option(
-        "--hardware",
-        required=True,
-        metavar="NAME|FILE",
-        help=f"The machine: {', '.join(PRESETS)}, or a TOML file.",
-    ),
+_OVERRIDE_OPTIONS = [
     click.option(
         *("--device-bytes", "--device-budget"),
         type=limit_or_share,
@@ -188,17 +182,17 @@ _HARDWARE_OPTIONS = [
 
 def hardware_options(command: F) -> F:
     """``--hardware`` and its overrides; the command gets them as ``machine``, a Machine."""
-    return _with_machine(command, _HARDWARE_OPTIONS)
+    return _with_machine(command, required=True)
 
 
 def optional_hardware_options(command: F) -> F:
     """The same options for a command that can do without a machine: without ``--hardware`` it gets
     that of its plan, if that says for which it was made, or ``machine=None``. Overrides of a
     machine that is not named are refused."""
-    return _with_machine(command, [_OPTIONAL_HARDWARE, *_HARDWARE_OPTIONS[1:]])
+    return _with_machine(command, required=False)
 
 
-def _with_machine(command: F, options: list[Callable[[Any], Any]]) -> F:
+def _with_machine(command: F, *, required: bool) -> F:
     @wraps(command)
     def with_machine(hardware: str | None, device_bytes: Any, **values: Any) -> Any:
         overrides = {name: values.pop(name) for name in _OVERRIDES}
@@ -216,16 +210,13 @@ def _with_machine(command: F, options: list[Callable[[Any], Any]]) -> F:
         return command(machine=machine, **values)
 
     wrapped: Any = with_machine
-    for option in reversed(options):
+    for option in reversed(_OVERRIDE_OPTIONS):
         wrapped = option(wrapped)
-    return wrapped  # type: ignore[no-any-return]
+    of_plan = "" if required else " of the plan"
+    help_text = f"The machine{of_plan}: {', '.join(PRESETS)}, or a TOML file."
+    named = click.option("--hardware", required=required, metavar="NAME|FILE", help=help_text)
+    return named(wrapped)  # type: ignore[no-any-return]
 
-
-_OPTIONAL_HARDWARE = click.option(
-    "--hardware",
-    metavar="NAME|FILE",
-    help=f"The machine of the plan: {', '.join(PRESETS)}, or a TOML file.",
-)
 
 _OVERRIDES = (
     "host_bytes",

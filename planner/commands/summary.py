@@ -183,17 +183,23 @@ def _peak_tensors(view: View, top: int) -> list[dict[str, Any]]:
             idle = view.starts[following % trace.ops] - view.ends[last] + wrapped * trace.ideal_us
         found.append(
             {
-                "tensor": int(trace.tensor_ids[tensor]),
-                "name": trace.tensor_names[tensor],
-                "kind": trace.tensor_kinds[tensor],
-                "first_op_name": trace.op_names[trace.first_op[tensor]],
-                "nbytes": int(trace.tensor_bytes[tensor]),
+                **_facts(trace, tensor),
                 "share": int(trace.tensor_bytes[tensor]) / int(view.live[op]),
                 "in_use": last == op,
                 "idle_us": max(0.0, float(idle)),
             }
         )
     return found
+
+
+def _facts(trace: Trace, tensor: int) -> dict[str, Any]:
+    return {
+        "tensor": int(trace.tensor_ids[tensor]),
+        "name": trace.tensor_names[tensor],
+        "kind": trace.tensor_kinds[tensor],
+        "first_op_name": trace.op_names[trace.first_op[tensor]],
+        "nbytes": int(trace.tensor_bytes[tensor]),
+    }
 
 
 def _uses_around(trace: Trace, op: int) -> tuple[Ints, Ints]:
@@ -265,12 +271,8 @@ def _hottest(view: View, top: int) -> list[dict[str, Any]]:
     order = np.argsort(-touched, kind="stable")
     return [
         {
-            "tensor": int(trace.tensor_ids[tensor]),
-            "name": trace.tensor_names[tensor],
-            "kind": trace.tensor_kinds[tensor],
-            "first_op_name": trace.op_names[trace.first_op[tensor]],
+            **_facts(trace, tensor),
             "persistent": bool(trace.tensor_persistent[tensor]),
-            "nbytes": int(trace.tensor_bytes[tensor]),
             "accesses": int(uses[tensor]),
             "touched_bytes": int(touched[tensor]),
         }

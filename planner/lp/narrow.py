@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from ..trace import Floats
 from .groups import grouped
 from .problem import Problem
 
@@ -17,12 +18,17 @@ def without_short(problem: Problem, shortest: float) -> Problem:
     """Leave out gaps shorter than ``shortest`` times what their pages take out and in."""
     if not shortest:
         return problem
-    gaps = problem.gaps
+    transfer_us = problem.gaps.pages * (1 / problem.out_rate + 1 / problem.in_rate)
+    return problem.narrowed(_length_us(problem) > shortest * transfer_us)
+
+
+def _length_us(problem: Problem) -> Floats:
+    """Of each gap, [gaps]."""
+    gaps, steps = problem.gaps, problem.steps
     begins = np.concatenate([[0.0], np.cumsum(problem.duration_us)])
-    ends = begins[gaps.end % problem.steps] + np.where(gaps.end >= problem.steps, begins[-1], 0.0)
-    length_us = ends - begins[gaps.begin + 1]
-    transfer_us = gaps.pages * (1 / problem.out_rate + 1 / problem.in_rate)
-    return problem.narrowed(length_us > shortest * transfer_us)
+    ends = begins[gaps.end % steps] + np.where(gaps.end >= steps, begins[-1], 0.0)
+    length: Floats = ends - begins[gaps.begin + 1]
+    return length
 
 
 def less_room(problem: Problem, reserve_pages: int) -> Problem:
@@ -46,12 +52,8 @@ def largest(problem: Problem, *, relaxed: bool) -> Problem:
     gaps = problem.gaps
     if not too_many(problem):
         return problem
-    begins = np.concatenate([[0.0], np.cumsum(problem.duration_us)])
-    total = begins[-1]
-    ends = begins[gaps.end % problem.steps] + np.where(gaps.end >= problem.steps, total, 0.0)
-    begin_us = begins[np.minimum(gaps.begin + 1, problem.steps)]
     keep = np.zeros(len(gaps), bool)
-    keep[np.argsort(-(gaps.pages * (ends - begin_us)))[:MAX_GAPS]] = True
+    keep[np.argsort(-(gaps.pages * _length_us(problem)))[:MAX_GAPS]] = True
     left = problem.narrowed(keep)
     if not relaxed:
         return left
