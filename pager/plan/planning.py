@@ -61,29 +61,17 @@ class PlanRefused(PagerError):  # noqa: N818 (an honest answer of the planner, n
 
 
 class PlanningProcess:
-    """Starts at once: it loads what a planner needs, and plans what it is asked."""
+    """Starts at once: it loads what a planner needs, and waits to be asked."""
 
-    def __init__(
-        self,
-        trace: Trace | None = None,
-        hardware: Hardware | None = None,
-        *,
-        quick: bool = False,
-        policy: str = "lp",
-    ) -> None:
-        """``trace`` and ``hardware``: asked at once; without them it gets ready, and waits."""
+    def __init__(self) -> None:
         self._run = _Run()
         self._thread = threading.Thread(
             target=self._run.go, name="tensorpager-planning", daemon=True
         )
-        if trace is not None and hardware is not None:
-            self.ask(trace, hardware, quick=quick, policy=policy)
         self._thread.start()
         self._finalizer = weakref.finalize(self, _cancel, self._run, self._thread)
 
-    def ask(
-        self, trace: Trace, hardware: Hardware, *, quick: bool = False, policy: str = "lp"
-    ) -> None:
+    def ask(self, trace: Trace, hardware: Hardware, *, quick: bool, policy: str = "lp") -> None:
         """Once. The arguments are those of :func:`plan_with_layout`; neither may be changed until
         it is ``done``."""
         self._asked = time.perf_counter()

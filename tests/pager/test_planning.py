@@ -44,6 +44,12 @@ def machine(pages: int) -> Hardware:
     return Hardware(pages * PAGE, float("inf"), 0, 1e9, 1e9, page_size=PAGE)
 
 
+def asked(trace: Trace, hardware: Hardware, *, quick: bool = False) -> PlanningProcess:
+    process = PlanningProcess()
+    process.ask(trace, hardware, quick=quick)
+    return process
+
+
 def planners() -> list[psutil.Process]:
     """Planners that this process started, reaped ones apart."""
     return [
@@ -77,7 +83,7 @@ def endless(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def test_the_plan_is_that_of_this_process() -> None:
     trace, hardware = chain(), machine(70)
-    process = PlanningProcess(trace, hardware, quick=True)
+    process = asked(trace, hardware, quick=True)
     planned = process.result(300)
     assert process.done()
     plan, layout = plan_with_layout(trace, hardware, quick=True)
@@ -110,7 +116,7 @@ def test_one_that_is_never_asked_goes_when_it_is_cancelled() -> None:
 
 
 def test_a_refusal() -> None:
-    process = PlanningProcess(chain(), machine(5), quick=True)
+    process = asked(chain(), machine(5), quick=True)
     with pytest.raises(PlanRefused, match="too small") as refusal:
         process.result(300)
     assert refusal.value.minimum is not None
@@ -131,7 +137,7 @@ def test_starting_takes_no_time_of_the_caller(
         return write(*arguments, **options)  # type: ignore[arg-type]
 
     monkeypatch.setattr(planning, "write_request", write_later)
-    process = PlanningProcess(chain(), machine(70))
+    process = asked(chain(), machine(70))
     assert not process.done()
     proceed.set()
     wait_until(planners)
@@ -139,7 +145,7 @@ def test_starting_takes_no_time_of_the_caller(
 
 
 def test_result_can_be_waited_for_a_while(endless: None) -> None:
-    process = PlanningProcess(chain(), machine(70))
+    process = asked(chain(), machine(70))
     with pytest.raises(TimeoutError, match="still being made"):
         process.result(0.05)
     assert not process.done()
@@ -147,7 +153,7 @@ def test_result_can_be_waited_for_a_while(endless: None) -> None:
 
 
 def test_cancel_leaves_no_process(endless: None) -> None:
-    process = PlanningProcess(chain(), machine(70))
+    process = asked(chain(), machine(70))
     wait_until(planners)
     process.cancel()
     assert not planners()
@@ -159,14 +165,14 @@ def test_cancel_leaves_no_process(endless: None) -> None:
 
 def test_cancel_before_it_has_started(endless: None) -> None:
     for _ in range(5):
-        process = PlanningProcess(chain(), machine(70))
+        process = asked(chain(), machine(70))
         process.cancel()
         assert process.done()
         assert not planners()
 
 
 def test_a_forgotten_one_is_cancelled(endless: None) -> None:
-    process = PlanningProcess(chain(), machine(70))
+    process = asked(chain(), machine(70))
     wait_until(planners)
     del process
     gc.collect()
@@ -174,7 +180,7 @@ def test_a_forgotten_one_is_cancelled(endless: None) -> None:
 
 
 def test_a_planner_that_dies() -> None:
-    process = PlanningProcess(chain(), machine(70))
+    process = asked(chain(), machine(70))
     wait_until(planners)
     planners()[0].send_signal(signal.SIGKILL)
     with pytest.raises(PagerError, match=r"the planner died \(signal 9\)"):
@@ -183,14 +189,14 @@ def test_a_planner_that_dies() -> None:
 
 def test_its_last_words(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(planning, "write_request", lambda *_, **__: b"nonsense\n")
-    process = PlanningProcess(chain(), machine(70))
+    process = asked(chain(), machine(70))
     with pytest.raises(PagerError, match=r"\(exit code 2\): .*not JSON"):
         process.result(300)
 
 
 def test_an_interpreter_that_cannot_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", "/nowhere/python")
-    process = PlanningProcess(chain(), machine(70))
+    process = asked(chain(), machine(70))
     with pytest.raises(PagerError, match="cannot be started: /nowhere/python"):
         process.result(300)
 
@@ -203,7 +209,7 @@ from tests.pager.test_planning import *
 code = "import sys, time; '" + planning.MODULE + "'; time.sleep(600)"
 start = planning.subprocess.Popen
 planning.subprocess.Popen = lambda command, **o: start([command[0], "-c", code], **o)
-process = PlanningProcess(chain(), machine(70))
+process = asked(chain(), machine(70))
 wait_until(planners)
 print(planners()[0].pid, flush=True)
 {end}
@@ -223,8 +229,8 @@ def test_a_killed_training_takes_its_planner_along() -> None:
     """A real planner with a real request, while forked children hold copies of its pipes."""
     script = """
 import os, sys, time
-from tests.pager.test_planning import PlanningProcess, chain, machine, planners, wait_until
-process = PlanningProcess(chain(60), machine(500))
+from tests.pager.test_planning import asked, chain, machine, planners, wait_until
+process = asked(chain(60), machine(500))
 wait_until(planners)
 wait_until(lambda: planners()[0].nice() >= 10)
 holder = os.fork()
@@ -251,7 +257,7 @@ def test_a_thread_that_starts_one_may_end() -> None:
     found: list[PlanningProcess] = []
 
     def ask() -> None:
-        found.append(PlanningProcess(chain(), machine(70), quick=True))
+        found.append(asked(chain(), machine(70), quick=True))
 
     thread = threading.Thread(target=ask)
     thread.start()
@@ -260,7 +266,7 @@ def test_a_thread_that_starts_one_may_end() -> None:
 
 
 def test_a_forked_copy_does_not_cancel_it(endless: None) -> None:
-    process = PlanningProcess(chain(), machine(70))
+    process = asked(chain(), machine(70))
     wait_until(planners)
     child = os.fork()
     if not child:
@@ -298,8 +304,8 @@ print([name for name in ("pyarrow", "scipy", "pandas") if name in sys.modules])
 
 ASKING = """
 import sys
-from tests.pager.test_planning import PlanningProcess, chain, machine
-assert PlanningProcess(chain(), machine(70), quick=True).result(300).plan.moves
+from tests.pager.test_planning import asked, chain, machine
+assert asked(chain(), machine(70), quick=True).result(300).plan.moves
 print([name for name in ("pyarrow", "scipy", "pandas", "torch") if name in sys.modules])
 """
 
