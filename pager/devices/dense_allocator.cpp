@@ -73,7 +73,6 @@ struct State {
   std::set<std::pair<size_t, uintptr_t>> by_length; // the same
   std::set<uintptr_t> seams; // where a mapping may begin: mremap takes no more than one at a time
   int64_t mapped = 0, unmapped = 0; // bytes so far
-  bool huge = false;
   Ask ask = nullptr;
   Tell tell = nullptr;
 };
@@ -155,9 +154,6 @@ void* map_pages(State& s, size_t length) {
     if (found == MAP_FAILED) {
       return nullptr;
     }
-  }
-  if (s.huge) {
-    madvise(found, length, MADV_HUGEPAGE);
   }
   s.mapped += static_cast<int64_t>(length);
   add_seams(s, reinterpret_cast<uintptr_t>(found), length);
@@ -679,13 +675,6 @@ void tp_dense_calls(int account, int asks, int tells) {
   s.accounts.items[account].asks = asks != 0;
   s.accounts.items[account].tells = tells != 0;
   s.accounts.items[account].asker = pthread_self();
-}
-
-// For measurements: whether new runs ask for transparent huge pages.
-void tp_dense_huge(int huge) {
-  auto& s = state();
-  std::lock_guard<std::mutex> guard(s.mutex);
-  s.huge = huge != 0;
 }
 
 } // extern "C"

@@ -46,7 +46,6 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "at_peak": (_int, [_int, _pointer, _pointer, _pointer, _int, _pointer]),
     "calls": (None, [_int, _int, _int]),
     "callbacks": (None, [_pointer, _pointer]),
-    "huge": (None, [_int]),
 }
 
 
@@ -80,10 +79,6 @@ class DenseAllocator:
         at = ctypes.addressof(numbers)
         self.calls["totals"](*(at + 8 * i for i in range(4)))
         return Totals(*numbers)
-
-    def huge_pages(self, on: bool) -> None:
-        """Whether memory mapped from now on asks for transparent huge pages. For measurements."""
-        self.calls["huge"](int(on))
 
 
 class Account:

@@ -42,7 +42,7 @@ class DiskTier:
 
     ``slots`` says which are free; it belongs to the caller, which allocates before it writes.
     Methods may be called from several threads. ``direct``: whether to bypass the page cache with
-    O_DIRECT; by default wherever that works. ``threads``: how many read, and how many write.
+    O_DIRECT, wherever that works. ``threads``: how many read, and how many write.
     ``io_engine``: see ``engine.make_engine``; ``on_cuda``: whether the pages come from device
     memory. ``engine``: what to put around the engine (tests put faults there).
 
@@ -56,7 +56,7 @@ class DiskTier:
         page_size: int,
         *,
         threads: int = THREADS,
-        direct: bool | None = None,
+        direct: bool = True,
         io_engine: str = "auto",
         on_cuda: bool = False,
         engine: Wrap | None = None,
@@ -81,15 +81,7 @@ class DiskTier:
         self._close_fd = weakref.finalize(self, os.close, self._fd)
         self.stamps = Stamps(self.slots.count, "disk", self.directory)
         _tiers.add(self)
-        is_direct = direct is not False and disk_io.enable_direct(
-            self._fd, page_size, self.capacity_bytes
-        )
-        if direct and not is_direct:
-            self._close_fd()
-            raise PagerError(
-                f"disk_path={self.directory!r} does not take O_DIRECT with {page_size=}; leave "
-                "direct=None, or use another file system or a multiple of 4096 bytes"
-            )
+        is_direct = direct and disk_io.enable_direct(self._fd, page_size, self.capacity_bytes)
         try:
             made = make_engine(
                 io_engine,

@@ -18,6 +18,7 @@ from typing import Any
 Event = dict[str, Any]
 CATEGORY = "tensorpager"
 NS = 0.001  # µs
+PID = 1  # of the only process
 
 
 def time_us(us: float) -> float:
@@ -31,10 +32,10 @@ def plain(text: str) -> str:
 
 
 class Track:
-    """A thread of a process: slices one after another, none of which overlap."""
+    """A thread of the process: slices one after another, none of which overlap."""
 
-    def __init__(self, pid: int, tid: int, name: str) -> None:
-        self.pid, self.tid, self.name = pid, tid, name
+    def __init__(self, number: int, name: str) -> None:
+        self.tid, self.name = PID + number, name
         self.events: list[Event] = []
         self._end = 0.0
 
@@ -45,33 +46,33 @@ class Track:
         self._end = end
         duration = max(round(end - begin - NS, 3), 0.0)
         self.events.append(
-            {"ph": "X", "cat": CATEGORY, "pid": self.pid, "tid": self.tid, "name": plain(name)}
+            {"ph": "X", "cat": CATEGORY, "pid": PID, "tid": self.tid, "name": plain(name)}
             | {"ts": begin, "dur": duration, "args": args}
         )
 
     def metadata(self, place: int) -> list[Event]:
         """Its name, and where it comes among the threads of its process."""
         return [
-            _metadata(self.pid, self.tid, "thread_name", name=self.name),
-            _metadata(self.pid, self.tid, "thread_sort_index", sort_index=place),
+            _metadata(self.tid, "thread_name", name=self.name),
+            _metadata(self.tid, "thread_sort_index", sort_index=place),
         ]
 
 
-def process_metadata(pid: int, name: str, labels: str) -> list[Event]:
+def process_metadata(name: str, labels: str) -> list[Event]:
     """Name and labels (shown beside it) of the process."""
     return [
-        _metadata(pid, pid, "process_name", name=plain(name)),
-        _metadata(pid, pid, "process_labels", labels=plain(labels)),
+        _metadata(PID, "process_name", name=plain(name)),
+        _metadata(PID, "process_labels", labels=plain(labels)),
     ]
 
 
-def _metadata(pid: int, tid: int, what: str, **args: Any) -> Event:
-    return {"ph": "M", "name": what, "pid": pid, "tid": tid, "args": args}
+def _metadata(tid: int, what: str, **args: Any) -> Event:
+    return {"ph": "M", "name": what, "pid": PID, "tid": tid, "args": args}
 
 
-def counter(pid: int, name: str, us: float, values: dict[str, float]) -> Event:
+def counter(name: str, us: float, values: dict[str, float]) -> Event:
     """From ``us`` on the counter ``name`` has these values, drawn on top of each other."""
-    return {"ph": "C", "name": name, "pid": pid, "tid": pid, "ts": time_us(us), "args": values}
+    return {"ph": "C", "name": name, "pid": PID, "tid": PID, "ts": time_us(us), "args": values}
 
 
 def in_order(events: Iterable[Event]) -> list[Event]:

@@ -20,7 +20,6 @@ from .counters import counters
 from .transfers import merged
 
 CHANNELS = ("host-out", "disk-out", "disk-in", "host-in")
-PID = 1
 NAMED = 6  # tensors that an op's arguments name
 MOST_SAMPLES = 20_000  # of one counter
 
@@ -30,12 +29,10 @@ class Picture:
 
     def __init__(self, line: Timeline) -> None:
         self.line = line
-        self.ops = Track(PID, PID, "ops")
-        self.stalls = Track(PID, PID + 1, "stalls")
-        self.channels = {
-            name: Track(PID, PID + 2 + number, name) for number, name in enumerate(CHANNELS)
-        }
-        self.host = Track(PID, PID + 2 + len(CHANNELS), "host steps")
+        self.ops = Track(0, "ops")
+        self.stalls = Track(1, "stalls")
+        self.channels = {name: Track(2 + number, name) for number, name in enumerate(CHANNELS)}
+        self.host = Track(2 + len(CHANNELS), "host steps")
 
     def events(self) -> list[Event]:
         """All of them, sorted."""
@@ -66,7 +63,7 @@ class Picture:
             assert self.line.hardware is not None
             name = f"tensorpager: plan of {plan.policy}"
             labels = describe(self.line.hardware)
-        return process_metadata(PID, name, labels)
+        return process_metadata(name, labels)
 
     # -- slices ----------------------------------------------------------------------------------
     def _turns(self, things: Sequence[Any]) -> Iterator[tuple[Any, float, float]]:
@@ -144,7 +141,7 @@ class Picture:
         samples = dict(zip(map(time_us, times[kept].tolist()), columns))  # the last at one time
         samples.setdefault(time_us(length), columns[-1])
         for us, row in samples.items():
-            yield counter(PID, name, us, dict(zip(series, row)))
+            yield counter(name, us, dict(zip(series, row)))
 
 
 def _tensor_args(trace: Trace, tensor: int) -> dict[str, Any]:

@@ -32,9 +32,7 @@ on_posix = pytest.mark.skipif(ENGINE != "posix", reason="about the POSIX engine"
 
 @pytest.fixture(params=["direct", "buffered"])
 def tier(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[DiskTier]:
-    tier = make_tier(
-        tmp_path, SLOTS * PAGE, PAGE, direct=None if request.param == "direct" else False
-    )
+    tier = make_tier(tmp_path, SLOTS * PAGE, PAGE, direct=request.param == "direct")
     assert tier.engine.name == ENGINE
     if request.param == "direct" and not tier.direct:
         tier.close()
