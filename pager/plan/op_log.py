@@ -23,14 +23,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from ...planner.trace import Floats, Ints
 from ..core import Core
 from ..devices.dense_allocator import Account, AllocatorMeter, DenseAllocator, loaded
 from ..devices.device import Device
 from ..memory.space import Extent
-from ..tensor.dispatcher import hide_from_dynamo
+from ..tensor.dispatcher import OpWatcher, hide_from_dynamo
 from ..tensor.names import ModulePaths, named_parameters, named_runs
 from ..tensor.op_info import describe
 from ..tensor.paged_tensor import PagedTensor
@@ -256,22 +255,12 @@ class OpLog:
         return run if holding else None
 
 
-class _Ops(TorchDispatchMode):
+class _Ops(OpWatcher):
     """Tells a log where ops begin and end."""
-
-    supports_higher_order_operators = True
 
     def __init__(self, log: OpLog) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._log = log
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # its wrapper would cost more than the rest; see hide_from_dynamo below
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        return True  # compiled code stays compiled: the same bits as without a log
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None

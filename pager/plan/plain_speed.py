@@ -20,10 +20,9 @@ from time import perf_counter
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..core import Core
-from ..tensor.dispatcher import hide_from_dynamo
+from ..tensor.dispatcher import OpWatcher, hide_from_dynamo
 from ..tensor.op_info import our_modes
 from ..tensor.paged_tensor import PagedTensor
 
@@ -31,11 +30,9 @@ _TINY_OPS, _ROUNDS = 64, 5
 _between: list[float] = []
 
 
-class OpTimes(TorchDispatchMode):
+class OpTimes(OpWatcher):
     """Times the ops that run between ``start`` and ``stop``, which one thread calls: that which
-    runs them. It changes none of them."""
-
-    supports_higher_order_operators = True
+    runs them."""
 
     def __init__(self, pager: Core) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -45,14 +42,6 @@ class OpTimes(TorchDispatchMode):
         # Of ops with operands of the same shapes: those of the layers of a model are alike, and
         # what once took longer than the others was held up by something.
         self._seconds: defaultdict[Any, list[float]] = defaultdict(list)
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # its wrapper would cost more than the rest
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        return True  # compiled code stays compiled
 
     def start(self) -> None:
         self.__enter__()  # type: ignore[no-untyped-call]

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch.autograd import forward_ad
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from .activations import SavedTensors, unpack
@@ -185,6 +186,21 @@ def hide_from_dynamo(function: Any) -> None:
     skip = frames._FrameAction.SKIP
     strategy = frames._FrameExecStrategy(skip, skip)
     frames.set_code_exec_strategy(function.__code__, strategy)
+
+
+class OpWatcher(TorchDispatchMode):
+    """A mode that looks at ops as they come, and changes none of them. Compiled code stays
+    compiled: the same bits as without it."""
+
+    supports_higher_order_operators = True
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # its wrapper would cost more than the rest; see hide_from_dynamo
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
 
 
 def hide_all_from_dynamo() -> None:

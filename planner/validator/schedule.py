@@ -69,7 +69,6 @@ class Schedule:
     start: dict[int, int]  # page → tier
     host_order: list[int]
     host_us: dict[int, float]
-    mortal: list[bool]  # by page: whether its tensor may be discarded
 
 
 def make_schedule(trace: Trace, hardware: Hardware, plan: Plan) -> Schedule:
@@ -138,7 +137,6 @@ class _Layout:
             start=_start(plan, finder, set(lasting)),
             host_order=list(plan.host_steps),
             host_us={op: float(trace.op_host_us[op]) for op in plan.host_steps},
-            mortal=np.repeat(~trace.tensor_persistent, self.sizes).tolist(),
         )
 
     def _pages(self, tensor: int) -> Range:
