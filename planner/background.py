@@ -33,7 +33,7 @@ from .simulator import simulate
 from .trace import Trace
 
 NICE, NICE_IN_FULL = 10, 19
-SPARE_SHARES = 64, 32  # of the frames that a plan leaves free, so that all of it finds a place
+SPARE_SHARES = 64, 32, 16  # of the frames that a plan leaves free, so that all of it finds a place
 SPARE_COST = 0.01  # of an iteration's time, at most, for that
 FEWER_COST = 0.003  # the same, for fewer moves
 BAD_INPUT = 2
@@ -48,7 +48,7 @@ def plan_with_layout(
     Prefetches fill the device to the last frame, so some stays may find none. The executor places
     those when they come, and moves others aside for it, which is in the way of others again: so
     where a plan for a little less of the device waits hardly longer, and has a place for more, it
-    is taken: of several for a good plan, of one for a quick one. Not for a CPU, where the planner
+    is taken: of three for a good plan, of two for a quick one. Not for a CPU, where the planner
     takes cores from the training, and moving frames aside costs little.
 
     Raises what the policy raises: ``InfeasibleBudget``, ``PolicyRefusal``.
@@ -59,20 +59,23 @@ def plan_with_layout(
         with suppress(InfeasibleBudget, PolicyRefusal):
             plan = _with_fewer_moves(plan, _plan(trace, hardware, True, policy)[1])
     layout, least_us = place(trace, plan, frames), _us(plan)
-    shares = SPARE_SHARES[-1:] if quick else SPARE_SHARES
+    shares = SPARE_SHARES[1:] if quick else SPARE_SHARES
     for share in () if trace.device == "cpu" else shares:
         if not layout.unplaced_pages or frames < share:
             break
         less = hardware.with_(device_bytes=(frames - frames // share) * hardware.page_size)
         try:
-            its, other = _plan(trace, less, quick, policy)
+            # What leaves and comes in finer steps finds places more easily.
+            its, other = _plan(trace, less, quick and policy != "lp", policy)
         except (InfeasibleBudget, PolicyRefusal):
             break
         if _us(other) > (1 + SPARE_COST) * least_us:
             break
         placed = place(its, other, frames)
         if placed.unplaced_pages < layout.unplaced_pages:
-            plan, layout = other, placed
+            predicted = simulate(its, hardware, other).predicted or other.predicted
+            wider = replace(other, device_bytes=plan.device_bytes, hardware=plan.hardware)
+            plan, layout = _with_bound(plan, replace(wider, predicted=predicted)), placed
     return plan, layout
 
 
@@ -81,9 +84,15 @@ def _with_fewer_moves(plan: Plan, coarse: Plan) -> Plan:
     move takes time of the thread that runs ops, which the machine model has not."""
     if len(coarse.moves) >= len(plan.moves) or _us(coarse) > (1 + FEWER_COST) * _us(plan):
         return plan
-    assert plan.bound is not None
+    return _with_bound(plan, coarse)
+
+
+def _with_bound(plan: Plan, other: Plan) -> Plan:
+    """``other``, with the bound of ``plan``, which has all of the device and the finest steps."""
+    if plan.bound is None:
+        return other
     least = plan.bound.iteration_us
-    return replace(coarse, bound=Bound(least, min(100.0, 100 * least / _us(coarse))))
+    return replace(other, bound=Bound(least, min(100.0, 100 * least / _us(other))))
 
 
 def _plan(trace: Trace, hardware: Hardware, quick: bool, policy: str) -> tuple[Trace, Plan]:

@@ -79,7 +79,7 @@ def request_for(trace: Trace, hardware: Hardware, **changes: Any) -> bytes:
     [
         ("cuda:0", False, 1.01, 63),
         ("cuda:0", False, 1.02, 64),  # it would wait for that
-        ("cuda:0", True, 1.01, 62),  # there is only one more
+        ("cuda:0", True, 1.01, 62),  # there are two more
         ("cuda:0", True, 1.02, 64),
         ("cpu", False, 1.0, 64),
     ],
@@ -90,20 +90,24 @@ def test_frames_are_spared_where_that_costs_nothing(
     """The plan for all 64 frames has no place for one page, those for fewer have."""
     trace, hardware = replace(layers(6), device=device), machine(64)
 
+    made = background._plan(trace, hardware, True, "lp")[1]
+    assert made.predicted is not None
+
     def plan(trace: Trace, hardware: Hardware, *_: Any) -> Any:
-        frames = hardware.device_bytes // hardware.page_size
+        frames = int(hardware.device_bytes // hardware.page_size)
         us = 100.0 if frames == 64 else 100.0 * cost
-        predicted = SimpleNamespace(iteration_us=us)
-        return trace, SimpleNamespace(frames=frames, predicted=predicted, moves=())
+        predicted = replace(made.predicted, iteration_us=us)
+        return trace, replace(made, policy=str(frames), predicted=predicted)
 
     monkeypatch.setattr(background, "_plan", plan)
     monkeypatch.setattr(
         background,
         "place",
-        lambda trace, plan, frames: SimpleNamespace(unplaced_pages=plan.frames - 63),
+        lambda trace, plan, frames: SimpleNamespace(unplaced_pages=max(0, int(plan.policy) - 63)),
     )
-    found: Any = plan_with_layout(trace, hardware, quick=quick)[0]
-    assert found.frames == left
+    found = plan_with_layout(trace, hardware, quick=quick)[0]
+    assert found.policy == str(left)
+    assert found.device_bytes == hardware.device_bytes
 
 
 @pytest.mark.parametrize(
