@@ -410,14 +410,17 @@ class Core:
         those who learn of it after they took them."""
         if self.before_write is not None:
             self.before_write(extents)
-        watch, fresh = self.watch, []
-        if watch is not None and self.inside and not self.turns.is_home():
+        watch, fresh, turns = self.watch, [], self.turns
+        own = not self.inside or get_ident() in turns.family or turns.is_home()
+        if not own:
             watch = None
         for extent in extents:
             extent.writes += 1
             if watch is not None:
                 watch.writing(extent)
-            if not extent.settled or self.budget.metering or not self.budget.written:
+            if extent.kind == "parameter" and (
+                not extent.settled or self.budget.metering or not self.budget.written
+            ):
                 self._check_write(extent)
             if not extent.settled:
                 fresh.append(extent)

@@ -190,6 +190,10 @@ class Accelerator:
             self._after_ops(self._compute)
             yield
 
+    def order_ops(self) -> None:
+        if self._others:
+            self._after_ops(self._compute)
+
     # -- time ------------------------------------------------------------------------------------
     def _try_clock(self) -> bool:
         try:

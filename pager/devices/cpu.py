@@ -96,6 +96,9 @@ class Cpu:
     def on_compute(self) -> AbstractContextManager[Any]:
         return nullcontext()
 
+    def order_ops(self) -> None:
+        pass
+
     def stamp(self) -> None:
         return None
 

@@ -135,6 +135,9 @@ class Device(Protocol):
         """What the calling thread queues inside goes to the stream of ops, after all uses of pages
         so far."""
 
+    def order_ops(self) -> None:
+        """What the stream of ops gets from now on comes after all uses of pages so far."""
+
     def mark(self) -> Mark:
         """All that ops have queued so far. Any thread."""
 

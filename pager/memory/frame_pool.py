@@ -13,7 +13,6 @@ thread-safe: the owner of the tier is the only caller.
 
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterator
-from itertools import pairwise
 from typing import Any, TypeVar
 
 import numpy as np
@@ -189,13 +188,13 @@ def distinct(numbers: npt.NDArray[_Whole]) -> npt.NDArray[_Whole]:
     return found
 
 
-def merge(left: Int32, right: Int32) -> Iterator[tuple[int, int, int]]:
+def merge(left: Int32, right: Int32) -> list[tuple[int, int, int]]:
     """``(left, right, count)`` for stretches in which both sides are consecutive."""
     if not len(left):
-        return
+        return []
     cut = left[1:] - left[:-1] != 1
     if right is not left:
         cut |= right[1:] - right[:-1] != 1
-    edges = [0, *(np.flatnonzero(cut) + 1).tolist(), len(left)]
-    for start, stop in pairwise(edges):
-        yield int(left[start]), int(right[start]), stop - start
+    heads = [0, *(cut.nonzero()[0] + 1).tolist()]
+    counts = [stop - start for start, stop in zip(heads, [*heads[1:], len(left)])]
+    return list(zip(left[heads].tolist(), right[heads].tolist(), counts))

@@ -54,6 +54,7 @@ class PageTable:
     def __init__(self, frames: int, device: torch.device) -> None:
         self._device = device
         self.pages = FramePool(0)
+        self._spare: dict[int, list[int]] = {}  # of so many pages, that were a run's: their first
         self.frame: Int32 = np.empty(0, np.int32)
         self.host: Int32 = np.empty(0, np.int32)
         self.disk: Int32 = np.empty(0, np.int32)
@@ -65,7 +66,14 @@ class PageTable:
     # -- virtual pages ---------------------------------------------------------------------------
     def allocate(self, count: int, owner: int) -> int:
         """``count`` consecutive virtual pages for run ``owner``, all BLANK; the first's number."""
-        first = self.pages.allocate_run(count)
+        spare = self._spare.get(count)
+        first = spare.pop() if spare else self.pages.allocate_run(count)
+        if first is None:
+            for length, firsts in self._spare.items():
+                for one in firsts:
+                    self.pages.free(one, length)
+            self._spare.clear()
+            first = self.pages.allocate_run(count)
         if first is None:
             self._grow(max(_GROWTH, count, self.pages.count))
             first = self.pages.allocate_run(count)
@@ -80,20 +88,21 @@ class PageTable:
         rows = slice(first, first + count)
         for column in (self.frame, self.host, self.disk):
             assert (column[rows] < 0).all()
-        self._forget(first, count)
+        self.end(first, count)
 
-    def end(self, first: int, count: int, base: int) -> None:
+    def end(self, first: int, count: int, base: int = -1) -> None:
         """:meth:`release` of pages that are DIRTY, in the frames from ``base`` on, which are empty
         then; the caller gives these back."""
-        self.frame[first : first + count] = NONE
-        self.frame_page[base : base + count] = NONE
-        self._forget(first, count)
-
-    def _forget(self, first: int, count: int) -> None:
         rows = slice(first, first + count)
+        if base >= 0:
+            self.frame[rows] = NONE
+            self.frame_page[base : base + count] = NONE
         self.owner[rows] = NONE
         self.flags[rows] = 0
-        self.pages.free(first, count)
+        try:
+            self._spare[count].append(first)
+        except KeyError:
+            self._spare[count] = [first]
 
     def _grow(self, more: int) -> None:
         total = self.pages.count + more
@@ -136,7 +145,7 @@ class PageTable:
         frames from ``base`` on."""
         count = len(pages)
         rows, frames = slice(first, first + count), slice(base, base + count)
-        assert (self.frame_page[frames] < 0).all()
+        assert np.maximum.reduce(self.frame_page[frames]) < 0
         self.frame[rows] = pages + np.int32(base - first)
         self.frame_page[frames] = pages
         self.flags[rows] = LIVE | DIRTY

@@ -153,9 +153,12 @@ class Space:
         run.born = self.births
         self.births += 1
         self.live_pages += count
-        self.kind_pages[kind] = self.kind_pages.get(kind, 0) + count
-        if kind in TRANSIENT_KINDS and (pages := self.transient_pages) > self.peak_transient_pages:
-            self.peak_transient_pages = pages
+        kinds = self.kind_pages
+        kinds[kind] = kinds.get(kind, 0) + count
+        if kind in TRANSIENT_KINDS:
+            pages = kinds["activation"] + kinds["gradient"]  # `transient_pages`
+            if pages > self.peak_transient_pages:
+                self.peak_transient_pages = pages
         return run
 
     def note_in_slabs(self, run: Extent) -> None:

@@ -262,25 +262,13 @@ class Residency:
         tickets = self.mover.tickets
         tickets.wait(tickets.of(("device", frames)))
 
-    def reach_at_once(self, first: int, count: int) -> bool:
-        """The same of ``count`` frames from ``first`` on, where the host has to wait for nothing;
-        whether."""
-        tickets = self.mover.tickets
-        found = tickets.of_frames(first, count)
-        if found:
-            for ticket in found:
-                if not ticket.is_over or ticket.error is not None:
-                    return False
-            tickets.wait(found)
-        return True
-
     def has_come(self, run: Extent) -> bool:
         """``run`` is there, in one piece, and may be used. ``False`` where it is not, or the host
         would have to wait for it."""
         if not self.is_whole(run):
             return False
         base = int(self.table.frame[run.first])
-        if not self.reach_at_once(base, run.count):
+        if not self.mover.tickets.reach_at_once(base, run.count):
             return False
         run.base, run.generation, run.settled = base, next(generations), False
         return True
@@ -290,7 +278,7 @@ class Residency:
 
     def is_whole(self, run: Extent) -> bool:
         """All of it is in consecutive frames, or on its way there."""
-        frames, count = self._frames_of(run), run.count
+        frames, count = self.table.frame[run.first : run.first + run.count], run.count
         first = int(frames[0])
         if count == 1 or first < 0:
             return first >= 0
@@ -759,14 +747,18 @@ class Residency:
     def bear(self, run: Extent, base: int) -> None:
         """The same of frames that were taken for it, in which nothing goes on any more."""
         size = self.page_size
-        with self.backend.on_compute():  # also where its maker writes it: on that stream
-            if not run.overwritten:
+        if run.overwritten:
+            self.backend.order_ops()  # its maker writes it
+        else:
+            with self.backend.on_compute():
                 self.arena[base * size : (base + run.count) * size].zero_()
         self.table.bear(run.first, run.pages, base)
         run.base = -1 if self.scattered and run.count > 1 else base
         run.generation = next(generations)
         run.settled = run.kind != "parameter"  # one may not be written at any time
-        self._note_peak()
+        used = self.pool.count - len(self._lent) - self.pool.free_count
+        if used > self.peak_frames:  # as `_note_peak`
+            self.peak_frames = used
 
     def is_blank(self, run: Extent) -> bool:
         """Nothing was ever written to ``run``: it has no page anywhere."""
@@ -795,10 +787,11 @@ class Residency:
         if not self.space.dead and not self._held_dead:
             return
         ended, self._held_dead = [*self._held_dead, *self.space.drain()], []
+        holds_some = self.mover.slots.holds_some
         for run in ended:
             if run.parts or run.pins:
                 self._held_dead.append(run)
-            elif run.settled and run.base >= 0 and not self.mover.slots.holds_some:
+            elif run.settled and run.base >= 0 and not holds_some:
                 # Most by far: all of it is in these frames, and nowhere else.
                 self.table.end(run.first, run.count, run.base)
                 self.pool.free(run.base, run.count)

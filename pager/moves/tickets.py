@@ -135,15 +135,22 @@ class Tickets:
         live = self._live
         return [live[number] for number in sorted(found) if number in live]
 
-    def of_frames(self, first: int, count: int) -> list[Ticket]:
-        """The same of ``count`` frames from ``first`` on."""
+    def reach_at_once(self, first: int, count: int) -> bool:
+        """Ops come after the tickets of ``count`` frames from ``first`` on, where the host has to
+        wait for nothing; whether."""
         if self._over:
             self._sweep()
-        if not self._live:
-            return []
-        # The column ends with the last ticket's.
-        found = self._live.keys() & self._columns["device"][first : first + count].tolist()
-        return [self._live[number] for number in sorted(found)] if found else []
+        live = self._live
+        if live:
+            # The column ends with the last ticket's.
+            found = live.keys() & self._columns["device"][first : first + count].tolist()
+            if found:
+                theirs = [live[number] for number in sorted(found)]
+                for ticket in theirs:
+                    if not ticket.is_over or ticket.error is not None:
+                        return False
+                self._pass(theirs)
+        return True
 
     def pending(self, tier: str, numbers: Int32) -> npt.NDArray[np.bool_]:
         """Which of these places have one that is not over, or has failed."""

@@ -203,9 +203,12 @@ class Names:
         run = (newborn if key < 0 else self.runs).get(key)
         return run if run is not None and self._space.runs.get(run.id) is run else None
 
-    def name(self, run: Extent, log: AccessLog) -> int:
-        """Key of a run that has none yet."""
-        return self._keep(run) if run.born < log.births else log.name(run)
+    def name(self, run: Extent) -> int:
+        """Key of a run that has none yet, and was there before the iteration."""
+        self._last += 1
+        run.key = self._last
+        self.runs[run.key] = run
+        return run.key
 
     def of_stream(self, runs: Sequence[tuple[int, bool]]) -> int:
         """Key of a stream through runs with these keys, each written or not."""
@@ -226,7 +229,7 @@ class Names:
             known = self._heirs.setdefault(place, [])
             free = next((key for key in known if not self._is_taken(key)), None)
             if free is None:
-                known.append(self._keep(run))
+                known.append(self.name(run))
             else:
                 run.key = free
                 self.runs[free] = run
@@ -239,9 +242,3 @@ class Names:
     def _is_taken(self, key: int) -> bool:
         run = self.runs.get(key)
         return run is not None and self.is_live(run)
-
-    def _keep(self, run: Extent) -> int:
-        self._last += 1
-        run.key = self._last
-        self.runs[run.key] = run
-        return run.key

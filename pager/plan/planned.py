@@ -546,8 +546,11 @@ class PlannedMoves:
 
     def _is_ready(self, run: Extent) -> bool:
         residency, pool = self._residency, self._residency.pool
-        if run.generation != run.unplaced and not residency.is_blank(run):
-            return residency.has_come(run)
+        if run.generation != run.unplaced:
+            if residency.has_come(run):
+                return True
+            if not residency.is_blank(run):
+                return False
         base = self.births.get(run.key, ANYWHERE)
         if base < 0 or not pool.take_if_free(base, run.count):
             found = base if self._can_be_born(run, base) else pool.find_run(run.count)
@@ -555,7 +558,7 @@ class PlannedMoves:
                 return False
             base = found
             pool.take(base, run.count)
-        if not residency.reach_at_once(base, run.count):
+        if not self._mover.tickets.reach_at_once(base, run.count):
             pool.free(base, run.count)
             return False
         residency.bear(run, base)

@@ -125,7 +125,7 @@ class Recorder(Watcher):
             if 0 in keys:
                 for run in runs:
                     if not run.key:
-                        self.names.name(run, log)
+                        (log if run.born >= log.births else self.names).name(run)
                 keys = tuple(map(_KEY, runs))
             plan, at = self.plan, self.at + 1
             if plan is not None and at < len(plan.keys) and plan.keys[at] == keys:
@@ -196,7 +196,8 @@ class Recorder(Watcher):
         if log is None:
             return None
         keys = [
-            (run.key or self.names.name(run, log), written) for run, written in zip(runs, write)
+            (run.key or (log if run.born >= log.births else self.names).name(run), written)
+            for run, written in zip(runs, write)
         ]
         self.pinning(runs, (self.names.of_stream(keys),))
         access = StreamAccess(len(log.keys) - 1, frames)

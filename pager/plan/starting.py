@@ -97,7 +97,7 @@ class StartingPlan:
         assert recorder.log is not None
         for run in found.values():
             if not run.key:
-                recorder.names.name(run, recorder.log)
+                recorder.names.name(run)
         self._pager, self._planned = pager, planned
         self._found, self._of_key = found, {run.key: n for n, run in found.items()}
         self._order: list[tuple[int, frozenset[int]]] = []

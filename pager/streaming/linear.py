@@ -313,7 +313,7 @@ def _of_weight(rows: torch.Tensor, inputs: torch.Tensor, metered: Any) -> torch.
     if metered is None or not is_watched(metered):
         if type(inputs) is PagedTensor and not _grad_is_on() and _is_ours(rows, inputs, None):
             operands = rows.t(), inputs
-            out = run_quickly(_MM, operands)
+            out = run_quickly(_MM, operands, {})
             return run_dense(_MM, PLAIN, operands, {}) if out is NOT_QUICK else out  # type: ignore[no-any-return]
         return rows.t().mm(inputs)
     nbytes = metered.numel() * metered.dtype.itemsize

@@ -30,10 +30,10 @@ PLAIN = OpInfo("plain", (), ())
 NOT_QUICK = object()
 
 
-def run_quickly(func: Any, args: Any) -> Any:
-    """``run_dense`` for the commonest case: an op that only reads tensors of one pager, all of them
-    on the device in one piece, or brought there by the plan that is followed. ``NOT_QUICK``, and
-    nothing done, otherwise."""
+def run_quickly(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """``run_dense`` for the commonest case: an op that only reads tensors of one pager, none of
+    them named, all of them on the device in one piece, or brought there by the plan that is
+    followed. ``NOT_QUICK``, and nothing done, otherwise."""
     paged: list[PagedTensor] = []
     runs: list[Extent] = []
     pager, absent = None, 0
@@ -52,7 +52,7 @@ def run_quickly(func: Any, args: Any) -> Any:
             paged.append(value)
         elif kind in LISTS and any(type(item) is PagedTensor for item in value):
             return NOT_QUICK
-    if pager is None or pager.budget.metering:
+    if pager is None or pager.budget.metering or (kwargs and paged_in((), kwargs)):
         return NOT_QUICK
     if absent:  # too large an op goes slab by slab
         ahead = pager.follower is not None and pager.follower.is_ahead
@@ -81,9 +81,16 @@ def run_quickly(func: Any, args: Any) -> Any:
                 plain.append(view)
             else:
                 plain.append(value)
-        out = func(*plain)
-        strided = type(out) is torch.Tensor and out.layout is torch.strided
-        if strided and not 0 <= out.data_ptr() - pager.backend.address < pager.reach_bytes:
+        out = func(*plain, **kwargs)
+        low, reach = pager.backend.address, pager.reach_bytes
+        for one in out if type(out) is tuple else (out,):
+            if one is not None and (
+                type(one) is not torch.Tensor
+                or one.layout is not torch.strided
+                or 0 <= one.data_ptr() - low < reach
+            ):
+                break
+        else:
             return out
         operands = Operands(pager)
         operands.twins = {id(view): t for view, t in zip(views, paged)}

@@ -115,8 +115,8 @@ def _torch_dispatch(
         info = _INFO[func] = describe(func) if kind is None else OpInfo(kind, (), ())
     kind = info.kind
     if kind == "plain":
-        if not kwargs and not info.writes_named:
-            out = run_quickly(func, args)
+        if not info.writes_named:
+            out = run_quickly(func, args, kwargs or {})
             if out is not NOT_QUICK:
                 return out
         return run_dense(func, info, args, kwargs or {})

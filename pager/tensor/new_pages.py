@@ -92,7 +92,7 @@ def _write(pager: Core, storage: PagedStorage, source: torch.Tensor) -> None:
         if not pager.budget.metering:
             residency.needs = max(needs[0], 1), max(needs[1], 1)  # a page at a time would do
         return
-    if pager.turns.is_home() and not pager.budget.metering:
+    if residency.needs is not needs and not pager.budget.metering and pager.turns.is_home():
         residency.needs = needs  # it could do with less, in parts
     try:
         pager.will_write([run])
