@@ -33,7 +33,7 @@ from .simulator import simulate
 from .trace import Trace
 
 NICE, NICE_IN_FULL = 10, 19
-SPARE_SHARES = 64, 32, 16  # of the frames that a plan leaves free, so that all of it finds a place
+SPARE_SHARES = 64, 32, 24, 16, 12  # of the frames that a plan leaves free, so that all has a place
 SPARE_COST = 0.01  # of an iteration's time, at most, for that
 FEWER_COST = 0.003  # the same, for fewer moves
 BAD_INPUT = 2
@@ -48,7 +48,7 @@ def plan_with_layout(
     Prefetches fill the device to the last frame, so some stays may find none. The executor places
     those when they come, and moves others aside for it, which is in the way of others again: so
     where a plan for a little less of the device waits hardly longer, and has a place for more, it
-    is taken: of three for a good plan, of two for a quick one. Not for a CPU, where the planner
+    is taken: the first one of several in which all has one. Not for a CPU, where the planner
     takes cores from the training, and moving frames aside costs little.
 
     Raises what the policy raises: ``InfeasibleBudget``, ``PolicyRefusal``.

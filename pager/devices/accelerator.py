@@ -187,7 +187,7 @@ class Accelerator:
     @contextmanager
     def _after_all(self, there: bool) -> Iterator[None]:
         with nullcontext() if there else on_stream(self._compute):
-            self._after_ops(self._compute)
+            self.order_ops()
             yield
 
     def order_ops(self) -> None:

@@ -79,7 +79,7 @@ def request_for(trace: Trace, hardware: Hardware, **changes: Any) -> bytes:
     [
         ("cuda:0", False, 1.01, 63),
         ("cuda:0", False, 1.02, 64),  # it would wait for that
-        ("cuda:0", True, 1.01, 62),  # there are two more
+        ("cuda:0", True, 1.01, 62),  # no try with more of it
         ("cuda:0", True, 1.02, 64),
         ("cpu", False, 1.0, 64),
     ],

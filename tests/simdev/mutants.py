@@ -237,9 +237,15 @@ MUTANTS = {
     ),
     "a page that a plan bears takes its frame at once": Mutant(
         RESIDENCY,
-        ON_COMPUTE + "  # also where its maker writes it: on that stream\n",
-        HERE + "\n",
+        "    " + ON_COMPUTE + "\n                self.arena[base",
+        "    " + HERE + "\n                self.arena[base",
         "a_late_op_and_a_page_that_a_plan_bears",
+    ),
+    "a page that its maker writes takes its frame at once": Mutant(
+        RESIDENCY,
+        "            self.backend.order_ops()  # its maker writes it\n",
+        "            pass\n",
+        "a_late_op_and_a_page_that_its_maker_writes",
     ),
     "a page slides at once": Mutant(
         RESIDENCY,

@@ -303,6 +303,21 @@ def a_late_op_and_a_page_that_a_plan_bears(machine: Machine, folder: Path) -> No
 
 
 @script
+def a_late_op_and_a_page_that_its_maker_writes(machine: Machine, folder: Path) -> None:
+    with small(2) as pager:
+        x, y = page_of(pager, 1), page_of(pager, 2)
+        _clean(pager, x)
+        late = Late(pager, x, y)
+        late.op()
+        frame, blank = evict(pager, x), new_page(pager)
+        blank._storage.run.overwritten = True
+        with pager.core.lock:
+            assert pager.core.residency.place_at(blank._storage.run, frame)
+        blank.fill_(3)
+        assert holds(blank, 3)
+
+
+@script
 def a_late_op_and_planned_moves(machine: Machine, folder: Path) -> None:
     with small(2) as pager:
         x, y = page_of(pager, 1), page_of(pager, 2)
