@@ -220,7 +220,7 @@ MUTANTS = {
     "a frame is written while a late op uses it": Mutant(
         ACCELERATOR,
         "            self._after_ops(self._compute)\n",
-        "",
+        "            pass\n",
         "a_late_op_and_a_new_page",
     ),
     "ops of the runtime are queued wherever": Mutant(
