@@ -228,13 +228,13 @@ class Late:
 
     def __init__(self, pager: tp.Pager, tensor: tp.PagedTensor, other: tp.PagedTensor) -> None:
         self._pager, self._run = pager, tensor._storage.run
-        self._own, theirs = torch.Stream(NAME), torch.Stream(NAME)
+        self._own, self.theirs = torch.Stream(NAME), torch.Stream(NAME)
         main = torch.accelerator.current_stream()
         self._own.wait_stream(main)
-        theirs.wait_stream(main)
+        self.theirs.wait_stream(main)
         with on(self._own):
             pager.core.take([self._run])
-        with on(theirs):
+        with on(self.theirs):
             pager.core.take([other._storage.run])
             pager.core.release([other._storage.run])
 
@@ -313,7 +313,8 @@ def a_late_op_and_a_page_that_its_maker_writes(machine: Machine, folder: Path) -
         blank._storage.run.overwritten = True
         with pager.core.lock:
             assert pager.core.residency.place_at(blank._storage.run, frame)
-        blank.fill_(3)
+        with on(late.theirs):
+            blank.fill_(3)
         assert holds(blank, 3)
 
 
