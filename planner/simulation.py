@@ -41,6 +41,16 @@ class Transfer(NamedTuple):
     arrived: bool
 
 
+class Below(NamedTuple):
+    """Pages that hold a slot in each tier from ``until_us`` on: those that there were before have
+    become so many from ``since_us`` on, one by one at an even pace. Times as of a transfer."""
+
+    since_us: float
+    until_us: float
+    host: int
+    disk: int
+
+
 class Rerun(NamedTuple):
     """Op ``op`` ran again, before op ``before_op``."""
 
@@ -67,7 +77,8 @@ class Simulation:
     queued, each page once; pages that an ``out`` gives back without a transfer are not among them.
 
     A host step's op starts and ends when it joins the host's queue. ``queued_us``: when the moves
-    of each op are queued, [ops]. ``reruns`` and ``host_runs``: of the last iteration.
+    of each op are queued, [ops]. ``reruns`` and ``host_runs``: of the last iteration; ``below``
+    too, where there are ``transfers``.
     """
 
     feasible: bool
@@ -81,3 +92,4 @@ class Simulation:
     queued_us: Floats | None = None
     reruns: list[Rerun] = field(default_factory=list)
     host_runs: list[HostRun] = field(default_factory=list)
+    below: list[Below] = field(default_factory=list)

@@ -15,7 +15,7 @@ import numpy as np
 
 from ..hardware import Hardware
 from ..plan import DISCARD, Plan, Predicted
-from ..simulation import EPSILON_US, Rerun, Simulation, Stall, Transfer
+from ..simulation import EPSILON_US, Below, Rerun, Simulation, Stall, Transfer
 from ..trace import Trace
 from .coast import coast
 from .drops import drop
@@ -84,6 +84,7 @@ class _Machine:
         self.now = 0.0
         self.stalls: list[Stall] = []
         self.log: Log | None = None  # gets the transfers of moves that are queued now
+        self.below: list[Below] = []  # of the iteration that is logged
         self.starts = [0.0] * len(self.ops.op)
         self.ends = [0.0] * len(self.ops.op)
         self.queued = [0.0] * len(self.ops.op)
@@ -105,6 +106,7 @@ class _Machine:
                 pages.start_counting()
                 self.stalls.clear()
                 self.log = [] if log_transfers else None
+                self.below = [Below(0.0, 0.0, *pages.used)] if log_transfers else []
                 self._iteration()
                 pages.check_end()
                 before, state = state, self._state()
@@ -164,6 +166,7 @@ class _Machine:
             queued,
             reruns,
             host_runs,
+            self.below,
         )
 
     def _state(self) -> tuple[object, ...]:
@@ -344,17 +347,28 @@ class _Machine:
             self.moving = moving
             self._share_link(self.host_out, self.disk_out)
             self._share_link(self.host_in, self.disk_in)
+        self._note_below(self.now, self.now)
         if blocked or not any(moving) or self.host.waiting:
             return
         limit_us = min(self.op_end, self.host.event_us)
         if not self.waiting:
-            coast(self.queues, self.pages, limit_us)
+            self._coast(limit_us)
         elif self.wait_for[0] < 0:
             most_out = self.ops.new_pages[self.step] - self.pages.free - LAST_STEPS
             if most_out > 0:
-                coast(self.queues, self.pages, limit_us, most_out)
+                self._coast(limit_us, most_out)
         elif not self.ops.partial:
-            coast(self.queues, self.pages, limit_us)
+            self._coast(limit_us)
+
+    def _coast(self, limit_us: float, most_out: int | None = None) -> None:
+        first_us = min(queue.event_us for queue in self.queues)
+        coast(self.queues, self.pages, limit_us, most_out)
+        self._note_below(first_us, max(queue.began for queue in self.queues))
+
+    def _note_below(self, since: float, until: float) -> None:
+        """Slots in use have changed between these times, if they have."""
+        if self.log is not None and tuple(self.pages.used) != self.below[-1][2:]:
+            self.below.append(Below(since, until, *self.pages.used))
 
     def _share_link(self, host: Queue, disk: Queue) -> None:
         """The disk queue has its rate, the host queue what is left of the link."""

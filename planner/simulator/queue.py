@@ -35,7 +35,7 @@ class Queue:
     """
 
     __slots__ = (
-        "_began", "_end", "_left", "_page", "_pages", "_ready_us", "_since", "alone_us",
+        "_end", "_left", "_page", "_pages", "_ready_us", "_since", "alone_us", "began",
         "entries", "event_us", "fresh", "is_out", "latency_us", "moving", "name", "pace_us", "tier",
     )  # fmt: skip
 
@@ -54,7 +54,7 @@ class Queue:
         self._page = self._end = 0  # the head's next page, and the end of its range
         self._ready_us = 0.0
         self._since = self._left = 0.0
-        self._began = 0.0  # when the moving page began
+        self.began = 0.0  # when the moving page began
 
     def append(
         self, move: int, tensor: int, todo: list[Range], now: float, log: Log | None = None
@@ -85,7 +85,7 @@ class Queue:
                 return False
             pages.take_frames(1)
         self.moving = self.fresh = True
-        self._began = now
+        self.began = now
         return True
 
     def set_pace(self, pace_us: float, now: float) -> None:
@@ -108,7 +108,7 @@ class Queue:
         self.event_us = math.inf
         head = self.entries[0]
         if head.log is not None:
-            note(head.log, head.move, page, page + 1, self._began, now)
+            note(head.log, head.move, page, page + 1, self.began, now)
         self._land(page, page + 1)
         self._page = page + 1
         if self._page == self._end:
@@ -165,7 +165,7 @@ class Queue:
         """What of ``entry`` has not arrived never will: the page that is moving, and the rest."""
         page = self._page
         if head and self.moving:
-            log.append(Logged(entry.move, page, page + 1, self._began, now, False))
+            log.append(Logged(entry.move, page, page + 1, self.began, now, False))
             page += 1
         note_cancelled(log, entry.move, [(page, self._end)] if head else [], now)
         note_cancelled(log, entry.move, entry.left, now)
@@ -213,7 +213,7 @@ class Queue:
         self.event_us -= now
         self._ready_us -= now
         self._since -= now
-        self._began -= now
+        self.began -= now
 
     # -- many pages at once ----------------------------------------------------------------------
     def last_page_us(self) -> float:
@@ -250,12 +250,12 @@ class Queue:
         begin = self.event_us + (count - 1) * self.pace_us
         head = self.entries[0]
         if head.log is not None:
-            note(head.log, head.move, first, first + 1, self._began, self.event_us)
+            note(head.log, head.move, first, first + 1, self.began, self.event_us)
             if count > 1:
                 note(head.log, head.move, first + 1, last, self.event_us, begin)
         self._land(first, last)
         if self.is_out:
             self._pages.take_slots(self.tier, count)
         self._page = last
-        self._since, self._left, self._began = begin, 1.0, begin
+        self._since, self._left, self.began = begin, 1.0, begin
         self.event_us = begin + self.pace_us

@@ -326,7 +326,7 @@ def test_random_plans_are_drawn_by_the_rules() -> None:
 
 
 def test_slots_agree_with_the_simulators_peaks() -> None:
-    """Counted from the transfers, the writes and the drops alone."""
+    """Their curve has the same peak, whatever went at once on the way to it."""
     compared = 0
     for seed in range(150):
         case = case_of(seed)
