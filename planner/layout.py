@@ -467,12 +467,9 @@ class _Arena:
 
 def _all_of(free: Bools, run: int) -> Bools:
     """Whether ``run`` in a row are free from each on, [len(free) − run + 1]."""
-    size = 1
-    while size < run:
-        more = min(size, run - size)
-        free = free[: len(free) - more] & free[more:]
-        size += more
-    return free
+    total = np.concatenate([[0], np.cumsum(free)])
+    every: Bools = total[run:] - total[: len(total) - run] == run
+    return every
 
 
 def _pack(stays: _Stays, frames: int) -> Ints:
