@@ -66,9 +66,12 @@ class Hardware:
     def disk_pages(self) -> float:
         return _pages(self.disk_bytes, self.page_size)
 
-    def page_us(self, rate: str) -> float:
-        """µs that a page takes at ``rate`` (a field's name), alone and without latency."""
-        return self.page_size / float(getattr(self, rate)) * 1e6
+    def page_us(self, tier: str, action: str) -> float:
+        """µs that a page takes out to ``tier`` or in from there, alone and without latency. What
+        goes to or from the disk passes the link."""
+        rate = self.d2h_bytes_per_s if action == "out" else self.h2d_bytes_per_s
+        disk = self.disk_write_bytes_per_s if action == "out" else self.disk_read_bytes_per_s
+        return self.page_size / float(min(rate, disk) if tier == "disk" else rate) * 1e6
 
     def with_(self, **changes: Any) -> Hardware:
         """A copy with some fields changed; ``None`` leaves a field as it is."""

@@ -344,8 +344,8 @@ class Hosted:
         self.trace, self.units = trace, units
         self.page_size = hardware.page_size
         self.pages = trace.pages(hardware.page_size).tolist()
-        out_us = hardware.page_us("d2h_bytes_per_s")
-        in_us = hardware.page_us("h2d_bytes_per_s")
+        out_us = hardware.page_us("host", "out")
+        in_us = hardware.page_us("host", "in")
         period = float(begins_us[-1])
         releases: list[Release] = []
         free = 0.0

@@ -58,12 +58,11 @@ class Channels:
 
     def __init__(self, trace: Trace, hardware: Hardware) -> None:
         self.clock = Clock(trace)
-        out_us, in_us = hardware.page_us("d2h_bytes_per_s"), hardware.page_us("h2d_bytes_per_s")
-        write_us = max(out_us, hardware.page_us("disk_write_bytes_per_s"))
-        read_us = max(in_us, hardware.page_us("disk_read_bytes_per_s"))
-        duration_us = trace.op_duration_us
-        self.host_out, self.host_in = Channel(duration_us, out_us), Channel(duration_us, in_us)
-        self.disk_out, self.disk_in = Channel(duration_us, write_us), Channel(duration_us, read_us)
+        self.host_out, self.host_in, self.disk_out, self.disk_in = (
+            Channel(trace.op_duration_us, hardware.page_us(tier, action))
+            for tier in ("host", "disk")
+            for action in ("out", "in")
+        )
 
     def book_out(self, tier: str, out_op: int, pages: int) -> tuple[int, int]:
         """Book from ``out_op`` on: the ops by which half and all of it is out."""

@@ -104,11 +104,7 @@ class Clock:
 
 def transfer_us(hardware: Hardware, tier: str, action: str, pages: Ints) -> Floats:
     """How long moves of ``pages`` take alone, with their latency."""
-    rate = hardware.d2h_bytes_per_s if action == "out" else hardware.h2d_bytes_per_s
-    if tier == "disk":
-        disk = "disk_write_bytes_per_s" if action == "out" else "disk_read_bytes_per_s"
-        rate = min(rate, getattr(hardware, disk))
-    return np.asarray(hardware.transfer_latency_us + pages * (hardware.page_size / rate * 1e6))
+    return np.asarray(hardware.transfer_latency_us + pages * hardware.page_us(tier, action))
 
 
 class Room:

@@ -62,15 +62,11 @@ class _Machine:
         program = make_program(trace, plan, page)
         self.pages = Pages(trace, hardware, plan, program)
         self.moves = self.pages.moves
-        out_us, in_us = page / hardware.d2h_bytes_per_s * 1e6, page / hardware.h2d_bytes_per_s * 1e6
-        write_us = max(out_us, page / hardware.disk_write_bytes_per_s * 1e6)
-        read_us = max(in_us, page / hardware.disk_read_bytes_per_s * 1e6)
-        latency = hardware.transfer_latency_us
-        self.host_out = Queue("host-out", 0, True, out_us, latency, self.pages)
-        self.disk_out = Queue("disk-out", 1, True, write_us, latency, self.pages)
-        self.disk_in = Queue("disk-in", 1, False, read_us, latency, self.pages)
-        self.host_in = Queue("host-in", 0, False, in_us, latency, self.pages)
-        self.queues = (self.host_out, self.disk_out, self.disk_in, self.host_in)  # begin in order
+        self.queues = tuple(  # begin in this order
+            Queue(tier, action, hardware, self.pages)
+            for tier, action in (("host", "out"), ("disk", "out"), ("disk", "in"), ("host", "in"))
+        )
+        self.host_out, self.disk_out, self.disk_in, self.host_in = self.queues
         self.moving = [False] * 4  # which of them, when the link was last shared
         self.ops = Ops(trace, self.pages, page, program)
         self.host = Host(trace, self.pages, list(plan.host_steps), program)

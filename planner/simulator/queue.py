@@ -8,11 +8,12 @@ from typing import NamedTuple
 
 import numpy as np
 
+from ..hardware import Hardware
 from ..simulation import EPSILON_US
 from ..trace import Floats
 from .drops import IN, OUT, arrived
 from .log import Log, Logged, note, note_cancelled
-from .pages import NONE, STALE, VALID, Pages, Range
+from .pages import NONE, STALE, TIER_INDEX, VALID, Pages, Range
 
 MARGIN_US = 3 * EPSILON_US  # arrivals that are clearly before an event
 
@@ -39,16 +40,14 @@ class Queue:
         "entries", "event_us", "fresh", "is_out", "latency_us", "moving", "name", "pace_us", "tier",
     )  # fmt: skip
 
-    def __init__(
-        self, name: str, tier: int, is_out: bool, alone_us: float, latency_us: float, pages: Pages
-    ) -> None:
-        self.name, self.tier, self.is_out = name, tier, is_out
-        self.alone_us = alone_us  # of a page while nothing shares the link
-        self.latency_us = latency_us
+    def __init__(self, tier: str, action: str, hardware: Hardware, pages: Pages) -> None:
+        self.name, self.tier, self.is_out = f"{tier}-{action}", TIER_INDEX[tier], action == "out"
+        self.alone_us = hardware.page_us(tier, action)  # while nothing shares the link
+        self.latency_us = hardware.transfer_latency_us
         self.entries: deque[Entry] = deque()
         self.moving = False
         self.event_us = math.inf
-        self.pace_us = alone_us
+        self.pace_us = self.alone_us
         self.fresh = False
         self._pages = pages
         self._page = self._end = 0  # the head's next page, and the end of its range
