@@ -9,9 +9,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .lifetimes import gap_bytes, gaps, idle_us, live_pages, working_set_pages
+from .lifetimes import gap_bytes, gaps, idle_us, live_bytes_by_kind, live_pages, working_set_pages
 from .plan import Plan
-from .trace import KINDS, Trace
+from .trace import Trace
 
 BYTES, US, COUNT = "bytes", "us", "count"  # what a value is in
 
@@ -106,8 +106,7 @@ def _trace_measures(trace: Trace) -> dict[tuple[str, str], float]:
 
 def _at_peak(trace: Trace) -> Iterable[tuple[str, int]]:
     op = int(live_pages(trace, 1).argmax())
-    kinds = np.array(trace.tensor_kinds)
-    return [(kind, int(live_pages(trace, 1, kinds == kind)[op])) for kind in KINDS]
+    return [(kind, int(live[op])) for kind, live in live_bytes_by_kind(trace, 1).items()]
 
 
 def _tensors(trace: Trace) -> Iterable[tuple[str, int]]:

@@ -9,6 +9,7 @@ next iteration has ``end = ops + b``.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,7 +18,7 @@ import numpy.typing as npt
 from .errors import InfeasibleBudget
 from .hardware import Hardware
 from .sizes import format_bytes
-from .trace import WRITE, Bools, Floats, Ints, Trace
+from .trace import KINDS, WRITE, Bools, Floats, Ints, Trace
 
 # Gaps of what the host updates. KEPT: a copy in host is good for ever. RETURN: that, and all of it
 # comes back from the host's step. LAST: all of it goes to the host, and dies there at the end.
@@ -162,6 +163,18 @@ def live_pages(trace: Trace, page_size: int, chosen: Bools | None = None) -> Int
     np.add.at(change, trace.first_op[passing], count[passing])
     np.add.at(change, trace.last_op[passing] + 1, -count[passing])
     return np.cumsum(change[:-1]) + int(count[chosen & trace.tensor_persistent].sum())
+
+
+def live_bytes_by_kind(
+    trace: Trace, page_size: int, kinds: Sequence[str] = KINDS
+) -> dict[str, Ints]:
+    """The same in bytes of whole pages, for those of ``kinds`` of which there are tensors."""
+    of_kind = np.array(trace.tensor_kinds, np.str_)
+    return {
+        kind: live_pages(trace, page_size, of_kind == kind) * page_size
+        for kind in kinds
+        if (of_kind == kind).any()
+    }
 
 
 def working_set_pages(trace: Trace, page_size: int) -> Ints:

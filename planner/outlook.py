@@ -13,7 +13,7 @@ import numpy as np
 from .buckets import bucketed
 from .hardware import Hardware
 from .joint.policy import ALLOWED, Best, Bounds
-from .lifetimes import live_pages, working_set_pages
+from .lifetimes import live_bytes_by_kind, live_pages, working_set_pages
 from .lp.program import Unsolved
 from .trace import Trace
 
@@ -136,8 +136,6 @@ def _budgets(top: int, least: int, page: int) -> list[int]:
 
 def _need(trace: Trace) -> dict[str, int]:
     """Bytes, not pages."""
-    kinds = np.array(trace.tensor_kinds)
-    found = {}
-    for kind in dict.fromkeys(["parameter", "gradient", "optimizer", "activation", *kinds]):
-        found[str(kind)] = int(live_pages(trace, 1, kinds == kind).max(initial=0))
-    return found
+    live = live_bytes_by_kind(trace, 1)
+    always = dict.fromkeys(["parameter", "gradient", "optimizer", "activation"], 0)
+    return always | {kind: int(level.max(initial=0)) for kind, level in live.items()}

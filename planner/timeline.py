@@ -17,7 +17,7 @@ import numpy as np
 
 from .errors import PlanError
 from .hardware import Hardware
-from .lifetimes import live_pages
+from .lifetimes import live_bytes_by_kind
 from .plan import DISCARD, Move, Plan, StartRun
 from .simulation import EPSILON_US, Simulation, Stall, Transfer
 from .simulator import simulate
@@ -321,7 +321,7 @@ def device_curve(line: Timeline) -> Curve:
     """
     trace = line.trace
     if line.plan is None or line.simulation is None or not line.iteration_us:
-        return _without_a_plan(line)
+        return Curve(line.op_start_us, live_bytes_by_kind(trace, line.page_size))
     parts = [(0.0, 0, KINDS[0])]
     parts += [(us, frames, "activation") for us, frames in line._temporary]
     for tensor, kind in enumerate(trace.tensor_kinds):
@@ -343,17 +343,6 @@ def device_curve(line: Timeline) -> Curve:
         if levels.any():
             by_kind[kind] = levels
     return Curve(times[last][changed], {kind: of[changed] for kind, of in by_kind.items()})
-
-
-def _without_a_plan(line: Timeline) -> Curve:
-    trace = line.trace
-    kinds = np.array(trace.tensor_kinds)
-    by_kind = {}
-    for kind in KINDS:
-        pages = live_pages(trace, line.page_size, kinds == kind)
-        if pages.any():
-            by_kind[kind] = pages * line.page_size
-    return Curve(line.op_start_us, by_kind)
 
 
 def telling_points(times: Floats, total: Any, span_us: float, most: int) -> Ints:

@@ -15,7 +15,14 @@ import numpy as np
 
 from ..hardware import PRESETS, Hardware
 from ..joint.layers import decided
-from ..lifetimes import gap_bytes, gaps, hideable_bytes, idle_us, live_pages, working_set_pages
+from ..lifetimes import (
+    gap_bytes,
+    gaps,
+    hideable_bytes,
+    idle_us,
+    live_bytes_by_kind,
+    working_set_pages,
+)
 from ..plan import Plan
 from ..sweep import Task, evaluate
 from ..trace import KINDS, WRITE, Bools, Floats, Ints, Trace
@@ -40,17 +47,9 @@ class View:
     ) -> None:
         self.trace, self.page_size, self.kinds = trace, page_size, kinds
         self.hardware, self.plan = hardware, plan
-        of_kind = np.array(trace.tensor_kinds, dtype=np.str_)
-        self.chosen: Bools = np.isin(of_kind, kinds or KINDS)
-        self.live_by_kind: dict[str, Ints] = {
-            kind: live_pages(trace, 1, of_kind == kind)
-            for kind in kinds or KINDS
-            if (of_kind == kind).any()
-        }
-        self.page_bytes_by_kind: dict[str, Ints] = {
-            kind: live_pages(trace, page_size, of_kind == kind) * page_size
-            for kind in self.live_by_kind
-        }
+        self.chosen: Bools = np.isin(np.array(trace.tensor_kinds, np.str_), kinds or KINDS)
+        self.live_by_kind = live_bytes_by_kind(trace, 1, kinds or KINDS)
+        self.page_bytes_by_kind = live_bytes_by_kind(trace, page_size, kinds or KINDS)
         self.live: Ints = sum(self.live_by_kind.values(), np.zeros(trace.ops, np.int64))
         self.peak_op = int(self.live.argmax())
         self.ends: Floats = np.cumsum(trace.op_duration_us)
