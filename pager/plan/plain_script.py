@@ -19,7 +19,7 @@ import sys
 import time
 from functools import cache
 from types import NoneType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import ReferenceType, ref
 
 import torch
@@ -33,10 +33,8 @@ from torch.optim.optimizer import (
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ...planner.trace import Trace, make_trace
 from .record import Report, write
-
-if TYPE_CHECKING:
-    from ...planner.trace import Trace
 
 PAGE_SIZE = 2 << 20
 SMALL_PAGE, SMALL_MODEL = 1 << 16, 1 << 28  # bytes: smaller pages below that much in all
@@ -255,8 +253,6 @@ class IterationLog(TorchDispatchMode):
         metadata: dict[str, Any] | None = None,
     ) -> Trace:
         """What lives on is persistent. What a step does for one parameter is one op."""
-        from ...planner.trace import make_trace
-
         owners = self._name_all()
         ops, rerun, host, place = self._with_updates(owners, host_bytes_per_s)
         nbytes = sum(one.nbytes for one in self.storages if one.before)

@@ -20,18 +20,16 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from operator import attrgetter
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from ..core import Watcher
+from ...planner.trace import Trace
+from ..core import Core, Watcher
 from ..errors import PagerError
 from ..memory.space import Extent
 from .access_log import LAST_ACTIVATION, AccessLog, Keys, Names, StreamAccess, Wait, ordered
-
-if TYPE_CHECKING:
-    from ...planner.trace import Trace
-    from ..core import Core
-    from .compiled_plan import Order
-    from .op_log import OpLog
+from .compiled_plan import Order
+from .op_log import OpLog
+from .traces import trace_of_ops
 
 _KEY = attrgetter("key")
 
@@ -84,8 +82,6 @@ class Recorder(Watcher):
     def start(self) -> OpLog:
         """Record ops until :meth:`finish`, which is called in the same thread and outside of
         backward too. Raises ``PagerError`` if they are being recorded already."""
-        from .op_log import OpLog
-
         self.pager.check_open()
         if self.ops is not None:
             raise PagerError(
@@ -101,8 +97,6 @@ class Recorder(Watcher):
     def finish(self, ops: OpLog) -> Trace:
         """Stop, and the trace of what ran since :meth:`start`. Raises ``PagerError`` if nothing
         did."""
-        from .traces import trace_of_ops
-
         ended = ops.mark("")
         self.abandon(ops)
         if not ops.marks:

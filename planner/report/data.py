@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from ..hardware import Hardware
 from ..lifetimes import live_pages
 from ..tier_usage import tier_usage
 from ..timeline import PLACES, Curve, Timeline, device_curve, telling_points
@@ -15,9 +16,6 @@ from .facts import CHANNELS, facts
 from .reduce import Bars, fewer_bars
 from .rows import Map, residency_map, span_columns
 from .tensors import Columns, tensor_columns
-
-if TYPE_CHECKING:
-    from ..hardware import Hardware
 
 CURVE_POINTS = 20_000
 MOST_BARS = 150_000

@@ -5,13 +5,11 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from ..hardware import Hardware
 from ..sizes import DAY_SECONDS, format_bytes, format_us, wear
 from ..timeline import Timeline
-
-if TYPE_CHECKING:
-    from ..hardware import Hardware
 
 # As lanes, from top to bottom. A stall may be for a host step, which is no channel of the link.
 CHANNELS = ("host-out", "disk-out", "disk-in", "host-in", "host-step", "run-again")
