@@ -109,7 +109,7 @@ class CompiledPlan(Order):
     are not on the device then. ``last_in``: key → number of its last in-move, the order of those
     still under way at the end. ``all_placed``: everything has a frame in advance.
     ``hosted``: access that is a step of the host → its place in the host's order. ``frames``: that
-    it has places in.
+    it has places in. ``parted``: keys of what is moved in parts.
     """
 
     def __init__(
@@ -135,8 +135,10 @@ class CompiledPlan(Order):
                 layout.ins.get(index, ANYWHERE), int(pages[move.tensor]),
             )  # fmt: skip
             found.setdefault(recorded.position[move.issue_op], []).append(action)
+        self.parted: set[int] = set()
         for where, actions in found.items():
             self.actions[where] = actions
+            self.parted.update(action.key for action in actions if action.pages < action.of)
         self.next_actions = [len(self.actions)] * (len(self.actions) + 1)
         for where in reversed(range(len(self.actions))):
             self.next_actions[where] = (

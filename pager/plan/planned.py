@@ -173,11 +173,16 @@ class PlannedMoves:
         self, outs: list[Job], point: _Point, runs: Sequence[Extent | None], where: int
     ) -> None:
         """The same, but ``outs`` leave only where others of them have no room beside them."""
-        for job in self._put_off.add(outs, where):
-            self._outs[job.action.tier].append(job)
+        self._queue_outs(self._put_off.choose(outs, where))
         for tier, moves in point.ins:
             self._ins[tier] += moves.jobs(runs)
         if any(self.queues):
+            self._begin_queued()
+
+    def _queue_outs(self, jobs: list[Job]) -> None:
+        for job in jobs:
+            self._outs[job.action.tier].append(job)
+        if jobs:
             self._begin_queued()
 
     def _begin(self, point: _Point, runs: Sequence[Extent | None], *, at_once: bool) -> None:
@@ -271,9 +276,7 @@ class PlannedMoves:
         room in them, leaves, and what is behind them goes where there is room."""
 
         def begin() -> None:
-            for job in self._put_off.shrink(frames, now):
-                self._outs[job.action.tier].append(job)
-            self._begin_queued()
+            self._queue_outs(self._put_off.beyond(now, frames))
             self._mover.drain()
             vacate(self._residency, frames, self._home)
 
@@ -417,7 +420,10 @@ class PlannedMoves:
         window: int | None = base
         if not self._is_to_be_had(run, pages, base, coming):
             first, count = run.first, run.count
-            if len(resident):
+            instead = self._instead(run, pages, base, whole=not len(resident))
+            if instead is not None:
+                window, first, count = instead, int(pages[0]), len(pages)
+            elif len(resident):
                 base = int(own[resident[0]] - resident[0])
                 first, count = int(pages[0]), len(pages)
                 window = base
@@ -433,6 +439,27 @@ class PlannedMoves:
         frames = pages - np.int32(run.first - window)
         self._residency.pool.take(int(frames[0]), len(frames))
         return pages, frames
+
+    def _instead(self, run: Extent, pages: Int32, base: int, *, whole: bool) -> int | None:
+        """Where the first page of ``run`` is to be, if nothing but what was put off is in the place
+        of ``pages``: behind the plan's frames, or there, when that has left."""
+        if not self._put_off.is_on or not self._is_inside(run, base):
+            return None
+        own = self._table.frame[run.pages]
+        resident = np.flatnonzero(own >= 0)
+        if (own[resident] != base + resident).any():
+            return None
+        frames = pages - np.int32(run.first - base)
+        jobs = self._put_off.in_place(frames)
+        if not jobs:
+            return None
+        behind = self._put_off.behind(run) if whole else None
+        if behind is not None:
+            return behind
+        self._put_off.forget(jobs)
+        for job in jobs:
+            self._leave(job.action.tier, job.pages)
+        return base if self._residency.pool.all_free(frames) else None
 
     def _is_to_be_had(self, run: Extent, pages: Int32, base: int, coming: _Coming) -> bool:
         """Whether ``pages`` of ``run`` can come to the place that the plan has for it, which begins
@@ -491,25 +518,25 @@ class PlannedMoves:
 
     def _home(self, run: Extent) -> int:
         """The frame that the plan has for the first page of ``run``, as far as it has come."""
-        behind = self._put_off.home(run)
-        if behind is not None:
-            return behind
+        if self._put_off.holds(run):
+            return ANYWHERE
         return self.homes.get(run.key, self.births.get(run.key, ANYWHERE))
 
     def _window(self, run: Extent, base: int) -> int | None:
         """The first of as many free frames as ``run`` has pages, ``base`` if it is."""
-        if self._can_be_born(run, base):
-            return base
-        return find_window(self._residency, run)
+        place = self._birthplace(run, base)
+        return find_window(self._residency, run) if place is None else place
 
-    def _can_be_born(self, run: Extent, base: int) -> bool:
-        """Whether the place that the plan has for ``run`` is free, or was made so."""
+    def _birthplace(self, run: Extent, base: int) -> int | None:
+        """The place that the plan has for ``run``, if it is free, or was made so, or another one
+        behind the plan's frames."""
         if base >= 0 and self._residency.pool.is_free(base, run.count):
-            return True
-        if not self._tidies or not self._is_inside(run, base):
-            return False
+            return base
+        place = self._instead(run, run.pages, base, whole=True)
+        if place is not None or not self._tidies or not self._is_inside(run, base):
+            return place
         frames = run.pages - np.int32(run.first - base)
-        return make_way(self._residency, run, frames, self._home)
+        return base if make_way(self._residency, run, frames, self._home) else None
 
     def _is_inside(self, run: Extent, base: int) -> bool:
         return 0 <= base <= self._residency.pool.count - run.count
@@ -553,7 +580,9 @@ class PlannedMoves:
                 return False
         base = self.births.get(run.key, ANYWHERE)
         if base < 0 or not pool.take_if_free(base, run.count):
-            found = base if self._can_be_born(run, base) else pool.find_run(run.count)
+            found = self._birthplace(run, base)
+            if found is None:
+                found = pool.find_run(run.count)
             if found is None:
                 return False
             base = found

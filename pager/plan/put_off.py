@@ -16,7 +16,9 @@ from ..memory.page_table import Int32
 from ..memory.space import Extent
 from ..moves.residency import Residency
 from .access_log import Names
-from .compiled_plan import ANYWHERE, Action, CompiledPlan
+from .compiled_plan import Action, CompiledPlan
+
+_NOTHING = np.empty(0, np.int32)
 
 
 class Job(NamedTuple):
@@ -62,17 +64,44 @@ class PutOff:
             if not any(_meet(job.action, one) for one in coming.get(job.run, ()))
         ]
 
-    def add(self, jobs: Sequence[Job], now: int) -> list[Job]:
-        """``jobs`` are to leave before access ``now``; those that have to, of these and earlier
+    def choose(self, outs: Sequence[Job], now: int) -> list[Job]:
+        """``outs`` are to leave before access ``now``; those that have to, of these and earlier
         ones."""
-        self._jobs += jobs
-        return self._beyond(self._residency.pool.count, now)
+        self._jobs += outs
+        return self.beyond(now)
 
-    def shrink(self, frames: int, now: int) -> list[Job]:
-        """There are to be so many frames; what has to leave before. The rest is put elsewhere."""
-        return self._beyond(frames, now)
+    def in_place(self, frames: Int32) -> list[Job] | None:
+        """What was put off and is in ``frames``; ``None`` if something else is."""
+        table = self._residency.table
+        pages = table.frame_page[frames]
+        pages = pages[pages >= 0]
+        owners = set(table.owner[pages].tolist())
+        jobs = [job for job in self._jobs if job.run.id in owners]
+        mine = [_NOTHING, *(job.pages for job in jobs if not job.run.pins and not job.run.parts)]
+        return jobs if np.isin(pages, np.concatenate(mine)).all() else None
 
-    def _beyond(self, frames: int, now: int) -> list[Job]:
+    def forget(self, jobs: Sequence[Job]) -> None:
+        """They leave."""
+        self._jobs = [job for job in self._jobs if job not in jobs]
+
+    def holds(self, run: Extent) -> bool:
+        """Whether some of ``run`` was put off."""
+        return any(job.run is run for job in self._jobs)
+
+    def behind(self, run: Extent) -> int | None:
+        """Where there is room for ``run``, none of which is there, behind the frames that the plan
+        has places in. Not for what is moved in parts, which have to be beside each other."""
+        if self._plan is None or run.key in self._plan.parted:
+            return None
+        for start, count in reversed(self._residency.pool.runs()):
+            first = max(start, self._plan.frames)
+            if start + count - first >= run.count:
+                return first
+        return None
+
+    def beyond(self, now: int, frames: int | None = None) -> list[Job]:
+        """What has to leave where there are, or are to be, so many frames."""
+        frames = self._residency.pool.count if frames is None else frames
         self._jobs = [job for job in self._jobs if self._names.is_live(job.run)]
         over = sum(job.action.pages for job in self._jobs) - self._room(frames)
         if over <= 0 or self._plan is None:
@@ -88,17 +117,6 @@ class PutOff:
         found = [self._jobs[which] for which in sorted(leaving)]
         self._jobs = [job for which, job in enumerate(self._jobs) if which not in leaving]
         return found
-
-    def home(self, run: Extent) -> int | None:
-        """Where the first page of ``run`` should be, if it was put off: behind the frames that the
-        plan has places in."""
-        if self._plan is None or not any(job.run is run for job in self._jobs):
-            return None
-        for start, count in reversed(self._residency.pool.runs()):
-            first = max(start, self._plan.frames)
-            if start + count - first >= run.count:
-                return first
-        return ANYWHERE
 
 
 def _meet(one: Action, other: Action) -> bool:

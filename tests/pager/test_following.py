@@ -216,16 +216,18 @@ def test_what_finds_its_place_taken_comes_with_the_others(monkeypatch: pytest.Mo
 # -- more frames than the plan counts on -----------------------------------------------------------
 def test_what_has_room_beside_the_plan_stays() -> None:
     """The plan counts on six frames: of A, B and C, which it has leave, two find room in the other
-    four, and C is used last. What takes their places makes them go behind the plan's frames; when
-    there are fewer frames, B has to leave too."""
+    four, and C is used last. What comes to their places goes behind the plan's frames. When there
+    are fewer frames, B has to leave too, and A when E finds no room behind."""
     with make_pager(frames=FRAMES, policy="lp") as pager:
-        tensors = laid_out(pager, "DD........")
+        tensors = laid_out(pager, "DDEE......")
         with pager.core.lock:
-            pager.core.residency.evict_pages(pages_of(tensors["D"]))
+            for letter in "DE":
+                pager.core.residency.evict_pages(pages_of(tensors[letter]))
         tensors |= laid_out(pager, "AABBCC....")
         keys = named(pager, tensors)
         plan: Any = Order([(keys[letter],) for letter in "ABCDABC"])
-        plan.frames, plan.births, plan.start, plan.all_placed = 6, {}, {}, True
+        plan.frames, plan.parted, plan.births, plan.start = 6, set(), {}, {}
+        plan.all_placed = False
         planned, mover = pager.core.follower.planned, pager.core.mover
         outs = [Action("out", "host", keys[letter], 0, 2, ANYWHERE) for letter in "ABC"]
         with pager.core.lock:
@@ -234,15 +236,17 @@ def test_what_has_room_beside_the_plan_stays() -> None:
             assert layout(pager, tensors) == "AABB......"
             planned.issue([Action("in", "host", keys["D"], 0, 2, 0)], {}, 4)
             mover.drain()
-            assert layout(pager, tensors) == "DDBB..AA.."
+            assert layout(pager, tensors) == "AABB..DD.."
             planned.shrink(8, 4)
             pager.core.residency.resize(8)
-            assert layout(pager, tensors) == "DD....AA.."
-            planned.issue([Action("in", "host", keys["A"], 0, 2, 2)], {}, 4)
-            planned.shrink(6, 5)
+            assert layout(pager, tensors) == "AA....DD.."
+            planned.issue([Action("in", "host", keys["E"], 0, 2, 0)], {}, 4)
+            mover.drain()
+            assert layout(pager, tensors) == "EE....DD.."
+            planned.shrink(6, 4)
             pager.core.residency.resize(6)
-        assert layout(pager, tensors) == "DDAA......"
-        assert mover.bytes_out == 2 * 3 * pager.core.page_size  # B, C, and D before
+        assert layout(pager, tensors) == "EEDD......"
+        assert mover.bytes_out == 2 * 5 * pager.core.page_size  # each of them once
         check_invariants(pager.core)
         assert unchanged(tensors)
 
