@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -109,8 +110,9 @@ class _Spells:
 def spells_in_order(trace: Trace, plan: Plan, frames: int) -> _Spells:
     """When pages hold frames for an executor that decides in the order of the program: before op k
     the moves of k are queued, and whatever leaves gives its frame back at that, whatever comes
-    takes one then, if there are enough, or at one of the next ops. What died with op k − 1 gives
-    its frames back after that, before op k begins. The transfers follow, and wait for each other.
+    takes one then, if there are enough, or at one of the next ops, at the latest at the one that
+    uses it. What died with op k − 1 gives its frames back before op k begins, or some ops later
+    where nobody is short of them. The transfers follow, and wait for each other.
     """
     count = trace.pages(plan.page_size)
     base = np.cumsum(count) - count
@@ -163,11 +165,18 @@ class _Order:
             self._moves.setdefault(move.issue_op, []).append(index)
         self._born: dict[int, list[slice]] = {}
         self._dead: dict[int, list[slice]] = {}
+        self._over: dict[int, list[slice]] = {}  # they have died, and linger
+        self._lingering: list[slice] = []
         for tensor in np.flatnonzero(~trace.tensor_persistent).tolist():
             rows = slice(int(base[tensor]), int(base[tensor] + count[tensor]))
             self._born.setdefault(int(trace.first_op[tensor]), []).append(rows)
-            last = min(int(trace.last_op[tensor]) + 1 + _LINGERS, trace.ops)
-            self._dead.setdefault(last, []).append(rows)
+            last = int(trace.last_op[tensor]) + 1
+            self._over.setdefault(min(last, trace.ops), []).append(rows)
+            self._dead.setdefault(min(last + _LINGERS, trace.ops), []).append(rows)
+        self._uses: dict[int, set[int]] = {}
+        for op, tensor in zip(trace.access_op.tolist(), trace.access_tensor.tolist()):
+            self._uses.setdefault(op, set()).add(tensor)
+        self._of = [trace.index_of[move.tensor] for move in plan.moves]
         self._waiting: dict[str, deque[int]] = {}
         self._events: list[tuple[Ints, float, int, int]] = []  # of the latest iteration
 
@@ -192,22 +201,32 @@ class _Order:
                 elif action == "in":
                     self._waiting.setdefault(tier, deque()).append(index)
             self._bring(at)
-            for rows in self._dead.get(op, ()):
-                self._give(rows, at + 0.1)
-                self._living[rows] = False
-            self._bring(at + 0.1)
+            self._lingering += self._over.get(op, ())
+            self._end(self._dead.get(op, ()), at + 0.1)
+            self._bring(at + 0.1, self._uses.get(op, ()))
             for rows in self._born.get(op, ()):
                 self._living[rows] = True
                 self._take(rows.start + np.flatnonzero(~self._held[rows]), at + 0.2, -1)
 
-    def _bring(self, at: float) -> None:
+    def _bring(self, at: float, used: Collection[int] = ()) -> None:
+        """What has room, and what is ``used`` now in any case."""
         for queue in self._waiting.values():
+            due = max((n + 1 for n, move in enumerate(queue) if self._of[move] in used), default=0)
             while queue:
                 rows = self._rows[queue[0]][2]
                 wanted = rows.start + np.flatnonzero(self._living[rows] & ~self._held[rows])
                 if len(wanted) > self._free:
-                    break
+                    if due <= 0:
+                        break
+                    self._end(self._lingering, at)
+                due -= 1
                 self._take(wanted, at, queue.popleft())
+
+    def _end(self, tensors: Collection[slice], at: float) -> None:
+        for rows in tensors:
+            self._give(rows, at)
+            self._living[rows] = False
+        self._lingering = [rows for rows in self._lingering if self._living[rows.start]]
 
     def _take(self, pages: Ints, at: float, move: int) -> None:
         self._held[pages] = True

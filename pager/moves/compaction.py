@@ -56,7 +56,30 @@ def _open_window(residency: Residency, run: Extent) -> int | None:
             break
         if _clear(residency, run, base):
             return base
-    return _slide(residency, run)
+    found = _slide(residency, run)
+    return _swap(residency, run, windows) if found is None else found
+
+
+def _swap(residency: Residency, run: Extent, windows: npt.NDArray[np.int64]) -> int | None:
+    """The same where others cannot stay in one piece: what is in the cheapest window changes places
+    with pages of ``run`` outside of it, or goes where there is room."""
+    base, table, own = int(np.argmin(windows)), residency.table, run.pages
+    if windows[base] >= _NEVER:
+        return None
+    window = np.arange(base, base + run.count, dtype=np.int32)
+    inside = table.frame_page[window]
+    others = inside[(inside >= 0) & ~np.isin(inside, own)]
+    free = [np.arange(a, a + n, dtype=np.int32) for a, n in residency.pool.runs()]
+    left = np.concatenate([*free, table.frame[own]])
+    left = left[(left >= 0) & ((left < base) | (left >= base + run.count))]
+    if len(left) < len(others):
+        return None
+    _arrange(
+        residency,
+        np.concatenate([others, own]),
+        np.concatenate([left[: len(others)], own + np.int32(base - run.first)]),
+    )
+    return base
 
 
 def make_way(

@@ -273,7 +273,8 @@ class Residency:
         run.base, run.generation, run.settled = base, next(generations), False
         return True
 
-    def _is_there(self, run: Extent) -> bool:
+    def is_there(self, run: Extent) -> bool:
+        """All of it is in frames, or on its way there."""
         return bool((self._frames_of(run) >= 0).all())
 
     def is_whole(self, run: Extent) -> bool:
@@ -383,7 +384,7 @@ class Residency:
         if run.base >= 0 or self.is_whole(run):
             return  # there, or on its way
         # Else in frames that another op reads, or to be left as they are.
-        if not self._is_there(run) or (run.pins == 1 and not self.scattered):
+        if not self.is_there(run) or (run.pins == 1 and not self.scattered):
             self.fill(run, run.pages, self._claim(run))
 
     def fill(self, run: Extent, pages: Int32, frames: Int32) -> None:

@@ -152,6 +152,14 @@ class Tickets:
                 self._pass(theirs)
         return True
 
+    def latest(self, tier: str, numbers: Int32) -> npt.NDArray[np.int64]:
+        """The number of the ticket of each of these places, 0 where there is none that is not over,
+        or has failed."""
+        found: npt.NDArray[np.int64] = np.where(
+            self.pending(tier, numbers), self._of_places(tier, numbers), 0
+        )
+        return found
+
     def pending(self, tier: str, numbers: Int32) -> npt.NDArray[np.bool_]:
         """Which of these places have one that is not over, or has failed."""
         self._sweep()

@@ -14,19 +14,22 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
-from ..memory.frame_pool import distinct, merge
+from ..memory.frame_pool import distinct, expand, merge
 from ..memory.page_table import BLANK, DIRTY, Int32
 from ..memory.space import Extent
 from ..moves.compaction import base_of, find_window, make_way, rearrange, vacate
 from ..moves.mover import TIERS, Mover
-from ..moves.residency import Residency
+from ..moves.residency import Residency, sliding_max
 from ..moves.tickets import MoveFailed
 from .access_log import Names
 from .compiled_plan import ANYWHERE, Action, CompiledPlan
 from .put_off import Job, PutOff
 
 _NOTHING = np.empty(0, np.int32)
+_TAKEN = 1 << 60
+_LATE = 2  # transfers that are queued in between
 _PATIENCE = 16  # times that a move waits for its place: some 8 accesses
 
 
@@ -209,6 +212,9 @@ class PlannedMoves:
         count, begun = len(moves.actions), 0
         if not able.all():
             count = int(np.searchsorted(moves.ends, np.argmin(able), "right"))
+        frames = moves.frames[: moves.ends[count - 1]] if count else _NOTHING
+        if self._is_late(frames[frames >= 0]):
+            return 0
         for action, number in moves.actions[:count]:
             run, base = runs[number], action.base
             assert run is not None
@@ -408,7 +414,7 @@ class PlannedMoves:
     def _with_frames(
         self, run: Extent, pages: Int32, base: int, coming: _Coming
     ) -> tuple[Int32, Int32]:
-        """``pages``, and free frames taken for them; none of both if too few are free.
+        """``pages``, and free frames taken for them: as many of both as are free.
 
         The plan counts on any free frames: those that were foreseen are only the ones for which
         nothing has to be moved aside.
@@ -417,6 +423,8 @@ class PlannedMoves:
             return pages, pages
         own, pool = self._table.frame[run.pages], self._residency.pool
         resident = np.flatnonzero(own >= 0)
+        if not len(resident):
+            base = self._sooner(run, base, pages - np.int32(run.first))
         window: int | None = base
         if not self._is_to_be_had(run, pages, base, coming):
             first, count = run.first, run.count
@@ -428,17 +436,59 @@ class PlannedMoves:
                 first, count = int(pages[0]), len(pages)
                 window = base
             else:
-                window = pool.find_run(run.count)
+                window = self._soonest(run.count)
             if window is None or not (
                 self._is_inside(run, window) and pool.is_free(window + first - run.first, count)
             ):
                 coming.begin()  # before anything is moved aside
                 window = find_window(self._residency, run)
-        if window is None:
-            return pages[:0], pages[:0]
-        frames = pages - np.int32(run.first - window)
-        self._residency.pool.take(int(frames[0]), len(frames))
-        return pages, frames
+        frames = None if window is None else pages - np.int32(run.first - window)
+        if frames is None or self._is_late(frames):
+            # Anywhere: it is put together when an op uses it, which is a copy in memory.
+            frames = self._soonest_frames(len(pages))
+        pool.take_all(frames)
+        return pages[: len(frames)], frames
+
+    def _is_late(self, frames: Int32) -> bool:
+        """Whether these free frames are there much later than as many others are."""
+        tickets = self._mover.tickets
+        if not tickets.any or not len(frames):
+            return False
+        due = int(tickets.latest("device", frames).max())
+        if due == 0:
+            return False
+        soonest = np.sort(self._due())[: len(frames)]
+        return due > int(soonest[soonest < _TAKEN].max(initial=0)) + _LATE
+
+    def _due(self) -> npt.NDArray[np.int64]:
+        """Of each frame: the transfer that it is free after, 0 if it is; ``_TAKEN`` if it will not
+        be."""
+        pool = self._residency.pool
+        due = np.full(pool.count, _TAKEN)
+        free = expand(pool.runs())
+        due[free] = self._mover.tickets.latest("device", free) if self._mover.tickets.any else 0
+        return due
+
+    def _soonest(self, width: int) -> int | None:
+        """Where so many free frames begin that are there first."""
+        if width > self._residency.pool.count:
+            return None
+        windows = sliding_max(self._due(), width)
+        best = int(np.argmin(windows))
+        return best if windows[best] < _TAKEN else None
+
+    def _soonest_frames(self, count: int) -> Int32:
+        """So many free frames, or as many as there are, that are there first."""
+        count = min(count, self._residency.pool.free_count)
+        return np.argsort(self._due(), kind="stable")[:count].astype(np.int32)
+
+    def _sooner(self, run: Extent, base: int, part: Int32) -> int:
+        """``base``, or where as many free frames as ``run`` has begin if those for ``part`` of it
+        are there much sooner: what is to leave the planned ones may be the last in its queue."""
+        if self._is_inside(run, base) and self._is_late(part + np.int32(base)):
+            sooner = self._soonest(run.count)
+            return base if sooner is None else sooner
+        return base
 
     def _instead(self, run: Extent, pages: Int32, base: int, *, whole: bool) -> int | None:
         """Where the first page of ``run`` is to be, if nothing but what was put off is in the place
@@ -524,7 +574,7 @@ class PlannedMoves:
 
     def _window(self, run: Extent, base: int) -> int | None:
         """The first of as many free frames as ``run`` has pages, ``base`` if it is."""
-        place = self._birthplace(run, base)
+        place = self._birthplace(run, self._sooner(run, base, run.pages - np.int32(run.first)))
         return find_window(self._residency, run) if place is None else place
 
     def _birthplace(self, run: Extent, base: int) -> int | None:
@@ -615,9 +665,11 @@ class PlannedMoves:
         residency = self._residency
         if residency.is_blank(run):
             return self._bear(run)
-        if not residency.is_whole(run):
+        if not residency.is_there(run):
             return False
         self.late += residency.wait_for(run.pages)
+        if not residency.is_whole(run):
+            find_window(residency, run)
         residency.settle(run)
         return run.base >= 0
 

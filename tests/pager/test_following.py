@@ -1,7 +1,7 @@
 """Following a plan where things are not quite as planned: nothing that it counts on goes away."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -331,51 +331,54 @@ def test_an_iteration_begins_with_everything_in_its_place(a_place_that_is_taken)
     assert layout(pager, tensors) == ".BBB......"
 
 
-# -- moves that wait for a window ------------------------------------------------------------------
-@pytest.fixture
-def waiting_for_a_window() -> Callable[[tp.Pager], tuple[Tensors, list]]:
-    """A, 4 pages, is queued to come in; enough frames are free, but what is between is in use."""
-
-    def prepare(pager: tp.Pager) -> tuple[Tensors, list]:
-        tensors = laid_out(pager, "AAAA......")
+# -- moves without a window ------------------------------------------------------------------------
+def test_what_has_no_window_comes_all_the_same() -> None:
+    """It is put together when an access wants it: others change places with it, but for E."""
+    with make_pager(frames=FRAMES, policy="lp") as pager:
+        tensors = laid_out(pager, "AAA.......")
         with pager.core.lock:
             pager.core.residency.evict_pages(pages_of(tensors["A"]))
-        tensors |= laid_out(pager, ".BB..CC..D")
+        tensors |= laid_out(pager, ".BB.EE.CC.")
         keys = named(pager, tensors)
-        runs = [tensors[letter]._storage.run for letter in "BCD"]
-        pager.core.take(runs)
+        runs = {letter: tensors[letter]._storage.run for letter in "ABCE"}
+        others = [runs[letter] for letter in "BCE"]
+        pager.core.take(others)
         planned = pager.core.follower.planned
         with pager.core.lock:
-            planned.issue([Action("in", "host", keys["A"], 0, 4, ANYWHERE)], {})
-            assert planned.waiting
-            planned.go_on()
-            assert planned.waiting  # nothing has changed
-        return tensors, runs
-
-    return prepare
-
-
-def test_a_move_goes_on_when_what_is_in_its_way_is_let_go(waiting_for_a_window) -> None:
-    with make_pager(frames=FRAMES, policy="lp") as pager:
-        tensors, runs = waiting_for_a_window(pager)
-        pager.core.release(runs[:2])
+            planned.issue([Action("in", "host", keys["A"], 0, 3, ANYWHERE)], {})
+        assert layout(pager, tensors) == "ABBAEEACC."
+        pager.core.release(others[:2])
         with pager.core.lock:
-            pager.core.follower.planned.go_on()  # as each access does at its end
-            assert not pager.core.follower.planned.waiting
-        assert (pager.core.table.frame[pages_of(tensors["A"])] >= 0).all()
-        pager.core.release(runs[2:])
+            assert planned.serve([runs["A"]])
+        assert layout(pager, tensors) == "CBBCEE.AAA"
+        pager.core.release([runs["A"], runs["E"]])
         check_invariants(pager.core)
         assert unchanged(tensors)
 
 
-def test_an_access_finds_that_the_way_is_free_now(waiting_for_a_window) -> None:
+def test_what_is_free_sooner_is_filled_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """B's frames are planned for A, but B is to leave last of all; and what leaves at one point
+    leaves in the order in which the plan needs its frames."""
+    monkeypatch.setattr("tensorpager.pager.plan.planned._LATE", 0)
     with make_pager(frames=FRAMES, policy="lp") as pager:
-        tensors, runs = waiting_for_a_window(pager)
-        wanted = [tensors["A"]._storage.run]
-        pager.core.release(runs)
+        tensors = laid_out(pager, "AA........")
         with pager.core.lock:
-            assert pager.core.follower.planned.serve(wanted)
-        pager.core.release(wanted)
+            pager.core.residency.evict_pages(pages_of(tensors["A"]))
+        tensors |= laid_out(pager, "BBCCDDEEFF")
+        keys = named(pager, tensors)
+        mover, planned = pager.core.mover, pager.core.follower.planned
+        mover.batch_pages["host-out"] = 2
+        monkeypatch.setattr(mover.lanes["host-out"], "add", lambda *work: late.append(work))
+        late: list[Any] = []
+        outs = [Action("out", "host", keys[letter], 0, 2, ANYWHERE) for letter in "CDB"]
+        with pager.core.lock:
+            planned.issue([*outs, Action("in", "host", keys["A"], 0, 2, 0)], {})
+        assert layout(pager, tensors) == "..AA..EEFF"
+        for transfer, ticket in late:
+            ticket.carry(transfer.run)
+        with pager.core.lock:
+            mover.drain()
+        check_invariants(pager.core)
         assert unchanged(tensors)
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tensorpager.planner.errors import InfeasibleBudget, PolicyRefusal
@@ -16,6 +17,7 @@ from tensorpager.planner.hardware import Hardware
 from tensorpager.planner.layout import (
     Layout,
     _find_stays,
+    _Order,
     frames_of,
     layout_from_json,
     layout_to_json,
@@ -206,10 +208,22 @@ class Executor:
         self.taken += 1
 
 
+def comes_as_often_as_it_goes(trace: Trace, plan: Plan, frames: int) -> bool:
+    """Also where frames are short for a moment: what an op uses is there, so that nothing comes an
+    iteration later each time."""
+    count = trace.pages(PAGE)
+    order = _Order(trace, plan, frames, np.cumsum(count) - count, count)
+    for _ in range(6):
+        order.run()
+    page, _, change, _ = order.events()
+    return not np.bincount(page, change, 1).any()
+
+
 def carried_out(plans: Iterable[tuple[Trace, Hardware, Plan]], spare: bool = True) -> Counter[str]:
     """Each page that comes finds its frame free, in each iteration, where all have a place."""
     seen: Counter[str] = Counter()
     for trace, hardware, plan in plans:
+        assert comes_as_often_as_it_goes(trace, plan, frames_of(trace, hardware))
         # Room for what came earlier than in the simulated order, and for what has just died.
         frames = frames_of(trace, hardware) + spare * total_pages(trace)
         layout = place(trace, plan, frames)
