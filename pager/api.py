@@ -23,7 +23,6 @@ from .distributed.replicas import page_sharded, refuse_wrapped, watch_forward
 from .errors import PagerError
 from .inference import Inference, PlainPasses
 from .iteration import Iteration, drop
-from .memory.page_table import Int32
 from .metrics.publisher import Metrics
 from .metrics.stats import snapshot, summary
 from .moves.interrupts import guard_interrupts
@@ -52,7 +51,6 @@ from .tensor.names import name_pages
 from .tensor.open_weights import OpenWeights
 from .tensor.paged_tensor import PagedTensor
 from .tensor.segments import Segments
-from .tensor.slabs import part
 
 ModuleT = TypeVar("ModuleT", bound=torch.nn.Module)
 OptimizerT = TypeVar("OptimizerT", bound=torch.optim.Optimizer)
@@ -471,14 +469,6 @@ class Pager:
         self.core.check_open()
         wanted = {"device": device_budget, "host": host_budget, "disk": disk_budget}
         self.core.grow(wanted)
-
-    # -- pages ------------------------------------------------------------------------------------
-    def part(
-        self, tensor: PagedTensor, first: int, count: int, *, write: bool = False
-    ) -> AbstractContextManager[Int32]:
-        """Keep some pages of a tensor, which may be larger than the arena, on the device; see
-        ``slabs.part``."""
-        return part(self.core, tensor, first, count, write=write)
 
     # -- the end ---------------------------------------------------------------------------------
     def close(self) -> None:

@@ -432,23 +432,12 @@ class Core:
         if extent.kind == "parameter" and not self.stepping and self.in_iteration():
             self.budget.check(before="this write to a parameter")
 
-    @contextmanager
-    def hold_parts(
-        self, parts: Sequence[Part], write: Sequence[Part] = ()
-    ) -> Iterator[list[Int32]]:
-        """:meth:`hold` for some pages of extents; their frames, in any order. To a plan and a
-        recorder they are nobody's access: a stream is one (``slabs.py``)."""
-        frames = self.take_parts(parts, write)
-        try:
-            yield frames
-        finally:
-            self.release_parts(parts)
-
     def take_parts(
         self, parts: Sequence[Part], write: Sequence[Part] = (), *, streamed: bool = False
     ) -> list[Int32]:
-        """What :meth:`hold_parts` begins with. ``streamed``: what is not held of their extents is
-        the first to leave from now on."""
+        """What :meth:`take` does, for some pages of extents; their frames, in any order. To a plan
+        and a recorder they are nobody's access: a stream is one (``slabs.py``). ``streamed``: what
+        is not held of their extents is the first to leave from now on."""
         self.check_open()
         if write and self.before_write is not None:
             self.before_write([extent for extent, _ in write])

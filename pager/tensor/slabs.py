@@ -36,7 +36,6 @@ from ...kernels.copies import scatter_pages
 from ...kernels.launch import upload
 from ..budget.fits import frames_anyway
 from ..core import Core, PagedStorage
-from ..errors import PagerError
 from ..memory.frame_pool import distinct
 from ..memory.page_table import BLANK, DIRTY, Int32, PageTable
 from ..memory.space import Extent, Part
@@ -76,33 +75,13 @@ def pages_of(
     return Pages(Part(run, (numbers + run.first).astype(np.int32)), write)
 
 
-# -- one part ------------------------------------------------------------------------------------
-@contextmanager
-def part(
-    pager: Core, of: PagedTensor, first: int, count: int, *, write: bool = False
-) -> Iterator[Int32]:
-    """Keep pages ``first … first+count`` of a tensor's storage on the device; their frames, int32
-    [count], on the host, in any order. They hold while the block runs.
-
-    ``write``: the block writes to them. Raises ``InfeasibleBudget`` or ``TierFull`` with nothing
-    pinned, ``ValueError`` for pages that the storage does not have.
-    """
-    if count < 1:
-        raise ValueError(f"{count} pages: a part has one at least")
-    if of._storage.pager is not pager:
-        raise PagerError("the pages are of another Pager; use the tensor's own, tensor.pager")
-    mine = pages_of(of, range(first, first + count)).part
-    with pager.hold_parts([mine], [mine] if write else []) as (frames,):
-        yield frames
-
-
 # -- streams -------------------------------------------------------------------------------------
 def stream(pager: Core, slabs: Iterable[Sequence[Pages]]) -> Generator[list[Int32], None, None]:
     """Pin the pages of one slab after another; for each, the frames of each of its ``Pages``.
 
     What is yielded holds until the next slab is asked for, or the stream is closed (leaving a
     ``for`` loop does that). The slab after the one in use is read ahead, so ``slabs`` is one ahead
-    too. Raises as :func:`part` does, with nothing pinned.
+    too. Raises ``InfeasibleBudget`` or ``TierFull`` with nothing pinned.
     """
     pager.check_open()
     todo = iter(slabs)

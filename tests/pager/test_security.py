@@ -39,6 +39,7 @@ from tensorpager.planner.trace import make_trace
 from tensorpager.planner.trace_file import write_trace
 
 from .models import FRAMES, PAGE_BYTES, make_pager
+from .parts import part
 
 PAGE = 64 << 10
 SECRET = 0xA5
@@ -206,7 +207,7 @@ def test_unwritten_values_of_a_tensor_larger_than_the_arena() -> None:
         blank = torch.empty(pages * PAGE_BYTES, dtype=torch.uint8, device="meta")
         tensor = empty_like_geometry(pager.core, blank, "user")
         for first in range(0, pages, 4):
-            with pager.part(tensor, first, 4) as frames:
+            with part(pager.core, tensor, first, 4) as frames:
                 for frame in frames.tolist():
                     start = frame * PAGE_BYTES
                     assert not pager.core.backend.arena[start : start + PAGE_BYTES].any()

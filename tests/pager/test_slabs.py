@@ -23,9 +23,10 @@ from tensorpager.pager.memory.space import Part
 from tensorpager.pager.plan.compiled_plan import ANYWHERE, Action
 from tensorpager.pager.tensor.new_pages import empty_like_geometry
 from tensorpager.pager.tensor.operands import operand, slabs
-from tensorpager.pager.tensor.slabs import Pages, pages_of, part, reading_ahead, stream
+from tensorpager.pager.tensor.slabs import pages_of, reading_ahead, stream
 
 from .models import PAGE_BYTES, World, loss_of, make_pager, mlp
+from .parts import page_set, part
 from .test_following import named
 from .test_planned import compare_planned, planned_pager
 from .test_stress import slow_channels  # noqa: F401
@@ -61,14 +62,6 @@ def small_pager(folder: Path, tiers: str = "host", **options: Any) -> Iterator[t
             pass
         assert pager.core.residency.pool.count == options["frames"]
         yield pager
-
-
-@contextmanager
-def page_set(core: Any, wanted: Pages) -> Iterator[Any]:
-    """As ``part``, of any pages."""
-    written = [wanted.part] if wanted.write else []
-    with core.hold_parts([wanted.part], written) as (frames,):
-        yield frames
 
 
 def blank(pager: tp.Pager, numel: int, dtype: torch.dtype = torch.float32) -> tp.PagedTensor:
@@ -344,7 +337,7 @@ def test_a_pager_closed_amid_a_stream(tmp_path, slow_channels, policy: str) -> N
         pager.close()  # while the next slab is on its way
         with pytest.raises(tp.PagerError, match="closed"):
             next(walk)
-        with pytest.raises(tp.PagerError, match="closed"), pager.part(tensor, 0, 1):
+        with pytest.raises(tp.PagerError, match="closed"), part(pager.core, tensor, 0, 1):
             pass
 
 
@@ -386,7 +379,7 @@ def test_pages_on_their_way_out(tmp_path, gate: Gate) -> None:  # noqa: F811
                 False, True, True, False,
             ]  # fmt: skip
             gate.open_soon()
-            with pager.part(tensor, 0, 2, write=True) as frames:
+            with part(pager.core, tensor, 0, 2, write=True) as frames:
                 check_invariants(pager.core)
                 pager.core.backend.arena[frames[0] * PAGE_BYTES : (frames[0] + 1) * PAGE_BYTES] = 0
             assert pager.core.mover.error is None
@@ -576,7 +569,7 @@ def test_what_does_not_fit_is_refused(tmp_path) -> None:
             with part(pager.core, tensor, 2, FRAMES - 2):  # pages held twice count once
                 check_invariants(pager.core)
         assert nothing_is_pinned(pager)
-        for first, count in ((-1, 2), (39, 2), (0, 0)):
+        for first, count in ((-1, 2), (39, 2)):
             with pytest.raises(ValueError, match="page"), part(pager.core, tensor, first, count):
                 pass
         with pytest.raises(ValueError, match="in order"):

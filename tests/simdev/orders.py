@@ -28,6 +28,7 @@ from tensorpager.pager.plan.compiled_plan import ANYWHERE, Action
 from tensorpager.pager.plan.planned import Job
 from tensorpager.pager.tensor.new_pages import empty_like_geometry
 
+from ..pager.parts import part
 from .device import NAME, Machine, on
 
 PAGE = 64 << 10
@@ -201,7 +202,7 @@ def a_part_is_on_its_way(machine: Machine, folder: Path) -> None:
         x = page_of(pager, 1)
         queue(x, "out")
         queue(x, "in")
-        with pager.part(x, 0, 1, write=True) as frames:
+        with part(pager.core, x, 0, 1, write=True) as frames:
             start = int(frames[0]) * PAGE
             pager.core.backend.arena[start : start + PAGE].view(torch.float32).add_(1)
         assert holds(x, 2)
@@ -401,7 +402,7 @@ def a_part_is_used_on_another_stream(machine: Machine, folder: Path) -> None:
         x = page_of(pager, 1)
         side = torch.Stream(NAME)
         side.wait_stream(torch.accelerator.current_stream())
-        with on(side), pager.part(x, 0, 1, write=True) as frames:
+        with on(side), part(pager.core, x, 0, 1, write=True) as frames:
             start = int(frames[0]) * PAGE
             pager.core.backend.arena[start : start + PAGE].view(torch.float32).add_(1)
         evict(pager, x)
