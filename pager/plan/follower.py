@@ -54,6 +54,7 @@ _TELLING_SECONDS = 1.0
 _TELLING_STEPS_US = 0.2e6
 _HOST_BYTES_PER_S = 20e9  # of its memory, while moves use it too
 _MOST_STRAYS = 2
+_FEW = 8  # times as many frames: states stay
 _RATES = {
     "host-out": "d2h_bytes_per_s",
     "host-in": "h2d_bytes_per_s",
@@ -698,7 +699,8 @@ class Follower:
 
 # Note: which pages leave when an iteration faults whose accesses are known: what it uses last.
 # A plan counts on all pages being where it has put them; the least recently used ones may well be
-# those that come next, and each of them would then fault in its turn.
+# those that come next, and each of them would then fault in its turn. States of an optimizer stay
+# where they are few (LoRA): what leaves instead was only read, and need not be written below.
 @contextmanager
 def by_next_use(residency: Residency, known: Order, now: int) -> Iterator[None]:
     """Inside, pages are evicted by Belady's rule instead of LRU. The accesses are those of
@@ -709,6 +711,9 @@ def by_next_use(residency: Residency, known: Order, now: int) -> Iterator[None]:
     runs = [run for run in residency.space.runs.values() if run.id < len(ages)]
     ahead = known.ahead([run.key for run in runs], now)
     ages[[run.id for run in runs]] = np.where(ahead < 0, 1, 2 * count + 1 - ahead)
+    states = [run for run in runs if run.kind == "optimizer"]
+    if _FEW * sum(run.count for run in states) <= residency.pool.count:
+        ages[[run.id for run in states]] = 2 * count + 1
     try:
         yield
     finally:

@@ -49,7 +49,8 @@ def half_of_base(model: torch.nn.Module, **more: Any) -> dict[str, Any]:
 
 class Moves:
     """How often each page of a frozen parameter is written below, and pages of adapters that are
-    moved, either way, after the first step."""
+    moved, either way, after the first step, or of their states that leave after the second, on
+    demand."""
 
     def __init__(self, pager: tp.Pager, model: torch.nn.Module) -> None:
         self.written: Counter[int] = Counter()
@@ -70,6 +71,10 @@ class Moves:
                 self.written.update(frozen.intersection(moved.tolist()))
             if pager.core.iterations:
                 self.adapters += len(adapters.intersection(moved.tolist()))
+            if pager.core.iterations > 1 and not to_device and pager.core.follower.known:
+                owners = pager.core.table.owner[moved].tolist()
+                kinds = Counter(pager.core.space.runs[owner].kind for owner in owners)
+                self.adapters += kinds["optimizer"]
             return transfer(tier, moved, *args, to_device=to_device)
 
         pager.core.mover._transfer = noted
