@@ -326,9 +326,16 @@ def _flops(func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> int:
     packet = func._overloadpacket
     if packet in SAME_FLOPS:
         packet, count = SAME_FLOPS[packet]
-        args, kwargs = args[:count], {}
+        *before, query, key, value = args[:count]
+        # Before 2.13 PyTorch counts only for as many heads of keys as of queries.
+        args, kwargs = (*before, query, _of_heads(key, query), _of_heads(value, query)), {}
     formula = flop_registry.get(packet)
     return 0 if formula is None else int(formula(*args, **kwargs, out_val=result))
+
+
+def _of_heads(keys: torch.Tensor, queries: torch.Tensor) -> torch.Tensor:
+    """Of a shape as if there was a head for each of the queries."""
+    return keys[:, :1].expand(-1, queries.shape[1], -1, -1)
 
 
 @contextmanager

@@ -284,7 +284,8 @@ class Evil:
 def test_nothing_in_a_file_is_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     state = {"a": torch.ones(3)}
-    with pytest.raises(Failed, match=r"has no '\.metadata'"):
+    # PyTorch 2.11 keeps our sentence to itself.
+    with pytest.raises(Failed, match=r"has no '\.metadata'|metadata is None"):
         dcp.load(state, storage_reader=tp.dcp.Reader(tmp_path))
     dcp.save({**state, "value": Evil()}, checkpoint_id=tmp_path / "value")
     with pytest.raises(Failed, match="not plain data"):
