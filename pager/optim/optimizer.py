@@ -352,6 +352,11 @@ class _Doors:
 
     step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # a scheduler need not do it
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As PyTorch's, whose looks at each ``grad`` need not come by ``__torch_function__``."""
+        with torch._C.DisableTorchFunctionSubclass():
+            self._paged.kind.zero_grad(self._paged.optimizer, set_to_none)
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As PyTorch's; loaded states go into pages one by one, kept as this optimizer keeps them.
 
@@ -387,8 +392,9 @@ class _Doors:
         return paged_optimizer(paged.pager, twin, host_step=paged.host_step, chosen=paged.format)
 
 
-_DOORS = ("step", "load_state_dict", "__getstate__", "__deepcopy__")
-hide_from_dynamo(_Doors.step)  # with PyTorch's step: what is compiled keeps its operands
+_DOORS = ("step", "zero_grad", "load_state_dict", "__getstate__", "__deepcopy__")
+for _door in (_Doors.step, _Doors.zero_grad):  # with PyTorch's: what is compiled keeps its operands
+    hide_from_dynamo(_door)
 
 
 # -- loading -------------------------------------------------------------------------------------

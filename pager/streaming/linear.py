@@ -418,7 +418,9 @@ class _Linear(torch.autograd.Function):
         if for_inputs:
             if weight is None:
                 weight, version = ctx.parameter
-                if weight._version != version:
+                with torch._C.DisableTorchFunctionSubclass():
+                    now = weight._version
+                if now != version:
                     raise_modified(weight, version)
             if twice and for_weight:
                 if ctx.again is None:

@@ -44,7 +44,7 @@ def run_quickly(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
             run = storage.run
             if pager is None:
                 pager = storage.pager
-            if storage.pager is not pager or value.dtype.is_complex:
+            if storage.pager is not pager or value._is_complex:
                 return NOT_QUICK
             if run not in runs:
                 runs.append(run)

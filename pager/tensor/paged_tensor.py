@@ -39,6 +39,7 @@ class PagedTensor(Interop, torch.Tensor):
     _storage: PagedStorage
     _view: torch.Tensor | None
     _view_generation: int
+    _is_complex: bool
     _shaped: int = 0  # how often its geometry was changed in place
     _open: Any = None  # see open_weights.py
     _opening: tuple[int, torch.Tensor] | None = None  # by which thread, over what
@@ -70,6 +71,7 @@ class PagedTensor(Interop, torch.Tensor):
         # Reading the wrapper's own (absent) memory must raise, not crash.
         torch._C._set_throw_on_mutable_data_ptr(self)
         self._storage = storage
+        self._is_complex = dtype.is_complex
         self._view = None
         self._view_generation = -1
         return self
