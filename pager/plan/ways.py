@@ -6,8 +6,9 @@ iterations of a process take longer than later ones, and machines are busy for a
     no plan: on demand | by the plan, 4 | on demand, 4 | the faster way, 64 | the other, 4 | ...
 
 Of each way its faster iterations count: what takes longer was held up, or began with pages where
-the other way had left them. Where batches have different lengths, it is what they would have taken
-at one length, as far as a line through those of the same way tells.
+the other way had left them. The other way is taken for faster only if most of its iterations are
+faster than most of this one's. Where batches have different lengths, it is what they would have
+taken at one length, as far as a line through those of the same way tells.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ _TELLING = 32  # iterations, of how times grow with lengths
 _TRIED = 4  # iterations of the way that is tried
 _LONGER = 16  # times the stretch of the faster way before: the next one
 _SLOWER = 1.02  # times what the other way takes: that is the faster one from now on
+_MOSTLY = 0.75  # of its iterations against the other way's, each with each, are faster then
 _FAR = 2.0  # times what the faster way takes: it need not be tried any longer
 
 
@@ -102,7 +104,8 @@ class Ways:
             self.latest[other].clear()
             self.by_plan, self._left = other, _TRIED
             return
-        self._faster = other if _SLOWER * tried < best else faster
+        if _SLOWER * tried < best and self._wins(other) >= _MOSTLY:
+            self._faster = other
         self._stretch *= _LONGER
         self.by_plan, self._left = self._faster, self._stretch
 
@@ -120,12 +123,21 @@ class Ways:
             found.append(Taken(one.us * float(more[0]), one.stall_us * float(more[1]), size))
         return found
 
-    def _typical_us(self, way: bool) -> float:
-        """At most which the fastest quarter of iterations took, at one length; for ever where there
-        was none."""
+    def _us(self, way: bool) -> Floats:
+        """What iterations took, at one length."""
         sizes = [one.size for latest in self.latest.values() for one in latest]
-        us = [one.us for one in self.at(way, sum(sizes) // max(1, len(sizes)))]
-        return float(np.quantile(us, 0.25)) if us else math.inf
+        return np.array([one.us for one in self.at(way, sum(sizes) // max(1, len(sizes)))])
+
+    def _typical_us(self, way: bool) -> float:
+        """At most which the fastest quarter of iterations took; for ever where there was none."""
+        us = self._us(way)
+        return float(np.quantile(us, 0.25)) if len(us) else math.inf
+
+    def _wins(self, way: bool) -> float:
+        """The share of cases in which an iteration of this way was faster than one of the other: on
+        a busy machine one or two of four are fast by chance."""
+        others = self._us(not way)
+        return float(np.mean(self._us(way)[:, None] < others)) if len(others) else 1.0
 
     def __str__(self) -> str:
         plan, demand = (self._typical_us(way) / 1e3 for way in (True, False))

@@ -248,6 +248,7 @@ SLOW_NOW_AND_THEN = [100.0, 250.0, 101.0, 100.0, 180.0, 102.0]
         (SLOW_NOW_AND_THEN, [90.0], "pppp dddd" + 64 * "d" + "pppp d"),
         (SLOW_NOW_AND_THEN, [300.0], "pppp dd" + 64 * "p" + "dd p"),  # in vain
         ([300.0], SLOW_NOW_AND_THEN, "pppp dddd" + 64 * "d" + "pp d"),
+        ([130.0, 140.0, 124.0, 128.0], [112.0, 144.0, 120.0, 142.0], "pppp dddd" + 64 * "p"),
     ],
 )
 def test_iterations_go_the_faster_way(plan: list[float], demand: list[float], goes: str) -> None:
