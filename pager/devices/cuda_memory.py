@@ -148,6 +148,8 @@ class CudaMemory:
         )
         self._cuda.cuDevicePrimaryCtxRelease(device.index)  # PyTorch keeps it to the end
         self.batches_copies = has_batches()
+        self._handles: dict[int, int] = {}  # of streams that copies are queued on, by their ids
+        self._how: Any = None  # such copies go
         self._range = _MappedRange(device, reserved_bytes)
         try:
             self._range.commit(committed_bytes)
@@ -224,15 +226,18 @@ class CudaMemory:
             self._cuda.cuCtxPopCurrent()
 
     def copy_batch(self, copies: Sequence[tuple[int, int, int]], stream: torch.Stream) -> None:
-        cuda = self._cuda
-        handle = torch.cuda.Stream(
-            stream_id=stream.stream_id,
-            device_index=stream.device_index,
-            device_type=stream.device_type,
-        ).cuda_stream
-        how = cuda.CUmemcpyAttributes()
-        how.srcAccessOrder = cuda.CUmemcpySrcAccessOrder.CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
-        how.flags = cuda.CUmemcpyFlags.CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE
+        cuda, how = self._cuda, self._how
+        if how is None:
+            how = self._how = cuda.CUmemcpyAttributes()
+            how.srcAccessOrder = cuda.CUmemcpySrcAccessOrder.CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
+            how.flags = cuda.CUmemcpyFlags.CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE
+        handle = self._handles.get(stream.stream_id)
+        if handle is None:
+            handle = self._handles[stream.stream_id] = torch.cuda.Stream(
+                stream_id=stream.stream_id,
+                device_index=stream.device_index,
+                device_type=stream.device_type,
+            ).cuda_stream
         sources = [cuda.CUdeviceptr(source) for source, _, _ in copies]
         targets = [cuda.CUdeviceptr(target) for _, target, _ in copies]
         sizes = [nbytes for _, _, nbytes in copies]

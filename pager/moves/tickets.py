@@ -116,8 +116,11 @@ class Tickets:
         self._last += 1
         ticket = Ticket(self._last, self.of(*places), self._over, label)
         for tier, numbers in places:
-            self._of_places(tier, numbers)  # there are as many
-            self._columns[tier][numbers] = self._last
+            try:
+                self._columns[tier][numbers] = self._last
+            except IndexError:  # nothing was asked of so many places before
+                self._of_places(tier, numbers)
+                self._columns[tier][numbers] = self._last
         self._live[self._last] = ticket
         return ticket
 
