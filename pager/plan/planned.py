@@ -451,14 +451,17 @@ class PlannedMoves:
 
     def _is_late(self, frames: Int32) -> bool:
         """Whether these free frames are there much later than as many others are."""
-        tickets = self._mover.tickets
-        if not tickets.any or not len(frames):
+        if not self._is_host_late() or not len(frames):
             return False
-        due = int(tickets.latest("device", frames).max())
+        due = int(self._mover.tickets.latest("device", frames).max())
         if due == 0:
             return False
         soonest = np.sort(self._due())[: len(frames)]
         return due > int(soonest[soonest < _TAKEN].max(initial=0)) + _LATE
+
+    def _is_host_late(self) -> bool:
+        """Something is queued that the host carries out, which streams do not."""
+        return self._mover.backend.host_addressable and self._mover.tickets.any
 
     def _due(self) -> npt.NDArray[np.int64]:
         """Of each frame: the transfer that it is free after, 0 if it is; ``_TAKEN`` if it will not
@@ -466,13 +469,14 @@ class PlannedMoves:
         pool = self._residency.pool
         due = np.full(pool.count, _TAKEN)
         free = expand(pool.runs())
-        due[free] = self._mover.tickets.latest("device", free) if self._mover.tickets.any else 0
+        due[free] = self._mover.tickets.latest("device", free) if self._is_host_late() else 0
         return due
 
     def _soonest(self, width: int) -> int | None:
         """Where so many free frames begin that are there first."""
-        if width > self._residency.pool.count:
-            return None
+        pool = self._residency.pool
+        if width > pool.count or not self._is_host_late():
+            return pool.find_run(width)
         windows = sliding_max(self._due(), width)
         best = int(np.argmin(windows))
         return best if windows[best] < _TAKEN else None

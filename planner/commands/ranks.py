@@ -206,10 +206,11 @@ def _rows(asked: Asked, fleet: Fleet, count: int, node: Hardware) -> list[dict[s
     if fits:
         return [*found, *(row(policy, trace.ideal_us) for policy in asked.policies)]
     joined = bucketed(trace, PLANNED_OPS) if trace.ops > PLANNED_OPS else trace
+    quick = asked.quick or joined is not trace
     for policy in asked.policies:
-        outcome = evaluate(joined, Task(policy, hardware, asked.quick))
+        outcome = evaluate(joined, Task(policy, hardware, quick))
         if outcome.predicted is None and joined is not trace:  # for one joined op, perhaps
-            outcome = evaluate(trace, Task(policy, hardware, asked.quick))
+            outcome = evaluate(trace, Task(policy, hardware, quick))
         predicted = outcome.predicted
         found.append(row(policy, predicted.iteration_us if predicted else None, outcome.reason))
     return found

@@ -214,10 +214,11 @@ def test_what_finds_its_place_taken_comes_with_the_others(monkeypatch: pytest.Mo
 
 
 # -- more frames than the plan counts on -----------------------------------------------------------
-def test_what_has_room_beside_the_plan_stays() -> None:
+def test_what_has_room_beside_the_plan_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     """The plan counts on six frames: of A, B and C, which it has leave, two find room in the other
     four, and C is used last. What comes to their places goes behind the plan's frames. When there
     are fewer frames, B has to leave too, and A when E finds no room behind."""
+    monkeypatch.setattr("tensorpager.pager.plan.planned._LATE", 100)  # however long A takes
     with make_pager(frames=FRAMES, policy="lp") as pager:
         tensors = laid_out(pager, "DDEE......")
         with pager.core.lock:

@@ -6,15 +6,19 @@ import math
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 
+from tensorpager.planner import sweep
+from tensorpager.planner.commands import ranks as ranks_command
 from tensorpager.planner.hardware import Hardware
 from tensorpager.planner.lifetimes import live_pages
 from tensorpager.planner.ranks import Cluster, group_of, rank_trace
 from tensorpager.planner.simulator import simulate
-from tensorpager.planner.sweep import Task, evaluate
+from tensorpager.planner.sweep import Outcome, Task, evaluate
 from tensorpager.planner.trace import Trace, make_trace
 from tensorpager.planner.trace_file import read_trace, write_trace
 from tensorpager.planner.validator import validate
@@ -185,6 +189,24 @@ def test_the_command(tmp_path: Path) -> None:
     assert "does not fit" in text
     assert max(map(len, text.splitlines())) <= 80
     assert "speed and cost by number of devices" in text
+
+
+def test_joined_ops_are_planned_by_a_quick_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A table of many numbers of ranks would take minutes for what hardly differs."""
+    monkeypatch.setattr(ranks_command, "PLANNED_OPS", 8)
+    tasks: list[Task] = []
+
+    def noted(trace: Trace, task: Task) -> Outcome:
+        tasks.append(task)
+        return evaluate(trace, task)
+
+    monkeypatch.setattr(sweep, "evaluate", noted)
+    hardware = Hardware(40 * PAGE, 1 << 30, 0, 1e9, 1e9, page_size=PAGE)
+    asked: Any = SimpleNamespace(trace=training(), policies=["lp"], quick=False)
+    fleet = ranks_command.Fleet(2, 1, 1e9, 1e9, 1.0, math.inf, 0.0)
+    ranks_command._rows(asked, fleet, 2, hardware)
+    assert tasks
+    assert all(task.quick for task in tasks)
 
 
 @pytest.mark.parametrize(
