@@ -34,6 +34,7 @@ from .trace import Trace
 
 NICE, NICE_IN_FULL = 10, 19
 SPARE_SHARES = 64, 32, 24, 16, 12  # of the frames that a plan leaves free, so that all has a place
+CPU_SHARES = (32,)
 SPARE_COST = 0.01  # of an iteration's time, at most, for that
 FEWER_COST = 0.003  # the same, for fewer moves
 BAD_INPUT = 2
@@ -48,8 +49,8 @@ def plan_with_layout(
     Prefetches fill the device to the last frame, so some stays may find none. The executor places
     those when they come, and moves others aside for it, which is in the way of others again: so
     where a plan for a little less of the device waits hardly longer, and has a place for more, it
-    is taken: the first one of several in which all has one. Not for a CPU, where the planner
-    takes cores from the training, and moving frames aside costs little.
+    is taken: the first one of several in which all has one. For a CPU, where the planner takes
+    cores from the training, one is made, in coarse steps.
 
     Raises what the policy raises: ``InfeasibleBudget``, ``PolicyRefusal``.
     """
@@ -59,14 +60,15 @@ def plan_with_layout(
         with suppress(InfeasibleBudget, PolicyRefusal):
             plan = _with_fewer_moves(plan, _plan(trace, hardware, True, policy)[1])
     layout, least_us = place(trace, plan, frames), _us(plan)
+    on_cpu = trace.device == "cpu"
     shares = SPARE_SHARES[1:] if quick else SPARE_SHARES
-    for share in () if trace.device == "cpu" else shares:
+    for share in CPU_SHARES if on_cpu else shares:
         if not layout.unplaced_pages or frames < share:
             break
         less = hardware.with_(device_bytes=(frames - frames // share) * hardware.page_size)
         try:
             # What leaves and comes in finer steps finds places more easily.
-            its, other = _plan(trace, less, quick and policy != "lp", policy)
+            its, other = _plan(trace, less, quick and (on_cpu or policy != "lp"), policy)
         except (InfeasibleBudget, PolicyRefusal):
             break
         if _us(other) > (1 + SPARE_COST) * least_us:

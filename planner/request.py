@@ -42,8 +42,8 @@ class BadRequest(PagerError):  # noqa: N818 (the answer to what is no request)
 def write_request(
     trace: Trace, hardware: Hardware, *, quick: bool, policy: str, parent_pid: int
 ) -> bytes:
-    """The bytes for the planner's stdin. The trace's free keys, device and source stay behind: no
-    plan depends on them."""
+    """The bytes for the planner's stdin. The trace's free keys and source stay behind: no plan
+    depends on them."""
     counts = {"ops": trace.ops, "tensors": trace.tensors, "accesses": len(trace.access_op)}
     header = {
         "hardware": to_mapping(hardware),
@@ -51,6 +51,7 @@ def write_request(
         "policy": policy,
         "parent_pid": parent_pid,
         "page_size": int(trace.page_size),
+        "device": trace.device,
         "op_names": trace.op_names,
         "tensor_names": trace.tensor_names,
         "tensor_kinds": trace.tensor_kinds,
@@ -100,5 +101,6 @@ def read_trace(stream: BinaryIO, header: dict[str, Any]) -> Trace:
         **names,
         **arrays,
         segments=tuple(Segment(*each) for each in header["segments"]),
+        device=header.get("device", ""),
         sha256=header["trace_sha256"],
     )
