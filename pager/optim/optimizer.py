@@ -353,9 +353,9 @@ class _Doors:
     step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # a scheduler need not do it
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As PyTorch's, whose looks at each ``grad`` need not come by ``__torch_function__``."""
+        """PyTorch's own, whose looks at each ``grad`` need not come by ``__torch_function__``."""
         with torch._C.DisableTorchFunctionSubclass():
-            self._paged.kind.zero_grad(self._paged.optimizer, set_to_none)
+            _ZERO_GRAD(self._paged.optimizer, set_to_none)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As PyTorch's; loaded states go into pages one by one, kept as this optimizer keeps them.
@@ -392,6 +392,7 @@ class _Doors:
         return paged_optimizer(paged.pager, twin, host_step=paged.host_step, chosen=paged.format)
 
 
+_ZERO_GRAD = torch.optim.Optimizer.zero_grad
 _DOORS = ("step", "zero_grad", "load_state_dict", "__getstate__", "__deepcopy__")
 for _door in (_Doors.step, _Doors.zero_grad):  # with PyTorch's: what is compiled keeps its operands
     hide_from_dynamo(_door)
@@ -544,8 +545,10 @@ def _page(pager: Core, optimizer: torch.optim.Optimizer, chosen: Format) -> Page
     for state in optimizer.state.values():
         page_state(pager, state)
     doors = _Doors(paged)
+    own = getattr(optimizer.zero_grad, "__func__", None) is not _ZERO_GRAD
     for name in _DOORS:  # over what a scheduler, or accelerate, has put there of the plain step
-        setattr(optimizer, name, getattr(doors, name))
+        if name != "zero_grad" or not own:
+            setattr(optimizer, name, getattr(doors, name))
     optimizer._tp_paged = paged  # type: ignore[attr-defined]
     return paged
 

@@ -92,12 +92,16 @@ def test_a_setting_that_starts_a_state_later(same: Callable[..., None]) -> None:
 
 
 def test_an_optimizer_of_the_users_own_sees_paged_parameters(one_thread: None) -> None:
-    seen = set()
+    seen, emptied = set(), []
 
     class Own(torch.optim.SGD):
         def step(self, closure: Any = None) -> None:
             seen.update(type(p) for group in self.param_groups for p in group["params"])
             super().step(closure)
+
+        def zero_grad(self) -> None:
+            emptied.append(True)
+            super().zero_grad()
 
     with make_pager(fits=True) as pager:
         world = World(pager)
@@ -106,7 +110,9 @@ def test_an_optimizer_of_the_users_own_sees_paged_parameters(one_thread: None) -
         for _ in range(3):
             seen.clear()  # the first step also tries itself on a small plain stand-in
             step(world, model, optimizer)
+        optimizer.zero_grad()
     assert seen == {tp.PagedTensor}
+    assert emptied
 
 
 def test_a_step_that_raises_puts_everything_back(one_thread: None) -> None:
