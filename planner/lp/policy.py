@@ -39,6 +39,7 @@ from .settings import (
     MAX_STEPS,
     MERGED_STEPS,
     QUICK_BOUND_STEPS,
+    QUICK_EXACT_STEPS,
     QUICK_MAX_STEPS,
     QUICK_MERGED_STEPS,
     Settings,
@@ -70,7 +71,8 @@ def plan(
 ) -> Plan:
     """The fastest plan found, with ``predicted``, ``bound`` and the settings that gave it.
 
-    ``quick`` takes the first plan that runs, and a bound from merged steps, which is lower.
+    ``quick`` takes the first plan that runs, and of a long trace a bound from merged steps, which
+    is lower.
     ``progress(what, share done)`` is called now and then.
 
     Raises ``InfeasibleBudget`` with the smallest device budget that works, and ``PolicyRefusal``
@@ -181,7 +183,7 @@ class _Search:
         """The relaxed program; exact, and good for a plan too, if no steps are merged. Raises
         ``InfeasibleBudget`` if it has no solution; ``None`` if none was found."""
         problem = self.problem
-        if self.quick and problem.steps > QUICK_BOUND_STEPS:
+        if self.quick and problem.steps > QUICK_EXACT_STEPS:
             problem, _ = merged(problem, QUICK_BOUND_STEPS, relaxed=True)
         elif problem.steps > self.limit:
             problem, _ = merged(problem, self.merged_steps, relaxed=True)

@@ -14,6 +14,7 @@ from .problem import Problem
 
 MAX_STEPS, MERGED_STEPS = 2500, 1000  # of a longer trace steps are merged
 QUICK_MAX_STEPS, QUICK_MERGED_STEPS, QUICK_BOUND_STEPS = 1000, 500, 150
+QUICK_EXACT_STEPS = 500  # solved about as fast as merged ones, and its plan moves less
 QUICK_COARSE = (4, 100)  # a part of the steps, and no fewer than so many
 COARSE = ((2, 500), (4, 300))  # a part of the steps, and at most so many
 
@@ -38,7 +39,7 @@ def quick(problem: Problem, spare_pages: int) -> list[Settings]:
     reserve = min(spare_pages // 4, 32)
     steps = None if _whole(problem, QUICK_MAX_STEPS) else QUICK_MERGED_STEPS
     first = []
-    if _whole(problem, QUICK_BOUND_STEPS):
+    if _whole(problem, QUICK_EXACT_STEPS):
         first = [EXACT]
     elif steps is None:
         part, least = QUICK_COARSE

@@ -329,10 +329,10 @@ def test_a_full_search_is_never_worse_than_a_quick_one(
     """Where each move has a latency, the few and large moves of merged steps are the better plan:
     the fine programs alone reach 29.8 % of the ideal here, the quick search 30.1, coarse ones 32.5.
     """
-    sizes = {"QUICK_MAX_STEPS": 20, "QUICK_MERGED_STEPS": 14, "QUICK_BOUND_STEPS": 10}
-    for name, steps in sizes.items():  # as if the trace were one of thousands of ops
-        monkeypatch.setattr(lp_settings, name, steps)
-        monkeypatch.setattr(lp_policy, name, steps)
+    sizes = {"MAX": 20, "MERGED": 14, "BOUND": 10, "EXACT": 10}
+    for kind, steps in sizes.items():  # as if the trace were one of thousands of ops
+        monkeypatch.setattr(lp_settings, f"QUICK_{kind}_STEPS", steps)
+        monkeypatch.setattr(lp_policy, f"QUICK_{kind}_STEPS", steps)
     monkeypatch.setattr(lp_settings, "COARSE", coarse)
     trace = chain(12, pages=30, op_us=150.0)
     peak = make_problem(trace, machine(1)).live.max()
