@@ -37,13 +37,16 @@ class StepRoom(NamedTuple):
 
 
 class _Step(NamedTuple):
-    """In a metered iteration: foreseen ``beside`` so many dense bytes of what was made before."""
+    """In a metered iteration: foreseen ``beside`` so many dense bytes of what was made before.
+    ``room``: ``None`` where it cannot be found out; then its ops say what it takes."""
 
     frames: StepFrames
     beside: int
-    room: StepRoom
+    room: StepRoom | None
 
     def takes(self, *, least: bool) -> Room:
+        if self.room is None:
+            return Room(self.frames.frames, 0)
         return self.room.least if least else self.room.room
 
 
@@ -60,9 +63,7 @@ class Steps:
 
     def foresee(self, optimizer: Any, beside: int, room: StepRoom | None) -> None:
         """``room``: ``None`` where that cannot be found out."""
-        own = self.of(optimizer)
-        same = Room(own.frames, 0)
-        self.foreseen.append(_Step(own, beside, room or StepRoom(same, same)))
+        self.foreseen.append(_Step(self.of(optimizer), beside, room))
 
     def most_frames_but(self, optimizers: Iterable[Any]) -> int:
         """That steps take, but those of this iteration, and of ``optimizers``."""

@@ -41,7 +41,7 @@ _COPIES = (aten.clone.default, aten._to_copy.default)
 _ARITHMETIC = frozenset(
     {
         "add", "sub", "rsub", "mul", "div", "addcmul", "addcdiv", "lerp",
-        "sqrt", "rsqrt", "reciprocal", "neg", "abs", "sign",
+        "sqrt", "rsqrt", "reciprocal", "neg", "abs", "sign", "sgn",
         "maximum", "minimum", "clamp", "clamp_min", "clamp_max", "where",
         "_amp_foreach_non_finite_check_and_unscale",
     }

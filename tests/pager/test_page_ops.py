@@ -74,6 +74,7 @@ ELEMENTWISE: dict[str, Script] = {
     "abs": lambda a, b, c: a.abs(),
     "abs_": lambda a, b, c: a.abs_(),
     "sign": lambda a, b, c: a.sign(),
+    "sgn_": lambda a, b, c: a.sgn_(),
     "maximum": lambda a, b, c: torch.maximum(a, b),
     "minimum": lambda a, b, c: torch.minimum(a, b),
     "clamp": lambda a, b, c: a.clamp(-0.3, 0.3),

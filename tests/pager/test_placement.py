@@ -250,6 +250,37 @@ def test_sums_of_gradients_count(
     _sums_of_gradients(refusal.value.minimum, width, rows, dtype)
 
 
+class Own(torch.optim.Optimizer):
+    """It cannot be tried out beforehand, and has an op that takes all pages of a gradient."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {})
+        self.rate = 1e-2
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.add_(p.grad.cos_(), alpha=-self.rate)
+
+
+def test_a_step_that_nobody_knows_beforehand_counts_once_it_was_taken(one_thread: None) -> None:
+    """Every larger budget works too, although norms of gradients are whole where these fit."""
+    case = Case(
+        lambda: nn.Sequential(nn.Linear(64, 4096, bias=False), nn.ReLU(), nn.Linear(4096, 8)),
+        lambda: torch.randn(48, 64), Own, clips=True,
+    )  # fmt: skip
+    plain, budget = train(case, None), 4 * PAGE
+    for _ in range(2):  # the second one knows what the step takes
+        with pytest.raises(tp.InfeasibleBudget) as refusal:
+            train(case, budget)
+        assert refusal.value.minimum > budget
+        budget = refusal.value.minimum
+    for share in (1.0, 1.1, 1.3, 1.6, 2.5):
+        check_promise(case, plain, int(share * budget))
+
+
 # -- what follows the step -------------------------------------------------------------------------
 Follow = Callable[[nn.Module, torch.optim.Optimizer, torch.Tensor], Any]
 
