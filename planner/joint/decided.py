@@ -219,12 +219,12 @@ class Planner:
         if problem.steps > self.most_steps:
             problem, first_op = merged(problem, self.most_steps, relaxed=False)
             problem = largest(problem, relaxed=False)
-        for reserve, slots in ((0, False), (16, True)):
+        for reserve in (16, 0):
             try:
                 solution = solve(
                     problem,
                     reserve_pages=reserve,
-                    copies_keep_slots=slots,
+                    copies_keep_slots=True,
                     time_limit_s=60,
                     make=partial(_Timed, hosted, first_op) if decisions.units else None,
                 )
@@ -236,16 +236,16 @@ class Planner:
             if least_us > self.cutoff_us:
                 return None
             made = self._made(expanded, hosted, problem, first_op, solution)
-            simulation = simulate(self.trace, self.hardware, made)
+            simulation = simulate(self.trace, self.hardware, made, log_transfers=True)
             if simulation.predicted is not None:
                 made = replace(made, predicted=simulation.predicted)
-                mends = [put_off(expanded.trace), hosted.mend]
+                mends = [hosted.reorder, put_off(expanded.trace), hosted.mend]
                 better = mended(self.trace, self.hardware, made, simulation, mends)
                 outcome = Outcome(*better, least_us)
                 if best is None or faster(outcome, best):
                     best = outcome
             begins_us = _begins(expanded.trace, problem, first_op, solution)
-            if best is not None and _close(best):
+            if best is not None:
                 break
         if best is not None and best.simulation.op_start_us is not None:
             begins_us = np.append(best.simulation.op_start_us, best.iteration_us)
@@ -325,10 +325,6 @@ def faster(one: Outcome, other: Outcome) -> bool:
     return one.iteration_us < other.iteration_us
 
 
-def _close(outcome: Outcome) -> bool:
-    return outcome.least_us >= 0.995 * outcome.iteration_us
-
-
 class Hosted:
     """The host's list, and what it means for the program: when weights may come back."""
 
@@ -345,7 +341,7 @@ class Hosted:
         self.page_size = hardware.page_size
         self.pages = trace.pages(hardware.page_size).tolist()
         out_us = hardware.page_us("host", "out")
-        in_us = hardware.page_us("host", "in")
+        self.in_us = in_us = hardware.page_us("host", "in")
         period = float(begins_us[-1])
         releases: list[Release] = []
         free = 0.0
@@ -427,6 +423,28 @@ class Hosted:
         moves.sort(key=lambda move: move.issue_op)
         return replace(plan, moves=moves, start=sorted(start))
 
+    def reorder(self, plan: Plan, simulation: Simulation) -> Plan:
+        """The list again, by when the gradients did arrive and the weights were wanted."""
+        transfers, queued_us = simulation.transfers, simulation.queued_us
+        if not self.units or transfers is None or queued_us is None:
+            return plan
+        assert simulation.predicted is not None
+        period = simulation.predicted.iteration_us
+        arrived: dict[int, float] = {}
+        for each in transfers:
+            if each.is_out:
+                arrived[each.tensor] = max(arrived.get(each.tensor, 0.0), each.end_us)
+        releases = []
+        for unit in self.units:
+            there = [arrived.get(tensor, 0.0) for tensor in unit.gradients]
+            turns, due = divmod(unit.due, self.trace.ops)
+            wanted = turns * period + float(queued_us[due])
+            wanted -= self.pages_of(unit.weights) * self.in_us
+            joined = float(queued_us[unit.ops[-1]])
+            releases.append(Release(unit, max(joined, *there), wanted))
+        order = [op for unit in order_steps(releases, period) for op in unit.ops]
+        return plan if order == plan.host_steps else replace(plan, host_steps=order)
+
     def pages_of(self, tensors: Sequence[int]) -> int:
         return sum(self.pages[tensor] for tensor in tensors)
 
@@ -443,7 +461,7 @@ class Hosted:
             return problem
         steps, gaps = problem.steps, problem.gaps
         begin, end, kind = gaps.begin.copy(), gaps.end.copy(), gaps.kind.copy()
-        live = problem.live.copy()
+        live, held = problem.live.copy(), np.zeros(steps, np.int64)
         of_tensor: dict[int, list[int]] = defaultdict(list)
         for gap, tensor in enumerate(gaps.tensor.tolist()):
             of_tensor[tensor].append(gap)
@@ -462,6 +480,7 @@ class Hosted:
                     kind[gap], begin[gap], end[gap] = RETURN, back - 1 - late, end[gap] - late
             # Gradients are there when their step is to begin, or all that follow are late.
             taken = max(self._op_at(self.ends_us[unit] - unit.host_us), unit.ops[-1] + 1)
+            _add(held, taken, self._op_at(self.ends_us[unit]) + 1, self.pages_of(unit.gradients))
             for tensor in unit.gradients:
                 place = expanded.index[tensor]
                 given = int(expanded.trace.last_op[place])
@@ -473,7 +492,9 @@ class Hosted:
         gaps = _with_going(replace(gaps, begin=begin, end=end, kind=kind), going)
         tiers = (replace(host, pages=host.pages - below), *problem.tiers[1:])
         most = gaps.pages.astype(np.float64)
-        return with_kept_copies(replace(problem, live=live, gaps=gaps, most=most, tiers=tiers))
+        return with_kept_copies(
+            replace(problem, live=live, gaps=gaps, most=most, tiers=tiers, held=held)
+        )
 
     def in_time(self, move: Move) -> Move:
         """A gradient's last way out begins before its step joins."""

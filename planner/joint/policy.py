@@ -4,6 +4,7 @@ by a rule of thumb each. Once their choices are made, the linear program moves p
 from __future__ import annotations
 
 import math
+import os
 import re
 import time
 from collections import defaultdict
@@ -46,7 +47,7 @@ ROUGH = (
 )
 GOOD_ENOUGH = 0.995  # of the bound, at which no further choice is tried
 # Parts of the steps, of programs for the moves of the best choices, and how long that may take.
-POLISHED, POLISH_SECONDS, LONG_POLISH_SECONDS = (1, 2, 3, 4, 1, 2, 3), 12.0, 6.0
+POLISHED, POLISH_SECONDS, LONG_POLISH_SECONDS = (1, 3, 2, 1, 3, 1, 2, 1, 3), 25.0, 6.0
 # What is tried of the program's shares: how much more of what may be made again, and how late the
 # host may be by its estimated times, of an iteration.
 TRIALS = ((0.0, 0.02), (0.0, 0.05), (0.0, 0.0), (0.1, 0.02), (-0.1, 0.02), (0.0, 1.0))
@@ -177,7 +178,7 @@ class _Search:
                     self.remakes,
                     units,
                     steps=steps,
-                    time_limit_s=BOUND_SECONDS,
+                    time_limit_s=BOUND_SECONDS * _slowed(),
                     hosted=hosted,
                 )
             except Unsolved:
@@ -281,24 +282,25 @@ class _Search:
         self.tried.add(key)
         self._plan(decisions, begins_us)
 
-    def _plan(self, decisions: Decisions, begins_us: Floats | None) -> None:
+    def _plan(self, decisions: Decisions, begins_us: Floats | None) -> Outcome | None:
         self.planner.cutoff_us = self.best.iteration_us if self.best else math.inf
-        if self._keep(self.planner.plan(decisions, begins_us, rounds=1)):
+        outcome = self.planner.plan(decisions, begins_us, rounds=1)
+        if self._keep(outcome):
             self.chosen = decisions, begins_us
+        return outcome
 
     def _polish(self) -> None:
-        """The moves of the best choices by the times of their plan, and by programs of fewer,
+        """The moves of the best choices by the times of the plan before, and by programs of fewer,
         longer steps: their plans have fewer and larger moves, and no program knows what each costs.
         """
-        whole = self.planner.most_steps
+        whole, last = self.planner.most_steps, self.best
         until = time.process_time() + (LONG_POLISH_SECONDS if self.long else POLISH_SECONDS)
         for part in () if self.quick else POLISHED:
             if self.chosen is None or self._good() or time.process_time() > until:
                 break
             self.planner.most_steps = min(whole, self.trace.ops) // part
-            assert self.best is not None
-            decisions, begins_us = self.chosen
-            self._plan(decisions, self._times(self.best) if part < 4 else begins_us)
+            assert last is not None
+            last = self._plan(self.chosen[0], self._times(last)) or self.best
         self.planner.most_steps = whole
 
     def _keep(self, outcome: Outcome | None) -> bool:
@@ -330,6 +332,11 @@ class _Search:
     def _over(self) -> bool:
         """Whether no further choice is tried."""
         return self._good() or time.process_time() > self.until
+
+
+def _slowed() -> float:
+    """By how much other work slows this, up to 8: the solver goes by the clock."""
+    return min(8.0, max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1)))
 
 
 def _largest(trace: Trace, remakes: list[Remake]) -> list[Remake]:

@@ -82,7 +82,6 @@ class _Joint(Builder):
         self.trace, self.uses, self.remakes, self.units = trace, uses, remakes, units
         self.step_of, self.relaxed = step_of, len(problem.duration_us) < trace.ops
         self.page_count, self.gap_begins = page_count, gap_begins
-        self.free: list[int] = []  # columns that may be negative
         self.none: list[int] = []  # columns that are 0
         self.least = 0.0  # share of each update that the host takes
         self.moved: list[int] = []  # flows of what the host updates
@@ -333,7 +332,6 @@ class _Joint(Builder):
     # -- the program -----------------------------------------------------------------------------
     def bounds(self) -> Floats:
         bounds = super().bounds()
-        bounds[self.free, 0] = -np.inf
         bounds[self.none, 1] = 0.0
         if self.units:
             kept = self.parts[-1]

@@ -17,7 +17,7 @@ from ..simulation import Simulation
 from ..simulator import simulate
 from ..trace import Trace
 
-MOST = 6  # simulations
+MOST = 8  # simulations
 SHORTEST_US = 1.0  # a wait that is worth one
 Mend = Callable[[Plan, Simulation], Plan]
 
@@ -33,7 +33,7 @@ def mended(
         if changed is plan:
             continue
         left -= 1
-        result = simulate(trace, hardware, changed)
+        result = simulate(trace, hardware, changed, log_transfers=True)
         assert simulation.predicted is not None
         if result.predicted is None:
             continue

@@ -32,7 +32,7 @@ class Problem:
 
     ``duration_us``: of each step. ``live``: pages that must have a frame if nothing is off the
     device, [steps]. ``gaps``: with ``begin`` and ``end`` in steps. ``most``: pages of each gap that
-    may be off, [gaps].
+    may be off, [gaps]. ``held``: pages in host beside what moves, [steps].
     """
 
     duration_us: Floats
@@ -43,6 +43,7 @@ class Problem:
     out_rate: float
     in_rate: float
     tiers: tuple[Tier, ...]
+    held: Ints | None = None
 
     @property
     def steps(self) -> int:
@@ -122,6 +123,7 @@ def merged(problem: Problem, steps: int, *, relaxed: bool) -> tuple[Problem, Int
         live=extreme.reduceat(problem.live, first),
         gaps=replace(gaps, begin=begin, end=end).pick(kept),
         most=problem.most[kept],
+        held=None if problem.held is None else extreme.reduceat(problem.held, first),
     )
     return joined, first
 

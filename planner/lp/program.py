@@ -13,7 +13,7 @@ is small against a tensor.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -202,6 +202,7 @@ class Builder:
         self.late_terms: list[tuple[Any, Any, Any]] = []  # as live_terms, when the step ends only
         self.flow_terms: dict[bool, list[tuple[Any, Any, Any]]] = {True: [], False: []}
         self.slot_terms: list[tuple[Any, Any, Any]] = []  # (slot, column, pages in host)
+        self.free: list[int] = []  # columns that may be negative
         self.choose()
         for tier, part in zip(problem.tiers, self.parts):
             self._stocks(part)
@@ -239,7 +240,7 @@ class Builder:
         rows.add(begin, part.off, -1)
         rows.add(begin, part.written, 1)
         dies = np.flatnonzero(self.problem.gaps.kind == LAST)
-        rows.add(row.min() + (self.due[dies] + 1) % self.slots, part.off[dies], 1)
+        rows.add(row.min() + self.due[dies], part.off[dies], 1)
         row = rows.new(zero)[then]  # early' = early + in - off of gaps that are due
         rows.add(row, part.early[then], 1)
         rows.add(row, part.early, -1)
@@ -323,45 +324,76 @@ class Builder:
                         self.below.add(both[slot], column, pages)
 
     def _slots_below(self, part: TierColumns, pages: float, copies_keep_slots: bool) -> None:
-        """What a tier holds: what is there now, or every copy until its version ends."""
-        if not copies_keep_slots:
-            for extra in (False, True):
-                row = self.below.new(np.full(self.slots, pages))
-                self.below.add(row, part.below, 1)
-                if part is self.parts[0]:
-                    for slot, column, each in self.slot_terms:
-                        self.below.add(row[slot], column, each)
-                if extra:
-                    self.below.add(row, part.out, 1)
-                    self.below.add(row, part.into, -1)
-            return
+        """What a tier holds: what is there now and, for a plan, copies of what is back on the
+        device that a later gap of their version needs."""
+        right = np.full(self.slots, pages)
+        if part is self.parts[0] and self.problem.held is not None:
+            right -= np.repeat(self.problem.held, 2)
+        rows = [self.below.new(right), self.below.new(right)]  # when a slot begins, and its end
+        for row in rows:
+            self.below.add(row, part.below, 1)
+            if part is self.parts[0]:
+                for slot, column, each in self.slot_terms:
+                    self.below.add(row[slot], column, each)
+        self.below.add(rows[1], part.out, 1)
+        self.below.add(rows[1], part.into, -1)
+        if copies_keep_slots:
+            self._copies_kept(part, rows)
+
+    def _copies_kept(self, part: TierColumns, limits: Sequence[Ints]) -> None:
+        """Copies that hold slots while their pages are on the device, in the rows of ``limits``:
+        between two gaps of a version what the second has clean or a later one has, and in a gap
+        what is not off in it but in a later one."""
         gaps = self.problem.gaps
-        held = self.columns.new(self.slots)
+        level = self.columns.new(self.slots)
         now = np.arange(self.slots)
         then = (now + 1) % self.slots
-        row = self.equal.new(np.zeros(self.slots))[then]
-        self.equal.add(row, held[then], 1)
-        self.equal.add(row, held, -1)
-        start = self.equal.new(0.0)
-        self.equal.add(start, held[:1], 1)
-        changing = np.flatnonzero(~gaps.lasting)
-        version = gaps.version[changing]
-        last = changing[np.searchsorted(version, version, "right") - 1]
-        taken, given = self.released[changing], self.due[last]
-        self.equal.add(row.min() + taken, part.written[changing], -1)
-        self.equal.add(row.min() + given, part.written[changing], 1)
-        across = changing[(taken > given) | (taken == 0)]
-        self.equal.add(np.full(len(across), start), part.written[across], -1)
+        change = self.equal.new(np.zeros(self.slots))[then]
+        self.equal.add(change, level[then], 1)
+        self.equal.add(change, level, -1)
+        self.free += level.tolist()
+        for row in limits:
+            self.below.add(row, level, 1)
+        first = change.min()
+        begins = self.equal.new(0.0)
+        self.equal.add(begins, level[:1], 1)
+        follows = np.flatnonzero((gaps.version[1:] == gaps.version[:-1]) & ~gaps.lasting[1:])
+        kept, idle = self.columns.new(len(follows)), self.columns.new(len(follows))
+        after = follows + 1
+        need = self.below.new(np.zeros(len(follows)))  # kept ≥ what the next gap has clean
+        self.below.add(need, part.off[after], 1)
+        self.below.add(need, part.written[after], -1)
+        self.below.add(need, kept, -1)
+        again = np.flatnonzero(after[:-1] == follows[1:])
+        need = self.below.new(np.zeros(len(again)))  # and what a later one has
+        self.below.add(need, kept[again + 1], 1)
+        self.below.add(need, part.written[after[again]], -1)
+        self.below.add(need, kept[again], -1)
+        need = self.below.new(np.zeros(len(again)))  # of which some is not off in between
+        self.below.add(need, kept[again + 1], 1)
+        self.below.add(need, part.off[after[again]], -1)
+        self.below.add(need, idle[again], -1)
+        due, freed = self.due, (self.released + 1) % self.slots
+        levels = [
+            (kept, due[follows], freed[after]),
+            (idle[again], freed[after[again]], due[after[again]]),
+        ]
         lasting = np.flatnonzero(gaps.lasting)
-        top = self.below.new(np.full(self.slots, pages))
-        self.below.add(top, held, 1)
         if len(lasting):
             kinds, index = np.unique(gaps.version[lasting], return_inverse=True)
             copies = self.columns.new(len(kinds))  # of segments that are only read
-            row = self.below.new(np.zeros(len(lasting)))
-            self.below.add(row, part.off[lasting], 1)
-            self.below.add(row, copies[index], -1)
-            self.below.add(np.repeat(top, len(kinds)), np.tile(copies, self.slots), 1)
+            need = self.below.new(np.zeros(len(lasting)))
+            self.below.add(need, part.off[lasting], 1)
+            self.below.add(need, copies[index], -1)
+            for row in limits:
+                self.below.add(np.repeat(row, len(kinds)), np.tile(copies, self.slots), 1)
+            levels.append((part.off[lasting], due[lasting], freed[lasting]))
+            self.equal.add(np.full(len(lasting), begins), part.off[lasting], 1)
+        for column, start, stop in levels:
+            self.equal.add(first + start, column, -1)
+            self.equal.add(first + stop, column, 1)
+            across = column[(start == 0) | (start > stop) & (stop > 0)]
+            self.equal.add(np.full(len(across), begins), across, -1)
 
     def cost(self) -> Floats:
         cost = np.zeros(self.columns.count)
@@ -376,6 +408,7 @@ class Builder:
     def bounds(self) -> Floats:
         bounds = np.zeros((self.columns.count, 2))
         bounds[:, 1] = np.inf
+        bounds[self.free, 0] = -np.inf
         gaps = self.problem.gaps
         copied = np.isin(gaps.kind, (KEPT, RETURN))
         for tier, part in zip(self.problem.tiers, self.parts):

@@ -227,7 +227,7 @@ def to_moves(
     start: list[StartRun] = []
     steps = problem.steps
     ends = problem.gaps.end
-    drops = _last_of_versions(problem, schedule)
+    needed = _needed_later(problem, schedule)
     for part, tier in enumerate(problem.tiers):
         name = TIER_NAMES[tier.index]
         from_back = tier.index == DISK
@@ -246,7 +246,10 @@ def to_moves(
             step = chunk.step % steps
             op = int(first_op[step])
             keyed.append((step, 1, int(ends[chunk.gap]) - chunk.step, Move(*run, name, "in", op)))
-            if drops[part][chunk.gap]:
+            rest = chunk.first + chunk.count - max(chunk.first, int(needed[part][chunk.gap]))
+            if rest > 0:
+                chunk = replace(chunk, first=chunk.first + chunk.count - rest, count=rest)
+                run = _pages(trace, problem, chunk, from_back)
                 keyed.append((step, 2, order, Move(*run, name, "drop", op)))
     keyed.sort(key=lambda entry: entry[:3])
     return [entry[3] for entry in keyed], start
@@ -281,15 +284,15 @@ def _pages(trace: Trace, problem: Problem, chunk: Chunk, from_back: bool) -> tup
     return int(trace.tensor_ids[gaps.tensor[gap]]), first, chunk.count
 
 
-def _last_of_versions(problem: Problem, schedule: Schedule) -> list[list[bool]]:
-    """Per tier: gaps after which no gap of their version uses the copy again."""
-    result = []
+def _needed_later(problem: Problem, schedule: Schedule) -> list[Ints]:
+    """Per tier and gap: the pages, counted as chunks are, whose copies a later gap of the version
+    uses again; of what is only read all of them."""
+    found = []
+    gaps = problem.gaps
     for off in schedule.off:
-        last = [False] * len(problem.gaps)
-        by_version: dict[int, int] = {}
-        for gap in np.flatnonzero(off).tolist():
-            by_version[int(problem.gaps.version[gap])] = gap
-        for gap in by_version.values():
-            last[gap] = not bool(problem.gaps.lasting[gap])
-        result.append(last)
-    return result
+        needed = np.where(gaps.lasting, gaps.pages, 0)
+        for gap in range(len(gaps) - 2, -1, -1):
+            if gaps.version[gap] == gaps.version[gap + 1] and not gaps.lasting[gap]:
+                needed[gap] = max(needed[gap + 1], off[gap + 1])
+        found.append(needed)
+    return found
