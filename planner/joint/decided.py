@@ -28,7 +28,7 @@ from ..plan import DEVICE, DISCARD, Move, Plan, Recompute, StartRun
 from ..simulation import Simulation
 from ..simulator import simulate
 from ..trace import READ, WRITE, Floats, Ints, Trace
-from .host_order import Release, order_steps
+from .host_order import MOST_ORDERS, Release, order_steps
 from .options import Impossible, Remake, Unit, Uses
 
 MOST_STEPS = 1200
@@ -176,6 +176,7 @@ class Planner:
     policy: str = "joint"
     most_steps: int = MOST_STEPS  # of the program for the moves; neighbours of more ops are joined
     cutoff_us: float = math.inf  # choices whose program takes longer are not tried
+    most_orders: int = MOST_ORDERS  # of the host's list
 
     def plan(
         self,
@@ -195,7 +196,9 @@ class Planner:
             begins_us = np.concatenate([[0.0], np.cumsum(expanded.trace.op_duration_us)])
         measured: dict[Unit, float] | None = None
         for _ in range(rounds if decisions.units else 1):
-            hosted = Hosted(self.trace, self.hardware, decisions.units, begins_us, measured)
+            hosted = Hosted(
+                self.trace, self.hardware, decisions.units, begins_us, measured, self.most_orders
+            )
             found = self._once(decisions, expanded, hosted)
             if found is None:
                 return best
@@ -335,6 +338,7 @@ class Hosted:
         units: Sequence[Unit],
         begins_us: Floats,
         measured: dict[Unit, float] | None = None,
+        most_orders: int = MOST_ORDERS,
     ) -> None:
         """``measured``: when the steps ended in a run, in the order of its list."""
         self.trace, self.units = trace, units
@@ -353,7 +357,7 @@ class Hosted:
             turns, due = divmod(unit.due, trace.ops)
             wanted = turns * period + float(begins_us[due]) - weight * in_us
             releases.append(Release(unit, max(free, joined), wanted))
-        self.ends_us = measured or order_steps(releases, period)
+        self.ends_us = measured or order_steps(releases, period, most_orders)
         self.late_us = [self.ends_us[each.unit] - each.due_us for each in releases]
         self.released = [each.unit for each in releases]
         self.order = [op for unit in self.ends_us for op in unit.ops]

@@ -25,7 +25,9 @@ class Release(NamedTuple):
     due_us: float
 
 
-def order_steps(releases: Sequence[Release], period_us: float) -> dict[Unit, float]:
+def order_steps(
+    releases: Sequence[Release], period_us: float, most_orders: int = MOST_ORDERS
+) -> dict[Unit, float]:
     """When each unit's step ends, µs since its iteration began, in the order of the list. What the
     host has not done when an iteration ends it does before it begins the next one's."""
     dues = {each.unit: each.due_us for each in releases}
@@ -33,7 +35,7 @@ def order_steps(releases: Sequence[Release], period_us: float) -> dict[Unit, flo
     least_late = float("inf")
     heap = [(float("-inf"), 0, list(releases))]  # how late a step is at least, with these times
     number = 0
-    while heap and number < MOST_ORDERS and least_late > 0.0:
+    while heap and number < most_orders and least_late > 0.0:
         at_least, _, times = heapq.heappop(heap)
         if at_least >= least_late:
             break

@@ -24,6 +24,7 @@ from ..plan import Bound, Plan
 from ..simulation import Simulation
 from ..trace import Floats, Trace
 from .decided import Decisions, Hosted, Outcome, Planner, faster
+from .host_order import MOST_ORDERS
 from .options import Remake, Unit, Uses, find_remakes, find_units
 from .program import Shares, solve_joint
 
@@ -46,8 +47,13 @@ ROUGH = (
     f"{BOUND_STEPS} steps, whose bound is lower"
 )
 GOOD_ENOUGH = 0.995  # of the bound, at which no further choice is tried
-# Parts of the steps, of programs for the moves of the best choices, and how long that may take.
-POLISHED, POLISH_SECONDS, LONG_POLISH_SECONDS = (1, 3, 2, 1, 3, 1, 2, 1, 3), 25.0, 6.0
+# How the moves of the best choices are planned again: the part of the steps, and whether the host's
+# list is by due time alone, which leaves fewer steps late, if by more; and how long that may take.
+POLISHED = (
+    (1, False), (3, True), (2, True), (1, False), (3, False), (1, True), (2, False), (3, True),
+    (1, False), (2, True), (1, True), (3, False),
+)  # fmt: skip
+POLISH_SECONDS, LONG_POLISH_SECONDS = 25.0, 6.0
 # What is tried of the program's shares: how much more of what may be made again, and how late the
 # host may be by its estimated times, of an iteration.
 TRIALS = ((0.0, 0.02), (0.0, 0.05), (0.0, 0.0), (0.1, 0.02), (-0.1, 0.02), (0.0, 1.0))
@@ -295,10 +301,11 @@ class _Search:
         """
         whole, last = self.planner.most_steps, self.best
         until = time.process_time() + (LONG_POLISH_SECONDS if self.long else POLISH_SECONDS)
-        for part in () if self.quick else POLISHED:
+        for part, by_due in () if self.quick else POLISHED:
             if self.chosen is None or self._good() or time.process_time() > until:
                 break
             self.planner.most_steps = min(whole, self.trace.ops) // part
+            self.planner.most_orders = 1 if by_due else MOST_ORDERS
             assert last is not None
             last = self._plan(self.chosen[0], self._times(last)) or self.best
         self.planner.most_steps = whole
