@@ -31,7 +31,8 @@ class Extent:
     ``unplaced``: what it is as long as no page was anywhere.
     ``apart``: of small storages, what sets them apart from others of their kind.
     ``settled``: all pages are known DIRTY, so that another write changes no state.
-    ``born``: how many runs were born before it. ``key``: its name in access logs, 0 for none yet.
+    ``born``: how many runs were born before it. ``key``: its name in access logs, 0 for none yet;
+    ``optional``: of a parameter that not every iteration uses.
     ``pages``: int32 [count], all of them.
     ``nbytes``: bytes in use, of shared pages all. ``parts``: pages of it that are held by
     themselves, ``None`` for none. ``overwritten``: its maker writes every byte before anyone
@@ -42,8 +43,8 @@ class Extent:
 
     __slots__ = (
         "apart", "base", "born", "count", "first", "generation", "id", "in_slabs", "key", "kind",
-        "nbytes", "overwritten", "pages", "parts", "pins", "settled", "small", "storages",
-        "streamed", "unplaced", "writes",
+        "nbytes", "optional", "overwritten", "pages", "parts", "pins", "settled", "small",
+        "storages", "streamed", "unplaced", "writes",
     )  # fmt: skip
 
     def __init__(self, run_id: int, first: int, count: int, kind: str) -> None:
@@ -66,6 +67,7 @@ class Extent:
         self.in_slabs = False
         self.born = 0
         self.key = 0
+        self.optional = False
         self.writes = 0
 
     @property

@@ -176,6 +176,8 @@ def _several_on_views(
             more = sum(run.count for run in mine)
             pages, largest = pages + more, max(largest, more)
             too_many = pages > most or pages - largest > few
+            if count and _is_optional(parameter) != _is_optional(parameters[0]):
+                break  # what others are updated with does not depend on what is used now and then
             if too_many or not paged.too_much.isdisjoint(paged_ones):
                 break
             runs |= mine
@@ -190,6 +192,10 @@ def _several_on_views(
     for parameter in some:  # some optimizers make one later, when a setting changes
         page_state(paged.pager, paged.optimizer.state.get(parameter, {}))
     return count
+
+
+def _is_optional(parameter: torch.Tensor) -> bool:
+    return type(parameter) is PagedTensor and parameter._storage.run.optional
 
 
 def update_one(

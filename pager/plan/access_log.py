@@ -1,21 +1,23 @@
 """What one iteration accesses, in order, by keys that mean the same in every iteration.
 
 A run of pages that lived before the iteration has a positive key for as long as it lives. One that
-is born inside has a negative one. That of an activation says where it was born, and not how large
-it is: batches of another length make activations of another size, at the same places of the
-program. That of another run (a gradient) is of its number in the order of first accesses, and of
-its size. A stream (``slabs.py``) is an access as well, with a key of its own for the runs that it
-goes through. A run that outlives its iteration gets the positive key that the run born at the same
-place of an earlier iteration had, if that one is dead by now: gradients that are kept for several
-iterations come back under their names.
+is born inside has a negative one, which says where that was: when so many accesses of the order had
+begun. That of an activation says nothing of how large it is: batches of another length make
+activations of another size, at the same places of the program. That of another run (a gradient) is
+of its size too. A stream (``slabs.py``) is an access as well, with a key of its own for the runs
+that it goes through. A run that outlives its iteration gets the positive key that the run born at
+the same place of an earlier iteration had, if that one is dead by now: gradients that are kept for
+several iterations come back under their names.
 
-The *order* of an iteration is its accesses without activations. It is the same for batches of every
-length, though small activations have no pages of their own, so that long batches have more accesses
-than short ones: by their orders one iteration is found in another (``compiled_plan.py``). ::
+The *order* of an iteration is its accesses of runs that lived before it. It is the same for batches
+of every length, though small activations have no pages of their own, so that long batches have more
+accesses than short ones: by their orders one iteration is found in another
+(``compiled_plan.py``). Accesses of *optional* parameters, which some iterations use and others do
+not (``optional.py``), are not in it. ::
 
     long batch    w1 | a1 | w2 | a2 | a3 | w2 a3 | g1 | w1 a1 | g2 | ...
     short batch   w1 | a1 | w2 | a2      | w2    | g1 | w1 a1 | g2 | ...
-    both orders   w1      | w2           | w2    | g1 | w1    | g2 | ...
+    both orders   w1      | w2           | w2         | w1         | ...
 """
 
 from __future__ import annotations
@@ -29,15 +31,17 @@ from ..memory.space import Extent, Space
 
 Keys = tuple[int, ...]
 FIRST_STREAM = 1 << 40  # keys of streams are not less, those of runs are
-_MOST_NEWBORN = 1 << 32  # runs born in one iteration
+FIRST_OPTIONAL = 1 << 39  # keys of optional runs are not less, but less than those of streams
+_MOST_NEWBORN = 1 << 14  # runs that are no activations, born between two accesses of the order
+_MOST_PLACES = 1 << 22  # accesses of the order
 LAST_ACTIVATION = -(1 << 61)  # keys of activations are less, those of other runs are not
 _MOST_AT_ONE_PLACE = 1 << 24  # activations that are born between two accesses of the order
 
 
-def newborn_key(index: int, pages: int) -> int:
-    """Of the run of ``pages`` pages, no activation, that was the ``index``-th of these, from 0, to
-    be born and used."""
-    return -(pages * _MOST_NEWBORN + index + 1)
+def newborn_key(place: int, index: int, pages: int) -> int:
+    """Of the run of ``pages`` pages that is the ``index``-th, from 0, of those that are no
+    activations to be born when ``place`` accesses of the order have begun."""
+    return -((pages * _MOST_PLACES + place) * _MOST_NEWBORN + index + 1)
 
 
 def activation_key(place: int, index: int) -> int:
@@ -52,10 +56,18 @@ def is_activation(key: int) -> bool:
 
 
 def ordered(keys: Keys) -> Keys:
-    """What the order has of an access; nothing where that is of activations only."""
+    """What the order has of an access; nothing where that is of newborn runs only, or has to do
+    with an optional one."""
     if len(keys) == 1:
-        return () if keys[0] < LAST_ACTIVATION else keys
-    return tuple([key for key in keys if key >= LAST_ACTIVATION])
+        return keys if 0 < keys[0] < FIRST_OPTIONAL or keys[0] >= FIRST_STREAM else ()
+    if is_optional(keys):
+        return ()
+    return tuple([key for key in keys if key > 0])
+
+
+def is_optional(keys: Keys) -> bool:
+    """Whether an optional run is among these."""
+    return any(FIRST_OPTIONAL <= key < FIRST_STREAM for key in keys)
 
 
 class StreamAccess:
@@ -132,8 +144,8 @@ class AccessLog:
         self.writes: list[tuple[int, int]] = []
         self.deaths: list[tuple[int, int]] = []
         self.newborn: dict[int, Extent] = {}  # by key
-        self._named = 0  # of these, other than activations
-        self.born_here = 0  # activations since the latest access of the order
+        # Since the latest access of the order, of these: activations, and others.
+        self.born_here = self.others_here = 0
         self.facts: dict[int, Facts] = {}  # once it is known that a trace is made of it
         self.ended = 0.0
         self.clock: Device | None = None
@@ -145,8 +157,8 @@ class AccessLog:
             run.key = activation_key(len(self.order), self.born_here)
             self.born_here += 1
         else:
-            run.key = newborn_key(self._named, run.count)
-            self._named += 1
+            run.key = newborn_key(len(self.order), self.others_here, run.count)
+            self.others_here += 1
         self.newborn[run.key] = run
         return run.key
 
@@ -191,6 +203,7 @@ class Names:
     def __init__(self, space: Space) -> None:
         self._space = space
         self._last = 0
+        self._last_optional = FIRST_OPTIONAL - 1
         self.runs: dict[int, Extent] = {}  # by positive key
         self._heirs: dict[tuple[int, int, str], list[int]] = {}
         self._streams: dict[tuple[tuple[int, bool], ...], int] = {}
@@ -209,6 +222,13 @@ class Names:
         run.key = self._last
         self.runs[run.key] = run
         return run.key
+
+    def make_optional(self, run: Extent) -> None:
+        """Some iterations do not use it: it has a key that says so from now on."""
+        self.runs.pop(run.key, None)
+        self._last_optional += 1
+        run.key, run.optional = self._last_optional, True
+        self.runs[run.key] = run
 
     def of_stream(self, runs: Sequence[tuple[int, bool]]) -> int:
         """Key of a stream through runs with these keys, each written or not."""

@@ -17,7 +17,7 @@ import numpy.typing as npt
 from ...planner.joint.options import without_ends
 from ...planner.layout import Layout
 from ...planner.plan import Plan
-from .access_log import Keys, ordered
+from .access_log import FIRST_OPTIONAL, FIRST_STREAM, Keys, ordered
 from .traces import Recorded
 
 ANYWHERE = -1  # no frame was found for it in advance
@@ -56,7 +56,7 @@ class Away(NamedTuple):
 class Order:
     """The accesses of an iteration, in which others are found again. ``keys``: theirs;
     ``of_order``: what the order has of each; ``order``: theirs, and ``places``: which accesses
-    these are; ``uses``: key → its accesses.
+    these are; ``uses``: key → its accesses, but of optional ones.
     """
 
     def __init__(self, keys: list[Keys]) -> None:
@@ -67,7 +67,8 @@ class Order:
         self.uses: dict[int, list[int]] = {}
         for where, access in enumerate(keys):
             for key in access:
-                self.uses.setdefault(key, []).append(where)
+                if not FIRST_OPTIONAL <= key < FIRST_STREAM:
+                    self.uses.setdefault(key, []).append(where)
         # Of all keys, one after the other, in one line: (number of the key, access).
         self._numbers = {key: number for number, key in enumerate(self.uses)}
         line = [np.array(uses) + n * len(keys) for n, uses in enumerate(self.uses.values())]
@@ -109,14 +110,21 @@ class CompiledPlan(Order):
     are not on the device then. ``last_in``: key → number of its last in-move, the order of those
     still under way at the end. ``all_placed``: everything has a frame in advance.
     ``hosted``: access that is a step of the host → its place in the host's order. ``frames``: that
-    it has places in. ``parted``: keys of what is moved in parts.
+    it has places in; ``left``: others, for what it does not know. ``parted``: keys of what is moved
+    in parts.
     """
 
     def __init__(
-        self, recorded: Recorded, plan: Plan, layout: Layout, keys: list[Keys], frames: int
+        self,
+        recorded: Recorded,
+        plan: Plan,
+        layout: Layout,
+        keys: list[Keys],
+        frames: int,
+        left: int = 0,
     ) -> None:
         super().__init__(keys)
-        self.plan, self.frames = plan, frames
+        self.plan, self.frames, self.left = plan, frames, left
         self.all_placed = not layout.unplaced_pages
         self.trace = without_ends(recorded.trace, plan.host_steps)
         self.actions: list[Sequence[Action]] = [()] * (len(keys) + 1)

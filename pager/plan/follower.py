@@ -20,11 +20,10 @@ from __future__ import annotations
 import os
 import time
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Protocol
 
-import numpy as np
 import torch
 
 from ...planner.hardware import Hardware
@@ -34,15 +33,16 @@ from ..memory.space import Extent
 from .access_log import AccessLog, Call, Keys
 from .compiled_plan import CompiledPlan, Order
 from .enter_plan import enter_plan
+from .optional import OptionalParts
 from .planned import PlannedMoves
 from .recorder import Recorder
 from .signatures import Signatures, StepSignature
+from .victims import by_next_use
 from .ways import Taken
 
 if TYPE_CHECKING:
     from ..core import Core
     from ..machine.calibration.measure import Calibration
-    from ..moves.residency import Residency
     from ..tensor.segments import Segments
     from .plain_speed import OpTimes
     from .planning import PlanningProcess
@@ -54,7 +54,6 @@ _TELLING_SECONDS = 1.0
 _TELLING_STEPS_US = 0.2e6
 _HOST_BYTES_PER_S = 20e9  # of its memory, while moves use it too
 _MOST_STRAYS = 2
-_FEW = 8  # times as many frames: states stay
 _RATES = {
     "host-out": "d2h_bytes_per_s",
     "host-in": "h2d_bytes_per_s",
@@ -89,6 +88,7 @@ class Follower:
         pager.host_steps.planned = segments is not None
         self.recorder = recorder
         self.signatures = Signatures()
+        self._optional = OptionalParts(pager, recorder.names)
         self.segments = segments  # where blocks may run again
         self.others: Others | None = None
         self.learned: StepSignature | None = None
@@ -300,13 +300,16 @@ class Follower:
             residency.collect()
         if self.compiled is not None and self.planned.serve(runs):
             return
-        with by_next_use(residency, known, self.recorder.at):
-            if self.compiled is not None:
+        compiled = self.compiled
+        with by_next_use(residency, known, self.recorder.at, self._optional.often):
+            if compiled is not None:
+                if compiled.left:
+                    self._optional.make_room(runs, compiled.uses, compiled.left)
                 self.planned.make_windows(runs)
             residency.bring(runs)
         for run in runs:
             residency.touch(run)
-        self.planned.faults += self.compiled is not None
+        self.planned.faults += compiled is not None
 
     def unpinned(self) -> None:
         """An access has ended: what the plan queues now is queued."""
@@ -394,6 +397,7 @@ class Follower:
         of_device = log.clock is not None or not self.recorder.has_clock
         log.settle_times(self._pager.backend)
         size = log.activation_pages
+        self._optional.note(log)
         signature = self.signatures.find(log)
         if signature is not None:
             signature.seen += 1
@@ -401,6 +405,8 @@ class Follower:
             self._look_up(log)
             self._get_ready()
             signature = self.signatures.add(log, size)
+            once = [one.log for one in self.signatures.all if one.seen == 1]
+            self.signatures.forget(self._optional.look_for(once))
         # The planner takes time from an iteration that it runs beside.
         planning = any(one.process is not None for one in self.signatures.all)
         if times is not None:
@@ -523,10 +529,12 @@ class Follower:
         signature.plans += 1
         signature.planned_size, signature.planned_at = signature.size, signature.seen
         signature.hardware = hardware
+        signature.left_frames = self._optional.frames(signature.log, int(hardware.device_pages))
+        theirs = hardware.device_bytes - signature.left_frames * pager.page_size
         signature.process, self._ready = self._ready or PlanningProcess(), None
         signature.process.ask(
             signature.recorded.trace,
-            hardware,
+            hardware.with_(device_bytes=theirs),
             quick=quick,
             policy="lp" if self.segments is None else "joint",
         )
@@ -695,26 +703,3 @@ class Follower:
         if self._ready is not None:
             self._ready.cancel()
             self._ready = None
-
-
-# Note: which pages leave when an iteration faults whose accesses are known: what it uses last.
-# A plan counts on all pages being where it has put them; the least recently used ones may well be
-# those that come next, and each of them would then fault in its turn. States of an optimizer stay
-# where they are few (LoRA): what leaves instead was only read, and need not be written below.
-@contextmanager
-def by_next_use(residency: Residency, known: Order, now: int) -> Iterator[None]:
-    """Inside, pages are evicted by Belady's rule instead of LRU. The accesses are those of
-    ``known``, again and again, as far as is known; access ``now`` is under way."""
-    count = len(known.keys)
-    before = residency.ages
-    residency.ages = ages = np.ones_like(before)  # what is not known of is not used again
-    runs = [run for run in residency.space.runs.values() if run.id < len(ages)]
-    ahead = known.ahead([run.key for run in runs], now)
-    ages[[run.id for run in runs]] = np.where(ahead < 0, 1, 2 * count + 1 - ahead)
-    states = [run for run in runs if run.kind == "optimizer"]
-    if _FEW * sum(run.count for run in states) <= residency.pool.count:
-        ages[[run.id for run in states]] = 2 * count + 1
-    try:
-        yield
-    finally:
-        residency.ages = before

@@ -51,7 +51,8 @@ class PutOff:
         return bool(self._jobs) or self._room(self._residency.pool.count) > 0
 
     def _room(self, frames: int) -> int:
-        return max(0, frames - self._plan.frames) if self._plan is not None else 0
+        plan = self._plan
+        return max(0, frames - plan.frames - plan.left) if plan is not None else 0
 
     def back(self, jobs: Iterable[Job]) -> None:
         """The plan counts on what these bring."""

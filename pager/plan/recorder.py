@@ -26,7 +26,7 @@ from ...planner.trace import Trace
 from ..core import Core, Watcher
 from ..errors import PagerError
 from ..memory.space import Extent
-from .access_log import LAST_ACTIVATION, AccessLog, Keys, Names, StreamAccess, Wait, ordered
+from .access_log import AccessLog, Keys, Names, StreamAccess, Wait, ordered
 from .compiled_plan import Order
 from .op_log import OpLog
 from .traces import trace_of_ops
@@ -125,14 +125,14 @@ class Recorder(Watcher):
             if plan is not None and at < len(plan.keys) and plan.keys[at] == keys:
                 self.at, of_order = at, plan.of_order[at]
             else:
-                of_order = keys if keys and min(keys) >= LAST_ACTIVATION else ordered(keys)
+                of_order = ordered(keys)
                 if self.on_access is not None:
                     self.on_access(keys, of_order)
             log.keys.append(keys)
             log.times.append(perf_counter())
             if of_order:
                 log.order.append(of_order)
-                log.born_here = 0
+                log.born_here = log.others_here = 0
             if log.clock is not None:
                 log.stamps.append(log.clock.stamp())
             self.pager.space.clock = len(log.keys)

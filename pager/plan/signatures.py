@@ -8,7 +8,7 @@ seen: its accesses, and times. Those of a shorter one are made longer (``ways.Gr
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
@@ -58,6 +58,7 @@ class StepSignature:
         self.recorded: Recorded | None = None  # what `process` or `compiled` was made from
         self.hardware: Hardware | None = None  # it was, or is being, planned for
         self.planned_size = 0  # of what it was made from
+        self.left_frames = 0  # frames of the device that the plan leaves to what comes on demand
         self.process: PlanningProcess | None = None
         self.refused: str | None = None  # why there is no plan
         self.left = False  # for good, a plan that was followed
@@ -300,8 +301,10 @@ class StepSignature:
             self.refused = str(error) if known else f"the planner ended with an error: {error}"
             return
         assert self.hardware is not None
-        frames = int(self.hardware.device_pages)
-        compiled = CompiledPlan(self.recorded, planned.plan, planned.layout, self.keys, frames)
+        compiled = CompiledPlan(
+            self.recorded, planned.plan, planned.layout, self.keys,
+            int(self.hardware.device_pages) - self.left_frames, self.left_frames,
+        )  # fmt: skip
         # Where one is followed already both are compared with what is measured (`choose`).
         compare = only_if_faster and self.followed is None
         no_better = self.no_better(compiled) if compare else None
@@ -411,6 +414,14 @@ class Signatures:
         if len(self.all) > _MOST_KINDS:
             self.all.pop(0).cancel()
         return signature
+
+    def forget(self, keys: Collection[int]) -> None:
+        """Kinds that use what is not called so any more."""
+        if keys:
+            gone = [one for one in self.all if any(set(access) & set(keys) for access in one.keys)]
+            for one in gone:
+                one.cancel()
+                self.all.remove(one)
 
     def came(self, signature: StepSignature) -> None:
         """``signature`` was the latest iteration's. What came only once tells nothing."""

@@ -4,7 +4,8 @@
 lasting until the next one begins, because that is where the pager can act. A run that is born
 inside and dies long after its last access (a gradient, kept until ``zero_grad``) must be somewhere
 until then; a trace can say so only by an access, so an op of no duration is put in where it died.
-Its pages need not be brought back for that: ``frees`` says which ops these are. The runs that a
+Its pages need not be brought back for that: ``frees`` says which ops these are. Accesses in which
+an optional parameter is are ops of no pages. The runs that a
 stream goes through are not in the trace, unless others use them whole. Instead each stream has a
 tensor of kind "workspace" that all its ops touch, so that a plan keeps frames free.
 
@@ -32,7 +33,7 @@ from ...planner.trace_check import number_by_appearance
 from ..core import Core
 from ..memory.space import TRANSIENT_KINDS, Extent
 from ..tensor.names import named_models, named_runs, shared_name
-from .access_log import FIRST_STREAM, AccessLog, StreamAccess
+from .access_log import FIRST_STREAM, AccessLog, StreamAccess, is_optional
 from .op_log import Mark, OpLog
 
 SOURCE = "tensorpager"
@@ -140,21 +141,24 @@ def trace_of_accesses(
     steps: dict[int, float] = {}
     for where, keys in enumerate([*log.keys, ()]):
         for key in late.get(where, ()):
+            if key not in tensors:  # of an optional part
+                continue
             op = add_op(FREE, where, 0.0)
             frees.add(op)
             uses[op, tensors[key]] = READ
         if where == len(log.keys):
             break
         is_stream = keys[:1] >= (FIRST_STREAM,)
+        keys = () if is_stream or is_optional(keys) else keys
         name = "stream" if is_stream else log.collectives.get(where, "access")
-        if step_us is not None and set(log.steps.get(where, ())) == set(keys):
+        if step_us is not None and keys and set(log.steps.get(where, ())) == set(keys):
             name = HOSTED if where in log.hosted else STEP
         op = add_op(name, where, seconds[where] * 1e6)
         if name in (HOSTED, STEP):
             assert step_us is not None
             pages = sum(log.facts[key].pages for key in keys)
             steps[op] = step_us(pages * page_size, seconds[where] * 1e6)
-        for key in () if is_stream else keys:
+        for key in keys:
             if key not in tensors:
                 pages, kind = log.facts[key]
                 tensors[key] = _Tensor(kind, pages * page_size, key > 0, key=key)

@@ -12,6 +12,7 @@ import tensorpager as tp
 from tensorpager.pager.debug.check import check_invariants
 from tensorpager.pager.moves.transfers import Transfer
 from tensorpager.pager.plan.access_log import (
+    FIRST_OPTIONAL,
     FIRST_STREAM,
     AccessLog,
     activation_key,
@@ -21,9 +22,9 @@ from tensorpager.pager.plan.access_log import (
 )
 from tensorpager.pager.plan.compiled_plan import ANYWHERE, Action, CompiledPlan, Order
 from tensorpager.pager.plan.enter_plan import enter_plan
-from tensorpager.pager.plan.follower import by_next_use
 from tensorpager.pager.plan.planned import _PATIENCE
 from tensorpager.pager.plan.signatures import StepSignature
+from tensorpager.pager.plan.victims import by_next_use
 from tensorpager.pager.tensor.paged_tensor import PagedTensor
 
 from .models import make_pager
@@ -75,7 +76,7 @@ def test_what_the_plan_found_no_place_for_stays() -> None:
 
 # -- batches of another length ---------------------------------------------------------------------
 def test_keys_say_where_activations_are_born_and_how_large_others_are() -> None:
-    keys = {newborn_key(index, pages) for index in range(3) for pages in range(1, 4)}
+    keys = {newborn_key(0, index, pages) for index in range(3) for pages in range(1, 4)}
     activations = {activation_key(place, index) for index in range(3) for place in range(4)}
     assert len(keys | activations) == 9 + 12
     assert max(keys | activations) < 0
@@ -84,7 +85,7 @@ def test_keys_say_where_activations_are_born_and_how_large_others_are() -> None:
     one, two = activation_key(0, 0), activation_key(0, 1)
     assert ordered((one,)) == ordered((one, two)) == ()
     assert ordered((1, one)) == (1,)
-    assert ordered((-7,)) == (-7,)
+    assert ordered((-7,)) == ordered((1, FIRST_OPTIONAL)) == ()
 
 
 def test_accesses_are_found_by_their_order() -> None:
@@ -133,7 +134,7 @@ def test_what_the_plan_uses_last_is_evicted() -> None:
                 residency.touch(tensors[letter]._storage.run)
             ages = residency.ages
             tensors["C"]._storage.run.pins += 1
-            with by_next_use(residency, known, 2):  # C is under way, then A, A, B
+            with by_next_use(residency, known, 2, {}):  # C is under way, then A, A, B
                 residency._free_up(4)
             tensors["C"]._storage.run.pins -= 1
             assert residency.ages is ages
@@ -227,7 +228,7 @@ def test_what_has_room_beside_the_plan_stays(monkeypatch: pytest.MonkeyPatch) ->
         tensors |= laid_out(pager, "AABBCC....")
         keys = named(pager, tensors)
         plan: Any = Order([(keys[letter],) for letter in "ABCDABC"])
-        plan.frames, plan.parted, plan.births, plan.start = 6, set(), {}, {}
+        plan.frames, plan.left, plan.parted, plan.births, plan.start = 6, 0, set(), {}, {}
         plan.all_placed = False
         planned, mover = pager.core.follower.planned, pager.core.mover
         outs = [Action("out", "host", keys[letter], 0, 2, ANYWHERE) for letter in "ABC"]
