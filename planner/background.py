@@ -132,7 +132,7 @@ def _answer(trace: Trace, hardware: Hardware, quick: bool, policy: str) -> dict[
     if policy == "joint" and trace.segments:
         from .joint.segments import choose  # loads scipy
 
-        again = choose(trace, hardware, plan)
+        again = choose(trace, hardware, _us(plan))
     return {"plan": plan_to_json(plan), "layout": layout_to_json(layout), "again": again}
 
 

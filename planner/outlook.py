@@ -56,9 +56,13 @@ class Outlook:
 
 
 def outlook(
-    trace: Trace, hardware: Hardware, progress: Callable[[str, float], None] | None = None
+    trace: Trace,
+    hardware: Hardware,
+    progress: Callable[[str, float], None] | None = None,
+    *,
+    speeds: bool = True,
 ) -> Outlook:
-    """Bounds are for the trace in ``BUCKETS`` ops, if it has more."""
+    """Bounds, if ``speeds`` are asked for, are for the trace in ``BUCKETS`` ops, if it has more."""
     progress = progress or (lambda what, share: None)
     page = hardware.page_size
     peak = int(live_pages(trace, page).max(initial=0)) * page
@@ -70,7 +74,7 @@ def outlook(
     points: list[Point] = []
     mechanisms: dict[str, Best | None] = {}
     with_disk = None
-    if runs and not fits:
+    if runs and not fits and speeds:
         budgets = _budgets(top, smallest, page)
         asked: list[tuple[Hardware, Choices]]
         asked = [(hardware.with_(device_bytes=budget), ALLOWED) for budget in budgets]

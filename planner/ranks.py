@@ -16,7 +16,10 @@ what is computed meanwhile is an op of its own, "wait for …"; a CPU computes n
 
 *Dense memory*: what is gathered, or yet to be reduced, is in no pages. The border between the two
 stands still through an iteration, so the most that is dense at any time is a workspace that all ops
-use. (On a CPU gloo takes another copy of what it gathers or reduces.)
+use. (On a CPU gloo takes another copy of what it gathers or reduces, and an update two copies of
+what it updates.) Activations are dense too, but for large ones that the backward pass uses again.
+
+*Pages*: small weights, gradients and states share pages with others of their kind, as in training.
 
 *The network*: rings. A collective of S bytes takes N − 1 steps of ``latency_us`` and moves
 S (N − 1) / N through the slowest of its links: the device's own within a node, the node's where
@@ -28,17 +31,19 @@ collective, so where they take different times for the same ops, the slowest of 
 from __future__ import annotations
 
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from statistics import NormalDist
 
 import numpy as np
 
 from .hardware import Hardware
-from .trace import READ, WRITE, Trace, make_trace
+from .joint.segments import between_segments
+from .trace import READ, WRITE, Bools, Trace, make_trace
 
 _BLOCK = re.compile(r"^(.*?\.?\d+)\.")
 ROOT = "root"
+DENSE = "dense"
 
 
 @dataclass(frozen=True)
@@ -109,9 +114,15 @@ class _Stay:
     shards: list[int] = field(default_factory=list)
 
 
-def rank_trace(trace: Trace, cluster: Cluster) -> Trace:
-    """The iteration of one of the ranks; of one rank alone the same one."""
-    return trace if cluster.ranks == 1 else _Rank(trace, cluster).made()
+def rank_trace(trace: Trace, cluster: Cluster, page_size: int | None = None) -> Trace:
+    """The iteration of one of the ranks, with pages of ``page_size`` bytes (the trace's)."""
+    return _Rank(trace, cluster, page_size or trace.page_size).made()
+
+
+def margin(rank: Trace) -> int:
+    """Bytes that training with pages keeps free beside what is dense."""
+    dense = [size for size, name in zip(rank.tensor_bytes, rank.tensor_names) if name == DENSE]
+    return sum(map(int, dense)) // 16
 
 
 def group_of(name: str | None) -> str:
@@ -121,8 +132,8 @@ def group_of(name: str | None) -> str:
 
 
 class _Rank:
-    def __init__(self, trace: Trace, cluster: Cluster) -> None:
-        self.trace, self.cluster = trace, cluster
+    def __init__(self, trace: Trace, cluster: Cluster, page_size: int) -> None:
+        self.trace, self.cluster, self.page_size = trace, cluster, page_size
         kinds = trace.tensor_kinds
         self.on_cpu = trace.device.startswith("cpu")
         self.groups = {
@@ -137,8 +148,11 @@ class _Rank:
             self.uses[op][tensor] = self.uses[op].get(tensor, 0) | mode
         # Ops that work on shards: updates, and what is done with gradients once they are reduced.
         self.on_shards = [self._updates(uses) for uses in self.uses]
-        self.stays = self._stays()
-        self.reduced = self._reduced()
+        grads = [op for op in range(trace.ops) if self._of_kind(op, "gradient")]
+        self.backward = next((op for op in grads if not self.on_shards[op]), trace.ops)
+        self.stays = self._stays() if cluster.ranks > 1 else []
+        self.reduced = self._reduced() if cluster.ranks > 1 else {}
+        self.in_pages = self._in_pages()
         for op, uses in enumerate(self.uses):
             mine = {kinds[tensor] for tensor in uses if kinds[tensor] != "workspace"}
             if mine == {"gradient"} and all(
@@ -159,9 +173,8 @@ class _Rank:
 
     def _stays(self) -> list[_Stay]:
         """In the order of their begin. The backward pass begins with the first gradient."""
-        trace = self.trace
-        grads = [op for op in range(trace.ops) if self._of_kind(op, "gradient")]
-        backward = next((op for op in grads if not self.on_shards[op]), trace.ops)
+        trace, backward = self.trace, self.backward
+        begins = {segment.name: segment.first_op for segment in trace.segments}  # in forward
         open_: _Stay | None = None
         root: _Stay | None = None
         found: list[_Stay] = []
@@ -178,7 +191,8 @@ class _Rank:
                     continue
                 turns = open_ is not None and open_.first < backward <= op
                 if open_ is None or open_.group != group or turns:
-                    open_ = _Stay(group, op, op)
+                    begin = min(op, begins.get(group, op)) if op < backward else op
+                    open_ = _Stay(group, begin, op)
                     found.append(open_)
                 open_.last = op
         if root is not None:  # it is gathered as the forward pass begins
@@ -213,6 +227,40 @@ class _Rank:
             for tensor in grads
         }
 
+    def _in_pages(self) -> Bools:
+        """By tensor. Activations are if the backward pass uses them again, or a block that may run
+        again, and they are not small; all are if nothing is known of gradients."""
+        trace = self.trace
+        kinds = np.array(trace.tensor_kinds)
+        passing = ~trace.tensor_persistent & ~np.isin(kinds, ("gradient", "workspace"))
+        saved = (trace.first_op < self.backward) & (trace.last_op >= self.backward)
+        saved[list(between_segments(trace))] = True
+        kept: Bools = ~passing | saved & (trace.tensor_bytes > self.page_size // 2)
+        return kept if self.backward < trace.ops else np.ones(trace.tensors, np.bool_)
+
+    def _dense_levels(self) -> list[int]:
+        """Bytes of what is in no pages while each op runs."""
+        trace, dense = self.trace, np.flatnonzero(~self.in_pages)
+        change = np.zeros(trace.ops + 1, np.int64)
+        np.add.at(change, trace.first_op[dense], trace.tensor_bytes[dense])
+        np.add.at(change, trace.last_op[dense] + 1, -trace.tensor_bytes[dense])
+        return np.cumsum(change).tolist()  # type: ignore[no-any-return]
+
+    def _sharing(self, sizes: list[int]) -> dict[int, int]:
+        """Small tensor → the first one of those whose page it shares."""
+        align = 64 if self.on_cpu else 512
+        room: dict[str, tuple[int, int]] = {}  # kind → its open page's first tensor, bytes left
+        found = {}
+        for tensor in self.groups:
+            nbytes = -(-sizes[tensor] // align) * align
+            if nbytes <= self.page_size // 2:
+                first, left = room.get(kind := self.trace.tensor_kinds[tensor], (tensor, 0))
+                if nbytes > left:
+                    first, left = tensor, self.page_size
+                found[tensor] = first
+                room[kind] = first, left - nbytes
+        return found
+
     # -- the rank's iteration --------------------------------------------------------------------
     def made(self) -> Trace:
         trace, count = self.trace, self.cluster.ranks
@@ -223,6 +271,7 @@ class _Rank:
         self.arrives: dict[int, float] = {}  # stay → when it has been gathered
         self.whole: dict[int, int] = {}  # gradients that are yet to be reduced → their bytes
         self.reducing = self.most_dense = 0  # bytes: of the latest copy that is reduced; in all
+        self.passing, levels = 0, self._dense_levels()  # bytes: of what the next op has in no pages
         reduced_at: dict[int, float] = {}
         leaving: dict[int, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
         for tensor, op in self.reduced.items():
@@ -240,6 +289,7 @@ class _Rank:
                 waited = [t for t in self.uses[op] if reduced_at.get(t, 0.0) > self.now]
                 self._add("wait for reduced gradients", late - self.now, waited, [])
             place.append(len(self.ops))
+            self.passing = levels[op]
             self._add_op(op)
             for number, stay in enumerate(self.stays):
                 if stay.last == op:
@@ -247,20 +297,39 @@ class _Rank:
             for group in sorted(leaving[op], key=ROOT.__eq__):
                 grads = leaving[op][group]
                 reduced_at |= dict.fromkeys(grads, self._reduce(group, grads))
-        sizes = [int(nbytes) for nbytes in trace.tensor_bytes]
-        tensors = [
-            (t, -(-size // count) if t in self.groups else size, bool(trace.tensor_persistent[t]))
-            for t, size in enumerate(sizes)
+        sizes = [
+            -(-size // count) if t in self.groups else size
+            for t, size in enumerate(trace.tensor_bytes.tolist())
         ]
+        shared = self._sharing(sizes)
+        members = Counter(shared.values())
+        names = {t: name for t, name in enumerate(trace.tensor_names) if name}
+        for tensor, number in members.items():
+            sizes[tensor] = self.page_size
+            if number > 1 and tensor in names:
+                names[tensor] += f" +{number - 1} more"
+        tensors = [(t, size, bool(trace.tensor_persistent[t])) for t, size in enumerate(sizes)]
         dense = trace.tensors
         tensors.append((dense, self.most_dense, False))
-        names = {t: name for t, name in enumerate(trace.tensor_names) if name}
+
+        def used(numbers: list[int]) -> list[int]:
+            return [shared.get(t, t) for t in numbers if self.in_pages[t]]
+
+        ops = []
+        met: set[int] = set()
+        for name, us, reads, writes in self.ops:
+            reads, writes = used(reads), used(writes)
+            reads += [
+                t for t in writes if members[t] > 1 and t in met
+            ]  # of which others have parts
+            met.update(writes)
+            ops.append((name, us, reads, [*writes, dense] if self.most_dense else writes))
         kinds = dict(enumerate(trace.tensor_kinds)) | {dense: "workspace"}
         return make_trace(
             tensors,
-            [(name, us, reads, [*writes, dense]) for name, us, reads, writes in self.ops],
-            page_size=trace.page_size,
-            names=names | {dense: "gathered, or yet to be reduced"},
+            ops,
+            page_size=self.page_size,
+            names=names | {dense: DENSE},
             kinds=kinds,
             source=trace.source,
             device=trace.device,
@@ -275,7 +344,7 @@ class _Rank:
     ) -> None:
         """``beside``: bytes that are dense for this op alone."""
         gathered = sum(self.stays[number].nbytes for number in self.arrives)
-        dense = gathered + sum(self.whole.values()) + self.reducing + beside
+        dense = gathered + sum(self.whole.values()) + self.reducing + self.passing + beside
         self.most_dense = max(self.most_dense, dense)
         self.ops.append((name, us, reads, writes))
         self.rerun.append(name.startswith(("gather", "wait for weights")))
@@ -313,15 +382,19 @@ class _Rank:
         reads, writes = [], []
         for tensor, mode in self.uses[op].items():
             kind = trace.tensor_kinds[tensor]
-            if kind == "parameter" and not shards:
+            if kind == "parameter" and not shards and self.stays:
                 continue  # what was gathered is used
-            if kind == "gradient" and not shards and op <= self.reduced[tensor]:
+            if kind == "gradient" and not shards and op <= self.reduced.get(tensor, -1):
                 self.whole[tensor] = int(trace.tensor_bytes[tensor])
                 continue
             reads += [tensor] if mode & READ else []
             writes += [tensor] if mode & WRITE else []
         share = (self.cluster.ranks if shards else 1) / self.cluster.slowest
-        self._add(trace.op_names[op], float(trace.op_duration_us[op]) / share, reads, writes)
+        updated = [t for t in writes if shards and trace.tensor_kinds[t] == "parameter"]
+        beside = 2 * max((int(trace.tensor_bytes[t]) for t in updated), default=0)
+        beside = beside // self.cluster.ranks if self.on_cpu else 0
+        us = float(trace.op_duration_us[op]) / share
+        self._add(trace.op_names[op], us, reads, writes, beside=beside)
         self.rerun[-1] = bool(trace.op_rerun[op])
         host_us = float(trace.op_host_us[op])
         self.host_us[-1] = None if np.isnan(host_us) else host_us / share

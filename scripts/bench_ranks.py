@@ -8,9 +8,8 @@ One iteration of one process is recorded. Then so many ranks train the same mode
 thread each, plain, on demand and planned, with links so slow that cores are not the limit; each
 rank has as much data as the process had. The network, what ops take while as many ranks compute,
 and how much ranks differ, are measured in the plain run. Exits 1 if an iteration takes not what the
-model says (--within; what it says of paging on demand is for comparison: there a training moves
-victims out before it brings pages in, and the policy lru both at once), if planned is not --faster
-times as fast as on demand, or if losses differ from those without us.
+model says (--within), if planned is not --faster times as fast as on demand, or if losses differ
+from those without us. The model counts on any free frames, where training needs consecutive ones.
 
 --fits compares the CPU time of paged steps, in budgets that hold everything, with plain FSDP2's, in
 turns: another one first in each round.

@@ -57,6 +57,11 @@ def _file(name: str, help_text: str) -> Callable[[F], F]:
 @click.option(
     "--overlap", is_flag=True, help="Update in the backward pass, as pager.optimizer(overlap=True)."
 )
+@click.option(
+    "--speeds/--no-speeds",
+    default=True,
+    help="How fast it can be: linear programs, which take minutes for a large model.",
+)
 @click.option("--clip", is_flag=True, help="Gradients are clipped by their norm before the step.")
 @hardware_options
 @network_options
@@ -72,6 +77,7 @@ def estimate(
     dtype: str | None,
     optimizer: str,
     overlap: bool,
+    speeds: bool,
     clip: bool,
     machine: Machine,
     out_path: Path | None,
@@ -142,11 +148,12 @@ def estimate(
             from ...planner.ranks import rank_trace
 
             cluster = fleet.cluster(fleet.ranks)
-            iteration = replace(iteration, trace=rank_trace(iteration.trace, cluster))
-            training = replace(training, tokens=training.tokens * fleet.ranks)
             hardware = cluster.part_of(hardware)
+            rank = rank_trace(iteration.trace, cluster, hardware.page_size)
+            iteration = replace(iteration, trace=rank)
+            training = replace(training, tokens=training.tokens * fleet.ranks)
         trace = iteration.trace
-        found = outlook(trace, hardware, progress)
+        found = outlook(trace, hardware, progress, speeds=speeds)
     made = _written(trace, hardware, out_path, plan_path)
     answer = _answer(training, iteration, hardware, found)
     answer |= {"plan": made} if made else {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import wraps
@@ -21,6 +22,7 @@ from .tables import format_us, pairs, table
 if TYPE_CHECKING:
     from ..hardware import Hardware
     from ..ranks import Cluster
+    from ..trace import Trace
 
 UNPAGED = "without paging"
 PLANNED_OPS = 400  # of each rank's trace, if it has more
@@ -172,21 +174,25 @@ def _rows(asked: Asked, fleet: Fleet, count: int, node: Hardware) -> list[dict[s
     """Without paging, and with each policy."""
     from ..buckets import bucketed
     from ..lifetimes import live_pages
-    from ..ranks import rank_trace
+    from ..ranks import margin, rank_trace
     from ..sweep import Task, evaluate
 
     cluster = fleet.cluster(count)
-    trace = rank_trace(asked.trace, cluster)
     hardware = cluster.part_of(node)
     page = hardware.page_size
+    trace = rank_trace(asked.trace, cluster, page)
     need = int(live_pages(trace, page).max(initial=0)) * page
     fits = need <= hardware.device_bytes
+    paged = hardware.with_(device_bytes=max(0, hardware.device_bytes - margin(trace)))
 
-    def row(policy: str, us: float | None, reason: str = "") -> dict[str, Any]:
+    def row(
+        policy: str, us: float | None, reason: str = "", blocks: int | None = None
+    ) -> dict[str, Any]:
         return {
             "ranks": count,
             "nodes": cluster.nodes,
             "policy": policy,
+            "blocks_again": blocks,
             "need_bytes": need,
             "device_bytes": _number(hardware.device_bytes),
             "host_bytes": _number(hardware.host_bytes),
@@ -206,14 +212,77 @@ def _rows(asked: Asked, fleet: Fleet, count: int, node: Hardware) -> list[dict[s
     if fits:
         return [*found, *(row(policy, trace.ideal_us) for policy in asked.policies)]
     joined = bucketed(trace, PLANNED_OPS) if trace.ops > PLANNED_OPS else trace
+    if joined.segments:
+        found.append(row(UNPAGED, *_blocks_again(joined, hardware)))
     quick = asked.quick or joined is not trace
     for policy in asked.policies:
-        outcome = evaluate(joined, Task(policy, hardware, quick))
+        if policy == "joint" and joined.segments:
+            found.append(row(policy, *_jointly(joined, paged)))
+            continue
+        outcome = evaluate(joined, Task(policy, paged, quick))
         if outcome.predicted is None and joined is not trace:  # for one joined op, perhaps
-            outcome = evaluate(trace, Task(policy, hardware, quick))
+            outcome = evaluate(trace, Task(policy, paged, quick))
         predicted = outcome.predicted
-        found.append(row(policy, predicted.iteration_us if predicted else None, outcome.reason))
+        us = predicted.iteration_us if predicted else None
+        if predicted and policy == "lru":  # in training what leaves has left before others come
+            out, back = hardware.d2h_bytes_per_s, hardware.h2d_bytes_per_s
+            moving = predicted.bytes_out / out + predicted.bytes_in / back
+            us = max(predicted.iteration_us, predicted.ideal_us + 1e6 * moving)
+        found.append(row(policy, us, outcome.reason))
     return found
+
+
+def _blocks_again(trace: Trace, hardware: Hardware) -> tuple[float | None, str, int]:
+    """Without paging, with as few blocks as will do run again in the backward pass: µs of an
+    iteration, or why there is none; and how many blocks."""
+    from ..joint.segments import again, spread
+    from ..lifetimes import live_pages
+
+    blocks = len({segment.name for segment in trace.segments})
+
+    def fits(count: int) -> bool:
+        pages = live_pages(again(trace, spread(trace, count)), hardware.page_size)
+        return bool(pages.max(initial=0) <= hardware.device_pages)
+
+    count = 1 + bisect_left(range(1, blocks + 1), True, key=fits)
+    if count > blocks:
+        return None, "it does not fit with all blocks run again", blocks
+    return again(trace, spread(trace, count)).ideal_us, "", count
+
+
+def _jointly(trace: Trace, hardware: Hardware) -> tuple[float | None, str, int]:
+    """The same with paging, as training with policy "joint" is planned: blocks that run again, if
+    that is faster than by moves alone can be, steps of the host, and moves."""
+    from ..errors import InfeasibleBudget, PolicyRefusal
+    from ..joint.segments import choose, least_us, plan_steps
+
+    refusals = InfeasibleBudget, PolicyRefusal
+    us = None
+    try:
+        chosen = choose(trace, hardware, least_us(trace, hardware))
+        if chosen is None:
+            _, plan = plan_steps(trace, hardware, quick=True)
+            assert plan.predicted is not None
+            us = plan.predicted.iteration_us
+            chosen = choose(trace, hardware, us)
+    except refusals as refusal:
+        chosen, reason = choose(trace, hardware, math.inf), str(refusal)
+        if chosen is None:
+            return None, reason, 0
+    return (us, "", 0) if chosen is None else (chosen.iteration_us, "", len(chosen.blocks))
+
+
+def _curve(rows: list[dict[str, Any]]) -> list[str]:
+    """Of each number of devices the best % of the ideal speed, with paging and without."""
+    best: dict[tuple[int, bool], float] = {}
+    for row in rows:
+        key = row["ranks"], row["policy"] != UNPAGED
+        best[key] = max(best.get(key, 0.0), row["percent_of_ideal"] or 0.0)
+    lines = ["% of the ideal speed (█ with paging, ░ without)"]
+    for (ranks, paged), share in best.items():
+        bar = ("█" if paged else "░") * round(share / 2)
+        lines.append(f"{'' if paged else ranks:>7} {bar} {share:.0f}")
+    return lines
 
 
 def _number(nbytes: float) -> float | str:
@@ -250,13 +319,14 @@ def _print(
     )
     per_token = fleet.tokens is not None
     priced = per_token and fleet.price is not None
-    heads = ["devices", "nodes", "each needs", "<paging", "iteration", "% ideal"]
+    heads = ["devices", "each needs", "<paging", "iteration", "% ideal"]
     heads += ["tokens/s" if per_token else "speed", "price/1M" if priced else "cost"]
     cells = []
     for row in rows:
         us, paged = row["iteration_us"], row["policy"] != UNPAGED
-        line = [str(row["ranks"]), str(row["nodes"]), format_bytes(row["need_bytes"])]
-        line.append(row["policy"] if paged else "no")
+        line = [str(row["ranks"]), format_bytes(row["need_bytes"])]
+        name = row["policy"] if paged else "no"
+        line.append(f"{name}, {row['blocks_again']} again" if row["blocks_again"] else name)
         if us is None:
             line += ["no plan" if paged else "does not fit", "", "", ""]
         else:
@@ -266,6 +336,9 @@ def _print(
             line.append(f"{price:.4f}" if priced else f"{row['cost']:.2f}")
         cells.append(line)
     emit(table(heads, cells, title="speed and cost by number of devices"))
+    if any(row["blocks_again"] is not None for row in rows):
+        emit("", "again: blocks that run again in the backward pass, and store less for it")
+    emit("", *_curve(rows))
     if not priced:
         emit(
             "",

@@ -83,7 +83,8 @@ def simulate(
 
     With --ranks what 1, 2, 4, … N devices do under FSDP2, each on as much as TRACE: speed and cost,
     with pages moved and without. --hardware is a node then: each rank has its own device and link,
-    and all of a node share its host memory and disk.
+    and all of a node share its host memory and disk. Where TRACE has blocks, as many of them run
+    again as it takes to fit without paging, and with --policies joint as is fastest with it.
 
     Exits with 1 if nothing is feasible, or no policy reaches the target.
 
@@ -93,7 +94,7 @@ def simulate(
       tensorpager simulate trace.parquet --hardware g10 --sweep device=50%:100%:3
       tensorpager simulate trace.parquet --hardware g10 --sweep link=1GB:16GB:3
       tensorpager simulate trace.parquet --hardware g10 --target 95% --quick
-      tensorpager simulate trace.parquet --hardware h100 --ranks 64 --nodes 8
+      tensorpager simulate trace.parquet --hardware h100 --ranks 64 --nodes 8 --policies joint
     """
     _refuse_what_plays_no_part(context)
     require_machine(plan_path, machine)

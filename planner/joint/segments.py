@@ -92,22 +92,28 @@ class Again(NamedTuple):
     iteration_us: float
 
 
-def choose(trace: Trace, hardware: Hardware, plan: Plan) -> Again | None:
-    """The share of the trace's blocks with which an iteration is fastest, if it is faster than by
-    ``plan``, which only moves pages."""
-    assert plan.predicted is not None
-    before = plan.predicted.iteration_us
+def spread(trace: Trace, count: int) -> list[str]:
+    """So many blocks of ``trace``, evenly from first to last."""
+    blocks = list(dict.fromkeys(segment.name for segment in trace.segments))
+    return [blocks[i * len(blocks) // count] for i in range(count)]
+
+
+def choose(trace: Trace, hardware: Hardware, before: float) -> Again | None:
+    """The share of the trace's blocks with which an iteration is fastest, if it is faster than
+    ``before``: the µs of a plan in which none runs again, ``inf`` where there is none."""
     if not trace.segments or before * WORTH <= trace.ideal_us:
         return None
-    blocks = list(dict.fromkeys(segment.name for segment in trace.segments))
+    blocks = len({segment.name for segment in trace.segments})
     best, chosen = before * WORTH, list[str]()
     for share in SHARES:
-        count = round(share * len(blocks))
-        some = [blocks[i * len(blocks) // count] for i in range(count)]
+        some = spread(trace, round(share * blocks))
         if not some:
             continue
+        tried = again(trace, some)
+        if tried.ideal_us >= best:
+            continue
         try:
-            least = least_us(again(trace, some), hardware)
+            least = least_us(tried, hardware)
         except PagerError:  # what a segment uses does not fit beside what is there then
             continue
         if least < best:
@@ -134,9 +140,20 @@ def least_us(trace: Trace, hardware: Hardware) -> float:
     return best.iteration_us
 
 
+def between_segments(trace: Trace) -> set[int]:
+    """Tensors that a segment uses which are not its own: they go from one to the next."""
+    around = np.full(trace.ops, -1)
+    for number, (first, last, _) in sorted(
+        enumerate(trace.segments), key=lambda each: each[1].last_op - each[1].first_op
+    ):
+        around[first : last + 1] = number
+    mine, makers = around[trace.access_op], around[trace.first_op][trace.access_tensor]
+    return set(trace.access_tensor[(mine >= 0) & (mine != makers)].tolist())
+
+
 def again(trace: Trace, blocks: list[str]) -> Trace:
     """``trace`` with the segments of ``blocks`` run once more, each before the first op that uses
-    what it makes, and not keeping that the first time."""
+    what it makes, and not keeping that the first time, but for what the next one uses."""
     starts = trace.access_offsets.tolist()
     columns = trace.access_tensor.tolist(), trace.access_mode.tolist()
     rows = list(zip(*columns))
@@ -144,8 +161,9 @@ def again(trace: Trace, blocks: list[str]) -> Trace:
     first, last = trace.first_op.tolist(), trace.last_op.tolist()
     before: dict[int, list[Segment]] = {}
     dropped: set[tuple[int, int]] = set()  # (op, tensor) of the first run
+    kept = between_segments(trace)
     for segment in trace.segments:
-        made = set(trace.made_by(segment).tolist())
+        made = set(trace.made_by(segment).tolist()) - kept
         if segment.name not in blocks or not made:
             continue
         inside = range(segment.first_op, segment.last_op + 1)

@@ -14,12 +14,12 @@ import pytest
 
 from tensorpager.planner import sweep
 from tensorpager.planner.commands import ranks as ranks_command
-from tensorpager.planner.hardware import Hardware
+from tensorpager.planner.hardware import Hardware, load_hardware
 from tensorpager.planner.lifetimes import live_pages
-from tensorpager.planner.ranks import Cluster, group_of, rank_trace
+from tensorpager.planner.ranks import Cluster, group_of, margin, rank_trace
 from tensorpager.planner.simulator import simulate
 from tensorpager.planner.sweep import Outcome, Task, evaluate
-from tensorpager.planner.trace import Trace, make_trace
+from tensorpager.planner.trace import READ, WRITE, Trace, make_trace
 from tensorpager.planner.trace_file import read_trace, write_trace
 from tensorpager.planner.validator import validate
 
@@ -65,9 +65,45 @@ def test_groups_are_the_numbered_blocks() -> None:
     assert group_of("blocks.0.norm.weight +49 more") == "root", "they share pages"
 
 
-def test_one_rank_is_the_trace_itself() -> None:
+def test_one_rank_has_the_iteration_of_the_trace() -> None:
     trace = training()
-    assert rank_trace(trace, Cluster(1)) is trace
+    rank = rank_trace(trace, Cluster(1))
+    assert rank.op_names == trace.op_names
+    assert rank.op_duration_us.tolist() == trace.op_duration_us.tolist()
+    sizes = [dict(zip(t.tensor_names, t.tensor_bytes.tolist())) for t in (trace, rank)]
+    names = {*sizes[0]} - {None}
+    assert {n: sizes[1][n] for n in names} == {n: sizes[0][n] for n in names}
+
+
+def test_memory_is_what_training_with_pages_has() -> None:
+    """Pages of 64 KiB: small weights share them, small activations and those of one pass alone are
+    in none, and an update on a CPU makes two copies of its weight. Training with such pages is
+    asked the same in ``scripts/bench_ranks.py``."""
+    page = 64 * PAGE
+    tensors = [(n, PAGE, True) for n in range(6)] + [(6, page, True)]
+    tensors += [(10, 40 * PAGE, False), (11, 40 * PAGE, False), (12, 2 * PAGE, False)]
+    tensors += [(13, 40 * PAGE, False), (20, PAGE, False), (21, page, False)]
+    kinds = dict.fromkeys(range(7), "parameter") | {20: "gradient", 21: "gradient"}
+    ops = [
+        ("forward", 1.0, [*range(7)], [10, 12, 13]),
+        ("forward", 1.0, [10, 13], [11]),
+        ("loss", 1.0, [11], [20]),
+        ("backward", 1.0, [10, 12], [21]),
+        ("update", 1.0, [6, 21], [6]),
+        ("update", 1.0, [5, 20], [5]),
+    ]
+    names = {n: f"w.{n}" for n in range(7)}
+    trace = make_trace(tensors, ops, page_size=PAGE, kinds=kinds, names=names, device="cpu")
+    rank = rank_trace(trace, Cluster(1), page)
+    counts = Counter(rank.tensor_kinds)
+    assert counts == {"parameter": 2, "gradient": 2, "activation": 2, "workspace": 1}
+    assert "w.0 +5 more" in rank.tensor_names
+    (dense,) = (n for n, kind in zip(rank.tensor_bytes, rank.tensor_kinds) if kind == "workspace")
+    assert dense == 2 * page
+    # One of those that share a page is written: the others' bytes stay.
+    shared = rank.tensor_names.index("w.0 +5 more")
+    last = rank.access_op == rank.ops - 1
+    assert rank.access_mode[last & (rank.access_tensor == shared)].tolist() == [READ | WRITE]
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 8])
@@ -189,6 +225,72 @@ def test_the_command(tmp_path: Path) -> None:
     assert "does not fit" in text
     assert max(map(len, text.splitlines())) <= 80
     assert "speed and cost by number of devices" in text
+
+
+def test_blocks_run_again_with_paging_and_without(tmp_path: Path) -> None:
+    """What is stored of four blocks fits neither into a device nor through its link in time."""
+    blocks, stored, op_us = 4, 32 * PAGE, 1000.0
+    tensors = [(n, PAGE, True) for n in range(blocks)]
+    ops, segments, kinds = [], [], dict.fromkeys(range(blocks), "parameter")
+    for n in range(blocks):
+        kept, given, grad = 100 + n, 200 + n, 300 + n
+        tensors += [(kept, stored, False), (given, PAGE, False), (grad, PAGE, False)]
+        kinds |= {grad: "gradient"}
+        before = [199 + n] if n else []
+        ops += [("a", op_us, [n, *before], [kept]), ("b", op_us, [kept], [given])]
+        segments.append((2 * n, 2 * n + 1, f"blocks.{n}"))
+    for n in reversed(range(blocks)):
+        used = [n, 100 + n, 200 + n, *([199 + n] if n else [])]
+        ops.append(("backward", 2 * op_us, used, [300 + n]))
+    ops += [("update", op_us, [n, 300 + n], [n]) for n in range(blocks)]
+    names = {n: f"blocks.{n}.weight" for n in range(blocks)}
+    path = tmp_path / "trace.parquet"
+    trace = make_trace(
+        tensors, ops, page_size=PAGE, kinds=kinds, names=names, segments=segments, device="cuda"
+    )
+    write_trace(path, trace)
+    given = ["--hardware", "cpu", "--page-size", str(PAGE), "--device-bytes", str(100 * PAGE)]
+    slow = ["--d2h", "1MB", "--h2d", "1MB", "--policies", "lp,joint", "--ranks", "1"]
+    none, again, moves, jointly = run_json("simulate", str(path), *given, *slow)["points"]
+    assert none["iteration_us"] is None
+    assert 0 < again["blocks_again"] < blocks
+    assert again["iteration_us"] == trace.ideal_us + 2 * op_us * again["blocks_again"]
+    assert jointly["iteration_us"] <= again["iteration_us"] < moves["iteration_us"]
+    text = run("simulate", str(path), *given, *slow).stdout
+    assert f"no, {again['blocks_again']} again" in text
+    assert "% of the ideal speed" in text
+
+
+def test_on_demand_what_leaves_has_left_before_others_come(tmp_path: Path) -> None:
+    path = tmp_path / "trace.parquet"
+    write_trace(path, training())
+    given = [str(path), "--hardware", "cpu", "--page-size", str(PAGE), "--device-bytes", "60%"]
+    asked = [
+        "simulate",
+        *given,
+        "--d2h",
+        "1GB",
+        "--h2d",
+        "1GB",
+        "--policies",
+        "lru",
+        "--ranks",
+        "1",
+    ]
+    us = run_json(*asked)["points"][-1]["iteration_us"]
+    rank = rank_trace(training(), Cluster(1))
+    device = int(0.6 * int(live_pages(training(), PAGE).max())) * PAGE
+    machine = load_hardware("cpu").with_(
+        page_size=PAGE,
+        device_bytes=device - margin(rank),
+        d2h_bytes_per_s=1e9,
+        h2d_bytes_per_s=1e9,
+    )
+    predicted = evaluate(rank, Task("lru", machine)).predicted
+    assert predicted is not None
+    moved = predicted.bytes_out + predicted.bytes_in
+    assert us == pytest.approx(predicted.ideal_us + moved / machine.h2d_bytes_per_s * 1e6)
+    assert us > predicted.iteration_us
 
 
 def test_joined_ops_are_planned_by_a_quick_search(monkeypatch: pytest.MonkeyPatch) -> None:
