@@ -304,8 +304,9 @@ class _Rank:
         shared = self._sharing(sizes)
         members = Counter(shared.values())
         names = {t: name for t, name in enumerate(trace.tensor_names) if name}
+        for tensor, first in shared.items():
+            sizes[first] += sizes[tensor] * (tensor != first)
         for tensor, number in members.items():
-            sizes[tensor] = self.page_size
             if number > 1 and tensor in names:
                 names[tensor] += f" +{number - 1} more"
         tensors = [(t, size, bool(trace.tensor_persistent[t])) for t, size in enumerate(sizes)]

@@ -351,7 +351,7 @@ def test_one_of_several_ranks(module: Path) -> None:
     )
     for kind in ("parameter", "gradient", "optimizer"):
         assert four["need_bytes"][kind] == one["need_bytes"][kind] / 4
-    assert four["need_bytes"]["activation"] == one["need_bytes"]["activation"]
+    assert 0 < four["need_bytes"]["activation"] <= one["need_bytes"]["activation"]
     assert four["peak_bytes"] < one["peak_bytes"]
     tokens = [answer.get("samples") or answer.get("tokens") for answer in (one, four)]
     assert tokens[1] == 4 * tokens[0]

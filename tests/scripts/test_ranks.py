@@ -81,8 +81,8 @@ def test_two_ranks_train_one_model_as_fsdp2_does_without_us(tmp_path: Path) -> N
         (2, ["--parallel=ddp", "--dtype=bf16"], True),
         (2, ["--parallel=fsdp2", "--dtype=bf16", "--clip=0.5"], True),
         (2, ["--parallel=fsdp2", "--dtype=amp"], False),
-        (4, ["--parallel=fsdp2"], True),
-        (4, ["--parallel=ddp"], False),
+        (4, ["--parallel=fsdp2", "--batch=8", "--accumulate=2"], True),
+        (4, ["--parallel=ddp", "--dtype=bf16", "--clip=0.5"], False),
     ],
 )
 def test_ranks_train_as_without_us(
@@ -92,8 +92,14 @@ def test_ranks_train_as_without_us(
 
 
 @pytest.mark.slow
-def test_shards_within_nodes_and_replicas_across(tmp_path: Path) -> None:
-    compare(tmp_path, 4, "--parallel=hsdp", local=2)
+@pytest.mark.parametrize(
+    ("options", "disk"),
+    [([], False), (["--dtype=bf16", "--batch=8", "--accumulate=2", "--clip=0.5"], True)],
+)
+def test_shards_within_nodes_and_replicas_across(
+    options: list[str], disk: bool, tmp_path: Path
+) -> None:
+    compare(tmp_path, 4, "--parallel=hsdp", *options, local=2, disk=disk)
 
 
 @pytest.mark.slow
