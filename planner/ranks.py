@@ -38,7 +38,6 @@ from statistics import NormalDist
 import numpy as np
 
 from .hardware import Hardware
-from .joint.segments import between_segments
 from .trace import READ, WRITE, Bools, Trace, make_trace
 
 _BLOCK = re.compile(r"^(.*?\.?\d+)\.")
@@ -234,7 +233,7 @@ class _Rank:
         kinds = np.array(trace.tensor_kinds)
         passing = ~trace.tensor_persistent & ~np.isin(kinds, ("gradient", "workspace"))
         saved = (trace.first_op < self.backward) & (trace.last_op >= self.backward)
-        saved[list(between_segments(trace))] = True
+        saved[list(trace.between_segments())] = True
         kept: Bools = ~passing | saved & (trace.tensor_bytes > self.page_size // 2)
         return kept if self.backward < trace.ops else np.ones(trace.tensors, np.bool_)
 

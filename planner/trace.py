@@ -112,6 +112,17 @@ class Trace:
         inside = (segment.first_op <= first) & (first <= segment.last_op)
         return np.flatnonzero(inside & (last > segment.last_op) & ~self.tensor_persistent)
 
+    def between_segments(self) -> set[int]:
+        """Tensors that a segment uses which are not its own: they go from one to the next."""
+        around = np.full(self.ops, -1)
+        by_length = sorted(
+            enumerate(self.segments), key=lambda one: one[1].last_op - one[1].first_op
+        )
+        for number, (first, last, _) in by_length:  # of the outermost ones, in the end
+            around[first : last + 1] = number
+        mine, makers = around[self.access_op], around[self.first_op][self.access_tensor]
+        return set(self.access_tensor[(mine >= 0) & (mine != makers)].tolist())
+
     def pages(self, page_size: int) -> Ints:
         """Pages of each tensor when a page has ``page_size`` bytes, [tensors]."""
         return -(-self.tensor_bytes // page_size)

@@ -140,17 +140,6 @@ def least_us(trace: Trace, hardware: Hardware) -> float:
     return best.iteration_us
 
 
-def between_segments(trace: Trace) -> set[int]:
-    """Tensors that a segment uses which are not its own: they go from one to the next."""
-    around = np.full(trace.ops, -1)
-    for number, (first, last, _) in sorted(
-        enumerate(trace.segments), key=lambda each: each[1].last_op - each[1].first_op
-    ):
-        around[first : last + 1] = number
-    mine, makers = around[trace.access_op], around[trace.first_op][trace.access_tensor]
-    return set(trace.access_tensor[(mine >= 0) & (mine != makers)].tolist())
-
-
 def again(trace: Trace, blocks: list[str]) -> Trace:
     """``trace`` with the segments of ``blocks`` run once more, each before the first op that uses
     what it makes, and not keeping that the first time, but for what the next one uses."""
@@ -161,7 +150,7 @@ def again(trace: Trace, blocks: list[str]) -> Trace:
     first, last = trace.first_op.tolist(), trace.last_op.tolist()
     before: dict[int, list[Segment]] = {}
     dropped: set[tuple[int, int]] = set()  # (op, tensor) of the first run
-    kept = between_segments(trace)
+    kept = trace.between_segments()
     for segment in trace.segments:
         made = set(trace.made_by(segment).tolist()) - kept
         if segment.name not in blocks or not made:
