@@ -114,8 +114,11 @@ def geometry(like: torch.Tensor, dtype: torch.dtype) -> list[torch.Tensor]:
 
 def is_big_dense(value: Any) -> bool:
     """What goes into pages as a state."""
-    plain = type(value) is torch.Tensor and value.layout is torch.strided
-    return plain and not stays_dense(value)
+    return _is_plain(value) and not stays_dense(value)
+
+
+def _is_plain(value: Any) -> bool:
+    return type(value) is torch.Tensor and value.layout is torch.strided
 
 
 def stays_dense(shape: torch.Tensor) -> bool:
@@ -220,8 +223,10 @@ def is_special(state: dict[str, Any]) -> bool:
     return MASTER in state or any(f"{key}_codes" in state for key in _ROOTS)
 
 
-def page_state(pager: Core, state: dict[str, Any]) -> None:
-    """Dense tensors of one parameter's state move into pages."""
+def page_state(pager: Core, state: dict[str, Any], *, small: bool = False) -> None:
+    """Dense tensors of one parameter's state move into pages. ``small``: of any size, but for
+    single numbers. A metered iteration that leaves the step out does not see what it makes."""
     for key, value in state.items():
-        if is_big_dense(value) and value.device.type == pager.device.type:
+        its = is_big_dense(value) or (small and _is_plain(value) and value.numel() > 1)
+        if its and value.device.type == pager.device.type:
             state[key] = copy_in(pager, value.detach(), "optimizer")

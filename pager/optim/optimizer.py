@@ -216,7 +216,7 @@ def update_one(
             paged.run()
     state = paged.optimizer.state
     if parameter in state:
-        page_state(paged.pager, state[parameter])
+        page_state(paged.pager, state[parameter], small=True)
 
 
 def _note_updated(paged: PagedOptimizer, written: Callable[[torch.Tensor], int]) -> None:

@@ -281,6 +281,15 @@ def test_a_step_that_nobody_knows_beforehand_counts_once_it_was_taken(one_thread
         check_promise(case, plain, int(share * budget))
 
 
+def test_many_small_states_are_in_the_first_refusal(one_thread: None) -> None:
+    """The refused step has not made them."""
+    case = Case(
+        lambda: nn.Sequential(*(nn.Linear(100, 100) for _ in range(60))),
+        lambda: torch.randn(8, 100), torch.optim.Rprop,
+    )  # fmt: skip
+    assert not check_promise(case, train(case, None), smallest(case))
+
+
 # -- what follows the step -------------------------------------------------------------------------
 Follow = Callable[[nn.Module, torch.optim.Optimizer, torch.Tensor], Any]
 
