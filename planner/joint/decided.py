@@ -263,8 +263,8 @@ class Planner:
             solution = solve(problem, time_limit_s=60)
         except Unsolved:
             return False
-        if solution is None:
-            return True
+        if solution is None:  # of so few steps; it may have one of all
+            return False
         return float(problem.duration_us.sum()) + solution.stall_us > self.cutoff_us
 
     def _made(
