@@ -12,7 +12,8 @@ members of the same lists of modules, if all the rest is alike in three of them.
     their order   attention | router |                       attention | ...
 
 A plan is made of the rest, for a part of the frames. The others are left to what comes on demand:
-there what was used in the most iterations stays.
+there what was used in the most iterations stays. Small parameters (biases), which share pages with
+those of other modules, cannot be told apart: where experts have some, there is no plan.
 """
 
 from __future__ import annotations
