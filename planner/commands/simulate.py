@@ -94,7 +94,8 @@ def simulate(
       tensorpager simulate trace.parquet --hardware g10 --sweep device=50%:100%:3
       tensorpager simulate trace.parquet --hardware g10 --sweep link=1GB:16GB:3
       tensorpager simulate trace.parquet --hardware g10 --target 95% --quick
-      tensorpager simulate trace.parquet --hardware h100 --ranks 64 --nodes 8 --policies joint
+      tensorpager simulate trace.parquet --hardware h100 --ranks 64 --nodes 8 \\
+        --policies joint
     """
     _refuse_what_plays_no_part(context)
     require_machine(plan_path, machine)
