@@ -13,8 +13,6 @@ warm-up.
 import json
 import os
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -27,11 +25,11 @@ os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 
 import click
 import torch
+from lm.modes import chosen, in_child, in_turn
 from lm.report import run_facts, write_json
 
 import tensorpager as tp
 
-MODES = ("own", "trainer", "accelerate", "lightning", "own sft", "sft")
 BATCH, LENGTH, VOCABULARY = 2, 128, 512
 RATE, CLIP = 1e-3, 1.0
 
@@ -166,6 +164,12 @@ def lightning(model: Any, pager: tp.Pager | None, steps: int, folder: str) -> No
     ).fit(Module().train(), torch.utils.data.DataLoader(rows(steps), BATCH))  # fmt: skip
 
 
+MODES = {
+    "own": own, "trainer": trainer, "accelerate": accelerate, "lightning": lightning,
+    "own sft": own_sft, "sft": sft,
+}  # fmt: skip
+
+
 def child(request: dict[str, Any]) -> dict[str, Any]:
     torch.set_num_threads(1)
     model, steps, pager = llama(), request["steps"], None
@@ -180,7 +184,7 @@ def child(request: dict[str, Any]) -> dict[str, Any]:
         lambda *_: times.append((time.perf_counter(), time.process_time()))
     )
     with tempfile.TemporaryDirectory() as folder:
-        globals()[request["mode"].replace(" ", "_")](model, pager, steps, folder)
+        MODES[request["mode"]](model, pager, steps, folder)
     found: dict[str, Any] = {
         name: [after[which] - before[which] for before, after in pairwise(times)]
         for which, name in enumerate(("wall", "cpu"))
@@ -213,20 +217,13 @@ def main(
     if request is not None:
         print(json.dumps(child(json.loads(request))))
         return
-    wanted = modes.split(",")
-    unknown = [mode for mode in wanted if mode not in MODES]
-    if unknown:
-        raise click.UsageError(f"--modes names {unknown[0]!r}; choose of {', '.join(MODES)}")
     found: dict[str, list[dict[str, Any]]] = {}
-    for turn in range(rounds):
-        for mode in [*wanted[turn % len(wanted) :], *wanted[: turn % len(wanted)]]:
-            for part in (0, share):
-                dense = (24 << 20) if "sft" in mode else (8 << 20)
-                spec = {"mode": mode, "steps": steps, "share": part, "dense": dense}
-                command = [sys.executable, __file__, "--child", json.dumps(spec)]
-                done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-                record = json.loads(done.stdout.splitlines()[-1])
-                found.setdefault(f"{mode}, {'paged' if part else 'plain'}", []).append(record)
+    for _, mode in in_turn(chosen(modes, MODES), rounds):
+        for part in (0, share):
+            dense = (24 << 20) if "sft" in mode else (8 << 20)
+            spec = {"mode": mode, "steps": steps, "share": part, "dense": dense}
+            name = f"{mode}, {'paged' if part else 'plain'}"
+            found.setdefault(name, []).append(in_child(__file__, spec))
     for name, runs in found.items():
         said = []
         for what in ("cpu", "wall"):

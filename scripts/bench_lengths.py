@@ -16,8 +16,6 @@ import os
 import random
 import resource
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -30,6 +28,7 @@ import click
 import numpy as np
 import torch
 from lm.model import GPT, PRESETS, VOCABULARY
+from lm.modes import chosen, in_child, in_turn
 from lm.report import run_facts, write_json
 from lm.trainer import make_deterministic
 
@@ -38,6 +37,8 @@ import tensorpager as tp
 MODES = ("plain", "fits", "planned", "lru", "alone")
 SHORTEST, LONGEST, CLASS = 32, 512, 64
 ALONE_STEPS, ALONE_TIMED = 24, 4
+SETTLED = 10  # steps, after which each is compared with its class
+ENOUGH = [name for name, preset in PRESETS.items() if preset.shape.context >= LONGEST]
 PAGE_BYTES = 256 << 10
 
 
@@ -131,13 +132,6 @@ def child(spec: dict[str, Any]) -> dict[str, Any]:
     return {"alone": alone}
 
 
-def in_child(spec: dict[str, Any]) -> dict[str, Any]:
-    command = [sys.executable, __file__, "--child", json.dumps(spec)]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
-
-
 def verdicts(found: dict[str, list[dict[str, Any]]]) -> dict[str, float | bool]:
     """What the runs say together; medians over rounds."""
 
@@ -175,13 +169,13 @@ def verdicts(found: dict[str, list[dict[str, Any]]]) -> dict[str, float | bool]:
             ]
             lengths = [step["length"] for step in found["planned"][0]["steps"]]
             expected = np.interp(lengths, sizes, times)
-            for first in (0, 10):
+            for first in (0, SETTLED):
                 said[f"planned of each alone, from step {first + 1} on, {what}"] = total(
                     "planned", what, first
                 ) / float(expected[first:].sum())
         for mode in ours:
             said[f"{mode}: most of its class's median after the tenth step, {what}"] = max(
-                of_class(run["steps"][10:], what) for run in found[mode]
+                of_class(run["steps"][SETTLED:], what) for run in found[mode]
             )
     for mode in ours:
         runs = found[mode]
@@ -203,9 +197,9 @@ def of_class(steps: list[dict[str, Any]], what: str) -> float:
 
 @click.command(help=__doc__.replace("\n\n    bench", "\n\n\b\n    bench") if __doc__ else None)
 @click.option("--modes", default=",".join(MODES), show_default=True)
-@click.option("--preset", type=click.Choice(list(PRESETS)), default="10m", show_default=True)
+@click.option("--preset", type=click.Choice(ENOUGH), default="10m", show_default=True)
 @click.option("--batch", default=1, show_default=True, help="Sequences in a batch.")
-@click.option("--steps", default=60, show_default=True)
+@click.option("--steps", type=click.IntRange(SETTLED + 1), default=60, show_default=True)
 @click.option("--seed", default=0, show_default=True, help="Of the lengths.")
 @click.option("--share", default=50, show_default=True, help="Percent of the need on the device.")
 @click.option("--tier", type=click.Choice(["host", "disk"]), default="host", show_default=True)
@@ -229,25 +223,21 @@ def main(
     if request is not None:
         print(json.dumps(child(json.loads(request))))
         return
-    wanted = modes.split(",")
-    unknown = [mode for mode in wanted if mode not in MODES]
-    if unknown:
-        raise click.UsageError(f"--modes names {unknown[0]!r}; choose of {', '.join(MODES)}")
-    chosen = random.Random(seed)
-    lengths = [chosen.randint(SHORTEST, LONGEST) for _ in range(steps)]
+    wanted = chosen(modes, MODES)
+    numbers = random.Random(seed)
+    lengths = [numbers.randint(SHORTEST, LONGEST) for _ in range(steps)]
     spec = {"preset": preset, "batch": batch, "tier": tier, "folder": disk_path, "below": 4 << 30}
     roomy = {**spec, "mode": "fits", "budget": 8 << 30, "lengths": [LONGEST] * 2}
-    need = in_child(roomy)["needed_bytes"]
+    need = in_child(__file__, roomy)["needed_bytes"]
     spec |= {"lengths": lengths, "below": 4 * need}
     budgets = {"plain": None, "fits": 10 * need}
     found: dict[str, list[dict[str, Any]]] = {}
-    for turn in range(rounds):
-        for mode in [*wanted[turn % len(wanted) :], *wanted[: turn % len(wanted)]]:
-            budget = budgets.get(mode, need * share // 100)
-            done = in_child({**spec, "mode": mode, "budget": budget})
-            found.setdefault(mode, []).append(done)
-            took = sum(step["wall"] for step in done.get("steps", []))
-            print(f"round {turn + 1}, {mode}: {took:.1f} s", flush=True)
+    for turn, mode in in_turn(wanted, rounds):
+        budget = budgets.get(mode, need * share // 100)
+        done = in_child(__file__, {**spec, "mode": mode, "budget": budget})
+        found.setdefault(mode, []).append(done)
+        took = sum(step["wall"] for step in done.get("steps", []))
+        print(f"round {turn + 1}, {mode}: {took:.1f} s", flush=True)
     said = verdicts(found)
     for name, value in said.items():
         print(f"{name:66} {value if isinstance(value, bool) else round(value, 3)}")

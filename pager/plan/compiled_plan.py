@@ -17,7 +17,7 @@ import numpy.typing as npt
 from ...planner.joint.options import without_ends
 from ...planner.layout import Layout
 from ...planner.plan import Plan
-from .access_log import FIRST_OPTIONAL, FIRST_STREAM, Keys, ordered
+from .access_log import Keys, is_optional, ordered
 from .traces import Recorded
 
 ANYWHERE = -1  # no frame was found for it in advance
@@ -67,7 +67,7 @@ class Order:
         self.uses: dict[int, list[int]] = {}
         for where, access in enumerate(keys):
             for key in access:
-                if not FIRST_OPTIONAL <= key < FIRST_STREAM:
+                if not is_optional((key,)):
                     self.uses.setdefault(key, []).append(where)
         # Of all keys, one after the other, in one line: (number of the key, access).
         self._numbers = {key: number for number, key in enumerate(self.uses)}
