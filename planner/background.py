@@ -6,8 +6,9 @@ iteration takes then, in µs; or null), or ``{"refused": reason, "minimum": byte
 plan can work, or ``{"error": reason}`` with exit code 1. What is no request ends with exit code 2
 and one line on stderr.
 
-What it needs is loaded before it reads, so that one that was started early answers soon. It gives
-way to the training (nice 10 for a quick plan, which training waits for, 19 for a full one), runs on
+What it needs is loaded before it reads, so that one that was started early answers soon. A search
+in full gives way to the training (nice 19); a quick plan does not, as training is slow until it has
+one. It runs on
 one thread (its parent sets OMP_NUM_THREADS), never loads torch, and dies with its parent, of which
 PARENT is the process id.
 """
@@ -32,10 +33,12 @@ from .request import read_header, read_trace
 from .simulator import simulate
 from .trace import Trace
 
-NICE, NICE_IN_FULL = 10, 19
+NICE_IN_FULL = 19
 SPARE_SHARES = 64, 32, 24, 16, 12  # of the frames that a plan leaves free, so that all has a place
-CPU_SHARES = (32,)
-SPARE_COST = 0.01  # of an iteration's time, at most, for that
+CPU_SHARE = 8
+NEARLY = 1.1  # times the ideal time
+SHIFT_US, ASTRAY_US = 500.0, 3000.0  # of the host, for a shift; for a page that has no place
+ASTRAY_COST = 0.01  # of an iteration's time: no better layout is looked for
 FEWER_COST = 0.003  # the same, for fewer moves
 BAD_INPUT = 2
 PR_SET_PDEATHSIG = 1
@@ -46,39 +49,65 @@ def plan_with_layout(
 ) -> tuple[Plan, Layout]:
     """A plan, and base frames for as many of its stays as there is a place for.
 
-    Prefetches fill the device to the last frame, so some stays may find none. The executor places
-    those when they come, and moves others aside for it, which is in the way of others again: so
-    where a plan for a little less of the device waits hardly longer, and has a place for more, it
-    is taken: the first one of several in which all has one. For a CPU, where the planner takes
-    cores from the training, one is made, in coarse steps.
+    Prefetches fill the device to the last frame, so some stays are shifted, or find no place. The
+    executor places those when they come, and moves others aside for it, which is in the way of
+    others again: so where a plan for a little less of the device takes less time, that of its
+    host for all this included, it is taken. For a CPU, where the planner takes cores from the
+    training, one such plan is made, in coarse steps: the first one, and the last one too if it is
+    hardly slower than a device without limit.
 
     Raises what the policy raises: ``InfeasibleBudget``, ``PolicyRefusal``.
     """
     frames = frames_of(trace, hardware)
+    on_cpu = trace.device == "cpu"
+    first = None
+    if quick and on_cpu and policy == "lp":
+        first = _for_less(trace, hardware, CPU_SHARE, quick=True, policy=policy)
+        if first is not None and _host_us(*first) <= NEARLY * trace.ideal_us:
+            return first
     trace, plan = _plan(trace, hardware, quick, policy)
     if policy == "lp" and not quick and plan.moves:
         with suppress(InfeasibleBudget, PolicyRefusal):
             plan = _with_fewer_moves(plan, _plan(trace, hardware, True, policy)[1])
-    layout, least_us = place(trace, plan, frames), _us(plan)
-    on_cpu = trace.device == "cpu"
+    best = plan, place(trace, plan, frames)
     shares = SPARE_SHARES[1:] if quick else SPARE_SHARES
-    for share in CPU_SHARES if on_cpu else shares:
-        if not layout.unplaced_pages or frames < share:
+    for share in (CPU_SHARE,) if on_cpu else shares:
+        if _host_us(*best) <= (1 + ASTRAY_COST) * _us(best[0]):
             break
-        less = hardware.with_(device_bytes=(frames - frames // share) * hardware.page_size)
-        try:
-            # What leaves and comes in finer steps finds places more easily.
-            its, other = _plan(trace, less, quick and (on_cpu or policy != "lp"), policy)
-        except (InfeasibleBudget, PolicyRefusal):
+        # What leaves and comes in finer steps finds places more easily.
+        coarse = quick and (on_cpu or policy != "lp")
+        found = first or _for_less(trace, hardware, share, quick=coarse, policy=policy)
+        if found is None or _us(found[0]) > _host_us(*best):
             break
-        if _us(other) > (1 + SPARE_COST) * least_us:
-            break
-        placed = place(its, other, frames)
-        if placed.unplaced_pages < layout.unplaced_pages:
-            predicted = simulate(its, hardware, other).predicted or other.predicted
-            wider = replace(other, device_bytes=plan.device_bytes, hardware=plan.hardware)
-            plan, layout = _with_bound(plan, replace(wider, predicted=predicted)), placed
-    return plan, layout
+        if _host_us(*found) < _host_us(*best):
+            best = _with_bound(plan, found[0]), found[1]
+    return best
+
+
+def _for_less(
+    trace: Trace, hardware: Hardware, share: int, *, quick: bool, policy: str
+) -> tuple[Plan, Layout] | None:
+    """A plan for all frames but one of ``share``, and a layout in all of them; ``None`` if there is
+    none. Its bound is the ideal time."""
+    frames = frames_of(trace, hardware)
+    if frames < share:
+        return None
+    less = hardware.with_(device_bytes=(frames - frames // share) * hardware.page_size)
+    try:
+        trace, plan = _plan(trace, less, quick, policy)
+    except (InfeasibleBudget, PolicyRefusal):
+        return None
+    predicted = simulate(trace, hardware, plan).predicted or plan.predicted
+    plan = replace(plan, device_bytes=hardware.device_bytes, hardware=hardware, predicted=predicted)
+    least = trace.ideal_us
+    plan = replace(plan, bound=Bound(least, min(100.0, 100 * least / _us(plan))))
+    return plan, place(trace, plan, frames)
+
+
+def _host_us(plan: Plan, layout: Layout) -> float:
+    """What an iteration takes with what the host takes for stays that have no place as long as they
+    last."""
+    return _us(plan) + SHIFT_US * len(layout.shifts) + ASTRAY_US * layout.unplaced_pages
 
 
 def _with_fewer_moves(plan: Plan, coarse: Plan) -> Plan:
@@ -158,7 +187,6 @@ def main() -> int:
     if sys.argv[1:] and sys.argv[1] != str(os.getppid()):
         return 0  # it died before it could take this process with it
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the training; it ends this
-    os.nice(NICE)
     answer_to = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what a solver prints is no answer
     _get_ready()
@@ -176,7 +204,7 @@ def main() -> int:
         return BAD_INPUT
     quick = header.get("quick", False)
     if not quick:
-        os.nice(NICE_IN_FULL - NICE)
+        os.nice(NICE_IN_FULL)
     answer = _answer(trace, hardware, quick, policy)
     try:
         with answer_to:

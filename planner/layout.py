@@ -4,7 +4,9 @@ An op wants the pages of a tensor in consecutive frames. The machine model count
 plan is the same in each iteration, so addresses are a packing problem that is solved once: frames
 × circular time. What is packed are *stays*, from when a tensor's first page takes a frame until its
 last page has left. A stay has one base for as long as it lasts, page ``i`` is at ``base + i``, and
-frames of pages that are away meanwhile are free for others.
+frames of pages that are away meanwhile are free for others. A stay for which no base is free as
+long as it lasts has several, one after the other: it is *shifted* between two uses, which is a copy
+inside the device.
 
 Time is the order of the program, in *ticks*: a page holds its frame from the tick that takes it to
 the tick that gives it back. So a runtime that keeps the order of each queue, and lets what takes a
@@ -13,11 +15,13 @@ frame wait for what held it, cannot deadlock: in that order every wait comes to 
 
 from __future__ import annotations
 
+import itertools
 import math
+from bisect import bisect_right
 from collections import deque
-from collections.abc import Collection
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -33,6 +37,8 @@ HEAD_ROWS = 2  # of a stay that are looked up in all frames at once
 _LINGERS = 3  # ops in which what died may still be somebody's, as a trace of accesses counts
 _SETTLING = 2  # iterations before the one that is laid out
 BLOCK = 64  # candidate bases that are looked up together
+MAX_WINDOWS = 30  # in which others are asked to make room
+MAX_LOOKS = 500_000  # at parts of stays that may be in the way, some µs each
 
 
 @dataclass(frozen=True)
@@ -44,7 +50,8 @@ class Layout:
     iteration begins, pages of others may still be leaving frames that these will take.
     ``births``: other tensors, when they are born. ``ins``: moves in. What is in none of them has no
     base: no room was found, ``unplaced_pages`` in all, or (``ins``) its tensor dies before a page
-    of the move begins.
+    of the move begins. ``shifts``: (op, tensor, base), in this order: when what leaves before the
+    op has left, and before anything comes, what is there of the tensor goes to another base.
     """
 
     frames: int
@@ -52,6 +59,7 @@ class Layout:
     births: dict[int, int]
     ins: dict[int, int]
     unplaced_pages: int
+    shifts: list[tuple[int, int, int]] = field(default_factory=list)
 
 
 def layout_to_json(layout: Layout) -> dict[str, Any]:
@@ -63,13 +71,17 @@ def layout_to_json(layout: Layout) -> dict[str, Any]:
         "births": [list(pair) for pair in layout.births.items()],
         "ins": [list(pair) for pair in layout.ins.items()],
         "unplaced_pages": layout.unplaced_pages,
+        "shifts": layout.shifts,
     }
 
 
 def layout_from_json(content: dict[str, Any]) -> Layout:
     """What :func:`layout_to_json` was given."""
     bases = {name: dict(content[name]) for name in ("start", "births", "ins")}
-    return Layout(content["frames"], **bases, unplaced_pages=content["unplaced_pages"])
+    shifts = [(op, tensor, base) for op, tensor, base in content["shifts"]]
+    return Layout(
+        content["frames"], **bases, unplaced_pages=content["unplaced_pages"], shifts=shifts
+    )
 
 
 def frames_of(trace: Trace, hardware: Hardware) -> int:
@@ -84,8 +96,10 @@ def place(trace: Trace, plan: Plan, frames: int) -> Layout:
     if not trace.ops:
         return Layout(frames, {}, {}, {}, 0)
     max_slots = min(MAX_SLOTS, max(MIN_SLOTS, MAX_CELLS // max(1, frames)))
-    stays = _find_stays(trace, plan, spells_in_order(trace, plan, frames), max_slots)
-    return _named(trace, frames, stays, _pack(stays, frames))
+    spells = spells_in_order(trace, plan, frames)
+    stays = _find_stays(trace, plan, spells, max_slots)
+    bases = _in_pieces(trace, plan, spells, stays, _pack(stays, frames), frames)
+    return _named(trace, frames, spells, stays, bases)
 
 
 # --- when each page holds a frame ----------------------------------------------------------------
@@ -206,7 +220,10 @@ class _Order:
             self._bring(at + 0.1, self._uses.get(op, ()))
             for rows in self._born.get(op, ()):
                 self._living[rows] = True
-                self._take(rows.start + np.flatnonzero(~self._held[rows]), at + 0.2, -1)
+                wanted = rows.start + np.flatnonzero(~self._held[rows])
+                if len(wanted) > self._free:
+                    self._end(self._lingering, at + 0.1)
+                self._take(wanted, at + 0.2, -1)
 
     def _bring(self, at: float, used: Collection[int] = ()) -> None:
         """What has room, and what is ``used`` now in any case."""
@@ -298,6 +315,7 @@ class _Stays:
     since: Ints
     until: Ints
     slots: int
+    step: int  # ticks of a slot
     ticks: int
     of_start: dict[int, int]  # tensor → stay that it is in when an iteration begins
     of_birth: dict[int, int]
@@ -416,6 +434,7 @@ def _rows(stay: Ints, page: Ints, spells: _Spells, stays: int, max_slots: int) -
         "since": since[heads],
         "until": until[heads],
         "slots": -(-ticks // step),
+        "step": step,
     }
 
 
@@ -436,10 +455,58 @@ class _Arena:
         rows = slice(stays.rows[stay], stays.rows[stay + 1])
         columns = (stays.first, stays.last, stays.since, stays.until)
         for first, last, since, until in zip(*(column[rows].tolist() for column in columns)):
-            frames = self.next[base + first : base + last]
-            frames[:, since:until] = 0
-            np.minimum(frames[:, :since], since, out=frames[:, :since])
-            self.cells += (last - first) * until
+            self._take(base + first, base + last, since, until)
+
+    def _take(self, first: int, last: int, since: int, until: int) -> None:
+        frames = self.next[first:last]
+        frames[:, since:until] = 0
+        np.minimum(frames[:, :since], since, out=frames[:, :since])
+        self.cells += (last - first) * until
+
+    def _free(self, first: int, last: int, since: int, until: int) -> None:
+        """The opposite of :meth:`_take`."""
+        frames, slots = self.next[first:last], self.stays.slots
+        after = frames[:, until, None] if until < slots else np.full((last - first, 1), slots)
+        after = np.where(after, after, until).astype(np.uint16)
+        frames[:, since:until] = after
+        before = frames[:, :since]
+        np.copyto(before, after, where=before == since)
+        self.cells += (last - first) * until
+
+    def set_part(self, part: _Part, base: int, *, free: bool = False) -> None:
+        """Take what ``part`` has at ``base``, or give it back."""
+        change = self._free if free else self._take
+        for first, last, since, until in self.rows_of(part):
+            turn = since - since % self.stays.slots
+            change(base + first, base + last, since - turn, until - turn)
+
+    def rows_of(self, part: _Part) -> list[tuple[int, int, int, int]]:
+        """Pages from, to, slots from, to; slots go on behind the last one of an iteration."""
+        stays, step = self.stays, self.stays.step
+        rows = slice(stays.rows[part.stay], stays.rows[part.stay + 1])
+        turns = np.where(stays.since[rows] < stays.begin[part.stay] // step, stays.slots, 0)
+        since = np.maximum(stays.since[rows] + turns, part.begin // step)
+        until = np.minimum(stays.until[rows] + turns, -(-part.end // step))
+        columns = np.stack([stays.first[rows], stays.last[rows], since, until], axis=1)
+        return [(a, b, c, d) for a, b, c, d in columns[since < until].tolist()]
+
+    def longest(self, part: _Part, ends: Sequence[int]) -> tuple[int, int]:
+        """Where most of ``part`` has room, up to one of these ticks: the base, and the number of
+        that tick; −1 where not even the first one is reached."""
+        bases, never = self.frames - int(self.stays.pages[part.stay]) + 1, 1 << 40
+        if bases <= 0:
+            return -1, -1
+        reach = np.full(bases, never)
+        for first, last, since, until in self.rows_of(part):
+            at = since % self.stays.slots
+            taken = self.next[:, at].astype(np.int64)
+            taken = np.where(taken, taken, at) + (since - at)
+            taken[taken >= until] = never
+            windows = np.lib.stride_tricks.sliding_window_view(taken, last - first)
+            reach = np.minimum(reach, windows.min(axis=1)[first : first + bases])
+            self.cells += self.frames
+        base = int(reach.argmax())
+        return base, bisect_right(ends, int(reach[base]) * self.stays.step) - 1
 
     def find(self, stay: int, wanted: int, tight: bool) -> int:
         """A base at which ``stay`` fits: ``wanted`` if it does there, else the lowest, or if
@@ -539,18 +606,210 @@ def _first_fit(stays: _Stays, frames: int, order: Ints, *, tight: bool) -> tuple
     return bases, arena.cells
 
 
-def _named(trace: Trace, frames: int, stays: _Stays, bases: Ints) -> Layout:
+# --- stays that have no place as long as they last -----------------------------------------------
+
+
+class _Part(NamedTuple):
+    """Of a stay, from tick ``begin`` to ``end``; those of the next iteration follow the last."""
+
+    stay: int
+    begin: int
+    end: int
+
+
+class _Pieces:
+    """``bases``: where each part is; −1: nowhere."""
+
+    def __init__(self, arena: _Arena, cuts: _Cuts, bases: dict[_Part, int]) -> None:
+        self.bases, self._arena, self._cuts = bases, arena, cuts
+        self._log: list[tuple[_Part, int, bool]] = []
+        self._rows: dict[_Part, list[tuple[int, int, int, int]]] = {}
+        self._looks = 0
+
+    def _put(self, part: _Part, base: int) -> None:
+        self.bases[part] = base
+        if base >= 0:
+            self._arena.set_part(part, base)
+        self._log.append((part, base, True))
+
+    def _remove(self, part: _Part) -> None:
+        base = self.bases.pop(part)
+        if base >= 0:
+            self._arena.set_part(part, base, free=True)
+        self._log.append((part, base, False))
+
+    def _undo(self, to: int) -> None:
+        while len(self._log) > to:
+            part, base, put = self._log.pop()
+            if put:
+                del self.bases[part]
+            else:
+                self.bases[part] = base
+            if base >= 0:
+                self._arena.set_part(part, base, free=put)
+
+    def place(self, whole: _Part, *, others: bool = True) -> bool:
+        """Put ``whole`` in as few parts as have room, where ``others`` move if they must; whether
+        all of it has a place. Otherwise what has none is in ``bases`` too, with −1."""
+        ends = [*self._cuts.between(whole), whole.end]
+        begin, complete = whole.begin, True
+        while ends:
+            rest = _Part(whole.stay, begin, whole.end)
+            base, number = self._arena.longest(rest, ends)
+            if number < 0 and others and self._make_room(_Part(whole.stay, begin, ends[0])):
+                base, number = self._arena.longest(rest, ends)
+            if number < 0:
+                base, number, complete = -1, 0, False
+                if not others:
+                    return False
+            self._put(_Part(whole.stay, begin, ends[number]), base)
+            begin, ends = ends[number], ends[number + 1 :]
+        return complete
+
+    def _make_room(self, part: _Part) -> bool:
+        """Others go elsewhere, so that ``part`` has room."""
+        arena, pages = self._arena, int(self._arena.stays.pages[part.stay])
+        mine, slots = arena.rows_of(part), arena.stays.slots
+        self._looks += len(self.bases)
+        if self._looks > MAX_LOOKS:
+            return False
+        cost = np.zeros(arena.frames)
+        inside: list[tuple[int, int, _Part]] = []
+        for other, base in self.bases.items():
+            if base < 0:
+                continue
+            if other not in self._rows:
+                self._rows[other] = arena.rows_of(other)
+            for first, last, since, until in self._rows[other]:
+                if any(_meet(since, until, a, b, slots) for _, _, a, b in mine):
+                    inside.append((base + first, base + last, other))
+        for first, last, other in inside:
+            cost[first:last] = np.maximum(cost[first:last], arena.stays.pages[other.stay])
+        total = np.concatenate([[0.0], np.cumsum(cost)])
+        windows = total[pages:] - total[:-pages]
+        for base in np.argsort(windows, kind="stable")[:MAX_WINDOWS].tolist():
+            there = {o for first, last, o in inside if first < base + pages and last > base}
+            mark = len(self._log)
+            if self._swap(part, there):
+                return True
+            self._undo(mark)
+        return False
+
+    def _swap(self, part: _Part, others: Collection[_Part]) -> bool:
+        """``others`` make way for ``part``, from when they can on."""
+        rests = []
+        for other in sorted(others):
+            turn = self._arena.stays.ticks
+            at = part.begin + (other.end - 1 - part.begin) // turn * turn  # the last one before
+            cuts = (t for t in self._cuts.between(other) if t <= at)
+            cut = max(cuts, default=other.begin)
+            was = self.bases[other]
+            self._remove(other)
+            if cut > other.begin:
+                self._put(_Part(other.stay, other.begin, cut), was)
+            rests.append(_Part(other.stay, cut, other.end))
+        kept, number = self._arena.longest(part, [part.end])
+        if number < 0:
+            return False
+        self._arena.set_part(part, kept)  # while the others find theirs
+        try:
+            return all(self.place(rest, others=False) for rest in rests)
+        finally:
+            self._arena.set_part(part, kept, free=True)
+
+
+def _meet(since: int, until: int, begin: int, end: int, slots: int) -> bool:
+    """Whether two spans of slots have one in common, as iterations follow each other."""
+    return any(since + turn < end and begin < until + turn for turn in (-slots, 0, slots))
+
+
+class _Cuts:
+    """Where stays may be cut in two: before an op, not while what that one uses is coming."""
+
+    def __init__(self, trace: Trace, plan: Plan, spells: _Spells, stays: _Stays) -> None:
+        times, self._tensors = spells.times[:-1], stays.tensor
+        self._ticks = np.flatnonzero(times == np.floor(times))
+        self._ops = times[self._ticks].astype(np.int64)
+        self._count, self._all = trace.ops, spells.ticks
+        self._uses: dict[int, list[int]] = {}
+        for op, tensor in zip(trace.access_op.tolist(), trace.access_tensor.tolist()):
+            self._uses.setdefault(tensor, []).append(op)
+        self._ins: dict[int, list[int]] = {}
+        for move in plan.moves:
+            if move.action == "in":
+                self._ins.setdefault(trace.index_of[move.tensor], []).append(move.issue_op)
+
+    def between(self, part: _Part) -> list[int]:
+        """Ticks at which ``part`` may be cut in two."""
+        tensor, begin, end = int(self._tensors[part.stay]), part.begin, part.end
+        good = np.ones(len(self._ops), np.bool_)
+        uses = np.array(self._uses.get(tensor, [0]))
+        for issued in self._ins.get(tensor, ()):
+            later = np.searchsorted(uses, issued)
+            used = int(uses[later]) if later < len(uses) else int(uses[0]) + self._count
+            good &= (self._ops < issued) | (self._ops > used)
+            good &= self._ops + self._count > used
+        ticks = self._ticks[good]
+        ticks = np.concatenate([ticks, ticks + self._all])
+        found: list[int] = ticks[(ticks > begin) & (ticks < end)].tolist()
+        return found
+
+
+def _in_pieces(
+    trace: Trace, plan: Plan, spells: _Spells, stays: _Stays, bases: Ints, frames: int
+) -> dict[_Part, int]:
+    """A base for each part: stays have one where they have one in ``bases``; the others, and those
+    that make room for them, as few as possible; −1: none."""
+    ends = zip(stays.begin.tolist(), stays.end.tolist())
+    parts = [_Part(stay, begin, end) for stay, (begin, end) in enumerate(ends)]
+    found = {part: base for part, base in zip(parts, bases.tolist()) if base >= 0}
+    if len(found) == len(parts):
+        return found
+    arena = _Arena(stays, frames)
+    for part, base in found.items():
+        arena.put(part.stay, base)
+    pieces = _Pieces(arena, _Cuts(trace, plan, spells, stays), found)
+    left = np.flatnonzero(bases < 0)
+    for stay in left[np.argsort(-stays.area[left], kind="stable")].tolist():
+        pieces.place(parts[stay])
+    return pieces.bases
+
+
+def _named(
+    trace: Trace, frames: int, spells: _Spells, stays: _Stays, bases: dict[_Part, int]
+) -> Layout:
     """By the numbers of tensors and moves that plans use."""
     number = trace.tensor_ids.tolist()
-    base = bases.tolist()
+    parts: dict[int, list[_Part]] = {}
+    for part in sorted(bases):
+        parts.setdefault(part.stay, []).append(part)
 
-    def placed(of: dict[int, int]) -> dict[int, int]:
-        return {key: base[stay] for key, stay in of.items() if base[stay] >= 0}
+    def base_at(stay: int, tick: int) -> int:
+        """Of the part that there is at ``tick`` of an iteration, or is the first one."""
+        its, tick = parts[stay], tick + stays.ticks * int(tick < stays.begin[stay])
+        return bases[next((part for part in its if part.begin <= tick < part.end), its[0])]
 
+    def placed(found: Iterable[tuple[int, int]]) -> dict[int, int]:
+        return {key: base for key, base in found if base >= 0}
+
+    for its in parts.values():
+        if its[-1].end - its[0].begin >= stays.ticks:
+            its.append(its[0])  # it goes on in the next iteration
+    shifts = {
+        (int(spells.times[part.begin % stays.ticks]), number[stays.tensor[part.stay]], bases[part])
+        for its in parts.values()
+        for before, part in itertools.pairwise(its)
+        if bases[part] not in (-1, bases[before])
+    }
+    missing = {part.stay for part, base in bases.items() if base < 0}
+    births = [(number[tensor], bases[parts[stay][0]]) for tensor, stay in stays.of_birth.items()]
+    start = [(number[tensor], base_at(stay, 0)) for tensor, stay in stays.of_start.items()]
+    ins = [(move, base_at(stay, spells.ins[move][0])) for move, stay in stays.of_in.items()]
     return Layout(
         frames,
-        {number[tensor]: at for tensor, at in placed(stays.of_start).items()},
-        {number[tensor]: at for tensor, at in placed(stays.of_birth).items()},
-        placed(stays.of_in),
-        int(stays.held[bases < 0].sum()),
+        placed(start),
+        placed(births),
+        placed(ins),
+        int(stays.held[[*missing]].sum()),
+        sorted(shifts),
     )

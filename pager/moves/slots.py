@@ -76,6 +76,13 @@ class Slots:
         assert runs is not None
         return expand(runs)
 
+    def will_have(self, tier: str, count: int) -> bool:
+        """Whether so many copies in ``tier`` can be given up once pages that are on their way to
+        the device are there."""
+        column = self._table.host if tier == "host" else self._table.disk
+        frames = self._table.frame[(column >= 0) & (self._table.frame >= 0)]
+        return int(self._tickets.pending("device", frames).sum()) >= count
+
     def give(self, tier: str, slots: Int32) -> None:
         """Back into the pool: what was taken is not needed, or not any more. What is held gets
         there when it is not."""

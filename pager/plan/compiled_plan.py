@@ -26,7 +26,7 @@ ANYWHERE = -1  # no frame was found for it in advance
 class Action(NamedTuple):
     """Move pages ``first … first+pages`` of the run called ``key``; ``what`` is "out", "in" or
     "drop"; ``base`` the frame of the run's first page once it is on the device; ``of``: pages of
-    the run by the plan, 0 for as many as it has."""
+    the run by the plan, 0 for as many as it has. "shift": to frames from ``base`` on."""
 
     what: str
     tier: str
@@ -143,6 +143,10 @@ class CompiledPlan(Order):
                 layout.ins.get(index, ANYWHERE), int(pages[move.tensor]),
             )  # fmt: skip
             found.setdefault(recorded.position[move.issue_op], []).append(action)
+        for op, tensor, base in layout.shifts:
+            count = int(pages[tensor])
+            action = Action("shift", "device", names[tensor], 0, count, base, count)
+            found.setdefault(recorded.position[op], []).append(action)
         self.parted: set[int] = set()
         for where, actions in found.items():
             self.actions[where] = actions

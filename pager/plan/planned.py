@@ -29,6 +29,7 @@ from .put_off import Job, PutOff
 
 _NOTHING = np.empty(0, np.int32)
 _TAKEN = 1 << 60
+_OTHER = {"host": "disk", "disk": "host"}
 _LATE = 2  # transfers that are queued in between
 _PATIENCE = 16  # times that a move waits for its place: some 8 accesses
 
@@ -76,11 +77,15 @@ class _Point:
             [(t, _Moves.of(found[w, t], runs)) for t in TIERS if (w, t) in found]
             for w in ("drop", "out", "in")
         )
+        self.shifts = found.get(("shift", "device"), [])
         # What leaves twice leaves in two parts.
         self.is_plain = all(
             len({shapes[number] for _, number in m.actions}) == len(m.actions) for _, m in self.outs
         )
-        self.homes = {action.key: action.base for _, m in self.ins for action, _ in m.actions}
+        coming = [action for _, moves in self.ins for action, _ in moves.actions]
+        self.homes = {
+            action.key: action.base for action in (*coming, *(action for action, _ in self.shifts))
+        }
 
 
 class _Coming:
@@ -106,13 +111,18 @@ class _Coming:
             self.begin()
 
     def begin(self) -> None:
-        """What was added is queued."""
-        if self._pages:
-            pages, frames = np.concatenate(self._pages), np.concatenate(self._frames)
-            self.runs.clear()
-            self._pages.clear()
-            self._frames.clear()
-            self._mover.bring(self.tier, pages, frames)
+        """What was added is queued: where another tier has a copy, as what should have left did
+        not leave as the plan says, it comes from there."""
+        if not self._pages:
+            return
+        pages, frames = np.concatenate(self._pages), np.concatenate(self._frames)
+        self.runs.clear()
+        self._pages.clear()
+        self._frames.clear()
+        here = self._mover.slots.of(self.tier, pages) >= 0
+        for tier, part in ((self.tier, here), (_OTHER[self.tier], ~here)):
+            if part.any():
+                self._mover.bring(tier, pages[part], frames[part])
 
 
 class PlannedMoves:
@@ -177,6 +187,7 @@ class PlannedMoves:
     ) -> None:
         """The same, but ``outs`` leave only where others of them have no room beside them."""
         self._queue_outs(self._put_off.choose(outs, where))
+        self._shift(point, runs)
         for tier, moves in point.ins:
             self._ins[tier] += moves.jobs(runs)
         if any(self.queues):
@@ -194,12 +205,19 @@ class PlannedMoves:
             if not (at_once and self._leave(tier, moves.pages)):
                 self._outs[tier] += moves.jobs(runs)
         at_once = at_once and not any(self._outs.values())
+        self._shift(point, runs)
         for tier, moves in point.ins:
             begun = self._come(tier, moves, runs) if at_once else 0
             if begun < len(moves.actions):
                 self._ins[tier] += moves.jobs(runs, begun)
         if any(self.queues):
             self._begin_queued()
+
+    def _shift(self, point: _Point, runs: Sequence[Extent | None]) -> None:
+        for action, number in point.shifts:
+            run = runs[number]
+            if run is not None and self._tidies:
+                self._move_to(run, action.base)
 
     def _come(self, tier: str, moves: _Moves, runs: Sequence[Extent | None]) -> int:
         """How many of ``moves``, the first ones, have begun: those for which nothing has to be
@@ -271,7 +289,7 @@ class PlannedMoves:
         gone astray finds back; otherwise what has no place would be in the way again and again."""
         self.births = compiled.births if compiled is not None else {}
         self.homes = {**compiled.start} if compiled is not None else {}
-        self._tidies = compiled is not None and compiled.all_placed
+        self._tidies = compiled is not None
         self._put_off.follow(compiled)
         if compiled is not None and compiled is not self._of:
             self._of = compiled
@@ -337,7 +355,13 @@ class PlannedMoves:
             return True
         slots = self._mover.slots.take(tier, len(to_leave), leaving=to_leave)
         self._mover.out(tier, to_leave[: len(slots)], slots)
-        return len(slots) == len(to_leave)
+        rest = to_leave[len(slots) :]
+        if not len(rest) or self._mover.slots.will_have(tier, len(rest)):
+            return not len(rest)
+        # Others are there that the plan has elsewhere, as when it has just begun.
+        slots = self._mover.slots.take(_OTHER[tier], len(rest), leaving=rest)
+        self._mover.out(_OTHER[tier], rest[: len(slots)], slots)
+        return len(slots) == len(rest)
 
     def _has_left(self, job: Job) -> bool:
         if not self._names.is_live(job.run) or job.run.pins:
@@ -390,8 +414,7 @@ class PlannedMoves:
         run, table = job.run, self._table
         coming.begin_with(run)
         pages = job.pages
-        below = (table.frame[pages] < 0) & ((table.flags[pages] & BLANK) == 0)
-        wanted = pages[below & (self._mover.slots.of(coming.tier, pages) >= 0)]
+        wanted = pages[(table.frame[pages] < 0) & ((table.flags[pages] & BLANK) == 0)]
         if run.parts is not None or not len(wanted):  # what is in use cannot make way for the rest
             return True
         for first, _, count in merge(wanted, wanted):
@@ -556,19 +579,22 @@ class PlannedMoves:
     def _go_home(self) -> None:
         for key, base in self.homes.items():
             run = self._names.run_of(key, {})
-            if run is None or run.base == base or run.pins or run.parts is not None:
-                continue
-            if self._of is not None and run.base >= self._of.frames:
-                continue  # nobody is in its way there
-            own = self._table.frame[run.pages]
-            wrong = np.flatnonzero((own >= 0) & (own != base + np.arange(run.count)))
-            if not len(wrong) or not self._is_inside(run, base):
-                continue
-            if self._mover.tickets.pending("device", own[wrong]).any():
-                continue
-            places = (base + wrong).astype(np.int32)
-            if make_way(self._residency, run, places, self._home):
-                rearrange(self._residency, run.pages[wrong], places)
+            # Nobody is in its way behind the plan's frames.
+            if run is not None and (self._of is None or run.base < self._of.frames):
+                self._move_to(run, base)
+
+    def _move_to(self, run: Extent, base: int) -> None:
+        """What is there of ``run`` goes to its places from frame ``base`` on, if that can be
+        without waiting."""
+        if run.base == base or run.pins or run.parts is not None or not self._is_inside(run, base):
+            return
+        own = self._table.frame[run.pages]
+        wrong = np.flatnonzero((own >= 0) & (own != base + np.arange(run.count)))
+        if not len(wrong) or self._mover.tickets.pending("device", own[wrong]).any():
+            return
+        places = (base + wrong).astype(np.int32)
+        if make_way(self._residency, run, places, self._home):
+            rearrange(self._residency, run.pages[wrong], places)
 
     def _home(self, run: Extent) -> int:
         """The frame that the plan has for the first page of ``run``, as far as it has come."""

@@ -160,7 +160,7 @@ class Executor:
                         self.frame[number, page] = layout.start[number] + page
         self.living = {n for n, p in zip(trace.tensor_ids.tolist(), trace.tensor_persistent) if p}
         self.queues: dict[str, list[int]] = {"host": [], "disk": []}
-        self.taken = 0
+        self.taken = self.shifted = 0
 
     def iteration(self) -> None:
         trace = self.trace
@@ -173,6 +173,11 @@ class Executor:
                         self.frame.pop((move.tensor, page), None)
                 elif move.issue_op == op and move.action == "in":
                     self.queues[move.tier].append(index)
+            for at, number, base in self.layout.shifts:
+                if at == op:
+                    there = [page for owner, page in self.frame if owner == number]
+                    self.frame |= {(number, page): base + page for page in there}
+                    self.shifted += len(there)
             self.bring()
             for tensor in made:
                 if min(int(trace.last_op[tensor]) + 4, trace.ops) == op:
@@ -234,6 +239,7 @@ def carried_out(plans: Iterable[tuple[Trace, Hardware, Plan]], spare: bool = Tru
             executor.iteration()
         seen["cases"] += 1
         seen["taken"] += executor.taken
+        seen["shifted"] += executor.shifted
     return seen
 
 
@@ -250,6 +256,53 @@ def test_everything_is_placed_where_there_is_room() -> None:
         if simulate(case.trace, case.hardware, case.plan).feasible:
             layout = place(case.trace, case.plan, 4 * total_pages(case.trace))
             assert layout.unplaced_pages == 0
+
+
+def check_frames(trace: Trace, plan: Plan, layout: Layout) -> None:
+    """No frame has two pages at any time, and what is on the device changes its base only where
+    the layout shifts it."""
+    spells, count = spells_in_order(trace, plan, layout.frames), trace.pages(PAGE)
+    numbers = trace.tensor_ids.tolist()
+    owner = np.repeat(np.arange(trace.tensors), count)
+    inside = np.arange(len(owner)) - np.repeat(np.cumsum(count) - count, count)
+    base = {numbers.index(number): at for number, at in layout.start.items()}
+    for tick in range(2 * spells.ticks):
+        at, time = tick % spells.ticks, spells.times[tick % spells.ticks]
+        held = (spells.begin <= at) & (spells.end > at)
+        held |= (spells.begin <= at + spells.ticks) & (spells.end > at + spells.ticks)
+        pages = spells.page[held]
+        there = set(owner[pages].tolist())
+        before = spells.times[at - 1] if at else -1.0
+        base |= {numbers.index(n): to for op, n, to in layout.shifts if before < op <= time}
+        for tensor in np.flatnonzero(~trace.tensor_persistent).tolist():
+            if trace.first_op[tensor] + 0.2 == time:
+                base[tensor] = layout.births[numbers[tensor]]
+        for move, (first, _) in spells.ins.items():
+            tensor = numbers.index(plan.moves[move].tensor)
+            if first == at:
+                own = pages[owner[pages] == tensor]
+                began = spells.page[(spells.begin % spells.ticks == at) & held]
+                assert base.get(tensor) == layout.ins[move] or set(own) <= set(began)
+                base[tensor] = layout.ins[move]
+        frames = [base[int(owner[page])] + int(inside[page]) for page in pages]
+        assert len(set(frames)) == len(frames)
+        assert all(0 <= frame < layout.frames for frame in frames)
+        assert there <= base.keys()
+
+
+def test_what_has_no_place_as_long_as_it_lasts_is_shifted() -> None:
+    seen: Counter[str] = Counter()
+    for trace, hardware, plan in planned(200):
+        layout = place(trace, plan, frames_of(trace, hardware))
+        if layout.unplaced_pages:
+            seen["unplaced"] += 1
+            continue
+        check_frames(trace, plan, layout)
+        seen["placed"] += 1
+        seen["shifted"] += bool(layout.shifts)
+    assert seen["placed"] > 50
+    assert seen["shifted"] > 5
+    assert seen["unplaced"] < seen["placed"] / 4
 
 
 def test_slots_of_several_ticks(monkeypatch: pytest.MonkeyPatch) -> None:
