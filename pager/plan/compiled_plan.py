@@ -108,7 +108,7 @@ class CompiledPlan(Order):
     from ``n`` on, that has some. ``births``: key → frame of a run's first page when it is born.
     ``start``: positive key → frame of its first page when an iteration begins; ``away``: pages that
     are not on the device then. ``last_in``: key → number of its last in-move, the order of those
-    still under way at the end. ``all_placed``: everything has a frame in advance.
+    still under way at the end.
     ``hosted``: access that is a step of the host → its place in the host's order. ``frames``: that
     it has places in; ``left``: others, for what it does not know. ``parted``: keys of what is moved
     in parts.
@@ -125,7 +125,6 @@ class CompiledPlan(Order):
     ) -> None:
         super().__init__(keys)
         self.plan, self.frames, self.left = plan, frames, left
-        self.all_placed = not layout.unplaced_pages
         self.trace = without_ends(recorded.trace, plan.host_steps)
         self.actions: list[Sequence[Action]] = [()] * (len(keys) + 1)
         self.last_in: dict[int, int] = {}

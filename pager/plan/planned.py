@@ -285,8 +285,7 @@ class PlannedMoves:
             self.clear()
 
     def follow(self, compiled: CompiledPlan | None) -> None:
-        """Places are those of this plan, as it begins. Where it has one for everything, what has
-        gone astray finds back; otherwise what has no place would be in the way again and again."""
+        """Places are those of this plan, as it begins. What has gone astray finds back."""
         self.births = compiled.births if compiled is not None else {}
         self.homes = {**compiled.start} if compiled is not None else {}
         self._tidies = compiled is not None

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -27,7 +28,7 @@ from tensorpager.pager.plan.signatures import StepSignature
 from tensorpager.pager.plan.victims import by_next_use
 from tensorpager.pager.tensor.paged_tensor import PagedTensor
 
-from .models import make_pager
+from .models import PAGE_BYTES, make_pager
 from .test_compaction import FRAMES, laid_out, layout, unchanged
 
 pytestmark = pytest.mark.usefixtures("one_thread")  # a core is left for what is queued
@@ -218,7 +219,7 @@ def test_what_finds_its_place_taken_comes_with_the_others(monkeypatch: pytest.Mo
 def test_what_has_room_beside_the_plan_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     """The plan counts on six frames: of A, B and C, which it has leave, two find room in the other
     four, and C is used last. What comes to their places goes behind the plan's frames. When there
-    are fewer frames, B has to leave too, and A when E finds no room behind."""
+    are fewer frames, B has to leave too, and A goes aside when E finds no room behind."""
     monkeypatch.setattr("tensorpager.pager.plan.planned._LATE", 100)  # however long A takes
     with make_pager(frames=FRAMES, policy="lp") as pager:
         tensors = laid_out(pager, "DDEE......")
@@ -229,7 +230,6 @@ def test_what_has_room_beside_the_plan_stays(monkeypatch: pytest.MonkeyPatch) ->
         keys = named(pager, tensors)
         plan: Any = Order([(keys[letter],) for letter in "ABCDABC"])
         plan.frames, plan.left, plan.parted, plan.births, plan.start = 6, 0, set(), {}, {}
-        plan.all_placed = False
         planned, mover = pager.core.follower.planned, pager.core.mover
         outs = [Action("out", "host", keys[letter], 0, 2, ANYWHERE) for letter in "ABC"]
         with pager.core.lock:
@@ -244,7 +244,7 @@ def test_what_has_room_beside_the_plan_stays(monkeypatch: pytest.MonkeyPatch) ->
             assert layout(pager, tensors) == "AA....DD.."
             planned.issue([Action("in", "host", keys["E"], 0, 2, 0)], {}, 4)
             mover.drain()
-            assert layout(pager, tensors) == "EE....DD.."
+            assert layout(pager, tensors) == "EEAA..DD.."
             planned.shrink(6, 4)
             pager.core.residency.resize(6)
         assert layout(pager, tensors) == "EEDD......"
@@ -331,6 +331,67 @@ def test_an_iteration_begins_with_everything_in_its_place(a_place_that_is_taken)
     with pager.core.lock:
         planned.go_home()
     assert layout(pager, tensors) == ".BBB......"
+
+
+def test_what_is_shifted_goes_to_another_place(a_place_that_is_taken) -> None:
+    """B, which has found a place where A is to come; not while it is in use."""
+    pager, tensors, keys = a_place_that_is_taken
+    planned, run = pager.core.follower.planned, tensors["B"]._storage.run
+    planned.homes[keys["B"]] = 2
+    shift = Action("shift", "device", keys["B"], 0, 3, 7, 3)
+    pager.core.take([run])
+    with pager.core.lock:
+        planned.issue([shift], {})
+    assert layout(pager, tensors) == "..BBB....."
+    pager.core.release([run])
+    with pager.core.lock:
+        planned.issue([shift, Action("in", "host", keys["A"], 0, 4, 0)], {})
+    assert layout(pager, tensors) == "AAAA...BBB"
+
+
+# -- tiers that are not as planned -----------------------------------------------------------------
+def test_what_is_in_another_tier_comes_from_there(tmp_path: Path) -> None:
+    """The plan has all of A in the host; two of its pages went to disk before the plan began."""
+    disk = {"disk_budget": "4MiB", "disk_path": tmp_path}
+    with make_pager(frames=FRAMES, policy="lp", **disk) as pager:
+        tensors = laid_out(pager, "AAAA......")
+        keys, mover = named(pager, tensors), pager.core.mover
+        pages = pages_of(tensors["A"])
+        with pager.core.lock:
+            for tier, part in (("host", pages[:2]), ("disk", pages[2:])):
+                mover.out(tier, part, mover.slots.take(tier, 2, leaving=part))
+            mover.drain()
+        come(pager, keys["A"])
+        with pager.core.lock:
+            mover.drain()
+        assert layout(pager, tensors) == "AAAA......"
+        assert mover.moved["host-in"] == mover.moved["disk-in"] == 2 * pager.core.page_size
+        check_invariants(pager.core)
+        assert unchanged(tensors)
+
+
+def test_what_finds_its_tier_full_goes_to_the_other_one(tmp_path: Path) -> None:
+    """Nor does what comes behind it wait: B has all of the host, where the plan has A."""
+    disk = {"disk_budget": "4MiB", "disk_path": tmp_path}
+    with make_pager(frames=FRAMES, policy="lp", host_budget=3 * PAGE_BYTES, **disk) as pager:
+        tensors = laid_out(pager, "BBB.......")
+        with pager.core.lock:
+            pager.core.residency.evict_pages(pages_of(tensors["B"]))
+        tensors |= laid_out(pager, "AAAA......")
+        keys, mover = named(pager, tensors), pager.core.mover
+        out = Action("out", "host", keys["A"], 0, 4, ANYWHERE)
+        planned = pager.core.follower.planned
+        with pager.core.lock:
+            planned.issue([out], {})
+            assert not planned.waiting
+            mover.drain()
+        assert mover.moved["disk-out"] == 4 * pager.core.page_size
+        come(pager, keys["A"])
+        with pager.core.lock:
+            mover.drain()
+        assert layout(pager, tensors) == "AAAA......"
+        check_invariants(pager.core)
+        assert unchanged(tensors)
 
 
 # -- moves without a window ------------------------------------------------------------------------
