@@ -10,8 +10,7 @@ its own:
 
     plain     PyTorch alone; its peak of memory is what the others' budgets are shares of
     fits      everything fits: twice the need
-    planned   --share of the need, pages moved by a plan; of the steps that follow it, as a plan is
-              compared with paging on demand first
+    planned   --share of the need, pages moved by a plan, as for a link of --link-rate
     lru       the same, without a plan
 
 Times are CPU time of the whole process (--steps steps after warm-up, median), and of it the time of
@@ -46,6 +45,7 @@ from lm.model import PRESETS, VOCABULARY, meta_model
 from lm.report import on_fake_cuda, run_facts, write_json
 
 import tensorpager as tp
+from tensorpager.pager.machine.calibration import measure as calibration
 
 MODES = ("plain", "fits", "planned", "lru")
 SEQUENCE = 512
@@ -99,7 +99,9 @@ def costs() -> dict[str, float]:
     }
 
 
-def measure(mode: str, preset: str, tokens: int, steps: int, budgets: dict[str, int]) -> Record:
+def measure(
+    mode: str, preset: str, tokens: int, steps: int, budgets: dict[str, int], link_rate: float
+) -> Record:
     """One case, in this process. ``budgets``: device and host bytes; empty for plain."""
     model = meta_model(preset, torch.bfloat16)
     pager = None
@@ -110,6 +112,11 @@ def measure(mode: str, preset: str, tokens: int, steps: int, budgets: dict[str, 
         pager = tp.Pager(
             budgets["device"], host_budget=budgets["host"], device="cuda", policy=policy
         )
+        if pager.core.follower is not None:
+            # A plan is what is measured here, not whether it is faster.
+            pager.core.follower.only_if_faster = False
+            rates = calibration.Calibration(link_rate * 1e9, link_rate * 1e9, 5.0)
+            calibration.calibrate = lambda **_: rates
         pager.page_module(model)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -206,6 +213,8 @@ def line(case: Record, record: Record) -> str:
 @click.option("--tokens", type=click.IntRange(SEQUENCE), default=2048, show_default=True)
 @click.option("--steps", type=click.IntRange(1), default=10, show_default=True, help="Timed.")
 @click.option("--share", type=click.FloatRange(0, 1), default=0.5, show_default=True)
+@click.option("--link-rate", type=click.FloatRange(0, min_open=True), default=25.0,
+              show_default=True, help="GB/s, for the plan.")  # fmt: skip
 @click.option("--json", "json_path", type=click.Path(dir_okay=False, path_type=Path))
 @click.option("--child", type=(str, click.Path(path_type=Path)), hidden=True)
 def main(
@@ -214,6 +223,7 @@ def main(
     tokens: int,
     steps: int,
     share: float,
+    link_rate: float,
     json_path: Path | None,
     child: tuple[str, Path] | None,
 ) -> None:
@@ -234,6 +244,7 @@ def main(
             device = int(need * (2 if mode == "fits" else share))
             budgets = {} if mode == "plain" else {"device": device, "host": 2 * need}
             case = {"mode": mode, "preset": preset, "tokens": tokens, "steps": steps}
+            case["link_rate"] = link_rate
             record = in_a_process({**case, "budgets": budgets})
             print(line(case, record), flush=True)
             results.setdefault(preset, {})[mode] = record | {"budgets": budgets}
@@ -243,7 +254,12 @@ def main(
                     break
                 need = record["peak_allocated_bytes"]
             if json_path is not None:
-                settings = {"tokens": tokens, "steps": steps, "share": share}
+                settings = {
+                    "tokens": tokens,
+                    "steps": steps,
+                    "share": share,
+                    "link_rate": link_rate,
+                }
                 facts = {**run_facts("cpu"), "load_average": os.getloadavg()}
                 write_json(json_path, {**settings, "cases": results, "facts": facts})
     failed = [case for preset in results.values() for case in preset.values() if "error" in case]
