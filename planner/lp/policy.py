@@ -51,6 +51,7 @@ PERFECT = 99.9995  # at which nobody else is asked
 CLOSE = 99.5  # at which they are not asked when time is out
 FULL_SECONDS, QUICK_SECONDS = 45.0, 12.0
 UNSOLVED = f"the solver had no bound in {4 * FULL_SECONDS:.0f} s: the ideal time stands for it"
+QUICK_ENOUGH = 97.0  # at which a quick search of small programs ends
 POOR = 98.0  # percent of the bound below which a search out of time goes on
 OTHERS: dict[str, Callable[[Trace, Hardware], Plan]] = {
     "appobmem": appobmem.plan,
@@ -124,7 +125,7 @@ class _Search:
         if not self.quick:
             self._full()
         if self._percent() < PERFECT:  # a full search is never worse than a quick one
-            any(self._try(each) for each in settings.quick(self.problem, self.spare))
+            self._quickly()
         for name in self._others():
             late = time.monotonic() > self.until
             if self._percent() >= (CLOSE if late else PERFECT):
@@ -139,6 +140,12 @@ class _Search:
         if self.solution is None:
             made = replace(made, extra={**made.extra, "notes": [UNSOLVED]})
         return made
+
+    def _quickly(self) -> None:
+        small = settings.is_small(self.problem)
+        for each in settings.quick(self.problem, self.spare):
+            if self._try(each) and (not small or self._percent() >= QUICK_ENOUGH):
+                break
 
     def _full(self) -> None:
         """The most promising programs first, until a plan is good enough."""

@@ -33,18 +33,24 @@ EXACT = Settings()
 
 
 def quick(problem: Problem, spare_pages: int) -> list[Settings]:
-    """For a quick search, which ends with the first plan that runs. ``spare_pages``: of the device
-    beside the largest working set. A program with a quarter of the steps is solved in a third of
-    the time, and its plan has fewer, larger moves."""
+    """For a quick search, which ends with the first plan that runs, or is good enough where
+    programs are small. ``spare_pages``: of the device beside the largest working set. A program
+    with a quarter of the steps is solved in a third of the time, and its plan has fewer, larger
+    moves."""
     reserve = min(spare_pages // 4, 32)
     steps = None if _whole(problem, QUICK_MAX_STEPS) else QUICK_MERGED_STEPS
-    first = []
-    if _whole(problem, QUICK_EXACT_STEPS):
-        first = [EXACT]
-    elif steps is None:
+    full, spare = Settings(0, True, 0.0, steps), Settings(reserve, True, 0.0, steps)
+    if is_small(problem):
+        return [EXACT, full, spare]
+    if steps is None:
         part, least = QUICK_COARSE
-        first = [Settings(reserve, True, 0.0, max(problem.steps // part, least))]
-    return [*first, Settings(reserve, True, 0.0, steps), Settings(0, True, 0.0, steps)]
+        return [Settings(reserve, True, 0.0, max(problem.steps // part, least)), spare, full]
+    return [spare, full]
+
+
+def is_small(problem: Problem) -> bool:
+    """Its programs are solved in about a second each."""
+    return _whole(problem, QUICK_EXACT_STEPS)
 
 
 def exact(problem: Problem) -> list[Settings]:
