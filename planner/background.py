@@ -8,9 +8,8 @@ and one line on stderr.
 
 What it needs is loaded before it reads, so that one that was started early answers soon. A search
 in full gives way to the training (nice 19); a quick plan does not, as training is slow until it has
-one. It runs on
-one thread (its parent sets OMP_NUM_THREADS), never loads torch, and dies with its parent, of which
-PARENT is the process id.
+one. It runs on one thread (its parent sets OMP_NUM_THREADS), never loads torch, and dies with its
+parent, of which PARENT is the process id.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from typing import Any
 
 from .errors import InfeasibleBudget, PagerError, PolicyRefusal
 from .hardware import Hardware, from_mapping
-from .layout import Layout, frames_of, layout_to_json, place
+from .places.layout import Layout, frames_of, layout_to_json, place
 from .plan import Bound, Plan, plan_to_json
 from .registry import find, make_plan
 from .request import read_header, read_trace

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from .layout import expand
+from .places.spells import expand
 from .plan import TIERS
 from .timeline import Timeline, instants
 from .trace import Floats, Ints

@@ -93,7 +93,7 @@ PLANNER_ROOMS = (
     "errors", "files", "sizes", "shown", "hardware", "trace", "plan", "simulation", "lifetimes",
     "buckets", "ranks", "iteration", "trace_check", "trace_file", "request", "simulator",
     "validator", "policies", "lp", "joint",
-    "registry", "layout", "timeline", "tier_usage", "sweep", "target", "outlook", "background",
+    "registry", "places", "timeline", "tier_usage", "sweep", "target", "outlook", "background",
     "packing", "offsets", "importers", "difference", "perfetto", "report", "commands",
 )  # fmt: skip
 

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ...planner.joint.options import without_ends
-from ...planner.layout import Layout
+from ...planner.places.layout import Layout
 from ...planner.plan import Plan
 from .access_log import Keys, is_optional, ordered
 from .traces import Recorded

@@ -589,10 +589,10 @@ class PlannedMoves:
             return
         own = self._table.frame[run.pages]
         wrong = np.flatnonzero((own >= 0) & (own != base + np.arange(run.count)))
-        if not len(wrong) or self._mover.tickets.pending("device", own[wrong]).any():
-            return
         places = (base + wrong).astype(np.int32)
-        if make_way(self._residency, run, places, self._home):
+        if self._mover.tickets.pending("device", np.concatenate([own[wrong], places])).any():
+            return  # also from there: whoever uses it would wait for what is leaving these places
+        if len(wrong) and make_way(self._residency, run, places, self._home):
             rearrange(self._residency, run.pages[wrong], places)
 
     def _home(self, run: Extent) -> int:

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 
 from ...planner.errors import PlanError
 from ...planner.hardware import Hardware
-from ...planner.layout import Layout, layout_from_json
+from ...planner.places.layout import Layout, layout_from_json
 from ...planner.plan import Plan, plan_from_json
 from ...planner.request import write_request
 from ...planner.trace import Trace

@@ -349,6 +349,32 @@ def test_what_is_shifted_goes_to_another_place(a_place_that_is_taken) -> None:
     assert layout(pager, tensors) == "AAAA...BBB"
 
 
+def test_nothing_is_shifted_to_what_others_are_still_leaving(monkeypatch) -> None:
+    """An op that uses A would wait for B's transfer. What is to come to A's place goes elsewhere."""
+    with make_pager(frames=FRAMES, policy="lp") as pager:
+        tensors = laid_out(pager, "CC........")
+        with pager.core.lock:
+            pager.core.residency.evict_pages(pages_of(tensors["C"]))
+        tensors |= laid_out(pager, "AABB......")
+        keys = named(pager, tensors)
+        mover, planned = pager.core.mover, pager.core.follower.planned
+        planned._tidies = True
+        late: list[Any] = []
+        monkeypatch.setattr(mover.lanes["host-out"], "add", lambda *work: late.append(work))
+        with pager.core.lock:
+            planned.issue([Action("out", "host", keys["B"], 0, 2, ANYWHERE)], {})
+            planned.issue([Action("shift", "device", keys["A"], 0, 2, 2, 2)], {})
+            assert layout(pager, tensors) == "AA........"
+            planned.issue([Action("in", "host", keys["C"], 0, 2, 0)], {})
+        assert layout(pager, tensors) == "AA..CC...."
+        for transfer, ticket in late:
+            ticket.carry(transfer.run)
+        with pager.core.lock:
+            mover.drain()
+        check_invariants(pager.core)
+        assert unchanged(tensors)
+
+
 # -- tiers that are not as planned -----------------------------------------------------------------
 def test_what_is_in_another_tier_comes_from_there(tmp_path: Path) -> None:
     """The plan has all of A in the host; two of its pages went to disk before the plan began."""

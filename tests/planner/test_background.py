@@ -24,8 +24,8 @@ from tensorpager.planner import background
 from tensorpager.planner.background import plan_with_layout
 from tensorpager.planner.errors import InfeasibleBudget, PagerError
 from tensorpager.planner.hardware import Hardware, from_mapping
-from tensorpager.planner.layout import layout_from_json, layout_to_json
 from tensorpager.planner.lp.policy import bound
+from tensorpager.planner.places.layout import layout_from_json, layout_to_json
 from tensorpager.planner.plan import Bound, Plan, plan_from_json, plan_to_json
 from tensorpager.planner.registry import find
 from tensorpager.planner.request import ARRAYS, read_header, read_trace, write_request

@@ -14,17 +14,16 @@ import pytest
 
 from tensorpager.planner.errors import InfeasibleBudget, PolicyRefusal
 from tensorpager.planner.hardware import Hardware
-from tensorpager.planner.layout import (
+from tensorpager.planner.lp.policy import plan as lp_plan
+from tensorpager.planner.places.layout import (
     Layout,
-    _find_stays,
-    _Order,
     frames_of,
     layout_from_json,
     layout_to_json,
     place,
-    spells_in_order,
 )
-from tensorpager.planner.lp.policy import plan as lp_plan
+from tensorpager.planner.places.spells import Order, spells_in_order
+from tensorpager.planner.places.stays import find_stays
 from tensorpager.planner.plan import Move, Plan, StartRun
 from tensorpager.planner.simulator import simulate
 from tensorpager.planner.trace import READ, WRITE, Trace
@@ -217,7 +216,7 @@ def comes_as_often_as_it_goes(trace: Trace, plan: Plan, frames: int) -> bool:
     """Also where frames are short for a moment: what an op uses is there, so that nothing comes an
     iteration later each time."""
     count = trace.pages(PAGE)
-    order = _Order(trace, plan, frames, np.cumsum(count) - count, count)
+    order = Order(trace, plan, frames, np.cumsum(count) - count, count)
     for _ in range(6):
         order.run()
     page, _, change, _ = order.events()
@@ -307,8 +306,8 @@ def test_what_has_no_place_as_long_as_it_lasts_is_shifted() -> None:
 
 def test_slots_of_several_ticks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where time is too fine for the grid, pages hold their frames a little longer, never less."""
-    monkeypatch.setattr("tensorpager.planner.layout.MIN_SLOTS", 3)
-    monkeypatch.setattr("tensorpager.planner.layout.MAX_SLOTS", 3)
+    monkeypatch.setattr("tensorpager.planner.places.layout.MIN_SLOTS", 3)
+    monkeypatch.setattr("tensorpager.planner.places.layout.MAX_SLOTS", 3)
     assert carried_out(planned(200))["cases"] > 20
 
 
@@ -365,7 +364,7 @@ def test_a_move_in_has_one_base() -> None:
         Move(13, 1, 1, "host", "out", 4),
     ]
     plan = plan_of(LINK, moves, [StartRun(13, 0, 2, "host")])
-    stays = _find_stays(trace, plan, spells_in_order(trace, plan, 3), 100)
+    stays = find_stays(trace, plan, spells_in_order(trace, plan, 3), 100)
     assert sorted(trace.tensor_ids[stays.tensor].tolist()) == [3, 13]
     assert stays.of_in.keys() == {0}
 
