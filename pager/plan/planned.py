@@ -556,9 +556,11 @@ class PlannedMoves:
             or self._mover.tickets.pending("device", own[wrong]).any()
         ):
             return False
-        coming.begin()  # before anything is moved aside
         places = (base + wrong).astype(np.int32)
         frames = np.concatenate([pages - np.int32(run.first - base), places])
+        if self._put_off.is_on and self._put_off.in_place(frames):
+            return False  # that need not be moved aside
+        coming.begin()  # before anything is
         if not make_way(self._residency, run, frames, self._home):
             return False
         rearrange(self._residency, run.pages[wrong], places)

@@ -219,7 +219,7 @@ def test_what_finds_its_place_taken_comes_with_the_others(monkeypatch: pytest.Mo
 def test_what_has_room_beside_the_plan_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     """The plan counts on six frames: of A, B and C, which it has leave, two find room in the other
     four, and C is used last. What comes to their places goes behind the plan's frames. When there
-    are fewer frames, B has to leave too, and A goes aside when E finds no room behind."""
+    are fewer frames, B has to leave too, and A when E finds no room behind."""
     monkeypatch.setattr("tensorpager.pager.plan.planned._LATE", 100)  # however long A takes
     with make_pager(frames=FRAMES, policy="lp") as pager:
         tensors = laid_out(pager, "DDEE......")
@@ -244,7 +244,7 @@ def test_what_has_room_beside_the_plan_stays(monkeypatch: pytest.MonkeyPatch) ->
             assert layout(pager, tensors) == "AA....DD.."
             planned.issue([Action("in", "host", keys["E"], 0, 2, 0)], {}, 4)
             mover.drain()
-            assert layout(pager, tensors) == "EEAA..DD.."
+            assert layout(pager, tensors) == "EE....DD.."
             planned.shrink(6, 4)
             pager.core.residency.resize(6)
         assert layout(pager, tensors) == "EEDD......"
@@ -350,7 +350,7 @@ def test_what_is_shifted_goes_to_another_place(a_place_that_is_taken) -> None:
 
 
 def test_nothing_is_shifted_to_what_others_are_still_leaving(monkeypatch) -> None:
-    """An op that uses A would wait for B's transfer. What is to come to A's place goes elsewhere."""
+    """An op that uses A would wait for B's transfer. What comes instead of A goes elsewhere."""
     with make_pager(frames=FRAMES, policy="lp") as pager:
         tensors = laid_out(pager, "CC........")
         with pager.core.lock:
