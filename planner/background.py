@@ -25,6 +25,7 @@ from typing import Any
 
 from .errors import InfeasibleBudget, PagerError, PolicyRefusal
 from .hardware import Hardware, from_mapping
+from .lifetimes import live_pages
 from .places.layout import Layout, frames_of, layout_to_json, place
 from .plan import Bound, Plan, plan_to_json
 from .registry import find, make_plan
@@ -60,7 +61,8 @@ def plan_with_layout(
     frames = frames_of(trace, hardware)
     on_cpu = trace.device == "cpu"
     first = None
-    if quick and on_cpu and policy == "lp":
+    fits = not trace.ops or int(live_pages(trace, hardware.page_size).max()) <= frames
+    if quick and on_cpu and policy == "lp" and not fits:
         first = _for_less(trace, hardware, CPU_SHARE, quick=True, policy=policy)
         if first is not None and _host_us(*first) <= NEARLY * trace.ideal_us:
             return first

@@ -138,6 +138,10 @@ def test_for_a_cpu_a_quick_plan_with_frames_to_spare_may_be_enough(
     assert found.bound is not None
     assert found.bound.iteration_us == trace.ideal_us
     assert found.device_bytes == hardware.device_bytes
+    asked.clear()
+    pages = int(trace.pages(PAGE).sum())
+    assert not plan_with_layout(trace, machine(pages), quick=True)[0].moves
+    assert asked == [pages]  # where everything fits, none is spared
 
 
 @pytest.mark.parametrize(
