@@ -14,7 +14,7 @@ from .stays import Arena, Part, Stays
 
 MAX_WINDOWS = 30  # in which others are asked to make room
 MAX_LOOKS = 500_000  # at parts of stays that may be in the way, some µs each
-_SWAP_LOOKS = 100  # as many as moving one of them takes as long as
+_SWAP_LOOKS = 100  # that moving one of them takes as long as
 
 
 class _Pieces:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import os
 import pickle
 import threading
@@ -16,6 +17,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 import torch.distributed.checkpoint.api
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 import tensorpager as tp
@@ -295,6 +297,18 @@ def test_nothing_in_a_file_is_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     with pytest.raises(Failed, match="no plain data"):
         dcp.load(state, storage_reader=tp.dcp.Reader(tmp_path / "meta"))
     assert not (tmp_path / "evil").exists()
+
+
+def test_members_of_enumerations_as_python_3_11_2_writes_them() -> None:
+    """By ``getattr``, which reads nothing else."""
+    module = "torch.distributed.checkpoint.metadata"
+    text = "cbuiltins\ngetattr\n(c{}\n{}\nV{}\ntR."
+    member = text.format(module, "_MEM_FORMAT_ENCODING", "TORCH_CONTIGUOUS_FORMAT")
+    found = ours._Plain(io.BytesIO(member.encode())).load()
+    assert found is _MEM_FORMAT_ENCODING.TORCH_CONTIGUOUS_FORMAT
+    for name, attribute in (("StorageMeta", "__init__"), ("_MEM_FORMAT_ENCODING", "__init__")):
+        with pytest.raises((pickle.UnpicklingError, KeyError), match=attribute):
+            ours._Plain(io.BytesIO(text.format(module, name, attribute).encode())).load()
 
 
 def test_damaged_files_are_refused(tmp_path: Path) -> None:

@@ -161,7 +161,8 @@ def _figures_are_live(pid: str) -> None:
         assert found["logged"].keys() == {"loss", "tokens/s"}
     assert second["tiers"]["device"]["budget_bytes"] == 4 << 20
     assert second["logged"]["loss"] < 7
-    assert len(second["recent_iteration_us"]) == min(60, second["iterations"])
+    # One that ends just then is in one of the two.
+    assert 0 <= min(60, second["iterations"]) - len(second["recent_iteration_us"]) <= 1
 
 
 def _a_frame_fits_80_columns(pid: str) -> None:
