@@ -79,8 +79,8 @@ class Slots:
     def will_have(self, tier: str, count: int) -> bool:
         """Whether so many copies in ``tier`` can be given up once pages that are on their way to
         the device are there."""
-        column = self._table.host if tier == "host" else self._table.disk
-        frames = self._table.frame[(column >= 0) & (self._table.frame >= 0)]
+        pages = np.flatnonzero(self._table.frame >= 0).astype(np.int32)
+        frames = self._table.frame[pages[self.of(tier, pages) >= 0]]
         return int(self._tickets.pending("device", frames).sum()) >= count
 
     def give(self, tier: str, slots: Int32) -> None:

@@ -82,10 +82,8 @@ class _Point:
         self.is_plain = all(
             len({shapes[number] for _, number in m.actions}) == len(m.actions) for _, m in self.outs
         )
-        coming = [action for _, moves in self.ins for action, _ in moves.actions]
-        self.homes = {
-            action.key: action.base for action in (*coming, *(action for action, _ in self.shifts))
-        }
+        placed = [*(pair for _, moves in self.ins for pair in moves.actions), *self.shifts]
+        self.homes = {action.key: action.base for action, _ in placed}
 
 
 class _Coming:

@@ -110,15 +110,13 @@ def _named(
     def placed(found: Iterable[tuple[int, int]]) -> dict[int, int]:
         return {key: base for key, base in found if base >= 0}
 
+    shifts = []
     for its in parts.values():
-        if its[-1].end - its[0].begin >= stays.ticks:
-            its.append(its[0])  # it goes on in the next iteration
-    shifts = {
-        (int(spells.times[part.begin % stays.ticks]), number[stays.tensor[part.stay]], bases[part])
-        for its in parts.values()
-        for before, part in itertools.pairwise(its)
-        if bases[part] not in (-1, bases[before])
-    }
+        goes_on = its[-1].end - its[0].begin >= stays.ticks  # in the next iteration
+        for before, part in itertools.pairwise([*its, *its[: int(goes_on)]]):
+            if bases[part] not in (-1, bases[before]):
+                op = int(spells.times[part.begin % stays.ticks])
+                shifts.append((op, number[stays.tensor[part.stay]], bases[part]))
     missing = {part.stay for part, base in bases.items() if base < 0}
     births = [(number[tensor], bases[parts[stay][0]]) for tensor, stay in stays.of_birth.items()]
     start = [(number[tensor], base_at(stay, 0)) for tensor, stay in stays.of_start.items()]

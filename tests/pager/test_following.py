@@ -1,7 +1,7 @@
 """Following a plan where things are not quite as planned: nothing that it counts on goes away."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -49,6 +49,21 @@ def named(pager: tp.Pager, tensors: Tensors) -> dict[str, int]:
 def pages_of(tensor: PagedTensor) -> np.ndarray:
     run = tensor._storage.run
     return np.arange(run.first, run.first + run.count, dtype=np.int32)
+
+
+def held_back(pager: tp.Pager, monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """What leaves for the host does not go before the result is called."""
+    late: list[Any] = []
+    mover = pager.core.mover
+    monkeypatch.setattr(mover.lanes["host-out"], "add", lambda *work: late.append(work))
+
+    def goes() -> None:
+        for transfer, ticket in late:
+            ticket.carry(transfer.run)
+        with pager.core.lock:
+            mover.drain()
+
+    return goes
 
 
 # -- entering a plan -------------------------------------------------------------------------------
@@ -357,20 +372,15 @@ def test_nothing_is_shifted_to_what_others_are_still_leaving(monkeypatch) -> Non
             pager.core.residency.evict_pages(pages_of(tensors["C"]))
         tensors |= laid_out(pager, "AABB......")
         keys = named(pager, tensors)
-        mover, planned = pager.core.mover, pager.core.follower.planned
+        planned, goes = pager.core.follower.planned, held_back(pager, monkeypatch)
         planned._tidies = True
-        late: list[Any] = []
-        monkeypatch.setattr(mover.lanes["host-out"], "add", lambda *work: late.append(work))
         with pager.core.lock:
             planned.issue([Action("out", "host", keys["B"], 0, 2, ANYWHERE)], {})
             planned.issue([Action("shift", "device", keys["A"], 0, 2, 2, 2)], {})
             assert layout(pager, tensors) == "AA........"
             planned.issue([Action("in", "host", keys["C"], 0, 2, 0)], {})
         assert layout(pager, tensors) == "AA..CC...."
-        for transfer, ticket in late:
-            ticket.carry(transfer.run)
-        with pager.core.lock:
-            mover.drain()
+        goes()
         check_invariants(pager.core)
         assert unchanged(tensors)
 
@@ -455,18 +465,13 @@ def test_what_is_free_sooner_is_filled_first(monkeypatch: pytest.MonkeyPatch) ->
             pager.core.residency.evict_pages(pages_of(tensors["A"]))
         tensors |= laid_out(pager, "BBCCDDEEFF")
         keys = named(pager, tensors)
-        mover, planned = pager.core.mover, pager.core.follower.planned
-        mover.batch_pages["host-out"] = 2
-        monkeypatch.setattr(mover.lanes["host-out"], "add", lambda *work: late.append(work))
-        late: list[Any] = []
+        planned, goes = pager.core.follower.planned, held_back(pager, monkeypatch)
+        pager.core.mover.batch_pages["host-out"] = 2
         outs = [Action("out", "host", keys[letter], 0, 2, ANYWHERE) for letter in "CDB"]
         with pager.core.lock:
             planned.issue([*outs, Action("in", "host", keys["A"], 0, 2, 0)], {})
         assert layout(pager, tensors) == "..AA..EEFF"
-        for transfer, ticket in late:
-            ticket.carry(transfer.run)
-        with pager.core.lock:
-            mover.drain()
+        goes()
         check_invariants(pager.core)
         assert unchanged(tensors)
 
