@@ -17,11 +17,13 @@ from ..disk.watch import IoWatch
 from ..memory.frame_pool import FramePool
 from ..memory.host import HostTier
 from ..memory.page_table import DIRTY, Int32, PageTable
+from ..memory.space import Extent
 from .slots import Slots
 from .tickets import Lane, MoveFailed, Places, Ticket, Tickets
 from .transfers import Carrier, Shift, Transfer
 
 TIERS = ("host", "disk")
+OTHER = {"host": "disk", "disk": "host"}
 NOW, AHEAD, PLANNED = "now", "ahead", "planned"
 """What an op waits for: carried out by whoever asks. What it will want next, and what a plan says:
 carried out by lanes, each by its own."""
@@ -337,3 +339,39 @@ class Mover:
 
     def close(self) -> None:
         self.carrier.close()
+
+
+class Coming:
+    """Pages that come from ``tier`` together, and the frames that were taken for them. ``runs``:
+    whose they are."""
+
+    def __init__(self, mover: Mover, tier: str, urgency: str = PLANNED) -> None:
+        self.tier, self._urgency = tier, urgency
+        self.runs: set[Extent] = set()
+        self._mover = mover
+        self._pages: list[Int32] = []
+        self._frames: list[Int32] = []
+
+    def add(self, run: Extent, pages: Int32, frames: Int32) -> None:
+        if len(pages):
+            self.runs.add(run)
+            self._pages.append(pages)
+            self._frames.append(frames)
+
+    def begin_with(self, run: Extent) -> None:
+        """What was added is queued, if pages of ``run`` are among it."""
+        if run in self.runs:
+            self.begin()
+
+    def begin(self) -> None:
+        """What was added is queued: where another tier has a copy, it comes from there."""
+        if not self._pages:
+            return
+        pages, frames = np.concatenate(self._pages), np.concatenate(self._frames)
+        self.runs.clear()
+        self._pages.clear()
+        self._frames.clear()
+        here = self._mover.slots.of(self.tier, pages) >= 0
+        for tier, part in ((self.tier, here), (OTHER[self.tier], ~here)):
+            if part.any():
+                self._mover.bring(tier, pages[part], frames[part], self._urgency)

@@ -19,9 +19,9 @@ from there.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
-from typing import Any
+from itertools import pairwise
 
 import numpy as np
 
@@ -30,11 +30,13 @@ from ..errors import PagerError
 from ..memory.page_table import BLANK, Int32
 from ..memory.space import Extent
 from ..moves.compaction import find_window
-from ..moves.mover import AHEAD
+from ..moves.mover import AHEAD, Coming
 from ..moves.tickets import MoveFailed
 
 Pair = tuple[Extent | None, Extent | None]
 _NOTHING = np.empty(0, np.int32)
+_LEAST_THROUGH_BYTES = 8 << 20  # with less room, what passes through comes in small pieces
+_BATCHES = 2  # in which what passes through comes: each costs the host the same
 
 
 class Cycle(Watcher):
@@ -51,9 +53,11 @@ class Cycle(Watcher):
         self._staying: dict[Extent, None] = {}  # the first ones stay longest where frames get fewer
         self._pages: Int32 = _NOTHING  # theirs
         self._frames = -1  # for so many it was decided
+        self._batch = 1  # frames that are free, or about to be, before anything is brought in
+        self._spent: dict[Extent, None] = {}  # used, and nobody waits for it
         self._coming: deque[Extent] = deque()  # that are expected next, and are there or on the way
         self._end: Pair = (None, None)  # the two latest when these have been used
-        self._full = False  # nothing is on the device that could make way for them
+        self._full = False  # nothing that is there could make way for them
         self._begun = False
 
     # -- begin and end ---------------------------------------------------------------------------
@@ -117,9 +121,14 @@ class Cycle(Watcher):
         if self._frames < 0 or self._pager.mover.error is not None:
             return
         for run in runs:
-            if run.kind == "parameter" and run not in self._staying and run not in self._coming:
-                self._let_go(run)
-        self._look_ahead()
+            if run.kind != "parameter":
+                self._full = False
+            elif run not in self._staying:
+                self._spent[run] = None
+        room = self._pager.residency.pool.free_count + sum(run.count for run in self._spent)
+        if not self._coming or room >= self._batch:
+            self._let_go()
+            self._look_ahead()
 
     # -- what stays ------------------------------------------------------------------------------
     def _decide(self, frames: int) -> None:
@@ -127,17 +136,18 @@ class Cycle(Watcher):
         self._expect_nothing()
         self._withdraw(self._pages)
         order = self._order()
-        staying = _choose(order, frames, self._staying)
+        least = _LEAST_THROUGH_BYTES // self._pager.page_size
+        staying = _choose(order, frames, self._staying, least)
         self._staying = dict.fromkeys(staying)
         self._frames, self._unplaced = frames, False
         pages = [run.pages for run in staying]
         self._pages = np.concatenate(pages) if pages else _NOTHING
+        self._batch = max(1, (frames - len(self._pages)) // _BATCHES)
         residency = self._pager.residency
         residency.awaited.append(self._pages)
         if len(staying) < len(order):  # what stays, side by side; the rest of the frames is free
-            for run in order:
-                if run not in self._staying:
-                    self._let_go(run)
+            self._spent.update((run, None) for run in order if run not in self._staying)
+            self._let_go()
             residency.compact()
 
     def _order(self) -> list[Extent]:
@@ -153,37 +163,56 @@ class Cycle(Watcher):
             at = (at[1], run)
         return [*found, *(run for run in self._seen if run not in found and run in self._staying)]
 
-    def _let_go(self, run: Extent) -> None:
-        """It leaves, if nobody uses it and it has a place below."""
-        if not run.pins and run.parts is None:
-            with suppress(PagerError):
-                self._pager.residency.evict_run(run)
-                self._full = False
+    def _let_go(self) -> None:
+        """What has been used leaves, if nobody uses it and it has a place below."""
+        spent = [
+            run
+            for run in self._spent
+            if run not in self._coming and not run.pins and run.parts is None
+        ]
+        self._full &= len(spent) == len(self._spent)
+        self._spent.clear()
+        if not spent:
+            return
+        residency = self._pager.residency
+        pages = np.concatenate([run.pages for run in spent])
+        try:
+            residency.evict_pages(pages[self._pager.table.frame[pages] >= 0])
+        except PagerError:  # there is not room for all of it
+            self._full = False
+            for run in spent:
+                with suppress(PagerError):
+                    residency.evict_run(run)
 
     # -- ahead of use ----------------------------------------------------------------------------
     def _look_ahead(self) -> None:
         """What is expected next is brought in, as far as there are frames."""
         if not self._coming:
             self._end = self._at
-        residency = self._pager.residency
-        while len(self._coming) < len(self._seen):
-            run = self._next.get(self._end)
-            if run is None:
-                return
-            if run.base < 0 and not residency.is_whole(run) and not self._bring(run):
-                return
-            self._coming.append(run)
-            residency.awaited.append(run.pages)
-            self._end = (self._end[1], run)
+        residency, coming = self._pager.residency, Coming(self._pager.mover, "host", AHEAD)
+        try:
+            while len(self._coming) < len(self._seen):
+                run = self._next.get(self._end)
+                if run is None:
+                    return
+                there = run.base >= 0 or run in coming.runs or residency.is_whole(run)
+                if not there and not self._bring(run, coming):
+                    return
+                self._coming.append(run)
+                residency.awaited.append(run.pages)
+                self._end = (self._end[1], run)
+        finally:
+            coming.begin()
 
-    def _bring(self, run: Extent) -> bool:
+    def _bring(self, run: Extent, coming: Coming) -> bool:
         """Queue what brings ``run`` in, in one piece; whether there was room."""
         pager = self._pager
         table, residency = pager.table, pager.residency
         if run.pins or run.parts is not None or (table.flags[run.pages] & BLANK).any():
             return False
-        self._let_go(run)  # what a window has cut off of it
         try:
+            if (table.frame[run.pages] >= 0).any():  # what a window has cut off of it
+                residency.evict_run(run)
             short = run.count - residency.pool.free_count
             if short > 0:
                 others = _NOTHING if self._full else residency.oldest(short)
@@ -191,7 +220,10 @@ class Cycle(Watcher):
                 if self._full:
                     return False
                 residency.evict_pages(others)
-            window = find_window(residency, run)
+            window = residency.pool.find_run(run.count)
+            if window is None:
+                coming.begin()  # before anything is moved aside
+                window = find_window(residency, run)
         except MoveFailed:
             pager.mover.drain()
             return False
@@ -200,14 +232,11 @@ class Cycle(Watcher):
         if window is None or (table.frame[run.pages] >= 0).any():
             return False
         residency.pool.take(window, run.count)
-        frames = np.arange(window, window + run.count, dtype=np.int32)
-        on_host = table.host[run.pages] >= 0
-        for tier, here in (("host", on_host), ("disk", ~on_host)):
-            if here.any():
-                pager.mover.bring(tier, run.pages[here], frames[here], AHEAD)
+        coming.add(run, run.pages, np.arange(window, window + run.count, dtype=np.int32))
         return True
 
     def _expect_nothing(self) -> None:
+        self._full = False
         while self._coming:
             self._withdraw(self._coming.popleft().pages)
 
@@ -219,24 +248,31 @@ class Cycle(Watcher):
             del awaited[at]
 
 
-def _choose(order: Sequence[Extent], frames: int, before: Sequence[Extent] | Any) -> list[Extent]:
+def _choose(
+    order: Sequence[Extent], frames: int, before: Collection[Extent], least: int = 1
+) -> list[Extent]:
     """Of weights in the order of a pass, those that stay in ``frames``, the most important first;
     what stayed ``before`` goes on doing so as long as it fits.
 
-    The largest come first where two of them would take half of what is left; then those that are
-    left, spread over the pass. What passes through has room for two of the largest of them.
+    What passes through has room for two of the largest of them. So the largest come first where two
+    of them would take half of what is left, and where the next ones are half as large or smaller
+    and two of these take at least ``least`` frames; then those that are left, spread over the pass.
     """
     order = [run for run in order if run.count <= frames]  # the others go slab by slab
     if sum(run.count for run in order) <= frames:
         return list(order)
     by_size = sorted(order, key=lambda run: -run.count)
-    large: list[Extent] = []
-    room = frames
-    while len(by_size) > 1 and 4 * by_size[0].count > room:
-        if by_size[0].count + 2 * by_size[1].count > room:
+    taken, few, halves = 0, 0, True  # of the largest: their pages, how many they are
+    for number, (run, after) in enumerate(pairwise(by_size), start=1):
+        taken += run.count
+        if taken + 2 * after.count > frames:
             break
-        large.append(by_size.pop(0))
-        room -= large[-1].count
+        halves = halves and 4 * run.count > frames - taken + run.count
+        worth = 2 * after.count <= run.count and 2 * after.count >= least
+        if halves or worth:
+            few = number
+    large, by_size = by_size[:few], by_size[few:]
+    room = frames - sum(run.count for run in large)
     room -= 2 * by_size[0].count
     chosen = dict.fromkeys(large)
     rest = [run for run in order if run not in chosen]

@@ -20,7 +20,7 @@ from ..memory.frame_pool import distinct, expand, merge
 from ..memory.page_table import BLANK, DIRTY, Int32
 from ..memory.space import Extent
 from ..moves.compaction import base_of, find_window, make_way, rearrange, vacate
-from ..moves.mover import TIERS, Mover
+from ..moves.mover import OTHER, TIERS, Coming, Mover
 from ..moves.residency import Residency, sliding_max
 from ..moves.tickets import MoveFailed
 from .access_log import Names
@@ -29,7 +29,6 @@ from .put_off import Job, PutOff
 
 _NOTHING = np.empty(0, np.int32)
 _TAKEN = 1 << 60
-_OTHER = {"host": "disk", "disk": "host"}
 _LATE = 2  # transfers that are queued in between
 _PATIENCE = 16  # times that a move waits for its place: some 8 accesses
 
@@ -84,43 +83,6 @@ class _Point:
         )
         placed = [*(pair for _, moves in self.ins for pair in moves.actions), *self.shifts]
         self.homes = {action.key: action.base for action, _ in placed}
-
-
-class _Coming:
-    """Pages that come from ``tier`` together, and the frames that were taken for them. ``runs``:
-    whose they are."""
-
-    def __init__(self, mover: Mover, tier: str) -> None:
-        self.tier = tier
-        self.runs: set[Extent] = set()
-        self._mover = mover
-        self._pages: list[Int32] = []
-        self._frames: list[Int32] = []
-
-    def add(self, run: Extent, pages: Int32, frames: Int32) -> None:
-        if len(pages):
-            self.runs.add(run)
-            self._pages.append(pages)
-            self._frames.append(frames)
-
-    def begin_with(self, run: Extent) -> None:
-        """What was added is queued, if pages of ``run`` are among it."""
-        if run in self.runs:
-            self.begin()
-
-    def begin(self) -> None:
-        """What was added is queued: where another tier has a copy, as what should have left did
-        not leave as the plan says, it comes from there."""
-        if not self._pages:
-            return
-        pages, frames = np.concatenate(self._pages), np.concatenate(self._frames)
-        self.runs.clear()
-        self._pages.clear()
-        self._frames.clear()
-        here = self._mover.slots.of(self.tier, pages) >= 0
-        for tier, part in ((self.tier, here), (_OTHER[self.tier], ~here)):
-            if part.any():
-                self._mover.bring(tier, pages[part], frames[part])
 
 
 class PlannedMoves:
@@ -356,8 +318,8 @@ class PlannedMoves:
         if not len(rest) or self._mover.slots.will_have(tier, len(rest)):
             return not len(rest)
         # Others are there that the plan has elsewhere, as when it has just begun.
-        slots = self._mover.slots.take(_OTHER[tier], len(rest), leaving=rest)
-        self._mover.out(_OTHER[tier], rest[: len(slots)], slots)
+        slots = self._mover.slots.take(OTHER[tier], len(rest), leaving=rest)
+        self._mover.out(OTHER[tier], rest[: len(slots)], slots)
         return len(slots) == len(rest)
 
     def _has_left(self, job: Job) -> bool:
@@ -370,7 +332,7 @@ class PlannedMoves:
         """Frames are taken, the planned ones where that is possible, for what has a copy in
         ``tier``; what comes at one point of the program comes together. ``leaving``: runs with
         pages that have yet to leave."""
-        coming = _Coming(self._mover, tier)
+        coming = Coming(self._mover, tier)
         while queue:
             job = queue[0]
             if self._names.is_live(job.run):
@@ -406,7 +368,7 @@ class PlannedMoves:
         self._waiting_first[action.tier] = job, times
         return times <= _PATIENCE
 
-    def _find_frames(self, job: Job, coming: _Coming) -> bool:
+    def _find_frames(self, job: Job, coming: Coming) -> bool:
         """For what ``job`` brings; whether there were enough."""
         run, table = job.run, self._table
         coming.begin_with(run)
@@ -432,7 +394,7 @@ class PlannedMoves:
         return pages[: max(0, residency.pool.free_count - residency.kept_frames())]
 
     def _with_frames(
-        self, run: Extent, pages: Int32, base: int, coming: _Coming
+        self, run: Extent, pages: Int32, base: int, coming: Coming
     ) -> tuple[Int32, Int32]:
         """``pages``, and free frames taken for them: as many of both as are free.
 
@@ -535,7 +497,7 @@ class PlannedMoves:
             self._leave(job.action.tier, job.pages)
         return base if self._residency.pool.all_free(frames) else None
 
-    def _is_to_be_had(self, run: Extent, pages: Int32, base: int, coming: _Coming) -> bool:
+    def _is_to_be_had(self, run: Extent, pages: Int32, base: int, coming: Coming) -> bool:
         """Whether ``pages`` of ``run`` can come to the place that the plan has for it, which begins
         at ``base``: it is free, or was made so, and what is there of ``run`` is at its place."""
         if not self._is_inside(run, base):

@@ -311,3 +311,6 @@ def test_what_is_chosen_to_stay() -> None:
     assert table[0] in _choose(table, 30, ())  # else two of it would take all frames
     assert _choose(table, 10, ())  # it does not fit, and others do
     assert not _choose(runs_of([4, 4, 4]), 7, ())
+    ends = runs_of([8, *[3, 1, 1] * 8, 8])
+    assert {ends[0], ends[-1]} <= set(_choose(ends, 40, ()))  # else 16 frames are for two of them
+    assert len({ends[0], ends[-1]} & set(_choose(ends, 40, (), 7))) < 2
