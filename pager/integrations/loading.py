@@ -23,7 +23,7 @@ from ..api import Pager
 from ..budget.fits import bytes_in_pages, check_capacity
 from ..checkpoint.sources import Opened, open_checkpoint
 from ..errors import PagerError
-from ..tensor.module import page_parameter
+from ..tensor.module import lists_of, page_parameter
 
 _REFUSED = ("device_map", "tp_plan", "tp_size", "distributed_config", "quantization_config")
 _ONE_BY_ONE = "HF_DEACTIVATE_ASYNC_LOAD"  # else all weights are made ahead, by threads
@@ -150,6 +150,7 @@ def _into_pages(pager: Pager, model: torch.nn.Module, opened: list[Opened]) -> I
     """Inside, a parameter with values that a module of ``model`` is given becomes pages. What was
     read of the files is dropped from memory then."""
     paths = {id(module): path for path, module in model.named_modules()}
+    lists = lists_of(model)
 
     def page(module: torch.nn.Module, name: str, parameter: Any) -> Any:
         if type(parameter) is not torch.nn.Parameter or parameter.is_meta:
@@ -158,7 +159,8 @@ def _into_pages(pager: Pager, model: torch.nn.Module, opened: list[Opened]) -> I
         if path is None:
             return None
         with torch.no_grad():
-            paged = page_parameter(pager.core, parameter, f"{path}.{name}" if path else name)
+            label = f"{path}.{name}" if path else name
+            paged = page_parameter(pager.core, parameter, label, lists[path])
         for one in opened:
             one.drop()
         return paged

@@ -12,8 +12,8 @@ members of the same lists of modules, if all the rest is alike in three of them.
     their order   attention | router |                       attention | ...
 
 A plan is made of the rest, for a part of the frames. The others are left to what comes on demand:
-there what was used in the most iterations stays. Small parameters (biases), which share pages with
-those of other modules, cannot be told apart: where experts have some, there is no plan.
+there what was used in the most iterations stays. Small parameters (biases) of all members of such
+lists share pages with one another, and with nothing else: these pages are optional too.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
 from ..memory.space import Extent
+from ..tensor.module import FROZEN
 from ..tensor.names import named_parameters
 from ..tensor.paged_tensor import PagedTensor
 from .access_log import AccessLog, Keys, Names, is_optional
@@ -55,9 +56,12 @@ class OptionalParts:
         used: list[set[int]] = [{key for keys in log.order for key in keys} for log in once]
         every = set(used[0]).intersection(*used[1:])
         differ = every.union(*used) - every
-        lists = self._lists()
+        lists, shared = self._lists()
         varying = {lists[key] for key in differ if key in lists}
         members = {key for key, name in lists.items() if name in varying}
+        members |= {
+            key for key, apart in shared.items() if any(f"{apart}." in name for name in varying)
+        }
         for chosen in (members, differ.intersection(members)):
             rest = Counter(_without(log.order, chosen | differ) for log in once)
             alike, times = rest.most_common(1)[0]
@@ -66,16 +70,24 @@ class OptionalParts:
                 return chosen
         return ()
 
-    def _lists(self) -> dict[int, str]:
-        """Key of a parameter in pages of its own → its name without numbers. What has not been used
-        yet gets a key."""
-        found = {}
+    def _lists(self) -> tuple[dict[int, str], dict[int, str]]:
+        """Key of a parameter in pages of its own → its name without numbers; of a page that small
+        parameters share → the lists of modules that all of these are in, if they are. What has not
+        been used yet gets a key."""
+        own, shared = {}, {}
         for name, parameter in named_parameters(self._pager):
             value = getattr(parameter, "_local_tensor", parameter)
-            if type(value) is PagedTensor and value._storage.run.small is None:
-                run = value._storage.run
-                found[run.key or self._names.name(run)] = re.sub(r"\d+", "*", name)
-        return found
+            if type(value) is not PagedTensor:
+                continue
+            run = value._storage.run
+            apart = run.apart.removeprefix(FROZEN)
+            if run.small is None or apart:
+                key = run.key or self._names.name(run)
+                if run.small is None:
+                    own[key] = re.sub(r"\d+", "*", name)
+                else:
+                    shared[key] = apart
+        return own, shared
 
     def _mark(self, keys: Collection[int]) -> None:
         for key in keys:

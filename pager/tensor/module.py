@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import gc
 import inspect
+import re
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
@@ -110,6 +111,7 @@ _OF_ANY_CLASS = frozenset(
 
 def page_module(pager: Core, module: torch.nn.Module) -> None:
     """Replace every parameter of ``module`` in place; see ``Pager.page_module``."""
+    lists = lists_of(module)
     for prefix, child in module.named_modules():
         for name, parameter in list(child._parameters.items()):
             if parameter is None or type(parameter) is PagedTensor:
@@ -118,7 +120,7 @@ def page_module(pager: Core, module: torch.nn.Module) -> None:
                 continue
             paged = known_parameter(pager, parameter)
             if paged is None:
-                paged = page_parameter(pager, parameter, _join(prefix, name))
+                paged = page_parameter(pager, parameter, _join(prefix, name), lists[prefix])
                 pager.replaced[id(parameter)] = (weakref.ref(parameter), weakref.ref(paged))
             setattr(child, name, paged)
         if mark_saved not in child._state_dict_hooks.values():
@@ -132,6 +134,20 @@ def note_model(pager: Core, model: torch.nn.Module) -> None:
         hook = CallHook(pager)
         model.register_forward_pre_hook(hook, with_kwargs=True)
         model.register_forward_hook(hook.after, always_call=True)
+
+
+def lists_of(model: torch.nn.Module) -> dict[str, str]:
+    """By a module's prefix, what sets its small parameters apart: the list of modules that it is
+    in, without numbers, which all lists like that one share. What is in a list may be used or not,
+    as the experts of a mixture are (``plan/optional.py``); nothing for the list of all blocks."""
+    found: dict[str, str] = {}
+    for prefix, module in model.named_modules():
+        found[prefix] = found.get(prefix.rpartition(".")[0], "")
+        if isinstance(module, torch.nn.ModuleList) and len(module) > 1:
+            name = re.sub(r"\d+", "*", prefix)
+            if "*" in name:
+                found[prefix] = name
+    return found
 
 
 def _join(prefix: str, name: str) -> str:
@@ -176,10 +192,16 @@ def _memory(tensor: torch.Tensor) -> torch.UntypedStorage:
     return torch.UntypedStorage(0) if tensor.is_meta else tensor.untyped_storage()
 
 
-def page_parameter(pager: Core, parameter: torch.nn.Parameter, label: str) -> PagedTensor:
-    """What takes the place of ``parameter``, with its values, hooks and gradient."""
+FROZEN = "frozen "  # sets apart, before what does otherwise
+
+
+def page_parameter(
+    pager: Core, parameter: torch.nn.Parameter, label: str, apart: str = ""
+) -> PagedTensor:
+    """What takes the place of ``parameter``, with its values, hooks and gradient. ``apart``: if it
+    is small, what sets it apart from others."""
     # A page with nothing but frozen ones is never written, and has its copy below for good.
-    apart = "" if parameter.requires_grad else "frozen"
+    apart = apart if parameter.requires_grad else FROZEN + apart
     if parameter.is_meta:
         paged = empty_like_geometry(pager, parameter, "parameter", apart=apart)
     else:

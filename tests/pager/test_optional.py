@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
@@ -18,10 +19,10 @@ WIDTH, EXPERTS, STEPS = 160, 4, 14
 class Block(nn.Module):
     """A layer that every row goes through, and one of some experts for each row."""
 
-    def __init__(self) -> None:
+    def __init__(self, biases: bool) -> None:
         super().__init__()
         self.mix, self.router = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, EXPERTS)
-        experts = [nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(EXPERTS)]
+        experts = [nn.Linear(WIDTH, WIDTH, bias=biases) for _ in range(EXPERTS)]
         self.experts = nn.ModuleList(experts)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -35,9 +36,9 @@ class Block(nn.Module):
         return x + out
 
 
-def train(pager: tp.Pager | None) -> list[Any]:
+def train(pager: tp.Pager | None, biases: bool) -> list[Any]:
     torch.manual_seed(0)
-    model = nn.Sequential(*(Block() for _ in range(4)), nn.Linear(WIDTH, WIDTH))
+    model = nn.Sequential(*(Block(biases) for _ in range(4)), nn.Linear(WIDTH, WIDTH))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
     if pager is not None:
         pager.page_module(model)
@@ -72,16 +73,20 @@ def train(pager: tp.Pager | None) -> list[Any]:
     return [losses, plain(model.state_dict())]
 
 
-def test_iterations_that_use_other_experts_are_one_kind_and_planned(one_thread: None) -> None:
-    """Plain's bits, too; no expert that was not used leaves the plan."""
-    expected = train(None)
+@pytest.mark.parametrize("biases", [False, True])
+def test_iterations_that_use_other_experts_are_one_kind_and_planned(
+    biases: bool, one_thread: None
+) -> None:
+    """Plain's bits, too; no expert that was not used leaves the plan. Small parameters of experts
+    share pages with nothing else."""
+    expected = train(None, biases)
     with tp.Pager(
         device_budget="5MiB", host_budget="32MiB", page_size="64KiB", device="cpu"
     ) as pager:
         follower = pager.core.follower
         assert follower is not None
         follower.only_if_faster = False
-        assert_same(train(pager), expected)
+        assert_same(train(pager, biases), expected)
         stats = pager.stats()
         assert not stats["fits"]
         assert stats["planned_iterations"] >= STEPS // 3
