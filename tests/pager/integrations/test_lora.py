@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -116,6 +117,39 @@ def test_training_and_saving(dtype: torch.dtype, tmp_path: Path) -> None:
         assert stats["peak_bytes"]["device"] <= stats["budget_bytes"]["device"]
         name = f"checkpoint-{STEPS}/adapter_model.safetensors"
         assert (tmp_path / "paged" / name).read_bytes() == (tmp_path / "plain" / name).read_bytes()
+
+
+def _written() -> int:
+    """Bytes that this process has given to the kernel to write, as the kernel counts them."""
+    (line,) = [x for x in Path("/proc/self/io").read_text().splitlines() if x.startswith("wchar")]
+    return int(line.split()[1])
+
+
+def test_a_base_on_disk_is_written_once_as_the_system_counts(tmp_path: Path) -> None:
+    model = lora()
+    base = sum(p.nbytes for p in model.parameters() if not p.requires_grad)
+    budgets = half_of_base(model, host_budget=0, disk_budget="64MiB", disk_path=tmp_path)
+    budgets["policy"] = "lru"  # for a plan, the disk's speed would be measured by writing to it
+    short = texts(2, length=8)  # what a step makes of it stays dense
+    with tp.Pager(**budgets) as pager:
+        pager.page_module(model)
+        trained = [p for p in model.parameters() if p.requires_grad]
+        optimizer = pager.optimizer(torch.optim.AdamW(trained, lr=1e-3))
+        counts, reads = [_written()], []
+        for _ in range(12):
+            with pager.iteration():
+                for text in short:
+                    model(
+                        input_ids=text["input_ids"][None], labels=text["labels"][None]
+                    ).loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            counts.append(_written())
+            reads.append(pager.stats()["channel_bytes"]["disk-in"])
+        assert reads[-1] - reads[4] > base, "the base is read in every step"
+        written = [after - before for before, after in pairwise(counts)]
+        assert base // 4 < written[0] < 1.5 * base, "once"
+        assert max(written[1:]) < base // 10, "adapters' gradients and states"
 
 
 def test_adapters_are_loaded_merged_and_taken_off_again(tmp_path: Path) -> None:
