@@ -98,7 +98,7 @@ class OptionalParts:
     # -- what comes on demand --------------------------------------------------------------------
     def note(self, log: AccessLog) -> None:
         """An iteration has ended."""
-        used = {key for keys in log.keys if is_optional(keys) for key in keys if key > 0}
+        used = {key for keys in set(log.keys) if is_optional(keys) for key in keys if key > 0}
         if used or self.often:
             often = {key: (1 - _FORGETS) * share for key, share in self.often.items()}
             for key in used:
