@@ -419,14 +419,14 @@ class PlannedMoves:
                 window = base
             else:
                 window = self._soonest(run.count)
-            if window is None or not (
+            if window is not None and not (
                 self._is_inside(run, window) and pool.is_free(window + first - run.first, count)
             ):
-                coming.begin()  # before anything is moved aside
-                window = find_window(self._residency, run)
+                window = None
         frames = None if window is None else pages - np.int32(run.first - window)
         if frames is None or self._is_late(frames):
-            # Anywhere: it is put together when an op uses it, which is a copy in memory.
+            # Anywhere: it is put together when an op uses it, which is a copy in memory. If others
+            # were moved aside, they would be in the way of what comes next.
             frames = self._soonest_frames(len(pages))
         pool.take_all(frames)
         return pages[: len(frames)], frames

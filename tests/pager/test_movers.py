@@ -169,7 +169,9 @@ def queued() -> Iterator[Callable[..., tuple[tp.Pager, dict[str, Any]]]]:
     over it, and all of ``coming`` were queued at once."""
     pagers = []
 
-    def prepare(before: str, after: str, coming: str) -> tuple[tp.Pager, dict[str, Any]]:
+    def prepare(
+        before: str, after: str, coming: str, **homes: int
+    ) -> tuple[tp.Pager, dict[str, Any]]:
         pager = planned_pager(frames=FRAMES)
         pagers.append(pager)
         tensors = laid_out(pager, before)
@@ -180,8 +182,12 @@ def queued() -> Iterator[Callable[..., tuple[tp.Pager, dict[str, Any]]]]:
         keys = named(pager, tensors)
         with pager.core.lock:
             counts = {letter: len(pages_of(tensors[letter])) for letter in coming}
-            moves = [Action("in", "host", keys[c], 0, counts[c], ANYWHERE) for c in coming]
-            pager.core.follower.planned.issue(moves, {})
+            planned = pager.core.follower.planned
+            planned._tidies = bool(homes)
+            planned.homes = {keys[letter]: home for letter, home in homes.items()}
+            bases = {letter: homes.get(letter, ANYWHERE) for letter in coming}
+            moves = [Action("in", "host", keys[c], 0, counts[c], bases[c]) for c in coming]
+            planned.issue(moves, {})
         return pager, tensors
 
     yield prepare
@@ -189,23 +195,11 @@ def queued() -> Iterator[Callable[..., tuple[tp.Pager, dict[str, Any]]]]:
         pager.close()
 
 
-@pytest.mark.parametrize(
-    ("after", "copy"),
-    [
-        (".BB.CC...D", "moved"),  # C goes aside for A
-        (".BB.CC.DDD", "slid"),  # nothing has another place
-    ],
-)
-def test_a_move_that_cannot_be_prepared_ends_the_plan(
-    queued, monkeypatch, after: str, copy: str
-) -> None:
-    """E comes; the copy that would make room for A fails."""
-    if copy == "moved":
-        monkeypatch.setattr(residency_module.Residency, "_move", breaks)
-    else:
-        monkeypatch.setattr("tensorpager.pager.devices.cpu.Cpu.slide", breaks)
-    count = 4 if copy == "moved" else 2
-    pager, tensors = queued("A" * count + "E" + "." * (FRAMES - 1 - count), after, "EA")
+def test_a_move_that_cannot_be_prepared_ends_the_plan(queued, monkeypatch) -> None:
+    """E comes; the copy by which C, which has gone astray, would make way for A fails."""
+    monkeypatch.setattr(residency_module.Residency, "_move", breaks)
+    after = ".BB.CC...D"
+    pager, tensors = queued("AAAAE.....", after, "EA", A=3, C=7, E=0)
     assert isinstance(pager.core.mover.error, BrokenCopyError)
     assert not pager.core.follower.planned.waiting
     others = {letter: tensor for letter, tensor in tensors.items() if letter != "E"}
@@ -215,6 +209,21 @@ def test_a_move_that_cannot_be_prepared_ends_the_plan(
     check_invariants(pager.core)
     monkeypatch.undo()
     assert unchanged(tensors)
+    check_invariants(pager.core)
+
+
+def test_what_comes_moves_nothing_aside(queued) -> None:
+    """A comes in pieces where there is room, and is put together when it is used."""
+    after = ".BB.CC...D"
+    pager, tensors = queued("AAAA......", after, "A")
+    others = {letter: tensor for letter, tensor in tensors.items() if letter != "A"}
+    assert layout(pager, others) == after
+    with pager.core.lock:
+        pager.core.mover.drain()
+        assert pager.core.residency.is_there(tensors["A"]._storage.run)
+        assert not pager.core.residency.is_whole(tensors["A"]._storage.run)
+    assert unchanged(tensors)
+    assert pager.core.residency.is_whole(tensors["A"]._storage.run)
     check_invariants(pager.core)
 
 
