@@ -34,8 +34,8 @@ def assert_clean(found: dict[str, Any], runs: int) -> None:
     assert sum(found["phases"].values()) == runs
 
 
-def test_two_kills(tmp_path: Path) -> None:
-    assert_clean(kill(tmp_path, 2), 2)
+def test_a_kill(tmp_path: Path) -> None:
+    assert_clean(kill(tmp_path, 1), 1)
 
 
 @pytest.mark.slow

@@ -97,7 +97,10 @@ def check_planned(job: Job, allowance: float = ALLOWANCE) -> Peaks:
     return peaks
 
 
-@pytest.mark.parametrize("how", ["moves", "again", "host_step"])
+@pytest.mark.parametrize(
+    "how",
+    [pytest.param("moves", marks=pytest.mark.slow), "again", "host_step"],  # which move, too
+)
 def test_planned_training_stays_inside_every_budget(tmp_path: Path, how: str) -> None:
     tiers, flags = (9 * MIB, 2 * MIB, 32 * MIB), {how: True} if how != "moves" else {}
     peaks = check_planned(Job("tiny", *tiers, str(tmp_path), 64 << 10, steps=5, **flags))
