@@ -16,11 +16,15 @@ without memory. So the first Pager puts a guard on the functions that these begi
 pagers are taken off until the transform is done, and what is saved meanwhile stays dense. Hooks of
 others are refused as before. (A guard on ``disable_saved_tensors_hooks``, which refuses, would be
 in the way of ``torch.compile``: that knows this function by its identity.)
+
+Compiled code reads memory, not tensors: what a compiled part of the model has saved is a dense copy
+again when its backward pass asks for it.
 """
 
 from __future__ import annotations
 
 import functools
+import sys
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -43,6 +47,8 @@ _BEGIN = "grad_and_value_impl", "_vjp_with_argnums", "_jvp_with_argnums"
 _Pair = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
 
 THRESHOLD_BYTES = 32 << 10  # smaller tensors cost more in bookkeeping than they free
+_FUNCTIONS = "torch/autograd/function.py"  # ends the file name of what calls a Function
+_COMPILED = "_aot_autograd"  # in that of what calls compiled parts, which are Functions
 _SPARSE_VIEW = 4  # a view that uses less than 1/4 of its storage is stored by itself
 
 
@@ -177,8 +183,10 @@ class SavedTensors:
             self._uncounted += 1
             self._dense[key] = StorageWeakRef(memory), whole
             return tensor.detach(), tensor._version  # of a leaf too: it lives as the graph does
-        known = self.known(tensor, memory) if key in self._origins else None
-        return self.store(tensor, memory) if known is None else known
+        stored = self.known(tensor, memory) if key in self._origins else None
+        if stored is None:
+            stored = self.store(tensor, memory)
+        return _ForCompiled(stored) if _saves_for_compiled(sys._getframe(1)) else stored
 
     # -- storing ---------------------------------------------------------------------------------
     def known(self, tensor: torch.Tensor, memory: torch.UntypedStorage) -> PagedTensor | None:
@@ -225,6 +233,27 @@ class SavedTensors:
         return PagedTensor.over(storage, tensor, 0)
 
 
+def _saves_for_compiled(frame: Any) -> bool:
+    """Whether what calls autograd in ``frame`` is a compiled part of the model."""
+    if not frame.f_code.co_filename.endswith(_FUNCTIONS):
+        return False
+    return frame.f_back is not None and _COMPILED in frame.f_back.f_code.co_filename
+
+
+class _ForCompiled:
+    """What a compiled part of the model has saved: dense when it is asked for."""
+
+    __slots__ = ("_stored",)
+
+    def __init__(self, stored: Any) -> None:
+        self._stored = stored
+
+    def give(self) -> tuple[torch.Tensor, int]:
+        tensor = unpack(self._stored)
+        dense = tensor.to_dense() if type(tensor) is PagedTensor else tensor
+        return dense, dense._version
+
+
 def keep(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
     """A saved tensor that is not copied, and its version at pack. Never the tensor itself: an
     output that holds its own graph is a cycle nobody collects."""
@@ -235,7 +264,7 @@ def unpack(packed: Any) -> torch.Tensor:
     """What was packed, unless it was changed since."""
     if type(packed) is PagedTensor:
         return packed
-    if type(packed) is not tuple:  # of a segment that has to run again
+    if type(packed) is not tuple:  # of a segment that has to run again, or of compiled code
         return unpack(packed.give())
     if len(packed) == 3:
         return _give_weight(*packed)

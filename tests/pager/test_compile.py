@@ -1,13 +1,18 @@
 """``torch.compile`` of code that trains a paged model: it stops at our doors, and the losses are
 those of the plain run."""
 
+from contextlib import ExitStack, nullcontext
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.aot_autograd import make_boxed_func
+from torch.nn import functional as F
 
 import tensorpager as tp
+from tensorpager.pager.tensor.paged_tensor import PagedTensor
 
 from .models import PAGE_BYTES
 
@@ -63,6 +68,58 @@ def test_losses_of_the_plain_run(one_thread: None, how: str) -> None:
     assert losses == expected
     assert not [node for graph in graphs for node in graph.graph.nodes if is_ours(node)]
     assert len(graphs) < 8
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.linear = nn.LayerNorm(128), nn.Linear(128, 128)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + F.gelu(self.linear(self.norm(x))) * torch.sigmoid(x.mean())
+
+
+@pytest.mark.parametrize("budget", ["2MiB", "64MiB"])
+def test_compiled_parts_get_plain_tensors(one_thread: None, budget: str) -> None:
+    """Of what they have saved too, in pages meanwhile: their kernels read memory."""
+    found = []
+    given: set[type] = set()
+
+    def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        def run(*tensors: Any) -> Any:
+            given.update(type(one) for one in tensors)
+            return graph(*tensors)
+
+        return make_boxed_func(run)
+
+    for paged in (False, True):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model = nn.Sequential(*(Block() for _ in range(4)))
+        with ExitStack() as stack:
+            if paged:
+                limits = {"page_size": PAGE_BYTES, "device": "cpu", "policy": "lru"}
+                pager = stack.enter_context(tp.Pager(budget, "64MiB", **limits))
+                pager.page_module(model)
+            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
+            if paged:
+                pager.optimizer(optimizer)
+            compiled = torch.compile(model, backend=aot_autograd(fw_compiler=backend))
+            losses = []
+            for _ in range(4):
+                with pager.iteration() if paged else nullcontext():
+                    loss = compiled(torch.ones(256, 128)).square().mean()
+                    loss.backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+                losses.append(loss.item())
+            found.append(losses)
+            if paged:
+                assert pager.stats()["fits"] is (budget == "64MiB")
+    torch._dynamo.reset()
+    assert found[0] == found[1]
+    assert PagedTensor not in given
+    assert torch.Tensor in given
 
 
 def test_what_needs_a_whole_graph_says_why_there_is_none() -> None:
