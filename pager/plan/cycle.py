@@ -87,6 +87,7 @@ class Cycle(Watcher):
         self.rest()
         if self._begun:
             self._begun = False
+            self._spent.clear()
             self._expect_nothing()
             self._withdraw(self._pages)
 
@@ -165,10 +166,12 @@ class Cycle(Watcher):
 
     def _let_go(self) -> None:
         """What has been used leaves, if nobody uses it and it has a place below."""
+        live = self._pager.space.runs
         spent = [
             run
             for run in self._spent
-            if run not in self._coming and not run.pins and run.parts is None
+            if not (run.pins or run.parts or run in self._coming or run in self._staying)
+            and live.get(run.id) is run
         ]
         self._full &= len(spent) == len(self._spent)
         self._spent.clear()

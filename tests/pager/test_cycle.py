@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import threading
 from pathlib import Path
@@ -112,6 +113,30 @@ def test_passes_without_gradients_outside_of_it_do_the_same(off: Any, one_thread
             model(torch.ones(1, WIDTH)).sum().backward()
         assert not core.residency.awaited
         assert moved(pager, before, 3) > weights
+
+
+def test_a_model_that_is_gone_between_passes(one_thread: None) -> None:
+    """Of what it has left nothing is let go that has its pages by now."""
+    expected = passes(model_of(), 4)
+    with tp.Pager(**half()) as pager:
+        core, model = pager.core, pager.page_module(model_of())
+        with pager.inference():
+            assert_same(passes(model, 3), expected[:3])
+            gone = {parameter._storage.run for parameter in model.parameters()}
+            core.cycle._spent = dict.fromkeys(gone)  # as where what passes through is small
+            del model
+            gc.collect()
+            kept = [pager.page(torch.full((WIDTH, WIDTH), float(i))) for i in range(DEPTH)]
+            assert not gone.intersection(core.space.runs.values())
+            small = pager.page_module(nn.Linear(WIDTH, WIDTH, bias=False))
+            before = core.mover.bytes_out
+            with torch.no_grad():
+                small(torch.ones(1, WIDTH))
+                kept[-1].sum()
+            assert core.mover.bytes_out - before < 12 * PAGE_BYTES, "more than makes way"
+        for i, one in enumerate(kept):
+            assert torch.equal(one.to_dense(), torch.full((WIDTH, WIDTH), float(i)))
+        check_invariants(core)
 
 
 def test_a_pass_that_an_interrupt_ends(one_thread: None) -> None:
