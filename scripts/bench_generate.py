@@ -7,10 +7,10 @@
 The same Llama answers the same prompt, each time in a process of its own, with one thread, one
 sequence and greedy. "paged" has its other weights in host memory, beside the device's, so both use
 one memory bus; a token is to take at most 1.3 times what it takes plain and what copying in takes
-that has to come, at the rate of a copy measured beside it. "link" has a link to host memory that is
-so slow that copying takes ``--link`` times as long as a token does plain; it is to take at most 1.3
-times the longer of both. A token is from one call of the model to the next; medians, after warm-up.
-The tokens have to be plain's.
+that has to come, at the rate of a copy measured beside it. "link" has a link to host memory over
+which the weights that the share leaves out take ``--link`` times as long as a token does plain; a
+token is to take at most 1.3 times the longer of plain and what has to come over the link. A token
+is from one call of the model to the next; medians, after warm-up. The tokens have to be plain's.
 """
 
 import json

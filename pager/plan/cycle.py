@@ -4,7 +4,8 @@ ahead of use.
 A pass uses all weights in the same order, so the least recently used one is the next to be wanted,
 and by LRU all of them would move in every pass. Here as many stay as there is room for, spread over
 the pass, and are never moved again. The others pass through the frames that are left, in the order
-in which the passes before used them, and leave when they were used::
+in which the passes before used them: when half of these frames have been used, what was in them
+leaves, and as much comes, together::
 
     frames   | stay: A . . D . . G        | through: B C | E F | H ...
     ops        A   B   C   D   E   F   G
@@ -53,7 +54,7 @@ class Cycle(Watcher):
         self._staying: dict[Extent, None] = {}  # the first ones stay longest where frames get fewer
         self._pages: Int32 = _NOTHING  # theirs
         self._frames = -1  # for so many it was decided
-        self._batch = 1  # frames that are free, or about to be, before anything is brought in
+        self._batch = 1  # so many frames are free, or spent, before anything is brought in
         self._spent: dict[Extent, None] = {}  # used, and nobody waits for it
         self._coming: deque[Extent] = deque()  # that are expected next, and are there or on the way
         self._end: Pair = (None, None)  # the two latest when these have been used

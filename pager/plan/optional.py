@@ -80,13 +80,10 @@ class OptionalParts:
             if type(value) is not PagedTensor:
                 continue
             run = value._storage.run
-            apart = run.apart.removeprefix(FROZEN)
-            if run.small is None or apart:
-                key = run.key or self._names.name(run)
-                if run.small is None:
-                    own[key] = re.sub(r"\d+", "*", name)
-                else:
-                    shared[key] = apart
+            if run.small is None:
+                own[run.key or self._names.name(run)] = re.sub(r"\d+", "*", name)
+            elif apart := run.apart.removeprefix(FROZEN):
+                shared[run.key or self._names.name(run)] = apart
         return own, shared
 
     def _mark(self, keys: Collection[int]) -> None:
