@@ -1,13 +1,15 @@
 """What an iteration needs, and whether the device budget has it.
 
 What a training step allocates beside the arena is not known before it ran, so the first iteration
-is *metered*: the arena is kept as small as one operation allows, and by the time the first
-parameter would change the smallest budget that works is known exactly:
+is *metered*, and by the time the first parameter would change the smallest budget that works is
+known exactly:
 
     minimum = peak of dense bytes + page_size × (frames that one op pins, at most)
 
-(rounded up, see ``refusals.to_name``). If the budget is below it, the step is not taken and no
-parameter changes. The iteration goes on without it, so that what comes after it counts too, and
+(rounded up, see ``refusals.to_name``). Meanwhile the arena has what twice the dense bytes so far
+leave of the budget, or, where dense memory cannot ask for frames in the middle of an op, as few as
+one operation allows. If the budget is below the minimum, the step is not taken and no parameter
+changes. The iteration goes on without it, so that what comes after it counts too, and
 ``InfeasibleBudget`` is raised at its end. Dense memory takes the frames of pages that are not
 pinned, before a metered iteration goes beyond the budget; it may to find that out, but never uses
 more than the minimum that it names. Otherwise the border (``border.py``) moves once, at the end of
@@ -129,17 +131,17 @@ class DeviceBudget(Border):
         return (backend.arena.numel() if fixed else backend.reserved_bytes) // self.page_size
 
     def _give_way(self) -> None:
-        """While metering for the first time, the arena is no larger than the largest need so far:
-        then frames and dense bytes together cannot exceed the minimum, whatever the dense peak
-        turns out to be. Later the dense peak is known for other shapes, and what has room beside
-        twice as much stays."""
+        """While metering, what has room beside twice the dense bytes so far stays. The arena is no
+        smaller than the largest need so far. It is no larger where nothing is known of dense memory,
+        or that cannot ask for frames: then both together cannot exceed the minimum, whatever the
+        dense peak turns out to be."""
         if not self.metering:
             return
         if not self.residency.turns.is_home():  # an op of no iteration
             self.log_frames()
             return
         frames = max(1, self.residency.largest_need, self._frames_to_spare())
-        if self.fixed_reserve is None and not self._stuck and frames < self.residency.pool.count:
+        if self.fixed_reserve is None and not self._stuck and frames < self.residency.frames:
             try:
                 self.residency.resize(frames)
             except TierFull:  # the tiers below cannot take it, so it stays
@@ -163,9 +165,10 @@ class DeviceBudget(Border):
 
     def _frames_to_spare(self) -> int:
         """Frames beside twice the dense bytes of shapes that were metered, and of this one so far;
-        0 where one of the two is not known."""
+        0 where these are not known, or what comes beyond them could not be given frames any more."""
         level = self.backend.meter_level()
-        if not self._before[0] or level is None:
+        asks = self.backend.host_addressable and self._is_capped
+        if level is None or not (asks or self._before[0]):
             return 0
         dense = max(self.dense_peak, self.dense_baseline + level)
         return (self.bytes - 2 * dense) // self.page_size
@@ -256,10 +259,10 @@ class DeviceBudget(Border):
         from then on."""
         residency = self.residency
         frames = residency.frames - -(-missing // self.page_size)
+        pinned = residency.pinned_pages()
         try:
-            self._is_capped = frames >= residency.pinned_pages()
-            if self._is_capped:
-                residency.shrink(frames)
+            self._is_capped = frames >= pinned
+            residency.shrink(max(frames, pinned))
         except TierFull:
             self._is_capped = False
         self.log_frames()

@@ -17,8 +17,8 @@ pagers are taken off until the transform is done, and what is saved meanwhile st
 others are refused as before. (A guard on ``disable_saved_tensors_hooks``, which refuses, would be
 in the way of ``torch.compile``: that knows this function by its identity.)
 
-Compiled code reads memory, not tensors: what a compiled part of the model has saved is a dense copy
-again when its backward pass asks for it.
+Compiled code reads memory, not tensors, and so do kernels of others, which autograd knows as
+Functions: what these have saved is a dense copy again when their backward pass asks for it.
 """
 
 from __future__ import annotations
@@ -48,7 +48,8 @@ _Pair = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
 
 THRESHOLD_BYTES = 32 << 10  # smaller tensors cost more in bookkeeping than they free
 _FUNCTIONS = "torch/autograd/function.py"  # ends the file name of what calls a Function
-_COMPILED = "_aot_autograd"  # in that of what calls compiled parts, which are Functions
+_COMPILED = "_aot_autograd"  # in the name of the module that has those of compiled parts
+_USE_TENSORS = "torch.", __name__.partition(".")[0]  # modules whose Functions call ops of PyTorch
 _SPARSE_VIEW = 4  # a view that uses less than 1/4 of its storage is stored by itself
 
 
@@ -176,17 +177,18 @@ class SavedTensors:
         if key in self.skip:
             return keep(tensor)
         if self.segment is not None:
-            return self.segment.pack(tensor, memory)
-        whole = memory.nbytes()
-        if self.dense_allowance and whole <= _SPARSE_VIEW * nbytes and self._has_room(whole):
-            self.dense_bytes += whole
-            self._uncounted += 1
-            self._dense[key] = StorageWeakRef(memory), whole
-            return tensor.detach(), tensor._version  # of a leaf too: it lives as the graph does
-        stored = self.known(tensor, memory) if key in self._origins else None
-        if stored is None:
-            stored = self.store(tensor, memory)
-        return _ForCompiled(stored) if _saves_for_compiled(sys._getframe(1)) else stored
+            packed = self.segment.pack(tensor, memory)
+        else:
+            whole = memory.nbytes()
+            if self.dense_allowance and whole <= _SPARSE_VIEW * nbytes and self._has_room(whole):
+                self.dense_bytes += whole
+                self._uncounted += 1
+                self._dense[key] = StorageWeakRef(memory), whole
+                return tensor.detach(), tensor._version  # of a leaf too: it lives as the graph does
+            packed = self.known(tensor, memory) if key in self._origins else None
+            if packed is None:
+                packed = self.store(tensor, memory)
+        return _ReadDirectly(packed) if _reads_memory(sys._getframe(1)) else packed
 
     # -- storing ---------------------------------------------------------------------------------
     def known(self, tensor: torch.Tensor, memory: torch.UntypedStorage) -> PagedTensor | None:
@@ -233,23 +235,24 @@ class SavedTensors:
         return PagedTensor.over(storage, tensor, 0)
 
 
-def _saves_for_compiled(frame: Any) -> bool:
-    """Whether what calls autograd in ``frame`` is a compiled part of the model."""
+def _reads_memory(frame: Any) -> bool:
+    """Whether what calls autograd in ``frame`` is a Function that may read the memory of tensors."""
     if not frame.f_code.co_filename.endswith(_FUNCTIONS):
         return False
-    return frame.f_back is not None and _COMPILED in frame.f_back.f_code.co_filename
+    module = getattr(frame.f_locals.get("cls"), "__module__", "")
+    return _COMPILED in module or not module.startswith(_USE_TENSORS)
 
 
-class _ForCompiled:
-    """What a compiled part of the model has saved: dense when it is asked for."""
+class _ReadDirectly:
+    """What such a Function has saved: dense when it is asked for."""
 
-    __slots__ = ("_stored",)
+    __slots__ = ("_packed",)
 
-    def __init__(self, stored: Any) -> None:
-        self._stored = stored
+    def __init__(self, packed: Any) -> None:
+        self._packed = packed
 
     def give(self) -> tuple[torch.Tensor, int]:
-        tensor = unpack(self._stored)
+        tensor = unpack(self._packed)
         dense = tensor.to_dense() if type(tensor) is PagedTensor else tensor
         return dense, dense._version
 
@@ -264,7 +267,7 @@ def unpack(packed: Any) -> torch.Tensor:
     """What was packed, unless it was changed since."""
     if type(packed) is PagedTensor:
         return packed
-    if type(packed) is not tuple:  # of a segment that has to run again, or of compiled code
+    if type(packed) is not tuple:  # of a segment that has to run again, or read directly
         return unpack(packed.give())
     if len(packed) == 3:
         return _give_weight(*packed)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -152,6 +153,21 @@ def batch(size: int = 64, features: int = 128) -> tuple[torch.Tensor, torch.Tens
 def loss_of(model: nn.Module, size: int = 64) -> torch.Tensor:
     inputs, labels = batch(size)
     return F.cross_entropy(model(inputs), labels)
+
+
+class ByAddress(torch.autograd.Function):
+    """Squares, as by somebody's kernel: what it has saved it reads where it lies."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        return x.square()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        (x,) = ctx.saved_tensors
+        values = (ctypes.c_float * x.numel()).from_address(x.data_ptr())
+        return 2 * torch.frombuffer(values, dtype=torch.float32).view(x.shape) * grad
 
 
 def train(

@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 import tensorpager as tp
 
-from .models import World, assert_same, batch, mlp, plain, train
+from .models import ByAddress, World, assert_same, batch, mlp, plain, train
 
 
 def _grads(module: nn.Module) -> dict[str, torch.Tensor | None]:
@@ -270,6 +270,17 @@ def test_function_that_saves_tensors(same) -> None:
             h = _Cube.apply(model(batch(128)[0]), scale)
             _Cube.apply(h, scale).mean().backward()
         return model, scale.grad
+
+    same(script, pressed=True)
+
+
+def test_kernels_of_others_read_what_they_have_saved(same) -> None:
+    def script(world: World) -> object:
+        model = world.module(nn.Sequential(nn.Linear(128, 256), nn.Linear(256, 256)))
+        with world.iteration():
+            h = ByAddress.apply(model(batch(128)[0]))
+            ByAddress.apply(h).mean().backward()
+        return model
 
     same(script, pressed=True)
 

@@ -48,6 +48,16 @@ def open_pager(budget: str) -> tp.Pager:
     return tp.Pager(budget, host_budget="32MiB", page_size="64KiB", device="cpu", policy="lru")
 
 
+def test_in_a_roomy_budget_the_first_iteration_moves_nothing(
+    one_thread: None, allocator: object
+) -> None:
+    with open_pager(BUDGETS["roomy"]) as pager:
+        script(Metered(pager), [64])
+        stats = pager.stats()
+        assert stats["bytes_out"] == 0 and stats["bytes_in"] == 0
+        assert_inside(pager)
+
+
 @pytest.mark.parametrize(("budget", "metered"), [("roomy", [64]), ("tight", [64, 200])])
 def test_only_larger_shapes_are_metered(
     one_thread: None, allocator: object, budget: str, metered: list[int]

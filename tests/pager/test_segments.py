@@ -15,7 +15,7 @@ import tensorpager as tp
 from tensorpager.pager.debug.chaos import chaos
 from tensorpager.pager.errors import PagerError
 
-from .models import World, compare_runs, make_pager, run_again
+from .models import ByAddress, World, compare_runs, make_pager, run_again
 from .test_plan_choice import MANY, on_machine
 from .test_planned import PlannedWorld, planned_pager
 
@@ -114,6 +114,16 @@ def test_under_chaos(one_thread) -> None:
     with again_pager(frames=120) as pager, chaos(pager.core):
         compare_runs(training(3), World(pager))
         assert pager.stats()["reruns"] == 3 * 2 * LAYERS
+
+
+def test_kernels_of_others_read_what_they_have_saved(one_thread) -> None:
+    class Squares(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return ByAddress.apply(x)
+
+    with again_pager() as pager:
+        compare_runs(training(2, make=lambda: Block(Squares())), World(pager))
+        assert pager.stats()["reruns"] == 2 * 2 * LAYERS
 
 
 def test_autocast(one_thread) -> None:

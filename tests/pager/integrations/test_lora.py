@@ -50,8 +50,8 @@ def half_of_base(model: torch.nn.Module, **more: Any) -> dict[str, Any]:
 
 class Moves:
     """How often each page of a frozen parameter is written below, and pages of adapters that are
-    moved, either way, after the first step, or of their states that leave after the second, on
-    demand."""
+    moved in steps, either way, after the first one, or of their states that leave after the second,
+    on demand."""
 
     def __init__(self, pager: tp.Pager, model: torch.nn.Module) -> None:
         self.written: Counter[int] = Counter()
@@ -70,9 +70,10 @@ class Moves:
         def noted(tier: str, moved: Any, *args: Any, to_device: bool) -> Any:
             if not to_device:
                 self.written.update(frozen.intersection(moved.tolist()))
-            if pager.core.iterations:
+            if pager.core.iterations and pager.core.inside:
                 self.adapters += len(adapters.intersection(moved.tolist()))
-            if pager.core.iterations > 1 and not to_device and pager.core.follower.known:
+            later = pager.core.iterations > 1 and pager.core.inside
+            if later and not to_device and pager.core.follower.known:
                 owners = pager.core.table.owner[moved].tolist()
                 kinds = Counter(pager.core.space.runs[owner].kind for owner in owners)
                 self.adapters += kinds["optimizer"]
