@@ -132,9 +132,9 @@ class DeviceBudget(Border):
 
     def _give_way(self) -> None:
         """While metering, what has room beside twice the dense bytes so far stays. The arena is no
-        smaller than the largest need so far. It is no larger where nothing is known of dense memory,
-        or that cannot ask for frames: then both together cannot exceed the minimum, whatever the
-        dense peak turns out to be."""
+        smaller than the largest need so far. It is no larger where nothing is known of dense
+        memory, or that cannot ask for frames: then both together cannot exceed the minimum,
+        whatever the dense peak turns out to be."""
         if not self.metering:
             return
         if not self.residency.turns.is_home():  # an op of no iteration
@@ -164,8 +164,8 @@ class DeviceBudget(Border):
                 self._stuck = True
 
     def _frames_to_spare(self) -> int:
-        """Frames beside twice the dense bytes of shapes that were metered, and of this one so far;
-        0 where these are not known, or what comes beyond them could not be given frames any more."""
+        """Frames beside twice the dense bytes of shapes that were metered, and of this one so far.
+        0 where these are not known, or what comes beyond them could not be given frames."""
         level = self.backend.meter_level()
         asks = self.backend.host_addressable and self._is_capped
         if level is None or not (asks or self._before[0]):

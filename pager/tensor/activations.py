@@ -236,7 +236,7 @@ class SavedTensors:
 
 
 def _reads_memory(frame: Any) -> bool:
-    """Whether what calls autograd in ``frame`` is a Function that may read the memory of tensors."""
+    """Whether what calls autograd in ``frame`` is a Function that may read memory by itself."""
     if not frame.f_code.co_filename.endswith(_FUNCTIONS):
         return False
     module = getattr(frame.f_locals.get("cls"), "__module__", "")

@@ -54,7 +54,7 @@ def test_in_a_roomy_budget_the_first_iteration_moves_nothing(
     with open_pager(BUDGETS["roomy"]) as pager:
         script(Metered(pager), [64])
         stats = pager.stats()
-        assert stats["bytes_out"] == 0 and stats["bytes_in"] == 0
+        assert stats["bytes_out"] == stats["bytes_in"] == 0
         assert_inside(pager)
 
 
