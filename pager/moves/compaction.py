@@ -267,17 +267,48 @@ def _arrange(residency: Residency, pages: Int32, targets: Int32) -> None:
 
 
 def rearrange(residency: Residency, pages: Int32, targets: Int32) -> None:
-    """Move resident, unpinned ``pages`` to ``targets``, free or held by others of them."""
+    """Move resident, unpinned ``pages`` to ``targets``, free or held by others of them. Where pages
+    go round in circles, and no frame is free to take one of each meanwhile, one leaves instead."""
     while len(pages):
-        free = residency.table.frame_page[targets] < 0
-        if free.any():
-            residency.relocate(pages[free], targets[free])
-            pages, targets = pages[~free], targets[~free]
-            continue
-        # Only circles are left: one page makes way, to a free frame or below.
-        spare = residency.pool.find_run(1)
-        if spare is None:
+        sources = residency.table.frame[pages]
+        order, circles = _in_order(sources.tolist(), targets.tolist(), residency.pool.find_run(1))
+        stay = np.zeros(len(pages), np.bool_)
+        stay[circles] = True
+        if order:
+            residency.exchange(pages[~stay], targets[~stay], np.array(order, np.int32))
+        pages, targets = pages[stay], targets[stay]
+        if len(pages):
             residency.evict_pages(pages[:1])
             pages, targets = pages[1:], targets[1:]
-        else:
-            residency.relocate(pages[:1], np.array([spare], np.int32))
+
+
+def _in_order(
+    sources: list[int], targets: list[int], free: int | None
+) -> tuple[list[tuple[int, int]], list[int]]:
+    """From which frame to which to copy, one after another, so that nothing is overwritten before
+    it was copied; and which ones go round in circles, and are left out as no frame is ``free``."""
+    held, wants = set(sources), {target: number for number, target in enumerate(targets)}
+    order: list[tuple[int, int]] = []
+    left = dict.fromkeys(range(len(sources)))
+
+    def follow(number: int | None, last: int | None = None) -> None:
+        """``number`` goes, then whoever wants its frame, and so on."""
+        while number is not None and number != last:
+            order.append((sources[number], targets[number]))
+            del left[number]
+            number = wants.get(sources[number])
+
+    for number, target in enumerate(targets):
+        if target not in held:
+            follow(number)
+    # What the last one of a chain has left; where there is no chain, nobody wants a free frame.
+    spare = next((source for source in sources if source not in wants), free)
+    if spare is None:
+        return order, list(left)
+    while left:
+        first = next(iter(left))
+        order.append((sources[first], spare))
+        follow(wants[sources[first]], first)
+        order.append((spare, targets[first]))
+        del left[first]
+    return order, []

@@ -605,7 +605,7 @@ class Residency:
         or left by those before. None of their runs is in use. Where it raises, some have moved and
         the others are where they were."""
         pages, size = self.table.frame_page[sources], self.page_size
-        follows = self.mover.shift(pages, sources, targets)
+        follows = self.mover.shift(pages, sources, targets, np.stack([sources, targets], axis=1))
         try:
             with self.backend.on_compute():
                 for source, target, count in merge(sources, targets):
@@ -633,17 +633,40 @@ class Residency:
             raise
         self.settle_all(pages)
 
+    def exchange(self, pages: Int32, frames: Int32, order: Int32) -> None:
+        """The same where some of ``frames`` are left by others of ``pages``. ``order``:
+        [copies, 2], from which frame to which, one after another; also through a free one."""
+        old = self.table.frame[pages].copy()
+        fresh = np.setdiff1d(frames, old, assume_unique=True)
+        self.pool.take_all(fresh)
+        try:
+            self._copy(pages, old, frames, order)
+        except BaseException:
+            self.pool.free_all(fresh)
+            raise
+        self.table.move(pages, frames)
+        self.pool.free_all(np.setdiff1d(old, frames, assume_unique=True))
+        self.settle_all(pages)
+
     def _move(self, pages: Int32, frames: Int32) -> None:
         """Copy resident pages into other, empty frames of the arena."""
         old = self.table.frame[pages].copy()
-        if not self.mover.shift(pages, old, frames):
-            size, arena = self.page_size, self.arena
-            with self.backend.on_compute():
-                for source, target, count in merge(old, frames):
-                    there = arena[target * size : (target + count) * size]
-                    there.copy_(arena[source * size : (source + count) * size])
+        self._copy(pages, old, frames, np.stack([old, frames], axis=1))
         self.table.move(pages, frames)
         self.pool.free_all(old)
+
+    def _copy(self, pages: Int32, old: Int32, frames: Int32, order: Int32) -> None:
+        """The bytes of ``pages`` from ``old`` to ``frames``."""
+        if self.mover.shift(pages, old, frames, order):
+            return
+        size, arena = self.page_size, self.arena
+        with self.backend.on_compute():
+            for source, target, count in merge(order[:, 0], order[:, 1]):
+                if target < source < target + count:
+                    self.backend.slide(source, target, count, size)
+                    continue
+                there = arena[target * size : (target + count) * size]
+                there.copy_(arena[source * size : (source + count) * size])
 
     @property
     def arena(self) -> torch.Tensor:

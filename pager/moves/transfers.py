@@ -48,16 +48,15 @@ class Transfer:
 
 @dataclass(slots=True, eq=False)
 class Shift:
-    """``pages`` follow from frames ``sources`` to ``targets``, on a CPU."""
+    """``pages`` follow to other frames, on a CPU. ``order``: [copies, 2], from which to which."""
 
     backend: Device
     page_size: int
     pages: Int32
-    sources: Int32
-    targets: Int32
+    order: Int32
 
     def run(self, after: Mark) -> Mark:
-        for source, target, count in merge(self.sources, self.targets):
+        for source, target, count in merge(self.order[:, 0], self.order[:, 1]):
             self.backend.slide(source, target, count, self.page_size)
         return ()
 

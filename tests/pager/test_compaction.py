@@ -8,7 +8,7 @@ import torch
 
 import tensorpager as tp
 from tensorpager.pager.debug.check import check_invariants
-from tensorpager.pager.moves.compaction import find_window, make_way
+from tensorpager.pager.moves.compaction import find_window, make_way, rearrange
 from tensorpager.pager.tensor.new_pages import empty_like_geometry
 from tensorpager.pager.tensor.paged_tensor import PagedTensor
 
@@ -197,3 +197,27 @@ def _random_letters(chance: np.random.Generator) -> Sequence[str]:
     for letter in "ABCDEFGHIJ":
         letters += "." * int(chance.integers(0, 3)) + letter * int(chance.integers(1, 4))
     return letters[:FRAMES]
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_pages_change_places_with_one_another(seed: int) -> None:
+    """Each goes where it is told to, with one free frame for those that go round in circles."""
+    random = np.random.default_rng(seed)
+    count = FRAMES - seed % 3
+    with make_pager(frames=FRAMES) as pager:
+        core = pager.core
+        numbers = torch.arange(count, dtype=torch.uint8).repeat_interleave(PAGE_BYTES)
+        tensor = pager.page(numbers)
+        pages, table = tensor._storage.run.pages, core.table
+        for _ in range(20):
+            with core.hold([tensor._storage.run]):
+                pass
+            targets = random.permutation(FRAMES)[:count].astype(np.int32)
+            with core.lock:
+                wrong = table.frame[pages] != targets
+                rearrange(core.residency, pages[wrong], targets[wrong])
+                there = table.frame[pages] >= 0
+            assert there.all() or count == FRAMES
+            assert (table.frame[pages] == targets)[there].all()
+            check_invariants(core)
+            assert torch.equal(tensor.to_dense(), numbers)

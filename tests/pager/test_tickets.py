@@ -17,6 +17,7 @@ from tensorpager.pager.disk import watch as io_watch
 from tensorpager.pager.disk.watch import IoWatch
 from tensorpager.pager.errors import PagerError
 from tensorpager.pager.moves import tickets as tickets_module
+from tensorpager.pager.moves.compaction import rearrange
 from tensorpager.pager.moves.tickets import Tickets
 from tensorpager.pager.moves.transfers import Transfer
 from tensorpager.pager.tensor.new_pages import empty_like_geometry
@@ -185,6 +186,27 @@ def test_what_makes_way_waits_for_a_frame_and_nobody_for_it(
         gate.open_soon()
         assert unchanged({"C": tensors["C"]})
         assert layout(pager, tensors) == ("AAA...CCC." if fails else "CCC...BBB.")
+        check_invariants(pager.core)
+        assert unchanged(tensors)
+        check_invariants(pager.core)
+
+
+@pytest.mark.parametrize("fails", ["", "out"])
+def test_what_changes_places_waits_for_the_first_one(gate: Gate, fails: str) -> None:
+    """A page goes to a frame that A is still leaving, each other one to that of the one before."""
+    with make_pager(frames=FRAMES) as pager:
+        residency = pager.core.residency
+        tensors = laid_out(pager, "A..CCCC.BB")
+        send(pager, tensors["A"])
+        pages, targets = pages_of(tensors["C"]), np.array([0, 3, 4, 5], np.int32)
+        with pager.core.lock:
+            rearrange(residency, pages, targets)
+        assert layout(pager, tensors) == "C..CCC..BB"
+        assert (residency.table.frame[pages] == targets).all()
+        gate.fails = fails
+        gate.open_soon()
+        assert unchanged({"C": tensors["C"]})
+        assert layout(pager, tensors).count("A") == (1 if fails else 0)
         check_invariants(pager.core)
         assert unchanged(tensors)
         check_invariants(pager.core)
