@@ -22,7 +22,10 @@ from .trace import KINDS, WRITE, Bools, Floats, Ints, Trace
 
 # Gaps of what the host updates. KEPT: a copy in host is good for ever. RETURN: that, and all of it
 # comes back from the host's step. LAST: all of it goes to the host, and dies there at the end.
-FREE, KEPT, RETURN, LAST = range(4)
+# OUTLIVED: of pages that nobody uses any more, until the last use of others of their tensor: they
+# have to be somewhere, and do not come back.
+FREE, KEPT, RETURN, LAST, OUTLIVED = range(5)
+DYING = LAST, OUTLIVED
 
 
 @dataclass(frozen=True, eq=False)
@@ -112,8 +115,9 @@ def _merge(segment: Ints, op: Ints, mode: npt.NDArray[np.int8], ops: int) -> Use
     return Uses(segment[order][begins], op[order][begins], merged)
 
 
-def gaps(trace: Trace, page_size: int) -> Gaps:
-    """All gaps of a trace; of persistent segments also the one around the iteration's end."""
+def gaps(trace: Trace, page_size: int, *, outlived: bool = False) -> Gaps:
+    """All gaps of a trace; of persistent segments also the one around the iteration's end.
+    ``outlived``: and those of that kind."""
     cut, uses = segments(trace, page_size)
     total = len(cut.tensor)
     begins = np.searchsorted(uses.segment, np.arange(total))
@@ -125,6 +129,11 @@ def gaps(trace: Trace, page_size: int) -> Gaps:
     is_last[ends[used] - 1] = True
     wraps = is_last & persistent[uses.segment]
     after = np.where(wraps, uses.op[begins[uses.segment]] + trace.ops, after)
+    ends_later = np.zeros(len(uses.op), bool)
+    if outlived:
+        death = trace.last_op[cut.tensor[uses.segment]]
+        ends_later = is_last & ~wraps & (death > uses.op)
+        after = np.where(ends_later, death, after)
     # Writes before and at each use, within its segment.
     counted = np.cumsum(uses.writes)
     before = np.concatenate([[0], counted])[begins]
@@ -138,7 +147,7 @@ def gaps(trace: Trace, page_size: int) -> Gaps:
     # In the version that wraps, what follows the last write comes before the iteration's begin.
     late = cyclic & (of_segment > 0)
     place = uses.op + np.where(persistent[uses.segment] & ~late, trace.ops, 0)
-    kept = np.flatnonzero((~is_last | wraps) & (after > uses.op + 1))
+    kept = np.flatnonzero((~is_last | wraps | ends_later) & (after > uses.op + 1))
     kept = kept[np.lexsort((place[kept], version[kept]))]
     segment = uses.segment[kept]
     return Gaps(
@@ -150,6 +159,7 @@ def gaps(trace: Trace, page_size: int) -> Gaps:
         end=after[kept],
         version=version[kept],
         lasting=persistent[segment] & (of_segment[kept] == 0),
+        kind=np.where(ends_later[kept], OUTLIVED, FREE),
     )
 
 

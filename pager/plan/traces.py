@@ -3,11 +3,11 @@
 *Of a kind of iteration*, for the planner (:func:`trace_of_accesses`). One op for each access,
 lasting until the next one begins, because that is where the pager can act. A run that is born
 inside and dies long after its last access (a gradient, kept until ``zero_grad``) must be somewhere
-until then; a trace can say so only by an access, so an op of no duration is put in where it died.
-Its pages need not be brought back for that: ``frees`` says which ops these are. Accesses in which
-an optional parameter is are ops of no pages. The runs that a
-stream goes through are not in the trace, unless others use them whole. Instead each stream has a
-tensor of kind "workspace" that all its ops touch, so that a plan keeps frames free.
+until then; a trace can say so only by an access, so an op of no duration is put in where it died,
+which uses one page of it: the others may stay below. Nor need that one be brought back: ``frees``
+says which ops these are. Accesses in which an optional parameter is are ops of no pages. The runs
+that a stream goes through are not in the trace, unless others use them whole. Instead each stream
+has a tensor of kind "workspace" that all its ops touch, so that a plan keeps frames free.
 
 *Of one iteration op by op*, for a trace file (:func:`trace_of_ops`). Runs that replace each other
 from iteration to iteration (an optimizer that makes its states anew) are one tensor. Dense memory
@@ -61,7 +61,7 @@ def _assemble(
     uses: Uses, names: list[str], us: Floats, page_size: int, device: str
 ) -> tuple[Trace, list[_Tensor]]:
     """The trace, and its tensors in the order of their numbers: by first use. ``us``: how long each
-    op takes."""
+    op takes. One that is called ``FREE`` uses one page of what it does not write."""
     numbers: dict[_Tensor, int] = {}
     rows = [(op, numbers.setdefault(t, len(numbers)), mode) for (op, t), mode in uses.items()]
     rows.sort()
@@ -70,6 +70,7 @@ def _assemble(
     known = list(numbers)
     tensors = [known[number] for number in table[first, 1].tolist()]
     nbytes = np.array([tensor.nbytes for tensor in tensors], np.int64)
+    ends = np.array([name == FREE for name in names])[table[:, 0]] & (table[:, 2] == READ)
     trace = Trace(
         page_size=page_size,
         op_names=names,
@@ -84,7 +85,7 @@ def _assemble(
         access_tensor=index,
         access_mode=table[:, 2].astype(np.int8),
         access_first_page=np.zeros(len(table), np.int64),
-        access_page_count=-(-nbytes // page_size)[index],
+        access_page_count=np.where(ends, 1, -(-nbytes // page_size)[index]),
         source=SOURCE,
         device=device,
     )

@@ -64,6 +64,7 @@ class Uses:
         self.of: list[list[int]] = [[] for _ in range(trace.tensors)]  # ops that use a tensor
         self.writers: list[list[int]] = [[] for _ in range(trace.tensors)]
         whole = trace.access_page_count == trace.pages(trace.page_size)[trace.access_tensor]
+        whole |= np.array([name == FREE for name in trace.op_names])[trace.access_op]
         self.partial = set(trace.access_tensor[~whole].tolist())
         columns = trace.access_op, trace.access_tensor, trace.access_mode
         rows = zip(*(column.tolist() for column in columns))

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from ..lifetimes import LAST
+from ..lifetimes import DYING
 from ..trace import Ints
 from .problem import Problem
 from .schedule import Chunk, Schedule
@@ -19,10 +19,10 @@ def resident_pages(problem: Problem, schedule: Schedule) -> Ints:
     change = np.zeros(steps + 1, np.int64)
     base = 0
     for outs, ins in zip(schedule.outs, schedule.ins):
-        ends = [  # what dies in host needs no frame from then on
+        ends = [  # what dies below needs no frame from then on
             replace(chunk, step=int(problem.gaps.end[chunk.gap]))
             for chunk in outs
-            if problem.gaps.kind[chunk.gap] == LAST
+            if problem.gaps.kind[chunk.gap] in DYING
         ]
         for chunks, sign in ((outs, -1), (ins, 1), (ends, 1)):
             for chunk in chunks:

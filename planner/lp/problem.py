@@ -58,7 +58,7 @@ def make_problem(trace: Trace, hardware: Hardware) -> Problem:
     """One step per op."""
     page = hardware.page_size
     hardware = _finite(trace, hardware)
-    found = gaps(trace, page)
+    found = gaps(trace, page, outlived=True)
     return Problem(
         duration_us=trace.op_duration_us,
         live=live_pages(trace, page),

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from ..lifetimes import KEPT, LAST, RETURN
+from ..lifetimes import DYING, KEPT, LAST, RETURN
 from ..trace import Floats, Ints
 from .groups import grouped, shared_out
 from .problem import Problem
@@ -239,13 +239,14 @@ class Builder:
         begin = row.min() + freed
         rows.add(begin, part.off, -1)
         rows.add(begin, part.written, 1)
-        dies = np.flatnonzero(self.problem.gaps.kind == LAST)
+        dying = np.isin(self.problem.gaps.kind, DYING)
+        dies = np.flatnonzero(dying)
         rows.add(row.min() + self.due[dies], part.off[dies], 1)
         row = rows.new(zero)[then]  # early' = early + in - off of gaps that are due
         rows.add(row, part.early[then], 1)
         rows.add(row, part.early, -1)
         rows.add(row, part.into, -1)
-        stays = np.flatnonzero(self.problem.gaps.kind != LAST)
+        stays = np.flatnonzero(~dying)
         rows.add(row.min() + self.due[stays], part.off[stays], 1)
         start = rows.new(0.0)  # when the iteration begins: what its wrapping gaps have off
         rows.add(start, np.array([part.queued[0], part.below[0], part.early[0]]), 1)

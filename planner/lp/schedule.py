@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from ..lifetimes import KEPT, LAST, RETURN
+from ..lifetimes import DYING, KEPT, LAST, RETURN
 from ..plan import Move, StartRun
 from ..trace import Floats, Ints, Trace
 from .problem import DISK, Problem
@@ -111,8 +111,9 @@ class _Assignment:
         # more behind the flows than the one before.
         self.flow_out = _scaled(solution.flow_out[part], int(self.written.sum()))
         gaps = problem.gaps
-        self.dies = (gaps.kind == LAST).tolist()
-        self.flow_in = _scaled(solution.flow_in[part], int(off[gaps.kind != LAST].sum()))
+        dies = np.isin(gaps.kind, DYING)
+        self.dies, self.leaves = dies.tolist(), (gaps.kind == LAST).tolist()
+        self.flow_in = _scaled(solution.flow_in[part], int(off[~dies].sum()))
         self.begin, self.end = gaps.begin.tolist(), gaps.end.tolist()
         self.starting: list[list[int]] = [[] for _ in range(self.steps)]
         for gap in np.flatnonzero(off).tolist():
@@ -161,14 +162,15 @@ class _Assignment:
         due = now + length
         if clean:
             self._note(self.outs, gap, 0, clean, now, due)
-            heapq.heappush(self.to_come, [due, gap, 0, clean])
+            if not self.dies[gap]:
+                heapq.heappush(self.to_come, [due, gap, 0, clean])
         if self.written[gap]:
             heapq.heappush(self.to_go, [due, gap, clean, int(self.written[gap])])
 
     def _send(self, now: int, credit: float) -> float:
         while self.to_go:
             due, gap, first, count = self.to_go[0]
-            if due <= now and not self.dies[gap]:  # too late to be of use: it stays on the device
+            if due <= now and not self.leaves[gap]:  # too late to be of use: it stays on the device
                 heapq.heappop(self.to_go)
                 continue
             if due <= now:

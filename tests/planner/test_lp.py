@@ -21,11 +21,11 @@ from tensorpager.planner.lp.program import Solution, Unsolved, least_device_page
 from tensorpager.planner.lp.schedule import Schedule, make_schedule
 from tensorpager.planner.registry import POLICIES
 from tensorpager.planner.simulator import simulate
-from tensorpager.planner.trace import Trace, make_trace
+from tensorpager.planner.trace import READ, WRITE, Trace, make_trace
 from tensorpager.planner.validator import validate
 
 from .examples import examples
-from .random_plans import PAGE, random_hardware, random_trace
+from .random_plans import PAGE, Access, paged_trace, random_hardware, random_trace
 
 seeds = st.integers(0, 10**6)
 
@@ -155,6 +155,21 @@ def test_one_gap_worked_out_by_hand() -> None:
     taken, least = runs(trace, machine(4))
     assert taken == pytest.approx(10 + 40 + 2 + 40 + 10)
     assert least == pytest.approx(taken, rel=1e-6)
+
+
+def test_pages_that_nobody_uses_again_leave_for_good() -> None:
+    """As those of a gradient that is kept until the end: one of its 4 is used there, and no other
+    one comes back. 3 leave for tensor 1, which takes 30 µs and runs for 2."""
+    tensors, durations = [(4, False), (4, False)], [10.0, 2.0, 10.0]
+    ops = [[Access(0, 0, 4, WRITE)], [Access(1, 0, 4, WRITE)], [Access(0, 0, 1, READ)]]
+    trace = paged_trace(tensors, durations, ops)
+    taken, least = runs(trace, machine(5))
+    assert taken == pytest.approx(10 + 30 + 2 + 10)
+    assert least == pytest.approx(taken, rel=1e-6)
+    made = plan(trace, machine(5))
+    assert made.predicted is not None
+    assert made.predicted.bytes_out == 3 * PAGE
+    assert made.predicted.bytes_in == 0
 
 
 def test_clean_copies_count() -> None:
