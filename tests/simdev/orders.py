@@ -24,6 +24,7 @@ from tensorpager.pager.devices.choice import make_device, resolve
 from tensorpager.pager.devices.device import URGENT, Copy, HostMemory
 from tensorpager.pager.devices.plain_memory import PlainMemory
 from tensorpager.pager.machine.calibration.link import measure_link
+from tensorpager.pager.moves.compaction import rearrange
 from tensorpager.pager.plan.compiled_plan import ANYWHERE, Action
 from tensorpager.pager.plan.planned import Job
 from tensorpager.pager.tensor.new_pages import empty_like_geometry
@@ -135,6 +136,25 @@ def a_page_moves_to_the_frame_of_one_that_leaves(machine: Machine, folder: Path)
             pager.core.residency.relocate(pages, np.array([free], np.int32))
         assert holds(x, 1)
         assert holds(y, 2)
+
+
+@script
+def pages_change_places_beside_one_that_leaves(machine: Machine, folder: Path) -> None:
+    """Through its frame, as they go round in a circle; then one goes there, and the other after
+    it."""
+    with small(3) as pager:
+        x, y = page_of(pager, 1), page_of(pager, 2, pages=2)
+        _clean(pager, x)
+        Late(pager, x, y).op()
+        free = evict(pager, x)
+        pages = y._storage.run.pages
+        frames = pager.core.table.frame[pages].tolist()
+        for targets in ([frames[1], frames[0]], [frames[0], free]):
+            with pager.core.quiet():
+                rearrange(pager.core.residency, pages, np.array(targets, np.int32))
+            assert pager.core.table.frame[pages].tolist() == targets
+        assert holds(y, 2)
+        assert holds(x, 1)
 
 
 @script
