@@ -70,7 +70,8 @@ def _assemble(
     known = list(numbers)
     tensors = [known[number] for number in table[first, 1].tolist()]
     nbytes = np.array([tensor.nbytes for tensor in tensors], np.int64)
-    ends = np.array([name == FREE for name in names])[table[:, 0]] & (table[:, 2] == READ)
+    frees = np.array([name == FREE for name in names], np.bool_)
+    ends = frees[table[:, 0]] & (table[:, 2] == READ)
     trace = Trace(
         page_size=page_size,
         op_names=names,

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from ..trace import READ, WRITE, Trace
+from ..trace import READ, WRITE, Bools, Trace
 
 FREE, HOSTED = "free", "host step"  # ops of a pager: something dies; the host's in any case
 CHAIN = 16  # ops back at which what is dead is made again rather than kept
@@ -64,7 +64,7 @@ class Uses:
         self.of: list[list[int]] = [[] for _ in range(trace.tensors)]  # ops that use a tensor
         self.writers: list[list[int]] = [[] for _ in range(trace.tensors)]
         whole = trace.access_page_count == trace.pages(trace.page_size)[trace.access_tensor]
-        whole |= np.array([name == FREE for name in trace.op_names])[trace.access_op]
+        whole |= _frees(trace)[trace.access_op]
         self.partial = set(trace.access_tensor[~whole].tolist())
         columns = trace.access_op, trace.access_tensor, trace.access_mode
         rows = zip(*(column.tolist() for column in columns))
@@ -206,12 +206,16 @@ def _unit(trace: Trace, uses: Uses, ops: tuple[int, ...], steps: set[int]) -> Un
     )
 
 
+def _frees(trace: Trace) -> Bools:
+    """Ops at which something dies."""
+    return np.array([name == FREE for name in trace.op_names], np.bool_)
+
+
 def without_ends(trace: Trace, steps: Sequence[int]) -> Trace:
     """A pager's trace without the accesses at which what ``steps`` only read dies."""
     of_steps = np.isin(trace.access_op, steps)
     read = trace.access_tensor[of_steps & (trace.access_mode == READ)]
-    frees = np.array([name == FREE for name in trace.op_names])
-    ends = frees[trace.access_op] & np.isin(trace.access_tensor, read)
+    ends = _frees(trace)[trace.access_op] & np.isin(trace.access_tensor, read)
     ends &= ~trace.tensor_persistent[trace.access_tensor]
     columns = ("op", "tensor", "mode", "first_page", "page_count")
     kept = {f"access_{c}": getattr(trace, f"access_{c}")[~ends] for c in columns}
