@@ -20,10 +20,10 @@ from .hardware import Hardware
 from .sizes import format_bytes
 from .trace import KINDS, WRITE, Bools, Floats, Ints, Trace
 
-# Gaps of what the host updates. KEPT: a copy in host is good for ever. RETURN: that, and all of it
-# comes back from the host's step. LAST: all of it goes to the host, and dies there at the end.
-# OUTLIVED: of pages that nobody uses any more, until the last use of others of their tensor: they
-# have to be somewhere, and do not come back.
+# Kinds of gaps. Of what the host updates, KEPT: a copy in host is good for ever. RETURN: that, and
+# all of it comes back from the host's step. LAST: all of it goes to the host, and dies there at the
+# end. OUTLIVED: of pages that nobody uses any more, until the last use of others of their tensor:
+# they have to be somewhere, and do not come back. FREE: of all others.
 FREE, KEPT, RETURN, LAST, OUTLIVED = range(5)
 DYING = LAST, OUTLIVED
 

@@ -275,7 +275,7 @@ def rearrange(residency: Residency, pages: Int32, targets: Int32) -> None:
         stay = np.zeros(len(pages), np.bool_)
         stay[circles] = True
         if order:
-            residency.exchange(pages[~stay], targets[~stay], np.array(order, np.int32))
+            residency.relocate(pages[~stay], targets[~stay], np.array(order, np.int32))
         pages, targets = pages[stay], targets[stay]
         if len(pages):
             residency.evict_pages(pages[:1])

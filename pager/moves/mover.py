@@ -206,19 +206,22 @@ class Mover:
         lanes = self._ahead if urgency == AHEAD else self.lanes
         lanes[f"{transfer.tier}-{'in' if transfer.to_device else 'out'}"].add(transfer, ticket)
 
-    def shift(self, pages: Int32, sources: Int32, targets: Int32, order: Int32) -> bool:
+    def shift(
+        self, pages: Int32, sources: Int32, targets: Int32, order: Int32 | None = None
+    ) -> bool:
         """``pages`` are about to change frames inside the arena. Whether their bytes follow by
         themselves, on a CPU where a transfer from or to these frames is under way, which no op is
         to wait for that does not use them. Otherwise it is over, and the caller copies them.
-        ``order``: [copies, 2], from which frame to which, one after another."""
-        places: tuple[Places, ...] = ("device", order[:, 0]), ("device", order[:, 1])
+        ``order``: [copies, 2], from which frame to which, one after another, if not as they are."""
+        copies = (sources, targets) if order is None else order.T
+        places: tuple[Places, ...] = ("device", copies[0]), ("device", copies[1])
         before = self.tickets.of(*places)
         if not self.backend.host_addressable or all(ticket.is_over for ticket in before):
             self.tickets.wait(before)
             return False
         ticket = self.tickets.take(f"{len(pages)} pages to other frames", *places)
         ticket.undo = partial(self._undo_shift, pages, sources, targets)
-        self._aside.add(Shift(self.backend, self.page_size, pages, order), ticket)
+        self._aside.add(Shift(self.backend, self.page_size, pages, *copies), ticket)
         return True
 
     def _undo_shift(self, pages: Int32, sources: Int32, targets: Int32) -> None:

@@ -605,7 +605,7 @@ class Residency:
         or left by those before. None of their runs is in use. Where it raises, some have moved and
         the others are where they were."""
         pages, size = self.table.frame_page[sources], self.page_size
-        follows = self.mover.shift(pages, sources, targets, np.stack([sources, targets], axis=1))
+        follows = self.mover.shift(pages, sources, targets)
         try:
             with self.backend.on_compute():
                 for source, target, count in merge(sources, targets):
@@ -623,50 +623,39 @@ class Residency:
             self.table.move(moved, np.arange(n, dtype=np.int32) + np.int32(target + start))
             self.pool.free(source + start, n)
 
-    def relocate(self, pages: Int32, frames: Int32) -> None:
-        """Move resident, unpinned ``pages`` into free ``frames``. All or nothing."""
-        self.pool.take_all(frames)
-        try:
-            self._move(pages, frames)
-        except BaseException:
-            self.pool.free_all(frames)
-            raise
-        self.settle_all(pages)
-
-    def exchange(self, pages: Int32, frames: Int32, order: Int32) -> None:
-        """The same where some of ``frames`` are left by others of ``pages``. ``order``:
-        [copies, 2], from which frame to which, one after another; also through a free one."""
-        old = self.table.frame[pages].copy()
-        fresh = np.setdiff1d(frames, old, assume_unique=True)
+    def relocate(self, pages: Int32, frames: Int32, order: Int32 | None = None) -> None:
+        """Move resident, unpinned ``pages`` into ``frames``, which are free, or left by others of
+        them. ``order``: [copies, 2], from which frame to which, one after another, also through a
+        free one; by default each goes to a free one. All or nothing."""
+        fresh = frames
+        if order is not None:
+            fresh = np.setdiff1d(frames, self.table.frame[pages], assume_unique=True)
         self.pool.take_all(fresh)
         try:
-            self._copy(pages, old, frames, order)
+            self._move(pages, frames, order)
         except BaseException:
             self.pool.free_all(fresh)
             raise
-        self.table.move(pages, frames)
-        self.pool.free_all(np.setdiff1d(old, frames, assume_unique=True))
         self.settle_all(pages)
 
-    def _move(self, pages: Int32, frames: Int32) -> None:
-        """Copy resident pages into other, empty frames of the arena."""
-        old = self.table.frame[pages].copy()
-        self._copy(pages, old, frames, np.stack([old, frames], axis=1))
+    def _move(self, pages: Int32, frames: Int32, order: Int32 | None = None) -> None:
+        """Copy resident pages into other frames of the arena, as :meth:`relocate` has them."""
+        old = left = self.table.frame[pages].copy()
+        sources, targets = old, frames
+        if order is not None:
+            left = np.setdiff1d(old, frames, assume_unique=True)
+            sources, targets = order.T
+        if not self.mover.shift(pages, old, frames, order):
+            size, arena = self.page_size, self.arena
+            with self.backend.on_compute():
+                for source, target, count in merge(sources, targets):
+                    if target < source < target + count:
+                        self.backend.slide(source, target, count, size)
+                        continue
+                    there = arena[target * size : (target + count) * size]
+                    there.copy_(arena[source * size : (source + count) * size])
         self.table.move(pages, frames)
-        self.pool.free_all(old)
-
-    def _copy(self, pages: Int32, old: Int32, frames: Int32, order: Int32) -> None:
-        """The bytes of ``pages`` from ``old`` to ``frames``."""
-        if self.mover.shift(pages, old, frames, order):
-            return
-        size, arena = self.page_size, self.arena
-        with self.backend.on_compute():
-            for source, target, count in merge(order[:, 0], order[:, 1]):
-                if target < source < target + count:
-                    self.backend.slide(source, target, count, size)
-                    continue
-                there = arena[target * size : (target + count) * size]
-                there.copy_(arena[source * size : (source + count) * size])
+        self.pool.free_all(left)
 
     @property
     def arena(self) -> torch.Tensor:

@@ -48,15 +48,17 @@ class Transfer:
 
 @dataclass(slots=True, eq=False)
 class Shift:
-    """``pages`` follow to other frames, on a CPU. ``order``: [copies, 2], from which to which."""
+    """``pages`` follow to other frames, on a CPU, from ``sources`` to ``targets``, one after
+    another."""
 
     backend: Device
     page_size: int
     pages: Int32
-    order: Int32
+    sources: Int32
+    targets: Int32
 
     def run(self, after: Mark) -> Mark:
-        for source, target, count in merge(self.order[:, 0], self.order[:, 1]):
+        for source, target, count in merge(self.sources, self.targets):
             self.backend.slide(source, target, count, self.page_size)
         return ()
 

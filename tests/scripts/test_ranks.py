@@ -70,8 +70,8 @@ def compare(
         for tier, peak in part["peak_bytes"].items():
             assert peak <= part["budget_bytes"][tier], (rank, tier)
         assert part["stall_us"] > 0, rank
-    assert found["pager"]["faults"] > 0
     pager = found["pager"]
+    assert pager["faults"] > 0
     share = pager["budget_bytes"]["device"] / pager["needed_bytes"]
     assert 0.4 <= share <= (0.65 if ranks == 4 else 0.6)  # what is gathered is dense, 62 %
 

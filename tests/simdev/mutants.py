@@ -252,15 +252,14 @@ MUTANTS = {
         "    " + ON_COMPUTE,
         "    " + HERE,
         "pages_slide_to_the_frames_of_one_that_leaves",
-        "        follows = self.mover.shift(pages, sources, targets, "
-        "np.stack([sources, targets], axis=1))\n        try:\n",
+        "        follows = self.mover.shift(pages, sources, targets)\n        try:\n",
     ),
     "a page moves at once": Mutant(
         RESIDENCY,
-        ON_COMPUTE,
-        HERE,
+        "    " + ON_COMPUTE,
+        "    " + HERE,
         "a_page_moves_to_the_frame_of_one_that_leaves",
-        "        size, arena = self.page_size, self.arena\n",
+        "            size, arena = self.page_size, self.arena\n",
     ),
     "chaos writes at once": Mutant(
         CHAOS,
