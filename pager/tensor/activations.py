@@ -162,6 +162,8 @@ class SavedTensors:
             else getattr(tensor if base is None else base, "_weight", None)
         )
         if weight is not None:
+            if self._pager.opened.lent_memory and _reads_memory(sys._getframe(1)):
+                return keep(tensor)  # of compiled code: the weight is pinned as long as it is kept
             return _keep_weight(weight, tensor)
         nbytes = tensor.nbytes if tensor.layout is torch.strided else 0
         if (
@@ -174,7 +176,7 @@ class SavedTensors:
         key = memory._cdata
         if key in self._dense:
             return tensor.detach(), tensor._version
-        if key in self.skip:
+        if key in self.skip or key in self._pager.opened.lent_memory:
             return keep(tensor)
         if self.segment is not None:
             packed = self.segment.pack(tensor, memory)

@@ -54,10 +54,12 @@ class CallHook:
             first, self._looked = not self._looked, True
             for note in pager.on_forward:
                 note(module, first)
+            pager.opened.lend(module)
 
     def after(self, module: torch.nn.Module, args: Any, output: Any) -> None:
         pager = self._pager() if self._pager is not None else None
         if pager is not None and pager.closed_reason is None:
+            pager.opened.called(module)
             pager.passes.leave(module)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CallHook:

@@ -15,7 +15,10 @@ Python of ours runs in either direction but for the hooks on saved tensors.
     iteration ends      all are closed
 
 The plain tensor never reaches the user: ops of ``TAKE_OPEN`` give new memory and write to no
-operand, and what autograd saves of it becomes the parameter again (``activations.py``). Closing may
+operand, and what autograd saves of it becomes the parameter again (``activations.py``). The one
+exception is what ``torch.compile`` traces, which no paged tensor can be a part of: while a compiled
+model, or a compiled part of one, is called, its parameters *are* the plain tensors. What writes to
+one there is noted when the call is over, as its pages cannot leave before. Closing may
 happen at any time. What still uses the memory then (an op of another thread, a graph that saved it
 past our hooks) is known by the storage's use count, and until it is gone the pages stay pinned.
 
@@ -25,6 +28,8 @@ activation checkpointing must see the same nodes again in the backward pass.
 
 from __future__ import annotations
 
+import os
+import sys
 import threading
 import weakref
 from collections.abc import Iterable, Iterator
@@ -59,6 +64,7 @@ _any_autocast = torch._C._is_any_autocast_enabled
 _functorch_level = torch._C._functorch.peek_interpreter_stack
 _no_overrides = torch._C.DisableTorchFunctionSubclass
 _uses: Any = torch._C._storage_Use_Count
+_COMPILED = os.path.join("torch", "_dynamo", "eval_frame.py")
 
 
 class _Memory:
@@ -136,6 +142,16 @@ class _Known(NamedTuple):
     memory: _Memory
 
 
+class _Lent(NamedTuple):
+    """``tensor`` stands for ``paged`` in ``module``; ``version``: of both, when that began."""
+
+    module: torch.nn.Module
+    name: str
+    paged: PagedTensor
+    tensor: torch.Tensor
+    version: int
+
+
 class OpenWeights:
     """Of one pager. ``native``: this iteration keeps to PyTorch's nodes."""
 
@@ -145,11 +161,18 @@ class OpenWeights:
         self._open: list[OpenWeight] = []
         self._known: dict[int, _Known] = {}  # opened in iterations before, by id
         self._lingering: list[tuple[_Memory, Extent]] = []  # closed, still in use
+        self._lent: list[tuple[torch.nn.Module, list[_Lent]]] = []  # to calls that run
+        self.lent_memory: set[int] = set()  # storages of these tensors, as `_cdata`
+        self._traced_pages = False  # code was compiled around paged parameters
 
     def begin(self) -> None:
         """An iteration begins."""
         pager = self._pager
         self._keep_native(pager.fits and pager.after_op is None)
+        if self.native and self._traced_pages and not _is_called_by_compiled():
+            # Code that was not worth compiling then is never looked at again.
+            self._traced_pages = False
+            torch.compiler.reset()
         with pager.lock, _no_overrides():
             self.close()
             if not self.native:
@@ -170,6 +193,7 @@ class OpenWeights:
 
     def end(self) -> None:
         """The iteration is over."""
+        self._take_back()
         self._keep_native(False)
         if self._open or self._lingering:
             with self._pager.lock:
@@ -177,6 +201,7 @@ class OpenWeights:
 
     def stop(self) -> None:
         """The pager is being closed, under its lock: nothing is opened any more."""
+        self._take_back()
         self._keep_native(False)
         self.close()
 
@@ -202,6 +227,58 @@ class OpenWeights:
                 self._open_now([paged])
             opened: OpenWeight = paged._open
             return opened
+
+    # -- in what is compiled ---------------------------------------------------------------------
+    def lend(self, model: torch.nn.Module) -> None:
+        """``model`` is called: what is compiled of it has plain tensors for parameters until
+        :meth:`called`."""
+        parts = [model] if _is_called_by_compiled() else _compiled_parts(model)
+        if not parts or not self._pager.turns.is_home():
+            return
+        if _modes() or _functorch_level() is not None:  # somebody traces, or transforms
+            return
+        if not self.native:
+            self._traced_pages = True
+            return
+        with _no_overrides():
+            modules = (module for part in parts for module in part.modules())
+            lent = [one for module in modules for one in self._to_lend(module)]
+            for one in lent:
+                one.module._parameters[one.name] = one.tensor  # type: ignore[assignment]
+                self.lent_memory.add(one.tensor.untyped_storage()._cdata)
+        self._lent.append((model, lent))
+
+    def _to_lend(self, module: torch.nn.Module) -> Iterator[_Lent]:
+        parameters: dict[str, Any] = module._parameters
+        for name, parameter in parameters.items():
+            if type(parameter) is PagedTensor and is_candidate(parameter):
+                weight = parameter._open or self.open(parameter)
+                if weight is not None and weight.tensor is not None:
+                    yield _Lent(module, name, parameter, weight.tensor, parameter._version)
+
+    def called(self, model: torch.nn.Module) -> None:
+        """The call is over, or has raised."""
+        if any(other is model for other, _ in self._lent):
+            self._take_back(model)
+
+    def _take_back(self, model: torch.nn.Module | None = None) -> None:
+        """From the latest call of ``model`` and those inside of it, or from all."""
+        while self._lent:
+            called, lent = self._lent.pop()
+            written = []
+            for module, name, paged, tensor, version in lent:
+                parameters: dict[str, Any] = module._parameters
+                if parameters.get(name) is tensor:
+                    parameters[name] = paged
+                if paged._version != version:
+                    written.append(paged._storage.run)
+            if written:
+                with self._pager.hold(written, written):
+                    pass
+            if called is model:
+                break
+        if not self._lent:
+            self.lent_memory.clear()
 
     def _can_open(self, paged: PagedTensor) -> bool:
         pager = self._pager
@@ -257,6 +334,26 @@ class OpenWeights:
     def in_use(self) -> bool:
         """After :meth:`close`: somebody still has a tensor over pages."""
         return bool(self._lingering)
+
+
+def _is_called_by_compiled() -> bool:
+    """Whether compiled code is in the stack."""
+    frame = sys._getframe(1) if "torch._dynamo.eval_frame" in sys.modules else None
+    while frame is not None:
+        if frame.f_code.co_filename.endswith(_COMPILED):
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _compiled_parts(model: torch.nn.Module) -> list[torch.nn.Module]:
+    if "torch._dynamo.eval_frame" not in sys.modules:
+        return []
+    return [
+        module
+        for module in model.modules()
+        if module._compiled_call_impl is not None or hasattr(module, "_orig_mod")
+    ]
 
 
 def is_candidate(tensor: PagedTensor) -> bool:

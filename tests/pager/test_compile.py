@@ -2,6 +2,7 @@
 those of the plain run."""
 
 from contextlib import ExitStack, nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch._functorch.aot_autograd import make_boxed_func
 from torch.nn import functional as F
 
 import tensorpager as tp
+from tensorpager.pager.debug.check import check_invariants
 from tensorpager.pager.tensor.paged_tensor import PagedTensor
 
 from .models import PAGE_BYTES
@@ -120,6 +122,125 @@ def test_compiled_parts_get_plain_tensors(one_thread: None, budget: str) -> None
     assert found[0] == found[1]
     assert PagedTensor not in given
     assert torch.Tensor in given
+
+
+def twice(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return model(x) * 2  # type: ignore[no-any-return]
+
+
+def capture(seen: list[Any]) -> Any:
+    """A backend that runs graphs as they are, and notes their ops."""
+
+    def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        seen.extend(node.target for node in graph.graph.nodes if node.op == "call_function")
+        return make_boxed_func(graph)
+
+    return aot_autograd(fw_compiler=backend)
+
+
+@pytest.mark.parametrize("budget", ["2MiB", "64MiB"])
+@pytest.mark.parametrize("what", ["model", "blocks", "wrapped blocks", "a function"])
+def test_where_everything_fits_weights_are_in_the_graphs(
+    one_thread: None, what: str, budget: str
+) -> None:
+    found: list[Any] = []
+    compiled_ops: list[Any] = []
+    for paged in (False, True):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model = nn.Sequential(*(Block() for _ in range(3)))
+        compiled_ops.clear()
+        backend = capture(compiled_ops)
+        call: Any = model
+        with ExitStack() as stack:
+            if paged:
+                limits = {"page_size": PAGE_BYTES, "device": "cpu", "policy": "lru"}
+                pager = stack.enter_context(tp.Pager(budget, "64MiB", **limits))
+                pager.page_module(model)
+            if what == "model":
+                call = torch.compile(model, backend=backend)
+            elif what == "blocks":
+                for block in model:
+                    block.compile(backend=backend)
+            elif what == "wrapped blocks":
+                for number, block in enumerate(model):
+                    model[number] = torch.compile(block, backend=backend)
+            else:
+                call = torch.compile(partial(twice, model), backend=backend)
+            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
+            if paged:
+                pager.optimizer(optimizer)
+            losses = []
+            for _ in range(4):
+                with pager.iteration() if paged else nullcontext():
+                    loss = call(torch.ones(256, 128)).square().mean()
+                    loss.backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+                losses.append(loss.item())
+            found.append(losses)
+            if paged:
+                assert pager.stats()["fits"] is (budget == "64MiB")
+                assert all(type(weight) is PagedTensor for weight in model.parameters())
+                check_invariants(pager.core)
+    torch._dynamo.reset()
+    assert found[0] == found[1]
+    products = compiled_ops.count(torch.ops.aten.addmm.default)
+    assert (products > 0) is (budget == "64MiB")
+
+
+class Shrinking(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(128, 128)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.linear.weight.mul_(0.5)
+        if x.numel() == 0:
+            raise ValueError("nothing to do")
+        return self.linear(x)
+
+
+def test_what_compiled_code_writes_to_a_weight_is_not_lost(one_thread: None) -> None:
+    torch._dynamo.reset()
+    model = Shrinking()
+    expected = model.linear.weight.detach().clone()
+    with tp.Pager("8MiB", "8MiB", page_size=PAGE_BYTES, device="cpu", policy="lru") as pager:
+        pager.page_module(model)
+        compiled = torch.compile(model, backend="aot_eager")
+        run = model.linear.weight._storage.run
+        for number in range(4):
+            if number == 3:
+                pager.core.residency.evict_run(run)  # a copy below, that is void after the write
+                model.linear.weight.sum()
+                assert (pager.core.table.host[run.pages] >= 0).all()
+            with pager.iteration():
+                compiled(torch.ones(4, 128)).sum().backward()
+                model.zero_grad()
+            expected *= 0.5
+        assert pager.stats()["fits"]
+        check_invariants(pager.core)
+        pager.core.residency.evict_run(run)
+        assert torch.equal(model.linear.weight.to_dense(), expected)
+    torch._dynamo.reset()
+
+
+def test_a_call_that_raises_leaves_paged_parameters(one_thread: None) -> None:
+    torch._dynamo.reset()
+    model = Shrinking()
+    with tp.Pager("8MiB", "8MiB", page_size=PAGE_BYTES, device="cpu", policy="lru") as pager:
+        pager.page_module(model)
+        compiled = torch.compile(model, backend="aot_eager")
+        for _ in range(3):
+            with pager.iteration():
+                compiled(torch.ones(4, 128)).sum().backward()
+        with pytest.raises(ValueError, match="nothing to do"), pager.iteration():
+            compiled(torch.ones(0, 128))
+        assert all(type(weight) is PagedTensor for weight in model.parameters())
+        with pager.iteration():
+            compiled(torch.ones(4, 128)).sum().backward()
+    torch._dynamo.reset()
 
 
 def test_what_needs_a_whole_graph_says_why_there_is_none() -> None:
