@@ -270,6 +270,14 @@ class Accelerator:
         for to, of in zip(there, here, strict=True):
             to.copy_(of)
 
+    def exchange(self, one: int, other: int, pages: int, page_size: int) -> None:
+        here, there = (
+            self.arena[frame * page_size :][: pages * page_size].view(torch.int64)
+            for frame in (one, other)
+        )
+        for to, of in ((here, there), (there, here), (here, there)):
+            to.bitwise_xor_(of)
+
     # -- dense memory ----------------------------------------------------------------------------
     def limit_dense(self, nbytes: int | None, *, counted: int = 0, roomy: bool = False) -> None:
         if nbytes is not None:

@@ -118,6 +118,14 @@ class Cpu:
         to, from_ = (self.address + frame * page_size for frame in (target, source))
         ctypes.memmove(to, from_, pages * page_size)
 
+    def exchange(self, one: int, other: int, pages: int, page_size: int) -> None:
+        here, there = (
+            self.frames_view(frame * page_size, pages * page_size).view(np.int64)
+            for frame in (one, other)
+        )
+        for to, of in ((here, there), (there, here), (here, there)):
+            np.bitwise_xor(to, of, out=to)
+
     def limit_dense(self, nbytes: int | None, *, counted: int = 0, roomy: bool = False) -> None:
         if self._account is not None:
             if nbytes is not None:

@@ -151,6 +151,10 @@ class Device(Protocol):
         """Copy frames from ``source`` on to those from ``target`` on, which is lower; the two runs
         may overlap. Compute-stream order."""
 
+    def exchange(self, one: int, other: int, pages: int, page_size: int) -> None:
+        """What is in the frames from ``one`` on for what is in those from ``other`` on, which do
+        not overlap them, without memory for it. Compute-stream order."""
+
     def limit_dense(self, nbytes: int | None, *, counted: int = 0, roomy: bool = False) -> None:
         """Make ``nbytes`` a hard cap of dense memory where the device can; ``None`` lifts it. On
         top of them is what was alive, and not measured, when the last measurement began, but for

@@ -268,18 +268,29 @@ def _arrange(residency: Residency, pages: Int32, targets: Int32) -> None:
 
 def rearrange(residency: Residency, pages: Int32, targets: Int32) -> None:
     """Move resident, unpinned ``pages`` to ``targets``, free or held by others of them. Where pages
-    go round in circles, and no frame is free to take one of each meanwhile, one leaves instead."""
-    while len(pages):
-        sources = residency.table.frame[pages]
-        order, circles = _in_order(sources.tolist(), targets.tolist(), residency.pool.find_run(1))
-        stay = np.zeros(len(pages), np.bool_)
-        stay[circles] = True
-        if order:
-            residency.relocate(pages[~stay], targets[~stay], np.array(order, np.int32))
-        pages, targets = pages[stay], targets[stay]
-        if len(pages):
-            residency.evict_pages(pages[:1])
-            pages, targets = pages[1:], targets[1:]
+    go round in circles, and no frame is free to take one of each meanwhile, they are exchanged."""
+    sources = residency.table.frame[pages]
+    order, circles = _in_order(sources.tolist(), targets.tolist(), residency.pool.find_run(1))
+    turn = np.zeros(len(pages), np.bool_)
+    turn[circles] = True
+    if order:
+        residency.relocate(pages[~turn], targets[~turn], np.array(order, np.int32))
+    if circles:
+        swaps = _exchanges(sources[turn].tolist(), targets[turn].tolist())
+        residency.relocate(pages[turn], targets[turn], np.array(swaps, np.int32), exchange=True)
+
+
+def _exchanges(sources: list[int], targets: list[int]) -> list[tuple[int, int]]:
+    """Which two frames to exchange, one after another, where all go round in circles."""
+    goes = dict(zip(sources, targets))
+    found = []
+    while goes:
+        first = next(iter(goes))
+        target = goes.pop(first)
+        while target != first:
+            found.append((first, target))
+            target = goes.pop(target)
+    return found
 
 
 def _in_order(

@@ -207,12 +207,19 @@ class Mover:
         lanes[f"{transfer.tier}-{'in' if transfer.to_device else 'out'}"].add(transfer, ticket)
 
     def shift(
-        self, pages: Int32, sources: Int32, targets: Int32, order: Int32 | None = None
+        self,
+        pages: Int32,
+        sources: Int32,
+        targets: Int32,
+        order: Int32 | None = None,
+        *,
+        exchange: bool = False,
     ) -> bool:
         """``pages`` are about to change frames inside the arena. Whether their bytes follow by
         themselves, on a CPU where a transfer from or to these frames is under way, which no op is
         to wait for that does not use them. Otherwise it is over, and the caller copies them.
-        ``order``: [copies, 2], from which frame to which, one after another, if not as they are."""
+        ``order``: [copies, 2], from which frame to which, one after another, if not as they are;
+        ``exchange``: in both directions."""
         copies = (sources, targets) if order is None else order.T
         places: tuple[Places, ...] = ("device", copies[0]), ("device", copies[1])
         before = self.tickets.of(*places)
@@ -221,7 +228,9 @@ class Mover:
             return False
         ticket = self.tickets.take(f"{len(pages)} pages to other frames", *places)
         ticket.undo = partial(self._undo_shift, pages, sources, targets)
-        self._aside.add(Shift(self.backend, self.page_size, pages, *copies), ticket)
+        self._aside.add(
+            Shift(self.backend, self.page_size, pages, *copies, exchange=exchange), ticket
+        )
         return True
 
     def _undo_shift(self, pages: Int32, sources: Int32, targets: Int32) -> None:

@@ -623,32 +623,40 @@ class Residency:
             self.table.move(moved, np.arange(n, dtype=np.int32) + np.int32(target + start))
             self.pool.free(source + start, n)
 
-    def relocate(self, pages: Int32, frames: Int32, order: Int32 | None = None) -> None:
+    def relocate(
+        self, pages: Int32, frames: Int32, order: Int32 | None = None, *, exchange: bool = False
+    ) -> None:
         """Move resident, unpinned ``pages`` into ``frames``, which are free, or left by others of
         them. ``order``: [copies, 2], from which frame to which, one after another, also through a
-        free one; by default each goes to a free one. All or nothing."""
+        free one; by default each goes to a free one. ``exchange``: each of these is in both
+        directions. All or nothing."""
         fresh = frames
         if order is not None:
             fresh = np.setdiff1d(frames, self.table.frame[pages], assume_unique=True)
         self.pool.take_all(fresh)
         try:
-            self._move(pages, frames, order)
+            self._move(pages, frames, order, exchange=exchange)
         except BaseException:
             self.pool.free_all(fresh)
             raise
         self.settle_all(pages)
 
-    def _move(self, pages: Int32, frames: Int32, order: Int32 | None = None) -> None:
+    def _move(
+        self, pages: Int32, frames: Int32, order: Int32 | None = None, *, exchange: bool = False
+    ) -> None:
         """Copy resident pages into other frames of the arena, as :meth:`relocate` has them."""
         old = left = self.table.frame[pages].copy()
         sources, targets = old, frames
         if order is not None:
             left = np.setdiff1d(old, frames, assume_unique=True)
             sources, targets = order.T
-        if not self.mover.shift(pages, old, frames, order):
+        if not self.mover.shift(pages, old, frames, order, exchange=exchange):
             size, arena = self.page_size, self.arena
             with self.backend.on_compute():
                 for source, target, count in merge(sources, targets):
+                    if exchange:
+                        self.backend.exchange(source, target, count, size)
+                        continue
                     if target < source < target + count:
                         self.backend.slide(source, target, count, size)
                         continue

@@ -49,17 +49,19 @@ class Transfer:
 @dataclass(slots=True, eq=False)
 class Shift:
     """``pages`` follow to other frames, on a CPU, from ``sources`` to ``targets``, one after
-    another."""
+    another; ``exchange``: and the other way round."""
 
     backend: Device
     page_size: int
     pages: Int32
     sources: Int32
     targets: Int32
+    exchange: bool = False
 
     def run(self, after: Mark) -> Mark:
+        move = self.backend.exchange if self.exchange else self.backend.slide
         for source, target, count in merge(self.sources, self.targets):
-            self.backend.slide(source, target, count, self.page_size)
+            move(source, target, count, self.page_size)
         return ()
 
 

@@ -158,6 +158,23 @@ def pages_change_places_beside_one_that_leaves(machine: Machine, folder: Path) -
 
 
 @script
+def pages_are_exchanged_as_one_comes(machine: Machine, folder: Path) -> None:
+    """No frame is free, so each changes places with the other, behind the bytes that come."""
+    with small(2) as pager:
+        x, y = page_of(pager, 1), page_of(pager, 2)
+        _clean(pager, x)
+        free = evict(pager, x)
+        queue(x, "in", base=free)
+        pages = np.array([x._storage.run.first, y._storage.run.first], np.int32)
+        with pager.core.quiet():
+            frames = pager.core.table.frame[pages]
+            rearrange(pager.core.residency, pages, frames[::-1].copy())
+            assert pager.core.table.frame[pages].tolist() == frames[::-1].tolist()
+        assert holds(x, 1)
+        assert holds(y, 2)
+
+
+@script
 def pages_slide_to_the_frames_of_one_that_leaves(machine: Machine, folder: Path) -> None:
     with small(3) as pager:
         x, y = page_of(pager, 1), page_of(pager, 2, pages=2)
