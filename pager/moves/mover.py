@@ -220,17 +220,15 @@ class Mover:
         to wait for that does not use them. Otherwise it is over, and the caller copies them.
         ``order``: [copies, 2], from which frame to which, one after another, if not as they are;
         ``exchange``: in both directions."""
-        copies = (sources, targets) if order is None else order.T
-        places: tuple[Places, ...] = ("device", copies[0]), ("device", copies[1])
+        of, to = (sources, targets) if order is None else order.T
+        places: tuple[Places, ...] = ("device", of), ("device", to)
         before = self.tickets.of(*places)
         if not self.backend.host_addressable or all(ticket.is_over for ticket in before):
             self.tickets.wait(before)
             return False
         ticket = self.tickets.take(f"{len(pages)} pages to other frames", *places)
         ticket.undo = partial(self._undo_shift, pages, sources, targets)
-        self._aside.add(
-            Shift(self.backend, self.page_size, pages, *copies, exchange=exchange), ticket
-        )
+        self._aside.add(Shift(self.backend, self.page_size, pages, of, to, exchange), ticket)
         return True
 
     def _undo_shift(self, pages: Int32, sources: Int32, targets: Int32) -> None:

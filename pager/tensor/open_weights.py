@@ -352,7 +352,7 @@ def _compiled_parts(model: torch.nn.Module) -> list[torch.nn.Module]:
     return [
         module
         for module in model.modules()
-        if module._compiled_call_impl is not None or hasattr(module, "_orig_mod")
+        if module._compiled_call_impl is not None or "_orig_mod" in module._modules
     ]
 
 
