@@ -7,7 +7,8 @@
 One iteration of one process is recorded. Then so many ranks train the same model with FSDP2, one
 thread each, plain, on demand and planned, with links so slow that cores are not the limit; each
 rank has as much data as the process had. The network, what ops take while as many ranks compute,
-and how much ranks differ, are measured in the plain run. Exits 1 if an iteration takes not what the
+and how much ranks differ, are measured in the plain run, and the pager's own work in the planned
+one. Exits 1 if an iteration takes not what the
 model says (--within), if planned is not --faster times as fast as on demand, or if losses differ
 from those without us. The model counts on any free frames, where training needs consecutive ones.
 
@@ -214,11 +215,22 @@ def paced(trace: Path, us: float) -> Path:
     return made
 
 
-def simulated(trace: Path, count: int, given: list[str], plain: Record) -> Record:
+def work_us(planned: Record, plain: Record) -> float:
+    """The pager's own work: what the latest step has taken a rank by itself beside waiting for
+    pages and what it takes plain; the median of ranks."""
+    taken = [
+        1e6 * rank["own_seconds"][-1] - (rank["pager"]["iteration_stall_us"] or 0.0)
+        for rank in planned["ranks"]
+    ]
+    return max(0.0, statistics.median(taken) - own_us(plain))
+
+
+def simulated(trace: Path, count: int, given: list[str], plain: Record, pager_us: float) -> Record:
     """By policy, µs of an iteration that ``tensorpager simulate --ranks`` gives for ``count``."""
     command = [*TENSORPAGER, "simulate", str(trace), *given]
     net = plain["network"]
     more = ["--ranks", str(count), "--spread", f"{100 * spread_of(plain)}", "--json"]
+    more += ["--pager-us", f"{pager_us}"]
     if net is not None:
         more += ["--fabric", f"{net['fabric']}", "--network-latency-us", f"{net['latency_us']}"]
     done = subprocess.run([*command, *more], capture_output=True, text=True)
@@ -261,8 +273,9 @@ class Bench:
         found = {mode: self.run(count, mode, budget=budget, host=4 * need) for mode in POLICIES}
         sizes = ["--device-bytes", str(budget), "--host-bytes", str(count * 4 * need)]
         model = simulated(
-            paced(trace, own_us(plain)), count, [*given, *sizes, "--disk-bytes", "0"], plain
-        )
+            paced(trace, own_us(plain)), count, [*given, *sizes, "--disk-bytes", "0"], plain,
+            work_us(found["planned"], plain),
+        )  # fmt: skip
         us = {mode: step_us(one) for mode, one in found.items()}
         steps = min(len(one["losses"]) for one in (plain, *found.values()))
         return {

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import wraps
 from typing import TYPE_CHECKING, Any
 
@@ -31,8 +31,8 @@ PLANNED_OPS = 400  # of each rank's trace, if it has more
 @dataclass(frozen=True)
 class Fleet:
     """Up to ``ranks`` devices on up to ``nodes`` nodes, and what connects them; see
-    ``planner.ranks.Cluster``. ``tokens`` of the trace's iteration and ``price`` of a device's hour,
-    if they are known."""
+    ``planner.ranks.Cluster``. ``pager_us``: what a rank's pager does by itself in an iteration.
+    ``tokens`` of the trace's iteration and ``price`` of a device's hour, if they are known."""
 
     ranks: int
     nodes: int
@@ -41,6 +41,7 @@ class Fleet:
     latency_us: float
     host: float
     spread: float
+    pager_us: float = 0.0
     tokens: int | None = None
     price: float | None = None
 
@@ -95,6 +96,13 @@ _NETWORK = [
         help="How much devices differ: standard deviation of what they take for the same ops.",
     ),
 ]
+_PAGER = click.option(
+    "--pager-us",
+    type=click.FloatRange(min=0),
+    metavar="US",
+    default=0.0,
+    help="What paging takes by itself in an iteration: stats()['overhead_us'] of a paged one.",
+)
 _COST = [
     click.option(
         "--tokens", type=click.IntRange(min=1), help="Of TRACE's iteration, for tokens/s."
@@ -112,7 +120,7 @@ def ranks_option(help_text: str) -> Callable[[F], F]:
 def fleet_options(command: F) -> F:
     """``--ranks`` and what goes with it; the command gets a ``Fleet`` as ``fleet``, or ``None``."""
     return _with_fleet(
-        command, [*_NETWORK, *_COST], "Devices that train together, up to this many."
+        command, [*_NETWORK, _PAGER, *_COST], "Devices that train together, up to this many."
     )
 
 
@@ -122,7 +130,8 @@ def network_options(command: F) -> F:
 
 
 def _with_fleet(command: F, options: list[Callable[[Any], Any]], help_text: str) -> F:
-    names = ("nodes", "fabric", "network", "latency_us", "host", "spread", "tokens", "price")
+    names = ("nodes", "fabric", "network", "latency_us", "host", "spread", "pager_us", "tokens",
+             "price")  # fmt: skip
 
     @wraps(command)
     def with_fleet(ranks: int | None, **values: Any) -> Any:
@@ -131,7 +140,8 @@ def _with_fleet(command: F, options: list[Callable[[Any], Any]], help_text: str)
             source = click.get_current_context().get_parameter_source
             changed = [n for n in given if source(n) is click.core.ParameterSource.COMMANDLINE]
             if changed:
-                shown = {"latency_us": "network-latency-us", "host": "host-rate"}
+                shown = {"latency_us": "network-latency-us", "host": "host-rate",
+                         "pager_us": "pager-us"}  # fmt: skip
                 name = shown.get(changed[0], changed[0])
                 raise click.UsageError(
                     f"--{name} is of several devices; say how many with --ranks."
@@ -181,6 +191,7 @@ def _rows(asked: Asked, fleet: Fleet, count: int, node: Hardware) -> list[dict[s
     hardware = cluster.part_of(node)
     page = hardware.page_size
     trace = rank_trace(asked.trace, cluster, page)
+    ideal = trace.ideal_us
     need = int(live_pages(trace, page).max(initial=0)) * page
     fits = need <= hardware.device_bytes
     paged = hardware.with_(device_bytes=max(0, hardware.device_bytes - margin(trace)))
@@ -197,9 +208,9 @@ def _rows(asked: Asked, fleet: Fleet, count: int, node: Hardware) -> list[dict[s
             "device_bytes": _number(hardware.device_bytes),
             "host_bytes": _number(hardware.host_bytes),
             "disk_bytes": _number(hardware.disk_bytes),
-            "ideal_us": trace.ideal_us,
+            "ideal_us": ideal,
             "iteration_us": us,
-            "percent_of_ideal": 100 * trace.ideal_us / us if us else None,
+            "percent_of_ideal": 100 * ideal / us if us else None,
             "times_one_device": count * asked.trace.ideal_us / us if us else None,
             "cost": us / asked.trace.ideal_us if us and asked.trace.ideal_us else None,
             "tokens_per_s": 1e6 * count * fleet.tokens / us if us and fleet.tokens else None,
@@ -208,19 +219,20 @@ def _rows(asked: Asked, fleet: Fleet, count: int, node: Hardware) -> list[dict[s
         }
 
     reason = "" if fits else f"it needs {format_bytes(need)} of each device"
-    found = [row(UNPAGED, trace.ideal_us if fits else None, reason)]
+    found = [row(UNPAGED, ideal if fits else None, reason)]
     if fits:
-        return [*found, *(row(policy, trace.ideal_us) for policy in asked.policies)]
+        return [*found, *(row(policy, ideal) for policy in asked.policies)]
     joined = bucketed(trace, PLANNED_OPS) if trace.ops > PLANNED_OPS else trace
     if joined.segments:
         found.append(row(UNPAGED, *_blocks_again(joined, hardware)))
-    quick = asked.quick or joined is not trace
+    trace, joined = (_with_work(one, fleet.pager_us) for one in (trace, joined))
+    quick = asked.quick or joined.ops < trace.ops
     for policy in asked.policies:
         if policy == "joint" and joined.segments:
             found.append(row(policy, *_jointly(joined, paged)))
             continue
         outcome = evaluate(joined, Task(policy, paged, quick))
-        if outcome.predicted is None and joined is not trace:  # for one joined op, perhaps
+        if outcome.predicted is None and joined.ops < trace.ops:  # for one joined op, perhaps
             outcome = evaluate(trace, Task(policy, paged, quick))
         predicted = outcome.predicted
         us = predicted.iteration_us if predicted else None
@@ -230,6 +242,19 @@ def _rows(asked: Asked, fleet: Fleet, count: int, node: Hardware) -> list[dict[s
             us = max(predicted.iteration_us, predicted.ideal_us + 1e6 * moving)
         found.append(row(policy, us, outcome.reason))
     return found
+
+
+def _with_work(trace: Trace, us: float) -> Trace:
+    """The same with as long an iteration as it takes with ``us`` of the pager's own work, which is
+    done at accesses."""
+    if not us:
+        return trace
+    import numpy as np
+
+    accesses = np.bincount(trace.access_op, minlength=trace.ops)
+    taken = trace.op_duration_us + us * accesses / max(1, accesses.sum())
+    starts = np.concatenate([[0.0], np.cumsum(taken)[:-1]])
+    return replace(trace, op_start_us=starts, op_duration_us=taken)
 
 
 def _blocks_again(trace: Trace, hardware: Hardware) -> tuple[float | None, str, int]:

@@ -293,6 +293,27 @@ def test_on_demand_what_leaves_has_left_before_others_come(tmp_path: Path) -> No
     assert us > predicted.iteration_us
 
 
+def test_what_paging_takes_by_itself_is_a_part_of_paged_iterations(tmp_path: Path) -> None:
+    path = tmp_path / "trace.parquet"
+    write_trace(path, training())
+    given = ["simulate", str(path), "--hardware", "cpu", "--page-size", str(PAGE), "--ranks", "1"]
+    given += ["--d2h", "1MB", "--h2d", "1MB", "--policies", "lp,lru", "--device-bytes"]
+    work = 1e6
+    for device, is_paged in (("60%", True), ("300%", False)):
+        without, with_work = (
+            run_json(*given, device, *more)["points"] for more in ([], ["--pager-us", str(work)])
+        )
+        for row, other in zip(without, with_work, strict=True):
+            assert row["ideal_us"] == other["ideal_us"]
+            if row["policy"] == "without paging" or not is_paged:
+                assert row == other
+            else:
+                longer = other["iteration_us"] - row["iteration_us"]
+                assert 0 <= longer <= work + 1e-6, "some of it while pages move"
+                assert other["iteration_us"] >= row["ideal_us"] + work
+                assert other["percent_of_ideal"] < row["percent_of_ideal"]
+
+
 def test_joined_ops_are_planned_by_a_quick_search(monkeypatch: pytest.MonkeyPatch) -> None:
     """A table of many numbers of ranks would take minutes for what hardly differs."""
     monkeypatch.setattr(ranks_command, "PLANNED_OPS", 8)
@@ -317,6 +338,7 @@ def test_joined_ops_are_planned_by_a_quick_search(monkeypatch: pytest.MonkeyPatc
         (["--ranks", "3", "--nodes", "2"], "cannot be spread evenly over --nodes 2"),
         (["--network", "1GB"], "say how many with --ranks"),
         (["--spread", "2"], "say how many with --ranks"),
+        (["--pager-us", "2"], "--pager-us is of several devices; say how many with --ranks"),
         (["--ranks", "2", "--target", "90%"], "leave out --target"),
         (["--ranks", "2", "--sweep", "device=50%:100%:2"], "leave out --sweep"),
     ],

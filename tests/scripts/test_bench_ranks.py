@@ -5,7 +5,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from bench_ranks import own_us, paced, spread_of, step_us
+from bench_ranks import own_us, paced, spread_of, step_us, work_us
 from lm.processes import ROOT
 
 from tensorpager.planner.commands.options import EXAMPLE_TRACE
@@ -21,6 +21,17 @@ def test_the_slowest_rank_of_each_step_counts() -> None:
     assert spread_of(found) == pytest.approx(1 / 3), "medians of 2 s and 1 s"
     assert spread_of({"ranks": found["ranks"][:1]}) == 0
     assert own_us(found) == 1.5e6
+
+
+def test_own_work_is_neither_waiting_nor_ops() -> None:
+    plain = {"ranks": [{"own_seconds": [0.5]}, {"own_seconds": [0.5]}]}
+    ranks = [
+        {"own_seconds": [9.0, 2.0], "pager": {"iteration_stall_us": 1e6}},
+        {"own_seconds": [9.0, 2.5], "pager": {"iteration_stall_us": 1e6}},
+    ]
+    assert work_us({"ranks": ranks}, plain) == pytest.approx(0.75e6), "0.5 and 1.0 s"
+    ranks = [{"own_seconds": [0.4], "pager": {"iteration_stall_us": None}}]
+    assert work_us({"ranks": ranks}, plain) == 0.0
 
 
 def test_ops_take_what_they_take_beside_other_ranks(tmp_path: Path) -> None:
