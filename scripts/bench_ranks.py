@@ -8,9 +8,9 @@ One iteration of one process is recorded. Then so many ranks train the same mode
 thread each, plain, on demand and planned, with links so slow that cores are not the limit; each
 rank has as much data as the process had. The network, what ops take while as many ranks compute,
 and how much ranks differ, are measured in the plain run, and the pager's own work in the planned
-one. Exits 1 if an iteration takes not what the
-model says (--within), if planned is not --faster times as fast as on demand, or if losses differ
-from those without us. The model counts on any free frames, where training needs consecutive ones.
+one. Exits 1 if an iteration takes not what the model says (--within), if planned is not --faster
+times as fast as on demand, or if losses differ from those without us. The model counts on any free
+frames, where training needs consecutive ones.
 
 --fits compares the CPU time of paged steps, in budgets that hold everything, with plain FSDP2's, in
 turns: another one first in each round.
@@ -216,13 +216,11 @@ def paced(trace: Path, us: float) -> Path:
 
 
 def work_us(planned: Record, plain: Record) -> float:
-    """The pager's own work: what the latest step has taken a rank by itself beside waiting for
-    pages and what it takes plain; the median of ranks."""
-    taken = [
-        1e6 * rank["own_seconds"][-1] - (rank["pager"]["iteration_stall_us"] or 0.0)
-        for rank in planned["ranks"]
-    ]
-    return max(0.0, statistics.median(taken) - own_us(plain))
+    """The pager's own work in a step, in whatever thread: the CPU time that it takes a rank beside
+    plain's, the median of ranks."""
+    both = (statistics.median(r["cpu_seconds"] for r in of["ranks"]) for of in (planned, plain))
+    of_planned, of_plain = both
+    return 1e6 * max(0.0, of_planned - of_plain)
 
 
 def simulated(trace: Path, count: int, given: list[str], plain: Record, pager_us: float) -> Record:

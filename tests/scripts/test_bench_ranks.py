@@ -23,15 +23,10 @@ def test_the_slowest_rank_of_each_step_counts() -> None:
     assert own_us(found) == 1.5e6
 
 
-def test_own_work_is_neither_waiting_nor_ops() -> None:
-    plain = {"ranks": [{"own_seconds": [0.5]}, {"own_seconds": [0.5]}]}
-    ranks = [
-        {"own_seconds": [9.0, 2.0], "pager": {"iteration_stall_us": 1e6}},
-        {"own_seconds": [9.0, 2.5], "pager": {"iteration_stall_us": 1e6}},
-    ]
-    assert work_us({"ranks": ranks}, plain) == pytest.approx(0.75e6), "0.5 and 1.0 s"
-    ranks = [{"own_seconds": [0.4], "pager": {"iteration_stall_us": None}}]
-    assert work_us({"ranks": ranks}, plain) == 0.0
+def test_own_work_is_what_planned_steps_take_beside_plain_ones() -> None:
+    plain, planned = ({"ranks": [{"cpu_seconds": s} for s in of]} for of in ([1, 2, 9], [3, 2, 4]))
+    assert work_us(planned, plain) == 1e6, "of 3 and 2 s"
+    assert work_us(plain, planned) == 0.0
 
 
 def test_ops_take_what_they_take_beside_other_ranks(tmp_path: Path) -> None:
