@@ -347,13 +347,20 @@ def _is_called_by_compiled() -> bool:
 
 
 def _compiled_parts(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """Each once. For each call of a model, so without the generators of ``modules()``."""
     if "torch._dynamo.eval_frame" not in sys.modules:
         return []
-    return [
-        module
-        for module in model.modules()
-        if module._compiled_call_impl is not None or "_orig_mod" in module._modules
-    ]
+    found: dict[torch.nn.Module, None] = {}
+    left: list[torch.nn.Module | None] = [model]
+    while left:
+        module = left.pop()
+        if module is None:
+            continue
+        parts = module._modules
+        if "_compiled_call_impl" in module.__dict__ or "_orig_mod" in parts:
+            found[module] = None
+        left += parts.values()
+    return [*found]
 
 
 def is_candidate(tensor: PagedTensor) -> bool:
