@@ -81,6 +81,22 @@ class Block(nn.Module):
         return x + F.gelu(self.linear(self.norm(x))) * torch.sigmoid(x.mean())
 
 
+def losses_of(model: nn.Module, call: Any, pager: tp.Pager | None) -> list[float]:
+    """Of four steps of ``model``, which is called by ``call``."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
+    if pager is not None:
+        pager.optimizer(optimizer)
+    losses = []
+    for _ in range(4):
+        with pager.iteration() if pager is not None else nullcontext():
+            loss = call(torch.ones(256, 128)).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
 @pytest.mark.parametrize("budget", ["2MiB", "64MiB"])
 def test_compiled_parts_get_plain_tensors(one_thread: None, budget: str) -> None:
     """Of what they have saved too, in pages meanwhile: their kernels read memory."""
@@ -103,19 +119,8 @@ def test_compiled_parts_get_plain_tensors(one_thread: None, budget: str) -> None
                 limits = {"page_size": PAGE_BYTES, "device": "cpu", "policy": "lru"}
                 pager = stack.enter_context(tp.Pager(budget, "64MiB", **limits))
                 pager.page_module(model)
-            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
-            if paged:
-                pager.optimizer(optimizer)
             compiled = torch.compile(model, backend=aot_autograd(fw_compiler=backend))
-            losses = []
-            for _ in range(4):
-                with pager.iteration() if paged else nullcontext():
-                    loss = compiled(torch.ones(256, 128)).square().mean()
-                    loss.backward()
-                    optimizer.step()
-                    optimizer.zero_grad()
-                losses.append(loss.item())
-            found.append(losses)
+            found.append(losses_of(model, compiled, pager if paged else None))
             if paged:
                 assert pager.stats()["fits"] is (budget == "64MiB")
     torch._dynamo.reset()
@@ -167,18 +172,7 @@ def test_where_everything_fits_weights_are_in_the_graphs(
                     model[number] = torch.compile(block, backend=backend)
             else:
                 call = torch.compile(partial(twice, model), backend=backend)
-            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
-            if paged:
-                pager.optimizer(optimizer)
-            losses = []
-            for _ in range(4):
-                with pager.iteration() if paged else nullcontext():
-                    loss = call(torch.ones(256, 128)).square().mean()
-                    loss.backward()
-                    optimizer.step()
-                    optimizer.zero_grad()
-                losses.append(loss.item())
-            found.append(losses)
+            found.append(losses_of(model, call, pager if paged else None))
             if paged:
                 assert pager.stats()["fits"] is (budget == "64MiB")
                 assert all(type(weight) is PagedTensor for weight in model.parameters())
