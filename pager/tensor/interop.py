@@ -152,7 +152,8 @@ class Interop:
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
-        """Take over the values of ``value`` (a copy: pages cannot be shared with plain memory)."""
+        """Take over the values of ``value`` (a copy: pages cannot be shared with plain memory).
+        What shared the pages before, as what ``.data`` gave, keeps the values that it has."""
         shape = tuple(self.size()), self.dtype  # type: ignore[attr-defined]
         if (tuple(value.size()), value.dtype) != shape:
             raise PagerError(
@@ -161,6 +162,7 @@ class Interop:
                 "page_module, or page a new tensor with pager.page()"
             )
         if not self.is_set_to(value):  # as of ``module.to(device)`` where it is already
+            self._part_from_others()  # type: ignore[attr-defined]
             self.data.copy_(value.detach())
 
 

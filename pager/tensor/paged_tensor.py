@@ -11,6 +11,7 @@ Four rules keep it correct (``pager/README.md`` says what happens without each):
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -156,6 +157,28 @@ class PagedTensor(Interop, torch.Tensor):
             )
         copy = memo[id(self)] = _duplicate(self)
         return copy
+
+    def _part_from_others(self) -> None:
+        """Other tensors over the same pages get pages of their own, with the same values. This one
+        keeps its pages, and with them its name and its place in plans."""
+        shared = self._storage
+        if sys.getrefcount(shared) <= 3:  # by this tensor, by `shared`, by the call
+            return
+        pager, nbytes = shared.pager, shared.nbytes
+        theirs = blank_storage(pager, nbytes, "user")
+        with torch.no_grad():
+            old, new = (
+                PagedTensor(storage, (nbytes,), (1,), 0, torch.uint8) for storage in (shared, theirs)
+            )
+            new.copy_(old)
+        mine = theirs
+        with pager.quiet():  # nothing of theirs is open
+            mine.run, shared.run = shared.run, mine.run
+            mine.offset, shared.offset = shared.offset, mine.offset
+            mine.label, shared.label = shared.label, None
+            self._storage = mine
+            for storage in (mine, shared):
+                pager.residency.settle(storage.run)  # what they have made of it is stale
 
     def __copy__(self) -> PagedTensor:
         alias = PagedTensor(

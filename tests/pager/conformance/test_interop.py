@@ -3,6 +3,7 @@
 import copy
 import io
 import pickle
+from contextlib import nullcontext
 from multiprocessing.reduction import ForkingPickler
 
 import numpy as np
@@ -297,6 +298,94 @@ class TestData:
             return p.detach()
 
         right_or_refused(x.detach() * 2, assign)
+
+
+    @pytest.mark.parametrize("shape", [(3, 7), (5, 10_001)], ids=str)
+    @pytest.mark.parametrize("paged_value", [True, False])
+    def test_set_leaves_the_old_values_to_what_shared_them(self, pager, shape, paged_value):
+        x = torch.randn(shape, requires_grad=True)
+        p = pager.page(x)
+        value = torch.randn(shape)
+        old, row, view = p.data, p.detach()[1], p.view(-1)[2:9]
+        p.data = pager.page(value) if paged_value else value
+        same(value, p.detach())
+        for expected, shared in ((x, old), (x[1], row), (x.view(-1)[2:9], view)):
+            same(expected.detach(), shared.detach())
+        old.mul_(2)
+        same(x.detach()[1] * 2, row)
+        same(value, p.detach())
+        p.data = old  # and back
+        same(x.detach() * 2, p.detach())
+        p.data.add_(1)
+        same(x.detach() * 2, old)
+        assert p.requires_grad
+        (p * 3).sum().backward()
+        same(torch.full(shape, 3.0), p.grad)
+
+    def test_set_to_a_transposed_view_of_itself(self, pager):
+        x = torch.randn(70, 70)
+        p = pager.page(x)
+        p.data = p.data.t()
+        assert torch.equal(x.t(), p.to_dense())
+
+    def test_set_takes_no_new_pages_where_nothing_shares_the_old_ones(self, pager):
+        p = pager.page(torch.zeros(100_000))
+        run = p._storage.run
+        p.data = torch.ones(100_000)
+        assert p._storage.run is run
+        alias = p.data
+        p.data = torch.full((100_000,), 2.0)
+        assert p._storage.run is run, "its name and its place in plans stay its own"
+        assert alias._storage.run is not run
+
+
+class Average:
+    """Of a model's parameters, as it is in many a training loop: put in for an evaluation."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.average = {name: p.data.clone() for name, p in model.named_parameters()}
+
+    def update(self) -> None:
+        for name, p in self.model.named_parameters():
+            self.average[name] = 0.1 * p.data + 0.9 * self.average[name]
+
+    def evaluate(self, x: torch.Tensor) -> torch.Tensor:
+        parameters = dict(self.model.named_parameters())
+        backup = {name: p.data for name, p in parameters.items()}
+        for name, p in parameters.items():
+            p.data = self.average[name]
+        with torch.no_grad():
+            result = self.model(x).square().mean()
+        for name, p in parameters.items():
+            p.data = backup[name]
+        return result
+
+
+@pytest.mark.parametrize("budget", ["16MiB", "1792KiB"])
+def test_an_average_of_the_weights_is_put_in_and_out(budget):
+    def train(pager=None):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 64))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        if pager is not None:
+            pager.page_module(model)
+            optimizer = pager.optimizer(optimizer)
+        average, found = Average(model), []
+        for _ in range(6):
+            x = torch.randn(8, 64)
+            with pager.iteration() if pager is not None else nullcontext():
+                loss = (model(x) - x).square().mean()
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                average.update()
+            found += [loss.item(), average.evaluate(x).item()]
+        return found
+
+    with tp.Pager(budget, "16MiB", page_size="64KiB", device="cpu") as pager:
+        assert train(pager) == train()
+        assert pager.stats()["peak_bytes"]["device"] <= pager.stats()["budget_bytes"]["device"]
 
 
 def test_a_model_that_is_converted_in_pages_says_what_to_do(pager):
