@@ -437,7 +437,8 @@ class Pager:
         ``policy="lru"``, no iteration yet, or it was refused: :meth:`explain` says why).
 
         ``wait``: until plans that are being made are there; training uses them from the next
-        iteration on in any case.
+        iteration on in any case. A plan that another rank makes for all is not waited for: it comes
+        at the end of an iteration.
         """
         self.core.check_open()
         if self._follower is None:

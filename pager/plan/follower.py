@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from ..machine.calibration.measure import Calibration
     from ..tensor.segments import Segments
     from .plain_speed import OpTimes
-    from .planning import PlanningProcess
+    from .planning import PlanningProcess, Question
     from .starting import StartingPlan
 
 _BATCH_SECONDS = 0.008  # of a channel's time: what one transfer moves
@@ -454,15 +454,18 @@ class Follower:
             signature is not None and self.mover.error is None and signature.is_due(self.most_plans)
         )
 
-    def plan_if_due(self, *, with_others: bool = False) -> None:
-        """Plan the latest iteration's kind, if it should be; ``with_others``: also if its plan is
-        a quick one."""
+    def plan_if_due(self) -> None:
+        """Plan the latest iteration's kind, if it should be."""
+        if self.is_due():
+            assert self.learned is not None
+            self._plan(self.learned)
+
+    def to_plan(self) -> StepSignature | None:
+        """The latest iteration's kind, if it may be planned as others plan theirs."""
         kind = self.learned
-        if self.is_due() or (
-            with_others and kind is not None and kind.compiled is not None and kind.plans == 1
-        ):
-            assert kind is not None
-            self._plan(kind)
+        if kind is None or kind.process is not None or kind.plans >= self.most_plans:
+            return None
+        return kind if self.is_due() or kind.compiled is not None else None
 
     def plan_quickly(self, kind: StepSignature | None) -> None:
         """Others wait for a plan of ``kind``: start to make a quick one, unless one is made."""
@@ -491,9 +494,11 @@ class Follower:
 
     @property
     def is_planning(self) -> bool:
-        """A plan is being made."""
+        """A plan is being made, here."""
+        from .planning import PlanningProcess
+
         processes = (signature.process for signature in self.signatures.all)
-        return any(process is not None and not process.done() for process in processes)
+        return any(type(one) is PlanningProcess and not one.done() for one in processes)
 
     def _get_ready(self) -> None:
         """The first kind was seen for the first time: a planner loads what it needs until there is
@@ -504,18 +509,31 @@ class Follower:
             self._ready = PlanningProcess()
 
     def _plan(self, signature: StepSignature, *, quick: bool = False) -> None:
-        """Start to plan ``signature`` beside the training: by a quick search, unless a full one is
-        worth it."""
+        """Start to plan ``signature`` beside the training."""
+        question = self.question(signature, quick=quick)
+        if question is not None:
+            self.ask(signature, question)
+
+    def ask(self, signature: StepSignature, question: Question) -> None:
         from .planning import PlanningProcess
+
+        process, self._ready = self._ready or PlanningProcess(), None
+        process.answer(question)
+        signature.process = process
+
+    def question(self, signature: StepSignature, *, quick: bool = False) -> Question | None:
+        """What a planner is to be asked, for the next plan of ``signature``: by a quick search,
+        unless a full one is worth it. ``None``, if it cannot be now."""
+        from .planning import Question
         from .traces import trace_of_accesses
 
         try:
             hardware = self.hardware()
         except HungDisk:
-            return  # what goes to other tiers goes on; to be tried again when it answers
+            return None  # what goes to other tiers goes on; to be tried again when it answers
         except PagerError as error:
             signature.refused = f"this machine could not be measured: {error}"
-            return
+            return None
         if self._host_holds_all():
             hardware = hardware.with_(disk_bytes=0)
         pager = self._pager
@@ -531,12 +549,11 @@ class Follower:
         signature.hardware = hardware
         signature.left_frames = self._optional.frames(signature.log, int(hardware.device_pages))
         theirs = hardware.device_bytes - signature.left_frames * pager.page_size
-        signature.process, self._ready = self._ready or PlanningProcess(), None
-        signature.process.ask(
+        return Question(
             signature.recorded.trace,
             hardware.with_(device_bytes=theirs),
-            quick=quick,
-            policy="lp" if self.segments is None else "joint",
+            quick,
+            "lp" if self.segments is None else "joint",
         )
 
     def _host_may_step(self, signature: StepSignature) -> bool:

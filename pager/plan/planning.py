@@ -74,8 +74,12 @@ class PlanningProcess:
     def ask(self, trace: Trace, hardware: Hardware, *, quick: bool, policy: str = "lp") -> None:
         """Once. The arguments are those of :func:`plan_with_layout`; neither may be changed until
         it is ``done``."""
+        self.answer(Question(trace, hardware, quick, policy))
+
+    def answer(self, question: Question) -> None:
+        """The same."""
         self._asked = time.perf_counter()
-        self._run.question = _Question(trace, hardware, quick, policy)
+        self._run.question = question
         self._run.asked.set()
 
     @property
@@ -98,35 +102,79 @@ class PlanningProcess:
         except TimeoutError as error:
             raise TimeoutError(f"no plan after {timeout} s; it is still being made") from error
 
+    @property
+    def said(self) -> bytes:
+        """What it has answered, for :class:`Awaited` ones elsewhere; nothing if it is not done, or
+        was cancelled."""
+        return self._run.said
+
     def cancel(self) -> None:
         """The process is gone when this returns. What was there already stays; may be repeated."""
         _cancel(self._run, self._thread)
 
 
-class _Question(NamedTuple):
+class Question(NamedTuple):
+    """What a planner is asked."""
+
     trace: Trace
     hardware: Hardware
     quick: bool
     policy: str
 
 
+class Awaited:
+    """A plan that somebody else's :class:`PlanningProcess` makes, in its place."""
+
+    def __init__(self) -> None:
+        self._answer: Future[Planned] = Future()
+        self._since = time.perf_counter()
+
+    @property
+    def seconds(self) -> float:
+        """Since it is awaited."""
+        return time.perf_counter() - self._since
+
+    def told(self, said: bytes) -> None:
+        """It has answered so."""
+        try:
+            self._answer.set_result(_read(said, b"", 1))
+        except PagerError as error:
+            self._answer.set_exception(error)
+
+    def done(self) -> bool:
+        return self._answer.done()
+
+    def result(self, timeout: float | None = None) -> Planned:
+        """Raises as the other one does, and ``PagerError`` as long as it is not there: this process
+        hears of it at the end of an iteration only, so nobody waits here."""
+        if not self.done():
+            raise PagerError("the plan is made by another rank, and is not there yet")
+        return self._answer.result()
+
+    def cancel(self) -> None:
+        """Nobody wants it any more."""
+
+
 @dataclass(eq=False)
 class _Run:
     """What the thread and its owner share; the thread knows no owner, which may so be collected."""
 
-    question: _Question | None = None
+    question: Question | None = None
     asked: threading.Event = field(default_factory=threading.Event)
     owner_pid: int = field(default_factory=os.getpid)
     answer: Future[Planned] = field(default_factory=Future)
     lock: threading.Lock = field(default_factory=threading.Lock)
     process: subprocess.Popen[bytes] | None = None
     cancelled: bool = False
+    said: bytes = b""
 
     def go(self) -> None:
         """The thread."""
         try:
             planned = self._plan()
         except PagerError as error:
+            if not self.cancelled and not self.said:
+                self.said = json.dumps({"error": str(error)}).encode()
             self.answer.set_exception(error)
         except Exception as error:  # or nobody would hear of it
             failure = PagerError(f"planning failed: {type(error).__name__}: {error}")
@@ -158,9 +206,11 @@ class _Run:
             raise
         if self.cancelled:
             raise PagerError("planning was cancelled")
+        if process.returncode == 0:
+            self.said = answer
         return _read(answer, complaints, process.returncode)
 
-    def _write_to(self, process: subprocess.Popen[bytes], question: _Question) -> None:
+    def _write_to(self, process: subprocess.Popen[bytes], question: Question) -> None:
         request = write_request(
             question.trace, question.hardware, quick=question.quick, policy=question.policy,
             parent_pid=self.owner_pid,

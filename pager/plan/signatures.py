@@ -21,7 +21,7 @@ from .ways import Growth, Taken, Ways
 
 if TYPE_CHECKING:
     from ...planner.hardware import Hardware
-    from .planning import PlanningProcess
+    from .planning import Awaited, PlanningProcess
     from .traces import Recorded
 
 _RECORDED = 2  # iterations before the first plan: what happens once would be taken for work
@@ -59,7 +59,7 @@ class StepSignature:
         self.hardware: Hardware | None = None  # it was, or is being, planned for
         self.planned_size = 0  # of what it was made from
         self.left_frames = 0  # frames of the device that the plan leaves to what comes on demand
-        self.process: PlanningProcess | None = None
+        self.process: PlanningProcess | Awaited | None = None
         self.refused: str | None = None  # why there is no plan
         self.left = False  # for good, a plan that was followed
         self.turned_down: str | None = None

@@ -211,10 +211,10 @@ SLOW_UNTIL, LEAVES_IN, TOGETHER_STEPS = 7, 12, 15
 
 
 def together(folder: Path) -> Found:
-    """Which iterations followed a plan, where the planner of rank 1 is slow at first, and rank 0
+    """Which iterations followed a plan, where the planner is slow at first, and rank 0
     leaves its plan in the end."""
     expected = train_together(None, {})
-    found: Found = {"measured": 0, "modes": []}
+    found: Found = {"measured": 0, "asked": 0, "modes": []}
     with make_pager(folder, "lp") as pager:
         losses, parameters = train_together(pager, found)
         stats, found["said"] = pager.stats(), pager.explain()
@@ -249,6 +249,8 @@ def train_together(pager: tp.Pager | None, found: Found) -> tuple[list[float], l
                 found["uses"] = uses_of_shards(kind.recorded.trace)
                 found["met"] = collectives_of(kind.recorded.trace)
                 found["planned"] = pager.explain() if pager is not None else ""
+                assert kind.compiled is not None
+                found["moves"] = kind.compiled.plan.moves
                 if rank == 0:
                     kind.leave("it took longer")
         losses.append(loss.item())
@@ -284,23 +286,24 @@ def collectives_of(trace: Trace) -> Found:
 
 
 def _watch_planning(follower: Any, found: Found) -> None:
-    """Counts how often channels are measured; on rank 1 no plan is there before ``SLOW_UNTIL``."""
-    calibrate, plan = follower.calibrate, follower._plan
+    """Counts how often channels are measured; how often a planner is asked, whose
+    plan is not there before ``SLOW_UNTIL``."""
+    calibrate, ask = follower.calibrate, follower.ask
 
     def counted(*, fresh: bool = False) -> Any:
         found["measured"] += 1
         found["fresh"] = fresh
         return calibrate(fresh=fresh)
 
-    def planned_late(kind: Any, **options: Any) -> None:
-        plan(kind, **options)
+    def asked_late(kind: Any, question: Any) -> None:
+        found["asked"] += 1
+        ask(kind, question)
         done = kind.process.done
         kind.process.done = lambda: done() and len(found["modes"]) >= SLOW_UNTIL
 
     follower.only_if_faster = False
     follower.calibrate = counted
-    if dist.get_rank() == 1:
-        follower._plan = planned_late
+    follower.ask = asked_late
 
 
 def run(out: Path, kinds: list[str], policies: list[str], cases: Cases) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,8 +12,12 @@ import pytest
 import tensorpager as tp
 from tensorpager.pager.distributed import agreement as module
 from tensorpager.pager.distributed.agreement import Agreement, note_meeting, plan_together
+from tensorpager.pager.errors import PagerError
 from tensorpager.pager.plan.access_log import AccessLog
+from tensorpager.pager.plan.planning import PlanningProcess, PlanRefused, Question, _Run
 from tensorpager.pager.plan.signatures import StepSignature
+from tensorpager.planner.hardware import Hardware
+from tensorpager.planner.trace import make_trace
 
 from .models import make_pager
 
@@ -128,6 +134,129 @@ def test_a_collective_takes_what_it_takes_the_last_rank_to_come(follower: Any) -
     agreement._least = lambda *mine: [0.5] if mine == (5.0,) else list(mine)  # type: ignore[method-assign]
     ended(agreement)
     assert kind.seconds() == [1.0, 0.5, 2.0]
+
+
+class Kind:
+    """Of iterations, that is to be planned."""
+
+    compiled = refused = turned_down = recorded = process = None
+    left, cancelled = False, 0
+
+    def __init__(self) -> None:
+        tensors = [(n, 3 * 65536, True) for n in range(4)]
+        ops = [(f"op.{n}", 100.0, [n], [n]) for n in range(4)]
+        self.recorded = SimpleNamespace(
+            trace=make_trace(tensors, ops, page_size=65536), position=[0, 1, 2, 3]
+        )
+
+    def met_seconds(self) -> list[float]:
+        return []
+
+    def cancel(self) -> None:
+        self.process, self.cancelled = None, self.cancelled + 1
+
+
+def due(follower: Any, monkeypatch: pytest.MonkeyPatch, **hardware: float) -> tuple[Any, list[Any]]:
+    """The latest kind of iterations, for which a plan is to be made, and what planners are asked."""
+    kind, asked = Kind(), list[Any]()
+    machine = Hardware(8 << 20, 64 << 20, 0, 2e9, 3e9, page_size=65536).with_(**hardware)
+
+    def ask(kind: Any, question: Any) -> None:
+        process = object.__new__(PlanningProcess)
+        process._run = _Run(said=b'{"error": "none"}')
+        process._run.answer.set_exception(PagerError("none"))
+        kind.process = process
+        asked.append(question)
+
+    follower.learned, follower.ask = kind, ask
+    follower.to_plan = lambda: kind if kind.process is None else None
+    follower.is_due = lambda: kind.process is None
+    follower.question = lambda kind: Question(kind.recorded.trace, machine, True, "lp")
+    monkeypatch.setattr(type(follower), "is_calibrated", True)
+    return kind, asked
+
+
+def of_two(pager: Any, other: Any, sent: bytes, *, first: bool) -> Agreement:
+    """An agreement with a rank that asks what is asked ``other``, and ``sent`` what it was told."""
+    agreement, _ = agreed(pager, {})
+    told = [other.hardware.d2h_bytes_per_s] if other is not None else [math.inf]
+    number = module._number_of(other, [0, 1, 2, 3]) if other is not None else 0.0
+
+    def least(*mine: float) -> list[float]:
+        if len(mine) != 7:
+            return list(mine)
+        theirs = [number, -number, *told, *mine[3:]]
+        return [min(pair) for pair in zip(mine, theirs)]
+
+    agreement._least = least  # type: ignore[method-assign]
+    agreement._from_first = lambda said: said if first else sent  # type: ignore[method-assign]
+    return agreement
+
+
+def test_the_first_rank_plans_for_all_by_the_slowest_channels(
+    follower: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Agreement, "_is_first", True)
+    kind, asked = due(follower, monkeypatch)
+    other = follower.question(kind)
+    other = other._replace(hardware=other.hardware.with_(d2h_bytes_per_s=1e9))
+    agreement = of_two(follower._pager, other, b"", first=True)
+    ended(agreement)
+    assert [(q.hardware.d2h_bytes_per_s, q.hardware.h2d_bytes_per_s) for q in asked] == [(1e9, 3e9)]
+    ended(agreement)  # it has answered
+    assert agreement._together is None
+
+
+def test_another_rank_has_the_plan_of_the_first(
+    follower: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Agreement, "_is_first", False)
+    kind, asked = due(follower, monkeypatch)
+    other, said = follower.question(kind), b'{"refused": "too small", "minimum": 4711}'
+    agreement = of_two(follower._pager, other, said, first=False)
+    ended(agreement)
+    assert not asked
+    assert not kind.process.done()
+    assert not follower.is_planning
+    ended(agreement)
+    with pytest.raises(PlanRefused, match="too small"):
+        kind.process.result()
+
+
+def test_a_plan_that_the_first_rank_gives_up_is_awaited_by_nobody(
+    follower: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Agreement, "_is_first", False)
+    kind, asked = due(follower, monkeypatch)
+    agreement = of_two(follower._pager, follower.question(kind), b"", first=False)
+    ended(agreement)
+    assert kind.process is not None
+    ended(agreement)
+    assert kind.cancelled == 1
+    assert kind.process is None
+    ended(agreement)
+    assert kind.process is not None, "it is planned again, and that is awaited"
+    agreement.stop()
+    assert kind.process is None
+    assert not asked
+
+
+@pytest.mark.parametrize("other", ["nothing", "fewer frames", "more pages"])
+def test_ranks_with_other_questions_plan_each_for_itself(
+    follower: Any, monkeypatch: pytest.MonkeyPatch, other: str
+) -> None:
+    monkeypatch.setattr(Agreement, "_is_first", False)
+    kind, asked = due(follower, monkeypatch)
+    question: Any = follower.question(kind)
+    if other == "nothing":
+        theirs = None
+    elif other == "fewer frames":
+        theirs = question._replace(hardware=question.hardware.with_(device_bytes=4 << 20))
+    else:
+        more = replace(question.trace, tensor_bytes=question.trace.tensor_bytes + 65536)
+        theirs = question._replace(trace=more)
+    ended(of_two(follower._pager, theirs, b"", first=False))
+    assert asked == [question]
 
 
 def test_one_rank_alone_agrees_with_nobody() -> None:

@@ -79,8 +79,8 @@ def test_replicas_that_fit(tmp_path: Path) -> None:
 
 
 def test_ranks_enter_and_leave_plans_together(tmp_path: Path) -> None:
-    """No rank follows its plan before the slowest planner is done, nor after one has left; the
-    channels are measured by both at once. Bits are plain FSDP2's, budgets hold."""
+    """No rank follows a plan before it is there, nor after one has left; the first one's is that of
+    both, and the channels are measured by both at once. Bits are plain FSDP2's, budgets hold."""
     first, second = (found["together"] for found in fork(tmp_path, 2, "together"))
     for found in (first, second):
         assert found["same"]
@@ -102,6 +102,9 @@ def test_ranks_enter_and_leave_plans_together(tmp_path: Path) -> None:
         assert entered >= begin
         assert found["modes"][entered : end + 1] == ["planned"] * (end + 1 - entered)
         assert set(found["modes"][end + 1 :]) == {"demand"}
+    assert first["moves"] == second["moves"] != []
+    assert first["asked"] >= 1
+    assert second["asked"] == 0
     assert "it took longer" in first["said"]
     assert "another rank has left its plan" in second["said"]
 

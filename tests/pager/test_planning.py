@@ -15,7 +15,7 @@ import pytest
 
 from tensorpager.pager.errors import PagerError
 from tensorpager.pager.plan import planning
-from tensorpager.pager.plan.planning import PlanningProcess, PlanRefused
+from tensorpager.pager.plan.planning import Awaited, PlanningProcess, PlanRefused
 from tensorpager.planner.background import plan_with_layout
 from tensorpager.planner.hardware import Hardware
 from tensorpager.planner.trace import Trace, make_trace
@@ -94,6 +94,32 @@ def test_the_plan_is_that_of_this_process() -> None:
     assert not planners()
     process.cancel()  # what is there stays
     assert process.result() is planned
+
+
+def test_what_it_has_said_is_a_plan_elsewhere_too() -> None:
+    process, awaited = asked(chain(), machine(70), quick=True), Awaited()
+    with pytest.raises(PagerError, match="another rank"):
+        awaited.result()
+    planned = process.result(300)
+    awaited.told(process.said)
+    assert awaited.done()
+    assert awaited.result() == planned
+    refused, awaited = asked(chain(), machine(5), quick=True), Awaited()
+    with pytest.raises(PlanRefused) as refusal:
+        refused.result(300)
+    awaited.told(refused.said)
+    with pytest.raises(PlanRefused, match="too small") as other:
+        awaited.result()
+    assert other.value.minimum == refusal.value.minimum
+
+
+def test_what_was_cancelled_has_said_nothing(endless: None) -> None:
+    process = asked(chain(), machine(70))
+    assert not process.said
+    process.cancel()
+    with pytest.raises(PagerError, match="cancelled"):
+        process.result(300)
+    assert not process.said
 
 
 def test_one_that_was_started_early_answers() -> None:
