@@ -218,8 +218,10 @@ def convert_state(
     return state
 
 
-def is_special(state: dict[str, Any]) -> bool:
+def is_special(state: Any) -> bool:
     """Whether plain torch could not use the state of a parameter."""
+    if not isinstance(state, dict):
+        return False
     return MASTER in state or any(f"{key}_codes" in state for key in _ROOTS)
 
 

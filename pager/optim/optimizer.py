@@ -1,9 +1,11 @@
 """Any ``torch.optim.Optimizer`` on paged parameters, a few at a time.
 
-Each parameter can be updated by itself, so at most one with its gradient and states must be on the
-device; states go into pages as they are made. Optimizers update each parameter by itself, so the
-result is bit for bit that of one ``step`` over all of them with ``foreach=False``. ::
+Those of ``torch.optim`` update each parameter by itself, so at most one with its gradient and
+states must be on the device; states go into pages as they are made. The result is bit for bit that
+of one ``step`` over all of them with ``foreach=False``. A step of somebody else's class may depend
+on several parameters, or count how often it is called: it runs once for all, op by op. ::
 
+    op by op on pages, all parameters      a step of somebody else's class
     all parameters at once on views        everything is on the device anyway
     several at once on views               all but one are small
     else one parameter at a time:
@@ -62,21 +64,27 @@ OptimizerT = TypeVar("OptimizerT", bound=torch.optim.Optimizer)
 
 # -- a step --------------------------------------------------------------------------------------
 @torch.optim.Optimizer.profile_hook_step
-def _step(optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None = None) -> Any:
+def _step(
+    optimizer: torch.optim.Optimizer,
+    closure: Callable[[], Any] | None = None,
+    *given: Any,
+    **named: Any,
+) -> Any:
     """One update of all parameters; of those of FSDP2, on their local shards.
 
     Room for new states is checked before anything changes. If a step is interrupted all the same
     (``TierFull``, a failing disk), the parameters updated so far keep their update, and the next
     ``step`` finishes the others only; of a parameter that is updated slab by slab, the elements
-    that are left. Where the device budget is too small nothing is updated: the iteration is
-    refused at its end.
+    that are left. (Of somebody else's class it begins anew.) Where the device budget is too small
+    nothing is updated: the iteration is refused at its end. ``given``, ``named``: what else a class
+    of somebody else's takes.
     """
     paged = paged_of(optimizer)
     assert paged is not None
     pager, ahead = paged.pager, paged.in_backward
     optimizer._opt_called = True  # type: ignore[attr-defined]  # as schedulers note it
     loss = None
-    if closure is not None:
+    if closure is not None and paged.is_torchs:
         if ahead is not None:
             ahead.stop("step() is given a closure")
         with torch.enable_grad():
@@ -96,10 +104,41 @@ def _step(optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None = 
         if ahead is not None:
             ahead.measure()
         with pager.in_backward.step_of(paged):
-            _step_all(paged)
+            if paged.is_torchs:
+                _step_all(paged)
+            else:
+                loss = _step_whole(paged, closure, *given, **named)
         if ahead is not None:
             ahead.stepped()
     return loss
+
+
+def _step_whole(
+    paged: PagedOptimizer, closure: Callable[[], Any] | None, *given: Any, **named: Any
+) -> Any:
+    """The step of somebody else's class, as it is. It may ask ``closure`` how often it wants."""
+    pager = paged.pager
+
+    def asked(*of: Any, **what: Any) -> Any:
+        assert closure is not None
+        frames, pager.residency.step = pager.residency.step, None
+        pager.stepping = False
+        try:
+            return closure(*of, **what)
+        finally:
+            pager.stepping, pager.residency.step = True, frames
+
+    first = () if closure is None else (asked,)
+    with pager.budget.stepping(paged.optimizer):
+        pager.stepping = True
+        try:
+            result = paged.run(None, *first, *given, **named)
+        finally:
+            pager.stepping = False
+    for state in paged.states():
+        page_state(pager, state)
+    paged.stepped = True
+    return result
 
 
 def _step_all(paged: PagedOptimizer) -> None:
@@ -151,7 +190,7 @@ def _step_as_dense(paged: PagedOptimizer) -> bool:
     with torch._C.DisableTorchFunctionSubclass():
         if not paged.pager.fits or not _step_on_views(paged):
             return False
-        for state in paged.optimizer.state.values():  # some make one later, when a setting changes
+        for state in paged.states():  # some make one later, when a setting changes
             page_state(paged.pager, state)
     return True
 
@@ -376,7 +415,7 @@ class _Doors:
             paged.done.clear()
             paged.progress.clear()
             paged.versions.clear()
-            for state in optimizer.state.values():
+            for state in paged.states():
                 page_state(paged.pager, state)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -548,7 +587,7 @@ def _page(pager: Core, optimizer: torch.optim.Optimizer, chosen: Format) -> Page
                 fresh = convert_state(pager, state, parameter, chosen)
                 state.clear()
                 state.update(fresh)
-    for state in optimizer.state.values():
+    for state in paged.states():
         page_state(pager, state)
     doors = _Doors(paged)
     own = getattr(optimizer.zero_grad, "__func__", None) is not _ZERO_GRAD

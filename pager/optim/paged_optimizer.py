@@ -75,8 +75,19 @@ class PagedOptimizer:
 
     @property
     def is_torchs(self) -> bool:
-        """Its class is of ``torch.optim``: each parameter is updated by itself."""
-        return f"{self.kind.__module__}.".startswith("torch.optim.")
+        """Its step is one of ``torch.optim``: each parameter is updated by itself. A class of
+        somebody else's may count its steps in a group, or take a norm of all gradients."""
+        for cls in self.kind.__mro__:
+            if _is_of_torch(cls):
+                return cls is not torch.optim.Optimizer
+            own = (vars(cls)[name] for name in vars(cls).keys() - {"__init__"})
+            if any(callable(value) and not _is_of_torch(value) for value in own):
+                return False
+        return False
+
+    def states(self) -> list[dict[str, Any]]:
+        """What it keeps of each parameter. (Some keep a number of their own beside these.)"""
+        return [state for state in self.optimizer.state.values() if isinstance(state, dict)]
 
     def state_of(self, parameter: torch.Tensor) -> dict[str, Any]:
         """What it keeps of ``parameter`` so far; not to be written to."""
@@ -87,11 +98,16 @@ class PagedOptimizer:
         groups = self.optimizer.param_groups
         return [(group, p) for group in groups for p in group["params"] if p.grad is not None]
 
-    def run(self, optimizer: Any = None) -> None:
+    def run(self, optimizer: Any = None, *given: Any, **named: Any) -> Any:
         """The class's own step without PyTorch's hooks, which run once, around ours."""
         step: Any = self.kind.step
         step = step.__wrapped__ if getattr(step, "hooked", False) else step
-        step(self.optimizer if optimizer is None else optimizer)
+        return step(self.optimizer if optimizer is None else optimizer, *given, **named)
+
+
+def _is_of_torch(thing: Any) -> bool:
+    """A class, or what a class has: also what PyTorch has put its hooks around."""
+    return f"{getattr(thing, '__module__', '')}.".startswith("torch.optim.")
 
 
 def paged_of(optimizer: Any) -> PagedOptimizer | None:

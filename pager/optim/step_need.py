@@ -144,7 +144,8 @@ def probe_step(
 ) -> StepNeed | None:
     """Run the optimizer's step on a small stand-in of its largest parameter, and measure.
 
-    Nothing of the optimizer changes. ``None`` if the stand-in cannot be stepped.
+    Nothing of the optimizer changes, nor what random numbers come next. ``None`` if the stand-in
+    cannot be stepped.
     """
     among = steppable(paged) if among is None else among
     if not among:
@@ -160,6 +161,7 @@ def probe_step(
     twin.grad = torch.ones_like(twin)
     plain = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in group.items()}
     probe: Any = object.__new__(paged.kind)
+    devices = [] if paged.pager.backend.host_addressable else [largest.device]
     try:
         probe.__setstate__(
             {
@@ -168,11 +170,12 @@ def probe_step(
                 "param_groups": [{**plain, "params": [twin]}],
             }
         )
-        paged.run(probe)  # makes the states
-        big = [value for value in probe.state[twin].values() if is_big_dense(value)]
-        dense = measure(lambda: paged.run(probe))
-        with _Watch([twin, twin.grad, *big]) as watch:
-            paged.run(probe)
+        with torch.random.fork_rng(devices):
+            paged.run(probe)  # makes the states
+            big = [value for value in probe.state[twin].values() if is_big_dense(value)]
+            dense = measure(lambda: paged.run(probe))
+            with _Watch([twin, twin.grad, *big]) as watch:
+                paged.run(probe)
     except Exception:  # an optimizer of the user's that needs more than this: nothing is known
         return None
     state = sum(value.nbytes for value in big)

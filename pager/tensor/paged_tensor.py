@@ -168,7 +168,8 @@ class PagedTensor(Interop, torch.Tensor):
         theirs = blank_storage(pager, nbytes, "user")
         with torch.no_grad():
             old, new = (
-                PagedTensor(storage, (nbytes,), (1,), 0, torch.uint8) for storage in (shared, theirs)
+                PagedTensor(storage, (nbytes,), (1,), 0, torch.uint8)
+                for storage in (shared, theirs)
             )
             new.copy_(old)
         mine = theirs

@@ -156,10 +156,10 @@ class Kind:
         self.process, self.cancelled = None, self.cancelled + 1
 
 
-def due(follower: Any, monkeypatch: pytest.MonkeyPatch, **hardware: float) -> tuple[Any, list[Any]]:
-    """The latest kind of iterations, for which a plan is to be made, and what planners are asked."""
+def due(follower: Any, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, list[Any]]:
+    """The latest kind of iterations, for which a plan is to be made, and what is asked for one."""
     kind, asked = Kind(), list[Any]()
-    machine = Hardware(8 << 20, 64 << 20, 0, 2e9, 3e9, page_size=65536).with_(**hardware)
+    machine = Hardware(8 << 20, 64 << 20, 0, 2e9, 3e9, page_size=65536)
 
     def ask(kind: Any, question: Any) -> None:
         process = object.__new__(PlanningProcess)

@@ -299,7 +299,6 @@ class TestData:
 
         right_or_refused(x.detach() * 2, assign)
 
-
     @pytest.mark.parametrize("shape", [(3, 7), (5, 10_001)], ids=str)
     @pytest.mark.parametrize("paged_value", [True, False])
     def test_set_leaves_the_old_values_to_what_shared_them(self, pager, shape, paged_value):

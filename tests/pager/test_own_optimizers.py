@@ -1,0 +1,176 @@
+"""Optimizers of other people's classes: each of their steps is one step, of all parameters."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import tensorpager as tp
+
+from .models import make_pager
+
+PAGE = 64 << 10
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+class Everything(torch.optim.Optimizer):
+    """Counts its steps in each group, in itself and in its state; divides by the norm of all
+    gradients; draws random numbers."""
+
+    def __init__(self, parameters: Any, lr: float = 1e-2) -> None:
+        super().__init__(parameters, {"lr": lr})
+        self.calls = 0
+
+    def step(self, closure: Any = None, *, scale: float = 1.0) -> Any:  # type: ignore[override]
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self.calls += 1
+        self.state["steps"] = self.state.get("steps", 0) + 1  # type: ignore[index]
+        with torch.no_grad():
+            members = [(g, p) for g in self.param_groups for p in g["params"] if p.grad is not None]
+            norm = torch.stack([p.grad.norm() for _, p in members]).norm()
+            for group in self.param_groups:
+                group["step"] = group.get("step", 0) + 1
+            for group, p in members:
+                state = self.state[p]
+                if not state:
+                    state["mean"] = torch.zeros_like(p)
+                state["mean"].lerp_(p.grad / norm.clamp_min(0.1), 0.1)
+                noise = 1e-3 * torch.randn_like(p)
+                change = state["mean"] / (1 - 0.9 ** group["step"]) + noise
+                p.add_(change, alpha=-scale * group["lr"] / self.calls**0.5)
+        return loss
+
+
+class Own(torch.optim.AdamW):
+    """PyTorch's own step, with other defaults."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, lr=1e-2, weight_decay=0.1)
+
+
+class Twice(torch.optim.SGD):
+    """Asks for the loss twice, as what looks ahead does."""
+
+    def step(self, closure: Any = None) -> Any:
+        assert closure is not None
+        with torch.enable_grad():
+            closure()
+        super().step()
+        with torch.enable_grad():
+            loss = closure()
+        super().step()
+        return loss
+
+
+Train = Callable[[nn.Module, torch.optim.Optimizer, torch.Tensor, int], torch.Tensor]
+
+
+def in_turns(
+    model: nn.Module, optimizer: torch.optim.Optimizer, inputs: torch.Tensor, turn: int
+) -> torch.Tensor:
+    if turn % 2:
+        return by_closure(model, optimizer, inputs, turn)
+    loss = (model(inputs) - inputs).square().mean()
+    loss.backward()
+    optimizer.step(scale=0.5)  # type: ignore[call-arg]
+    return loss
+
+
+def by_closure(
+    model: nn.Module, optimizer: torch.optim.Optimizer, inputs: torch.Tensor, turn: int
+) -> torch.Tensor:
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = (model(inputs) - inputs).square().mean()
+        loss.backward()
+        return loss
+
+    return optimizer.step(closure)  # type: ignore[return-value]
+
+
+def train(make: Any, one: Train, pager: tp.Pager | None) -> list[Any]:
+    """Losses, parameters, and what the optimizer says of itself, loaded again in between."""
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 64))
+    if pager is not None:
+        pager.page_module(model)
+    optimizer = make([{"params": model[0].parameters()}, {"params": model[2].parameters()}])
+    if pager is not None:
+        optimizer = pager.optimizer(optimizer)
+    losses = []
+    for turn in range(6):
+        inputs = torch.randn(16, 64)
+        with pager.iteration() if pager is not None else nullcontext():
+            losses.append(one(model, optimizer, inputs, turn).item())
+            optimizer.zero_grad()
+        if turn == 3:
+            optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    settings = [
+        {k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups
+    ]
+    numbers = [optimizer.state.get("steps"), getattr(optimizer, "calls", None)]
+    values = [p.detach().clone() for p in model.parameters()]
+    return [losses, settings, numbers, *(v.to_dense() if pager is not None else v for v in values)]
+
+
+def same(expected: list[Any], found: list[Any]) -> None:
+    assert found[:3] == expected[:3]
+    assert all(map(torch.equal, expected[3:], found[3:]))
+
+
+@pytest.mark.parametrize("budget", ["16MiB", "1280KiB"])
+@pytest.mark.parametrize(
+    ("make", "one"),
+    [(Everything, in_turns), (Everything, by_closure), (Twice, by_closure), (Own, by_closure)],
+    ids=["everything", "everything by closure", "twice", "own defaults"],
+)
+def test_a_step_is_one_step(make: Any, one: Train, budget: str, one_thread: None) -> None:
+    """Each parameter had a step of its own: counters went up with each, and norms were of one."""
+    expected = train(make, one, None)
+    with tp.Pager(budget, "32MiB", page_size=PAGE, device="cpu") as pager:
+        same(expected, train(make, one, pager))
+        stats = pager.stats()
+        assert stats["peak_bytes"]["device"] <= stats["budget_bytes"]["device"]
+        assert stats["fits"] is (budget == "16MiB")
+
+
+def test_states_are_in_pages_as_they_are_made(one_thread: None) -> None:
+    with make_pager() as pager:
+        model = pager.page_module(nn.Linear(256, 256))
+        optimizer: Any = pager.optimizer(Everything(model.parameters()))
+        with pager.iteration():
+            model(torch.randn(4, 256)).sum().backward()
+            optimizer.step()
+        assert type(optimizer.state[model.weight]["mean"]) is tp.PagedTensor
+
+
+def test_what_a_step_needs_is_found_out_without_random_numbers(one_thread: None) -> None:
+    with make_pager() as pager:
+        model = pager.page_module(nn.Linear(256, 256))
+        optimizer: Any = pager.optimizer(Everything(model.parameters()))
+        with pager.iteration():
+            model(torch.randn(4, 256)).sum().backward()
+            torch.manual_seed(1)
+            optimizer.step()
+            found = torch.randn(3)
+        torch.manual_seed(1)
+        torch.randn(256, 256)
+        torch.randn(256)
+        assert torch.equal(found, torch.randn(3))
+        assert optimizer.calls == 1
