@@ -39,7 +39,7 @@ from tensorpager.pager.tensor.paged_tensor import dense_twin
 from tensorpager.planner.trace import Trace
 
 LAYERS = 5
-STEPS = 6  # so that ranks follow a plan in the last one
+STEPS = 8  # so that ranks follow a plan in the last ones
 PAGE_BYTES = 64 << 10
 RANK_BYTES = {"device": 2 << 20, "host": 1 << 20, "disk": 8 << 20}  # far less than all together
 TIMEOUT = timedelta(seconds=300)  # of a rank that is gone; generous, as machines are busy

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import zipfile
@@ -186,7 +187,7 @@ def test_what_goes_wrong_on_one_rank_is_said_on_all(two_ranks: Any) -> None:
         assert "saved" not in found
     one, other = first["failures"]["read"], second["failures"]["read"]
     assert one.startswith("PagerError: rank 1 could not read its part of a tensor")
-    assert "'0.bias +5 more' cannot be read" in other, "small tensors share pages"
+    assert re.search(r"'[0-9]\.(weight|bias)( \+\d more)?' cannot be read", other)
     assert "Input/output error" in other
     saved = folder / "broken.safetensors"  # at last, while the disk took no page
     content: Any = open_checkpoint(saved).content
