@@ -141,6 +141,11 @@ class _Search:
         steps = MAX_STEPS if trace.ops <= MAX_STEPS else MERGED_MOVES
         steps = QUICK_MOVES if quick else steps
         self.planner = Planner(trace, hardware, uses, progress, most_steps=steps)
+        sizes = trace.pages(hardware.page_size)
+        self._below = [int(sizes[[*unit.weights, *unit.states]].sum()) for unit in units]
+        # Of the host, beside gradients on their way: one that is used, and one that comes.
+        gradients = [int(sizes[list(unit.gradients)].sum()) for unit in units]
+        self.room = hardware.host_pages - 2 * max(gradients, default=0)
         self.best: Outcome | None = None
         self.chosen: tuple[Decisions, Floats | None] | None = None  # of ``best``
         self.bound_us = 0.0
@@ -199,7 +204,8 @@ class _Search:
         be."""
         if self.remakes and self.units and not self.quick:
             chosen = rounded(self.trace, shares, self.remakes, self.units)
-            timely = self._timely(chosen.units, shares.begins_us, TRIALS[0][1])
+            housed = self._housed(chosen.units, shares)
+            timely = self._timely(housed, shares.begins_us, TRIALS[0][1])
             self._ask_anew(self._filled(timely, shares, shares.begins_us, TRIALS[0][1]))
         self._improve(shares, shares.begins_us)
 
@@ -211,7 +217,7 @@ class _Search:
             for number, (more, slack) in enumerate(TRIALS):
                 self.progress("trying the program's choices", 0.1 + 0.1 * number)
                 chosen = rounded(self.trace, shares, self.remakes, self.units, more)
-                timely = self._timely(chosen.units, begins_us, slack)
+                timely = self._timely(self._housed(chosen.units, shares), begins_us, slack)
                 filled = self._filled(timely, shares, begins_us, slack)
                 self._try(Decisions(chosen.remakes, filled), begins_us)
                 if self._over():
@@ -255,19 +261,32 @@ class _Search:
             kept = [unit for unit in kept if unit not in gone]
         return kept
 
+    def _housed(self, units: Sequence[Unit], shares: Shares) -> list[Unit]:
+        """Without the updates for which host memory has no room: those go first of which the
+        program gave the host the smallest share, and among these the largest."""
+        kept = set(units)
+        order = sorted(
+            (number for number, unit in enumerate(self.units) if unit in kept),
+            key=lambda n: (float(shares.units[n]), -self._below[n]),
+        )
+        taken = sum(self._below[number] for number in order)
+        for number in order:
+            if taken <= self.room:
+                break
+            taken -= self._below[number]
+            kept.discard(self.units[number])
+        return [unit for unit in units if unit in kept]
+
     def _filled(
         self, units: list[Unit], shares: Shares, begins_us: Floats, slack: float
     ) -> list[Unit]:
-        """With more updates, as long as the host has time: those of which the program gave it the
-        largest share, and among these the largest. What is left of its time the small ones take.
-        Where host memory has no room for all of them, no more than the program had there."""
+        """With more updates, as many as the program had there and the host has time for: those of
+        which the program gave it the largest share, and among these the largest. What is left of
+        its time the small ones take."""
         chosen = set(units)
-        sizes = self.trace.pages(self.hardware.page_size)
-        below = [int(sizes[[*unit.weights, *unit.states]].sum()) for unit in self.units]
-        room, taken = self.hardware.host_pages, 0
-        if sum(below) > room:
-            room = float(np.dot(below, shares.units))
-            taken = sum(n for n, unit in zip(below, self.units) if unit in chosen)
+        below = self._below
+        room = min(self.room, float(np.dot(below, shares.units)))
+        taken = sum(n for n, unit in zip(below, self.units) if unit in chosen)
         order = sorted(
             (number for number, unit in enumerate(self.units) if unit not in chosen),
             key=lambda n: (-round(float(shares.units[n]), 2), -self.units[n].host_us, n),

@@ -16,7 +16,7 @@ from tensorpager.planner.joint.decided import Decisions, Hosted, Planner
 from tensorpager.planner.joint.host_order import Release, order_steps
 from tensorpager.planner.joint.options import Unit, Uses, find_remakes, find_units
 from tensorpager.planner.joint.policy import plan, plan_by_rule
-from tensorpager.planner.joint.program import solve_joint
+from tensorpager.planner.joint.program import Shares, solve_joint
 from tensorpager.planner.lp.mend import mended, put_off
 from tensorpager.planner.lp.program import Unsolved
 from tensorpager.planner.plan import Move, Plan, plan_from_json, plan_to_json
@@ -270,6 +270,21 @@ def test_what_is_made_again_is_asked_anew_where_all_updates_are_the_hosts() -> N
         mine, shares = solved(some, hosted=True)
         assert shares == pytest.approx([1.0] * len(some))
         assert mine >= free * (1 - 1e-6)
+
+
+def test_the_host_has_room_for_gradients_on_their_way_beside_what_it_updates() -> None:
+    """Three updates fit, and no gradient beside them: no plan had any of them then."""
+    trace = layers(6)
+    each, gradient = 4 * MB // PAGE, MB // PAGE
+    hardware = machine(trace, 0.4, host_bytes=(3 * each + gradient // 2) * PAGE)
+    uses = Uses(trace)
+    remakes, units = find_remakes(trace, uses), find_units(trace, uses)
+    search = policy._Search(trace, hardware, uses, remakes, units, False, lambda *_: None)
+    begins_us = np.concatenate([[0.0], np.cumsum(trace.op_duration_us)])
+    shares = Shares(begins_us[-1], np.zeros(len(remakes)), np.full(6, 0.5), begins_us)
+    kept = search._housed(units[:3], shares)
+    assert kept == units[1:3]
+    assert search._filled(kept, shares, begins_us, 1.0) == kept
 
 
 def test_a_weight_that_the_host_updates_is_there_when_its_op_begins() -> None:
