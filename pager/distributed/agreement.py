@@ -208,9 +208,11 @@ class Agreement:
     def _from_first(self, said: bytes) -> bytes:
         count = torch.tensor([len(said)])
         dist.broadcast(count, self.ranks[0], self._group)
-        data = torch.tensor([*said] or [0] * int(count), dtype=torch.uint8)
+        if not count:
+            return b""
+        data = torch.frombuffer(bytearray(said or int(count)), dtype=torch.uint8)
         dist.broadcast(data, self.ranks[0], self._group)
-        return bytes(data.numpy())
+        return data.numpy().tobytes()
 
     def _measure(self, pager: Core, follower: Follower | None) -> None:
         """All at the same time, unless all have measured within a week."""

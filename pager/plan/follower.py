@@ -518,7 +518,7 @@ class Follower:
         from .planning import PlanningProcess
 
         process, self._ready = self._ready or PlanningProcess(), None
-        process.answer(question)
+        process.ask(question.trace, question.hardware, quick=question.quick, policy=question.policy)
         signature.process = process
 
     def question(self, signature: StepSignature, *, quick: bool = False) -> Question | None:

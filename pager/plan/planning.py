@@ -74,12 +74,8 @@ class PlanningProcess:
     def ask(self, trace: Trace, hardware: Hardware, *, quick: bool, policy: str = "lp") -> None:
         """Once. The arguments are those of :func:`plan_with_layout`; neither may be changed until
         it is ``done``."""
-        self.answer(Question(trace, hardware, quick, policy))
-
-    def answer(self, question: Question) -> None:
-        """The same."""
         self._asked = time.perf_counter()
-        self._run.question = question
+        self._run.question = Question(trace, hardware, quick, policy)
         self._run.asked.set()
 
     @property
