@@ -184,11 +184,10 @@ class Agreement:
                 return
             if self._is_first:
                 hardware = question.hardware.with_(**dict(zip(_RATES, slowest)))
-                follower.ask(kind, question._replace(hardware=hardware))
+                self._together = kind, follower.ask(kind, question._replace(hardware=hardware))
             else:
-                kind.process = Awaited()
-            assert kind.process is not None
-            self._together = kind, kind.process
+                kind.process = awaited = Awaited()
+                self._together = kind, awaited
 
     @property
     def _is_first(self) -> bool:

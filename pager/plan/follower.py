@@ -514,12 +514,14 @@ class Follower:
         if question is not None:
             self.ask(signature, question)
 
-    def ask(self, signature: StepSignature, question: Question) -> None:
+    def ask(self, signature: StepSignature, question: Question) -> PlanningProcess:
+        """A planner, beside the training."""
         from .planning import PlanningProcess
 
         process, self._ready = self._ready or PlanningProcess(), None
         process.ask(question.trace, question.hardware, quick=question.quick, policy=question.policy)
         signature.process = process
+        return process
 
     def question(self, signature: StepSignature, *, quick: bool = False) -> Question | None:
         """What a planner is to be asked, for the next plan of ``signature``: by a quick search,

@@ -295,11 +295,12 @@ def _watch_planning(follower: Any, found: Found) -> None:
         found["fresh"] = fresh
         return calibrate(fresh=fresh)
 
-    def asked_late(kind: Any, question: Any) -> None:
+    def asked_late(kind: Any, question: Any) -> Any:
         found["asked"] += 1
-        ask(kind, question)
-        done = kind.process.done
-        kind.process.done = lambda: done() and len(found["modes"]) >= SLOW_UNTIL
+        process = ask(kind, question)
+        done = process.done
+        process.done = lambda: done() and len(found["modes"]) >= SLOW_UNTIL
+        return process
 
     follower.only_if_faster = False
     follower.calibrate = counted

@@ -161,12 +161,13 @@ def due(follower: Any, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, list[Any]]
     kind, asked = Kind(), list[Any]()
     machine = Hardware(8 << 20, 64 << 20, 0, 2e9, 3e9, page_size=65536)
 
-    def ask(kind: Any, question: Any) -> None:
+    def ask(kind: Any, question: Any) -> PlanningProcess:
         process = object.__new__(PlanningProcess)
         process._run = _Run(said=b'{"error": "none"}')
         process._run.answer.set_exception(PagerError("none"))
         kind.process = process
         asked.append(question)
+        return process
 
     follower.learned, follower.ask = kind, ask
     follower.to_plan = lambda: kind if kind.process is None else None

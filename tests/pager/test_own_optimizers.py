@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
@@ -16,14 +16,6 @@ import tensorpager as tp
 from .models import make_pager
 
 PAGE = 64 << 10
-
-
-@pytest.fixture
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 class Everything(torch.optim.Optimizer):
@@ -55,6 +47,19 @@ class Everything(torch.optim.Optimizer):
                 change = state["mean"] / (1 - 0.9 ** group["step"]) + noise
                 p.add_(change, alpha=-scale * group["lr"] / self.calls**0.5)
         return loss
+
+
+class Noise(torch.optim.Optimizer):
+    """Has nothing but its groups, so that a step of it can be tried out."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 1e-2})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.add_(torch.randn_like(p), alpha=-group["lr"])
 
 
 class Own(torch.optim.AdamW):
@@ -150,27 +155,30 @@ def test_a_step_is_one_step(make: Any, one: Train, budget: str, one_thread: None
         assert stats["fits"] is (budget == "16MiB")
 
 
+@contextmanager
+def iteration_of(make: Any) -> Iterator[Any]:
+    """An iteration with gradients; the optimizer, which has not stepped."""
+    with make_pager() as pager:
+        model = pager.page_module(nn.Linear(256, 256))
+        optimizer = pager.optimizer(make(model.parameters()))
+        with pager.iteration():
+            model(torch.randn(4, 256)).sum().backward()
+            yield optimizer
+
+
 def test_states_are_in_pages_as_they_are_made(one_thread: None) -> None:
-    with make_pager() as pager:
-        model = pager.page_module(nn.Linear(256, 256))
-        optimizer: Any = pager.optimizer(Everything(model.parameters()))
-        with pager.iteration():
-            model(torch.randn(4, 256)).sum().backward()
-            optimizer.step()
-        assert type(optimizer.state[model.weight]["mean"]) is tp.PagedTensor
+    with iteration_of(Everything) as optimizer:
+        optimizer.step()
+        weight = optimizer.param_groups[0]["params"][0]
+        assert type(optimizer.state[weight]["mean"]) is tp.PagedTensor
 
 
-def test_what_a_step_needs_is_found_out_without_random_numbers(one_thread: None) -> None:
-    with make_pager() as pager:
-        model = pager.page_module(nn.Linear(256, 256))
-        optimizer: Any = pager.optimizer(Everything(model.parameters()))
-        with pager.iteration():
-            model(torch.randn(4, 256)).sum().backward()
-            torch.manual_seed(1)
-            optimizer.step()
-            found = torch.randn(3)
+def test_a_step_is_tried_out_without_drawing_random_numbers(one_thread: None) -> None:
+    with iteration_of(Noise) as optimizer:
         torch.manual_seed(1)
-        torch.randn(256, 256)
-        torch.randn(256)
-        assert torch.equal(found, torch.randn(3))
-        assert optimizer.calls == 1
+        optimizer.step()
+        found = torch.randn(3)
+    torch.manual_seed(1)
+    torch.randn(256, 256)
+    torch.randn(256)
+    assert torch.equal(found, torch.randn(3))
