@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from ..simulation import EPSILON_US
+from ..trace import Floats, Ints
 from .pages import Pages
 from .queue import Queue
 
@@ -33,17 +34,23 @@ def coast(
         if event_us < limit_us:
             limit_us = event_us
     counts = [queue.pages_before(limit_us) for queue in moving]
-    if not any(counts):
-        return
     taken = sum(count for queue, count in zip(moving, counts) if not queue.is_out)
-    if taken > pages.free:
+    least = pages.free - taken
+    if least < pages.least_free:
+        ins, given = _in_time(moving, counts)
+        short = np.flatnonzero(np.arange(1, len(ins) + 1) - given > pages.free)
+        if len(short):  # an in that would have to wait for a frame: no further than that
+            counts = [queue.pages_before(float(ins[short[0]])) for queue in moving]
+            taken = sum(count for queue, count in zip(moving, counts) if not queue.is_out)
+            ins, given = _in_time(moving, counts)
+        least = pages.free - int((np.arange(1, len(ins) + 1) - given).max(initial=0))
+    if not any(counts):
         return
     if not all(queue.can_coast(count) for queue, count in zip(moving, counts)):
         return
     if pages.drops and _drops_matter(moving, counts, pages):
         return
-    if pages.free - taken < pages.least_free:
-        _note_peak(moving, counts, pages)
+    pages.least_free = min(pages.least_free, least)
     for queue, count in zip(moving, counts):
         if count:
             queue.coast(count)
@@ -76,8 +83,8 @@ def _drops_matter(moving: list[Queue], counts: list[int], pages: Pages) -> bool:
     )
 
 
-def _note_peak(moving: list[Queue], counts: list[int], pages: Pages) -> None:
-    """Fewest free frames while pages coast: ins begin, outs arrive, in the order of time."""
+def _in_time(moving: list[Queue], counts: list[int]) -> tuple[Floats, Ints]:
+    """When pages begin to come in while others coast, and how many have gone out until then."""
     ins, outs = (
         np.sort(
             np.concatenate(
@@ -87,6 +94,4 @@ def _note_peak(moving: list[Queue], counts: list[int], pages: Pages) -> None:
         )
         for is_out in (False, True)
     )
-    given = np.searchsorted(outs, ins + EPSILON_US, "right")
-    least = pages.free - int((np.arange(1, len(ins) + 1) - given).max())
-    pages.least_free = min(pages.least_free, least)
+    return ins, np.searchsorted(outs, ins + EPSILON_US, "right")

@@ -353,7 +353,7 @@ class _Machine:
             most_out = self.ops.new_pages[self.step] - self.pages.free - LAST_STEPS
             if most_out > 0:
                 self._coast(limit_us, most_out)
-        elif not self.ops.partial:
+        elif not self.ops.partial[self.step]:
             self._coast(limit_us)
 
     def _coast(self, limit_us: float, most_out: int | None = None) -> None:

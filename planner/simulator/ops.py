@@ -24,9 +24,9 @@ class Ops:
 
     ``accesses``: (tensor, first page, end, whether that is all of it) of tensors that move;
     ``writes``: (first page, end) of those that are written; ``born``, ``dead``: tensors that move
-    and whose first or last step it is. ``new_pages``: frames that it takes, for new tensors or for
-    what it makes again; ``dead_pages``: that it gives back, of tensors that never move and of
-    temporary pages; ``issued``: moves by their number.
+    and whose first or last step it is; ``partial``: whether it uses a part of one. ``new_pages``:
+    frames that it takes, for new tensors or for what it makes again; ``dead_pages``: that it gives
+    back, of tensors that never move and of temporary pages; ``issued``: moves by their number.
     """
 
     def __init__(self, trace: Trace, pages: Pages, page_size: int, program: Program) -> None:
@@ -47,7 +47,6 @@ class Ops:
         written = (trace.access_mode[rows] & WRITE != 0).tolist()
         accesses = _by(ops, op, zip(tensor.tolist(), first, last, whole))
         writes = _by(ops, op, ((a, b) if w else None for a, b, w in zip(first, last, written)))
-        self.partial = not all(whole)
 
         self.accesses: list[Sequence[tuple[int, int, int, bool]]] = []
         self.writes: list[Sequence[Range]] = []
@@ -56,10 +55,13 @@ class Ops:
             self.accesses.append(accesses[number] if kind == RUN else ())
             self.writes.append(writes[number] if kind == RUN else ())
             if kind == AGAIN:
-                self.partial = True
                 reads = [span for span in program.reads[step] if moves[span.tensor]]
-                self.accesses[step] = [(*_numbered(pages, span), False) for span in reads]
+                self.accesses[step] = [
+                    (*_numbered(pages, span), span.last - span.first == pages.count[span.tensor])
+                    for span in reads
+                ]
                 self.remade[step] = [_numbered(pages, span) for span in program.remade[step]]
+        self.partial = [not all(whole for *_, whole in accesses) for accesses in self.accesses]
 
         transient = ~trace.tensor_persistent
         transient[list(program.private)] = False
