@@ -130,7 +130,7 @@ def _with_bound(plan: Plan, other: Plan) -> Plan:
 def _plan(trace: Trace, hardware: Hardware, quick: bool, policy: str) -> tuple[Trace, Plan]:
     """The plan, and what of the trace it is a plan of."""
     if policy == "joint":
-        from .joint.segments import plan_steps  # loads scipy
+        from .joint.segments import plan_steps  # loads the solver
 
         trace, plan = plan_steps(trace, hardware, quick=quick)
     else:
@@ -160,7 +160,7 @@ def _answer(trace: Trace, hardware: Hardware, quick: bool, policy: str) -> dict[
         return {"error": f"{type(error).__name__}: {error}"}
     again = None
     if policy == "joint" and trace.segments:
-        from .joint.segments import choose  # loads scipy
+        from .joint.segments import choose  # loads the solver
 
         again = choose(trace, hardware, _us(plan))
     return {"plan": plan_to_json(plan), "layout": layout_to_json(layout), "again": again}
@@ -177,7 +177,7 @@ def _die_with_parent() -> None:
 
 def _get_ready() -> None:
     """Load what nearly every plan needs."""
-    import scipy.optimize  # noqa: F401 (and scipy.sparse)
+    import highspy  # noqa: F401
 
     from .lp import policy  # noqa: F401
 

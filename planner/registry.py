@@ -17,7 +17,7 @@ CHOOSERS = (*RULES, "joint")  # do more than move pages
 
 
 def _by_rule(name: str, trace: Trace, hardware: Hardware) -> Plan:
-    from .joint.policy import plan_by_rule  # loads scipy
+    from .joint.policy import plan_by_rule  # loads the solver
 
     return plan_by_rule(name, trace, hardware)
 
@@ -38,11 +38,11 @@ def make_plan(
     ``InfeasibleBudget``, ``PolicyRefusal``.
     """
     if policy == "lp":
-        from .lp.policy import plan  # loads scipy
+        from .lp.policy import plan  # loads the solver
 
         return plan(trace, hardware, quick=quick, progress=progress)
     if policy == "joint":
-        from .joint import policy as joint  # loads scipy
+        from .joint import policy as joint  # loads the solver
 
         allowed = joint.ALLOWED if allow is None else allow
         return joint.plan(trace, hardware, allow=allowed, quick=quick, progress=progress)

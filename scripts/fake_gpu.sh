@@ -15,7 +15,7 @@ set -uo pipefail
 ROOT=$(cd -P -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd)
 cd "$ROOT" || exit 1
 NEEDED_MIB=9000 # what the installed packages take, and what pip keeps while it installs
-OTHERS=(numpy scipy pyarrow xxhash sortedcontainers rich click pytest pytest-timeout pytest-xdist
+OTHERS=(numpy highspy pyarrow xxhash sortedcontainers rich click pytest pytest-timeout pytest-xdist
   hypothesis expecttest psutil transformers safetensors accelerate peft)
 
 cannot() {

@@ -25,7 +25,6 @@ from .groups import grouped, shared_out
 from .problem import Problem
 
 BuilderMaker = Callable[[Problem, float, bool], "Builder"]
-SOLVED, INFEASIBLE = 0, 2  # scipy's status
 MOVE_COST, DISK_WRITE_COST = 1e-5, 1e-5  # of a page, in the time that a page takes on the link
 
 
@@ -71,15 +70,14 @@ class Rows:
         self.column.append(column.ravel())
         self.value.append(np.broadcast_to(np.asarray(value, np.float64), row.shape).ravel())
 
-    def matrix(self, columns: int) -> tuple[Any, Floats]:
-        from scipy.sparse import csr_matrix
+    def entries(self) -> tuple[Ints, Ints, Floats]:
+        """Rows, columns and values; several of one place count together."""
+        if not self.row:
+            return np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0)
+        return np.concatenate(self.row), np.concatenate(self.column), np.concatenate(self.value)
 
-        if not self.count:
-            return None, np.zeros(0)
-        entries = (np.concatenate(self.row), np.concatenate(self.column))
-        shape = (self.count, columns)
-        matrix = csr_matrix((np.concatenate(self.value), entries), shape=shape)
-        return matrix, np.concatenate(self.right)
+    def rights(self) -> Floats:
+        return np.concatenate(self.right) if self.right else np.zeros(0)
 
 
 class _Columns:
@@ -135,33 +133,63 @@ def least_device_pages(problem: Problem) -> float | None:
     return None if x is None else float(x[builder.device])
 
 
-def run(builder: Builder, cost: Floats, time_limit_s: float) -> Floats | None:
-    """``None`` if nothing is feasible. The interior point method sometimes says so of programs that
-    have a solution (very different rates are enough), so it is believed where the simplex method
-    agrees."""
-    from scipy.optimize import linprog
+def run(
+    builder: Builder, cost: Floats, time_limit_s: float, *, vertex: bool = True
+) -> Floats | None:
+    """``None`` if nothing is feasible. ``vertex``: a solution at a corner, where as little as can
+    be is in parts, which may take as long again. The interior point method sometimes says that
+    programs have no solution which have one (very different rates are enough), so it is believed
+    where the simplex method agrees."""
+    import highspy
 
-    equal, equal_right = builder.equal.matrix(builder.columns.count)
-    below, below_right = builder.below.matrix(builder.columns.count)
-    for method in ("highs-ipm", "highs-ds"):
-        result = linprog(
-            cost,
-            A_ub=below,
-            b_ub=below_right,
-            A_eq=equal,
-            b_eq=equal_right,
-            bounds=builder.bounds(),
-            method=method,
-            options={"time_limit": max(time_limit_s, 1.0)},
-        )
-        if result.status != INFEASIBLE:
+    program = _program(builder, cost)
+    found = highspy.HighsModelStatus
+    infeasible = found.kInfeasible, found.kUnboundedOrInfeasible  # no cost is negative
+    status = found.kNotset
+    for solver, crossover in (("ipm", "on" if vertex else "off"), ("simplex", "on")):
+        solved: Any = highspy.Highs()  # type: ignore[no-untyped-call]
+        solved.setOptionValue("output_flag", False)
+        solved.setOptionValue("solver", solver)
+        solved.setOptionValue("run_crossover", crossover)
+        solved.setOptionValue("time_limit", max(time_limit_s, 1.0))
+        solved.passModel(program)
+        solved.run()
+        status = solved.getModelStatus()
+        if status == found.kOptimal:
+            return np.array(solved.getSolution().col_value)
+        if status == found.kTimeLimit:
             break
-    if result.status == INFEASIBLE:
+    if status in infeasible:
         return None
-    if result.status != SOLVED:
-        raise Unsolved(result.message)
-    x: Floats = result.x
-    return x
+    raise Unsolved(f"the solver ended with {status.name[1:]}")
+
+
+def _program(builder: Builder, cost: Floats) -> Any:
+    """For the solver: rows that are below, then those that are equal, each as its columns."""
+    import highspy
+
+    rights, equals = builder.below.rights(), builder.equal.rights()
+    rows, columns, values = (
+        np.concatenate(both) for both in zip(builder.below.entries(), builder.equal.entries())
+    )
+    rows[len(rows) - len(builder.equal.entries()[0]) :] += len(rights)
+    width = builder.columns.count
+    place = rows * width + columns
+    order = np.argsort(place, kind="stable")
+    place, first = np.unique(place[order], return_index=True)
+    program = highspy.HighsLp()
+    program.num_col_, program.num_row_ = width, len(rights) + len(equals)
+    program.col_cost_ = cost
+    program.col_lower_, program.col_upper_ = builder.bounds().T.copy()
+    program.row_lower_ = np.concatenate([np.full(len(rights), -np.inf), equals])
+    program.row_upper_ = np.concatenate([rights, equals])
+    matrix = program.a_matrix_
+    matrix.format_ = highspy.MatrixFormat.kRowwise
+    matrix.num_col_, matrix.num_row_ = program.num_col_, program.num_row_
+    matrix.start_ = np.searchsorted(place, np.arange(program.num_row_ + 1) * width)
+    matrix.index_ = place % width
+    matrix.value_ = np.add.reduceat(values[order], first) if len(first) else values
+    return program
 
 
 def _nothing_moves(problem: Problem, reserve_pages: float) -> Solution | None:

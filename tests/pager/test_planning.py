@@ -324,7 +324,7 @@ with tp.Pager(device_budget="3MiB", **options) as pager:
     stats = pager.stats()
 assert stats["mode"] == "planned" and stats["planned_iterations"], stats
 assert stats["peak_bytes"]["host"], stats  # there was something to plan
-print([name for name in ("pyarrow", "scipy", "pandas") if name in sys.modules])
+print([name for name in ("pyarrow", "highspy", "pandas") if name in sys.modules])
 """
 
 
@@ -332,7 +332,7 @@ ASKING = """
 import sys
 from tests.pager.test_planning import asked, chain, machine
 assert asked(chain(), machine(70), quick=True).result(300).plan.moves
-print([name for name in ("pyarrow", "scipy", "pandas", "torch") if name in sys.modules])
+print([name for name in ("pyarrow", "highspy", "pandas", "torch") if name in sys.modules])
 """
 
 

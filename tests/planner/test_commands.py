@@ -23,7 +23,7 @@ def in_new_process(*arguments: object, **options: Any) -> subprocess.CompletedPr
         "from tensorpager.pager.cli import main\n"
         "try: main(sys.argv[1:])\n"
         "except SystemExit as end: code = end.code\n"
-        "heavy = {'torch', 'triton', 'scipy', 'pyarrow', 'numpy'} & set(sys.modules)\n"
+        "heavy = {'torch', 'triton', 'highspy', 'pyarrow', 'numpy'} & set(sys.modules)\n"
         "print('loaded', *sorted(heavy), file=sys.stderr)\n"
         "sys.exit(code)"
     )
