@@ -19,7 +19,7 @@ import numpy as np
 from ..hardware import Hardware
 from ..lifetimes import KEPT, LAST, RETURN, Gaps
 from ..lp.fit import fit
-from ..lp.mend import SHORTEST_US, mended, put_off
+from ..lp.mend import PARTS, SHORTEST_US, mended, put_off, sooner
 from ..lp.narrow import largest
 from ..lp.problem import HOST, Problem, make_problem, merged, with_kept_copies
 from ..lp.program import Builder, Solution, Unsolved, solve
@@ -32,6 +32,8 @@ from .host_order import MOST_ORDERS, Release, order_steps
 from .options import Impossible, Remake, Unit, Uses
 
 MOST_STEPS = 1200
+MOST_MENDED = 1.08  # times the best plan's time: mending seldom saves more
+MOST_RESERVE, RESERVE_SHARE = 16, 64  # pages left free, and one of so many at most
 GLANCE_STEPS = 120  # of a program that only shows whether choices can be the best
 Again = dict[int, list[int]]  # op → ops that run again before it
 
@@ -222,7 +224,8 @@ class Planner:
         if problem.steps > self.most_steps:
             problem, first_op = merged(problem, self.most_steps, relaxed=False)
             problem = largest(problem, relaxed=False)
-        for reserve in (16, 0):
+        spare = min(MOST_RESERVE, int(self.hardware.device_pages) // RESERVE_SHARE)
+        for reserve in dict.fromkeys((spare, 0)):
             try:
                 solution = solve(
                     problem,
@@ -242,9 +245,12 @@ class Planner:
             simulation = simulate(self.trace, self.hardware, made, log_transfers=True)
             if simulation.predicted is not None:
                 made = replace(made, predicted=simulation.predicted)
-                mends = [hosted.reorder, put_off(expanded.trace), hosted.mend]
-                better = mended(self.trace, self.hardware, made, simulation, mends)
-                outcome = Outcome(*better, least_us)
+                if simulation.predicted.iteration_us <= MOST_MENDED * self.cutoff_us:
+                    running = expanded.trace
+                    mends = [hosted.reorder, put_off(running), hosted.mend]
+                    mends += [sooner(running, *part) for part in PARTS]
+                    made, simulation = mended(self.trace, self.hardware, made, simulation, mends)
+                outcome = Outcome(made, simulation, least_us)
                 if best is None or faster(outcome, best):
                     best = outcome
             begins_us = _begins(expanded.trace, problem, first_op, solution)
@@ -445,7 +451,7 @@ class Hosted:
             wanted = turns * period + float(queued_us[due])
             wanted -= self.pages_of(unit.weights) * self.in_us
             joined = float(queued_us[unit.ops[-1]])
-            releases.append(Release(unit, max(joined, *there), wanted))
+            releases.append(Release(unit, max([joined, *there]), wanted))
         order = [op for unit in order_steps(releases, period) for op in unit.ops]
         return plan if order == plan.host_steps else replace(plan, host_steps=order)
 

@@ -7,9 +7,12 @@ import math
 import os
 import re
 import time
-from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
+from itertools import takewhile
 from typing import Any
 
 import numpy as np
@@ -29,15 +32,17 @@ from .options import Remake, Unit, Uses, find_remakes, find_units
 from .program import Shares, solve_joint
 
 Progress = Callable[[str, float], None]
+Tried = tuple[Decisions, Outcome | None]  # a candidate: its choices, and what came of it
 ALLOWED = ("move", "recompute", "host-step")
 MAX_STEPS, MERGED_STEPS, BOUND_STEPS = 1200, 250, 150  # of the program for the choices
 MERGED_MOVES, QUICK_MOVES = 700, 250  # of that for the moves, where it would be more than MAX_STEPS
 MOST_REMAKES = 4000  # of the largest by pages and time; a bound counts the others as never there
 MOST_FILLED = 200  # updates that are looked at for what is left of the host's time
 CHEAP_SHARE = 0.1  # of a segment's time: an op that takes less is cheap to run again
-# For the bound, by the clock, as the solver counts; then for choices, of the processor, so that
-# what else runs changes little.
-BOUND_SECONDS, SECONDS, LONG_SECONDS, QUICK_SECONDS = 180.0, 35.0, 10.0, 3.0
+# For the bound, by the clock, as the solver counts; then for choices, of one processor, so that
+# what else runs changes little: since the begin, and after the bound at least.
+BOUND_SECONDS, SECONDS, QUICK_SECONDS = 180.0, (32.0, 10.0), (0.0, 3.0)
+PAIR = 1.3  # times as much of the processors, where two candidates are planned at a time
 UNSOLVED = (
     f"the solver had no answer in {BOUND_SECONDS:.0f} s: choices are by rules of thumb, and the "
     "bound is only the time of the ops that no host can take"
@@ -49,11 +54,10 @@ ROUGH = (
 GOOD_ENOUGH = 0.995  # of the bound, at which no further choice is tried
 # How the moves of the best choices are planned again: the part of the steps, and whether the host's
 # list is by due time alone, which leaves fewer steps late, if by more; and how long that may take.
-POLISHED = (
-    (1, False), (3, True), (2, True), (1, False), (3, False), (1, True), (2, False), (3, True),
-    (1, False), (2, True), (1, True), (3, False),
-)  # fmt: skip
-POLISH_SECONDS, LONG_POLISH_SECONDS = 25.0, 6.0
+POLISHED = ((1, False), (3, True), (2, True), (1, True), (3, False), (2, False))
+ROUNDS = 2
+POLISH_SECONDS = 42.0, 6.0  # since the begin, and after the choices at least
+POOR, POOR_LONGER = 0.97, 0.7  # below such a part of the bound it may take so much longer
 # What is tried of the program's shares: how much more of what may be made again, and how late the
 # host may be by its estimated times, of an iteration.
 TRIALS = ((0.0, 0.02), (0.0, 0.05), (0.0, 0.0), (0.1, 0.02), (-0.1, 0.02), (0.0, 1.0))
@@ -66,11 +70,13 @@ def plan(
     allow: Sequence[str] = ALLOWED,
     quick: bool = False,
     progress: Progress | None = None,
+    workers: int = 2,
 ) -> Plan:
     """The fastest plan found of what ``allow`` and the trace permit, with a bound for all of them.
 
     Plans of moves only, full and selective checkpointing and ZeRO-Offload's rule are candidates,
-    so none of them is faster. Raises ``InfeasibleBudget`` and ``PolicyRefusal`` as ``lp`` does.
+    so none of them is faster. ``workers``: threads, which share Python and not the solver. Raises
+    ``InfeasibleBudget`` and ``PolicyRefusal`` as ``lp`` does.
     """
     progress = progress or (lambda what, share: None)
     uses = Uses(trace)
@@ -78,7 +84,8 @@ def plan(
     units = find_units(trace, uses) if "host-step" in allow and hardware.host_pages else []
     if not remakes and not units:
         return replace(plan_moves(trace, hardware, quick=quick, progress=progress), policy="joint")
-    return _Search(trace, hardware, uses, remakes, units, quick, progress).run()
+    workers = 1 if quick else min(workers, len(os.sched_getaffinity(0)))
+    return _Search(trace, hardware, uses, remakes, units, quick, progress, workers).run()
 
 
 @dataclass(frozen=True)
@@ -134,10 +141,11 @@ class _Search:
         units: list[Unit],
         quick: bool,
         progress: Progress,
+        workers: int,
     ) -> None:
         self.trace, self.hardware, self.uses = trace, hardware, uses
         self.remakes, self.units = _largest(trace, remakes), units
-        self.quick, self.progress = quick, progress
+        self.quick, self.progress, self.workers = quick, progress, workers
         steps = MAX_STEPS if trace.ops <= MAX_STEPS else MERGED_MOVES
         steps = QUICK_MOVES if quick else steps
         self.planner = Planner(trace, hardware, uses, progress, most_steps=steps)
@@ -147,27 +155,38 @@ class _Search:
         gradients = [int(sizes[list(unit.gradients)].sum()) for unit in units]
         self.room = hardware.host_pages - 2 * max(gradients, default=0)
         self.best: Outcome | None = None
-        self.chosen: tuple[Decisions, Floats | None] | None = None  # of ``best``
+        self.chosen: Decisions | None = None  # of ``best``
+        self.latest: dict[Decisions, Outcome] = {}  # of what runs
         self.bound_us = 0.0
+        self.until = self.later = math.inf
         self.tried: set[tuple[Any, ...]] = set()
         self.notes: list[str] = []
 
     def run(self) -> Plan:
+        with ThreadPoolExecutor(self.workers) as self.pool:
+            return self._run()
+
+    def _run(self) -> Plan:
         self.progress("solving for the bound", 0.0)
+        self.began = time.process_time()
         self.long = self.trace.ops > MAX_STEPS  # programs take longer, and are in merged steps
         steps = MERGED_STEPS if self.long else MAX_STEPS
         self.steps = BOUND_STEPS if self.quick else steps
         shares = self._solve(self.units)
-        seconds = LONG_SECONDS if self.long else SECONDS
-        self.until = time.process_time() + (QUICK_SECONDS if self.quick else seconds)
+        self.until = self.later = self._until(QUICK_SECONDS if self.quick else SECONDS)
         device_us = self.trace.op_duration_us[np.isnan(self.trace.op_host_us)]
         self.bound_us = float(device_us.sum())  # where the program has no answer
         if shares is not None:
             self.bound_us = shares.iteration_us
-            self._choices(shares)
-        for name in RULES if not self.quick or self.best is None else ():
-            self._try(decide(name, self.trace, self.remakes, self.units))
-        self._polish()
+            self._try_all(self._choices(shares))
+        if not self.quick or self.best is None:
+            self.until = self.later = (
+                math.inf
+            )  # they are soon planned, or it is soon seen that they are slow
+            self._try_all(self._rules())
+        self.until = self._until(POLISH_SECONDS)
+        self.later = self.until + (self.until - self.began) * POOR_LONGER
+        self._try_all(self._polish())
         refusal = self._moves_only()
         if self.best is None:
             raise refusal or PolicyRefusal("joint: no plan of the program ran in the simulator")
@@ -177,6 +196,30 @@ class _Search:
         percent = min(100.0, 100.0 * self.bound_us / taken) if taken else 100.0
         made = replace(self.best.plan, policy="joint", bound=Bound(self.bound_us, percent))
         return replace(made, extra={**made.extra, "notes": self.notes}) if self.notes else made
+
+    def _try_all(self, candidates: Iterator[Callable[[], Tried] | None]) -> None:
+        """As many at a time as there are workers. ``None`` waits for those that are under way."""
+        flying: deque[Future[Tried]] = deque()
+
+        def land() -> None:
+            decisions, outcome = flying.popleft().result()
+            if outcome is not None:
+                self.latest[decisions] = outcome
+            if self._keep(outcome):
+                self.chosen = decisions
+
+        for candidate in takewhile(lambda _: not self._over(), candidates):
+            if candidate is not None:
+                flying.append(self.pool.submit(candidate))
+            while flying and (candidate is None or len(flying) >= self.workers):
+                land()
+        while flying:
+            land()
+
+    def _until(self, seconds: tuple[float, float]) -> float:
+        """By the processor's time: so long after the begin, and from now at least."""
+        pair = PAIR if self.workers > 1 else 1.0
+        return max(self.began + pair * seconds[0], time.process_time() + pair * seconds[1])
 
     def _solve(self, units: list[Unit], *, hosted: bool = False) -> Shares | None:
         """``None``, and a note that says so, if not even a program of few steps has an answer."""
@@ -198,19 +241,18 @@ class _Search:
                     self.notes = [UNSOLVED if steps == self.steps else ROUGH]
         return None
 
-    def _choices(self, shares: Shares) -> None:
-        """The program's shares made whole in several ways, then by the times of the best plan. What
-        is asked anew comes first: most often that is the best, and soon shows which others can't
-        be."""
+    def _choices(self, shares: Shares) -> Iterator[Callable[[], Tried] | None]:
+        """The program's shares made whole in several ways, then by the times of the best plan,
+        until no better plan comes of it. What is asked anew comes first: most often that is the
+        best, and soon shows which others can't be."""
+        begins_us: Floats | None = shares.begins_us
         if self.remakes and self.units and not self.quick:
             chosen = rounded(self.trace, shares, self.remakes, self.units)
             housed = self._housed(chosen.units, shares)
             timely = self._timely(housed, shares.begins_us, TRIALS[0][1])
-            self._ask_anew(self._filled(timely, shares, shares.begins_us, TRIALS[0][1]))
-        self._improve(shares, shares.begins_us)
-
-    def _improve(self, shares: Shares, begins_us: Floats | None) -> None:
-        """Until no better plan comes of it."""
+            units = self._filled(timely, shares, shares.begins_us, TRIALS[0][1])
+            if units:
+                yield partial(self._ask_anew, units)
         best = None
         while begins_us is not None and (best is not self.best or best is None):
             best = self.best
@@ -219,10 +261,17 @@ class _Search:
                 chosen = rounded(self.trace, shares, self.remakes, self.units, more)
                 timely = self._timely(self._housed(chosen.units, shares), begins_us, slack)
                 filled = self._filled(timely, shares, begins_us, slack)
-                self._try(Decisions(chosen.remakes, filled), begins_us)
-                if self._over():
-                    return
+                decisions = Decisions(chosen.remakes, filled)
+                if self._is_new(decisions):
+                    yield partial(self._plan, decisions, begins_us)
+            yield None
             begins_us = None if self.best is None else self._times(self.best)
+
+    def _rules(self) -> Iterator[Callable[[], Tried]]:
+        for name in RULES:
+            decisions = decide(name, self.trace, self.remakes, self.units)
+            if self._is_new(decisions):
+                yield partial(self._plan, decisions, None)
 
     @staticmethod
     def _times(best: Outcome) -> Floats | None:
@@ -230,19 +279,17 @@ class _Search:
         begins_us = best.simulation.op_start_us
         return None if begins_us is None else np.append(begins_us, best.iteration_us)
 
-    def _ask_anew(self, units: list[Unit]) -> None:
+    def _ask_anew(self, units: list[Unit]) -> Tried:
         """What is made again where the host takes just these updates: they fill host memory that
-        the program shared out in parts. This takes no time of the other choices."""
-        if not units:
-            return
-        began = time.process_time()
+        the program shared out in parts."""
         if self.long:
             self.steps = BOUND_STEPS
         shares = self._solve(units, hosted=True)
         if shares is not None:
-            remakes = rounded(self.trace, shares, self.remakes, units).remakes
-            self._try(Decisions(remakes, units), shares.begins_us)
-        self.until += time.process_time() - began
+            decisions = Decisions(rounded(self.trace, shares, self.remakes, units).remakes, units)
+            if self._is_new(decisions):
+                return self._plan(decisions, shares.begins_us)
+        return Decisions(), None
 
     def _late(self, units: Sequence[Unit], begins_us: Floats, slack: float) -> dict[Unit, float]:
         """Updates that the host ends more than a ``slack`` of the iteration too late, and when."""
@@ -297,37 +344,38 @@ class _Search:
                 units, taken = more, taken + below[number]
         return sorted(units, key=lambda unit: unit.ops)
 
-    def _try(self, decisions: Decisions, begins_us: Floats | None = None) -> None:
+    def _is_new(self, decisions: Decisions) -> bool:
+        """Whether it has not been tried, and chooses anything."""
         key = (
             tuple(each.tensor for each in decisions.remakes),
             tuple(unit.ops for unit in decisions.units),
         )
-        if key in self.tried or not any(key):
-            return
+        new = any(key) and key not in self.tried
         self.tried.add(key)
-        self._plan(decisions, begins_us)
+        return new
 
-    def _plan(self, decisions: Decisions, begins_us: Floats | None) -> Outcome | None:
-        self.planner.cutoff_us = self.best.iteration_us if self.best else math.inf
-        outcome = self.planner.plan(decisions, begins_us, rounds=1)
-        if self._keep(outcome):
-            self.chosen = decisions, begins_us
-        return outcome
+    def _plan(
+        self, decisions: Decisions, begins_us: Floats | None, planner: Planner | None = None
+    ) -> Tried:
+        cutoff_us = self.best.iteration_us if self.best else math.inf
+        planner = replace(planner or self.planner, cutoff_us=cutoff_us)
+        return decisions, planner.plan(decisions, begins_us, rounds=1)
 
-    def _polish(self) -> None:
+    def _polish(self) -> Iterator[Callable[[], Tried]]:
         """The moves of the best choices by the times of the plan before, and by programs of fewer,
         longer steps: their plans have fewer and larger moves, and no program knows what each costs.
-        """
-        whole, last = self.planner.most_steps, self.best
-        until = time.process_time() + (LONG_POLISH_SECONDS if self.long else POLISH_SECONDS)
-        for part, by_due in () if self.quick else POLISHED:
-            if self.chosen is None or self._good() or time.process_time() > until:
-                break
-            self.planner.most_steps = min(whole, self.trace.ops) // part
-            self.planner.most_orders = 1 if by_due else MOST_ORDERS
-            assert last is not None
-            last = self._plan(self.chosen[0], self._times(last)) or self.best
-        self.planner.most_steps = whole
+        In turns with the choices whose program promised the most."""
+        if self.quick or self.chosen is None:
+            return
+        promising = min(self.latest, key=lambda each: self.latest[each].least_us)
+        for part, by_due in ROUNDS * POLISHED:
+            planner = replace(
+                self.planner,
+                most_steps=min(self.planner.most_steps, self.trace.ops) // part,
+                most_orders=1 if by_due else MOST_ORDERS,
+            )
+            for decisions in dict.fromkeys((self.chosen, promising)):
+                yield partial(self._plan, decisions, self._times(self.latest[decisions]), planner)
 
     def _keep(self, outcome: Outcome | None) -> bool:
         """Whether it is the fastest so far."""
@@ -357,7 +405,9 @@ class _Search:
 
     def _over(self) -> bool:
         """Whether no further choice is tried."""
-        return self._good() or time.process_time() > self.until
+        poor = self.best is None or self.bound_us < POOR * self.best.iteration_us
+        until = self.later if poor else self.until
+        return self._good() or time.process_time() > until
 
 
 def _slowed() -> float:

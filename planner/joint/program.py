@@ -10,6 +10,7 @@ whole tensors. Time may be in steps of several ops.
 
 from __future__ import annotations
 
+import bisect
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -62,7 +63,7 @@ def solve_joint(
     pages = trace.pages(hardware.page_size).tolist()
     builder = _Joint(problem, trace, uses, remakes, units, step_of, begins, pages)
     builder.least = float(hosted)
-    x = run(builder, builder.cost(), time_limit_s)
+    x = run(builder, builder.cost(), time_limit_s, vertex=False)
     return None if x is None else builder.shares(x)
 
 
@@ -98,9 +99,14 @@ class _Joint(Builder):
             self.gap_of[tensor, self.begin_op[gap]].append(gap)
             self.of_tensor[tensor].append(gap)
         self.live_change: list[tuple[int, int, int, float]] = []  # first, end step, column, pages
+        self.live_points: list[tuple[int, int, float]] = []  # from this step on
         self._choose_remakes()
         if self.units:
             self._choose_units()
+        self._longer_steps()
+        if self.units:
+            self._chains()
+            self._in_time()
         self._level()
 
     def _absolute(self, op: int) -> int:
@@ -136,6 +142,7 @@ class _Joint(Builder):
                 together[op, each.before] += 1
         self.remake_columns: list[Ints] = []
         column: dict[tuple[int, int], int] = {}
+        from_place: dict[int, tuple[list[int], Ints]] = {}
         durations = self.trace.op_duration_us
         for each in self.remakes:
             mine = sorted(places[each.tensor])
@@ -146,19 +153,27 @@ class _Joint(Builder):
             for op, number in zip(mine, columns.tolist()):
                 column[each.tensor, op] = number
                 self.time_terms.append(([self.step_of[op]], [number], us))
-                self.live_change.append((*self._between(each.after, op), number, -pages))
-                for gap in self.gap_of[each.tensor, each.after]:
-                    self.size_terms.append(([gap], [number], -self.problem.gaps.pages[gap]))
-            row = self.below.new(1.0)
-            self.below.add(row, columns, 1.0)
+                self.live_points.append((self._between(each.after, op)[1], number, pages))
+            made_from = self.columns.new(len(mine))  # what is made at this place or a later one
+            rows = self.equal.new(np.zeros(len(mine)))
+            self.equal.add(rows, made_from, 1.0)
+            self.equal.add(rows[:-1], made_from[1:], -1.0)
+            self.equal.add(rows, columns, -1.0)
+            self.below.add(self.below.new(1.0), made_from[:1], 1.0)
+            first, _ = self._between(each.after, each.before)
+            self.live_points.append((first, int(made_from[0]), -pages))
+            for gap in self.gap_of[each.tensor, each.after]:
+                self.size_terms.append(([gap], made_from[:1], -self.problem.gaps.pages[gap]))
+            from_place[each.tensor] = mine, made_from
         for (tensor, op), number in column.items():
             for needed in inputs[tensor]:
                 other = by_tensor[needed]
                 if not other.after < op < other.before:
                     continue
-                later = [column[needed, at] for at in places[needed] if at > op]
+                at, made_from = from_place[needed]
+                later = bisect.bisect(at, op)
                 row = self.below.new(1.0)
-                self.below.add(row, np.array([number, *later]), 1.0)
+                self.below.add(row, np.array([number, *made_from[later : later + 1]]), 1.0)
 
     def _choose_units(self) -> None:
         gaps, pages = self.problem.gaps, self.page_count
@@ -193,8 +208,20 @@ class _Joint(Builder):
                         self.size_terms.append(([gap], [share], -gaps.pages[gap]))
             below = sum(pages[tensor] for tensor in (*unit.states, *unit.weights))
             self.equal.add(row, [share], float(below))
-        self._chains()
-        self._in_time()
+
+    def _longer_steps(self) -> None:
+        """One column for each step that choices make longer, or shorter: many rows say how long it
+        takes, and would have all of their columns."""
+        if not self.time_terms:
+            return
+        found = np.unique(np.concatenate([step for step, _, _ in self.time_terms]))
+        more = self.columns.new(len(found))
+        self.free += more.tolist()
+        rows = self.equal.new(np.zeros(len(found)))
+        self.equal.add(rows, more, -1.0)
+        for step, column, us in self.time_terms:
+            self.equal.add(rows[np.searchsorted(found, step)], column, us * self.problem.out_rate)
+        self.time_terms = [(found, more, 1 / self.problem.out_rate)]
 
     def _in_time(self) -> None:
         """What the host takes of the updates that are due first fits between the first of their
@@ -306,13 +333,16 @@ class _Joint(Builder):
     def _level(self) -> None:
         """What choices take away from the pages on the device, as a level that rises and falls."""
         steps = self.problem.steps
-        if not self.live_change:
+        if not self.live_change and not self.live_points:
             return
         level = self.columns.new(steps)
         self.free += level.tolist()
         rows = self.equal.new(np.zeros(steps))
         self.equal.add(rows, level, 1)
         self.equal.add(rows[1:], level[:-1], -1)
+        for step, column, pages in self.live_points:
+            if step < steps:
+                self.equal.add(rows[step], column, -pages)
         for first, end, column, pages in self.live_change:
             if end <= first:
                 continue

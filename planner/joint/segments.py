@@ -12,6 +12,7 @@ and the linear program says what it takes.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import NamedTuple
@@ -22,14 +23,16 @@ from ..errors import InfeasibleBudget, PagerError, PolicyRefusal
 from ..hardware import Hardware
 from ..lp.policy import bound
 from ..lp.policy import plan as plan_moves
-from ..plan import Plan
+from ..lp.program import Unsolved
+from ..plan import Bound, Plan
 from ..trace import Segment, Trace
 from ..trace_check import number_by_appearance
-from .decided import Decisions, Planner
+from .decided import MOST_STEPS, Decisions, Planner
 from .options import HOSTED, Uses, find_units, without_ends
 from .policy import Bounds
 from .policy import plan as plan_jointly
 
+OPS_A_STEP = 3  # of a program with longer steps
 SHARES = (0.25, 0.5, 0.75, 1.0)  # of the blocks: which ones is taken evenly from first to last
 WORTH = 0.97  # of the iteration's time without, at most
 
@@ -40,26 +43,32 @@ def plan_steps(trace: Trace, hardware: Hardware, *, quick: bool) -> tuple[Trace,
 
     Raises ``InfeasibleBudget`` and ``PolicyRefusal`` as ``lp`` does."""
     refusal: PagerError | None = None
-    best: tuple[Trace, Plan] | None = None
+    found: list[tuple[Trace, Plan]] = []
     every = [op for op in range(trace.ops) if not np.isnan(trace.op_host_us[op])]
     forced = [op for op in every if trace.op_names[op] == HOSTED]
     if not forced:
         try:
-            best = trace, plan_moves(trace, hardware, quick=quick)
+            found.append((trace, plan_moves(trace, hardware, quick=quick)))
         except (InfeasibleBudget, PolicyRefusal) as error:
             refusal = error
+    least_us = 0.0
     if every and hardware.host_pages:
-        chosen = forced or _chosen(without_ends(trace, every), hardware, quick)
+        ended = without_ends(trace, every)
+        free = None if forced else _chosen(ended, hardware, quick)
+        least_us = _least_us(ended, hardware) if free is None else _bound_us(free)
+        chosen = forced or (free.host_steps if free is not None else [])
         mine = without_ends(trace, chosen)
-        found = _with_steps(mine, hardware, chosen) if chosen else None
-        if found is not None and (best is None or _us(found) < _us(best[1])):
-            best = mine, found
-    if best is None and refusal is None:  # what is forced does not fit
-        best = trace, plan_moves(trace, hardware, quick=quick)
-    if best is None:
-        assert refusal is not None
-        raise refusal
-    return best
+        if free is not None and len(chosen) == len(every):  # then it is a plan of that too
+            found.append((mine, free))
+        found += [(mine, plan) for plan in _with_steps(mine, hardware, chosen)]
+    if not found:  # what is forced does not fit
+        if refusal is not None:
+            raise refusal
+        found.append((trace, plan_moves(trace, hardware, quick=quick)))
+    best, plan = min(found, key=lambda pair: _us(pair[1]))
+    if least_us:
+        plan = replace(plan, bound=Bound(least_us, min(100.0, 100 * least_us / _us(plan))))
+    return best, plan
 
 
 def _us(plan: Plan) -> float:
@@ -67,22 +76,28 @@ def _us(plan: Plan) -> float:
     return plan.predicted.iteration_us
 
 
-def _chosen(trace: Trace, hardware: Hardware, quick: bool) -> list[int]:
+def _bound_us(plan: Plan) -> float:
+    return plan.bound.iteration_us if plan.bound is not None else 0.0
+
+
+def _chosen(trace: Trace, hardware: Hardware, quick: bool) -> Plan | None:
     try:
-        return list(
-            plan_jointly(trace, hardware, allow=("move", "host-step"), quick=quick).host_steps
-        )
+        allow = ("move", "host-step")
+        return plan_jointly(trace, hardware, allow=allow, quick=quick, workers=1)
     except (InfeasibleBudget, PolicyRefusal):
-        return []
+        return None
 
 
-def _with_steps(trace: Trace, hardware: Hardware, steps: list[int]) -> Plan | None:
+def _with_steps(trace: Trace, hardware: Hardware, steps: Sequence[int]) -> list[Plan]:
+    """By programs of one op a step, and of several, whose plans have fewer and larger moves."""
     uses = Uses(trace)
     units = [unit for unit in find_units(trace, uses) if set(unit.ops) <= set(steps)]
-    if not units:
-        return None
-    found = Planner(trace, hardware, uses, lambda what, share: None).plan(Decisions((), units))
-    return found.plan if found is not None else None
+    found = []
+    for most in dict.fromkeys((MOST_STEPS, min(MOST_STEPS, trace.ops // OPS_A_STEP))):
+        planner = Planner(trace, hardware, uses, lambda what, share: None, most_steps=most)
+        made = planner.plan(Decisions((), units)) if units else None
+        found += [made.plan] if made is not None else []
+    return found
 
 
 class Again(NamedTuple):
@@ -134,10 +149,19 @@ def least_us(trace: Trace, hardware: Hardware) -> float:
     if np.isnan(trace.op_host_us).all():
         return bound(trace, hardware, quick=True)
     steps = np.flatnonzero(~np.isnan(trace.op_host_us)).tolist()
-    best = Bounds(without_ends(trace, steps)).best(hardware, ("move", "host-step"))
-    if best is None:
+    least = _least_us(without_ends(trace, steps), hardware)
+    if not least:
         raise PolicyRefusal("joint: what these blocks use as they run again does not fit")
-    return best.iteration_us
+    return least
+
+
+def _least_us(trace: Trace, hardware: Hardware) -> float:
+    """The same of a trace without those ends; 0 where nothing runs."""
+    try:
+        best = Bounds(trace).best(hardware, ("move", "host-step"))
+    except Unsolved:
+        return float(trace.op_duration_us[np.isnan(trace.op_host_us)].sum())
+    return best.iteration_us if best is not None else 0.0
 
 
 def again(trace: Trace, blocks: list[str]) -> Trace:

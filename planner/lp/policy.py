@@ -30,6 +30,7 @@ from ..sizes import format_bytes
 from ..trace import Trace
 from . import settings
 from .fit import fit
+from .mend import PARTS, mended, put_off, sooner
 from .narrow import largest, less_room, without_short
 from .problem import Problem, make_problem, merged
 from .program import Solution, Unsolved, least_device_pages, solve
@@ -133,6 +134,8 @@ class _Search:
             self._keep(self._other(name))
         if self.best is None:
             raise self._no_plan()
+        if self._percent() < PERFECT and self.trace.ops <= MAX_STEPS:
+            self._mend(self.best.plan)
         self.progress("done", 1.0)
         predicted = self.best.simulation.predicted
         limit = Bound(self.least_us, min(100.0, self._percent()))
@@ -177,6 +180,14 @@ class _Search:
         if candidate is not None and _faster(candidate, self.best):
             self.best = candidate
         return candidate is not None
+
+    def _mend(self, plan: Plan) -> None:
+        simulation = simulate(self.trace, self.hardware, plan, log_transfers=True)
+        assert simulation.predicted is not None
+        made = replace(plan, predicted=simulation.predicted)
+        mends = [put_off(self.trace), *(sooner(self.trace, *part) for part in PARTS)]
+        found = mended(self.trace, self.hardware, made, simulation, mends)
+        self._keep(_Candidate(*found))
 
     def _percent(self) -> float:
         """Of the bound, that the best plan reaches."""

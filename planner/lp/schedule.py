@@ -45,6 +45,8 @@ class Schedule:
 def whole_pages(problem: Problem, solution: Solution) -> list[Ints]:
     """Pages off the device per tier and gap. What a gap has off in all is rounded up; of a gap in
     two tiers the first gets its share on average over the gaps in the order they begin."""
+    if not problem.tiers:
+        return []
     total = np.ceil(sum(solution.off) - 1e-3).astype(np.int64)
     total = np.minimum(total, problem.gaps.pages)
     if problem.tiers[-1].kept:

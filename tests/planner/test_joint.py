@@ -17,7 +17,7 @@ from tensorpager.planner.joint.host_order import Release, order_steps
 from tensorpager.planner.joint.options import Unit, Uses, find_remakes, find_units
 from tensorpager.planner.joint.policy import plan, plan_by_rule
 from tensorpager.planner.joint.program import Shares, solve_joint
-from tensorpager.planner.lp.mend import mended, put_off
+from tensorpager.planner.lp.mend import mended, put_off, sooner
 from tensorpager.planner.lp.program import Unsolved
 from tensorpager.planner.plan import Move, Plan, plan_from_json, plan_to_json
 from tensorpager.planner.registry import make_plan
@@ -201,6 +201,16 @@ def test_a_trace_without_choices_is_planned_by_moves() -> None:
     assert replace(made, policy="lp") == moves
 
 
+def test_without_a_tier_below_what_does_not_fit_is_made_again() -> None:
+    trace = layers(4)
+    hardware = machine(trace, 0.95, host_bytes=0)
+    assert not hardware.disk_bytes
+    made = plan(trace, hardware)
+    both_agree(trace, hardware, made)
+    assert made.recompute
+    assert {move.action for move in made.moves} <= {"discard"}
+
+
 def test_checkpoint_runs_every_segment_again() -> None:
     trace = layers(4)
     hardware = machine(trace, 0.6)
@@ -279,7 +289,7 @@ def test_the_host_has_room_for_gradients_on_their_way_beside_what_it_updates() -
     hardware = machine(trace, 0.4, host_bytes=(3 * each + gradient // 2) * PAGE)
     uses = Uses(trace)
     remakes, units = find_remakes(trace, uses), find_units(trace, uses)
-    search = policy._Search(trace, hardware, uses, remakes, units, False, lambda *_: None)
+    search = policy._Search(trace, hardware, uses, remakes, units, False, lambda *_: None, 1)
     begins_us = np.concatenate([[0.0], np.cumsum(trace.op_duration_us)])
     shares = Shares(begins_us[-1], np.zeros(len(remakes)), np.full(6, 0.5), begins_us)
     kept = search._housed(units[:3], shares)
@@ -361,6 +371,33 @@ def test_what_comes_back_takes_no_frames_from_an_op_that_waits_for_some() -> Non
     assert simulation.predicted.iteration_us == pytest.approx(430.0)
     made, _ = mended(trace, hardware, bad, simulation, [put_off(trace)])
     assert both_agree(trace, hardware, made) == pytest.approx(410.0)
+
+
+def test_what_an_op_waits_for_comes_sooner_where_the_queue_was_idle() -> None:
+    """Tensor 0 was written and has left at 130 µs; it takes 30 to come back, and is queued when
+    its op begins to wait. Two ops before suffices."""
+    tensors = [(0, 3 * PAGE, True), (1, PAGE, False)]
+    ops = [
+        ("write", 100.0, [], [0]),
+        ("make", 100.0, [], [1]),
+        *((f"use {n}", 20.0, [1], []) for n in range(4)),
+        ("read", 100.0, [0], []),
+    ]
+    trace = make_trace(tensors, ops, page_size=PAGE)
+    hardware = Hardware(
+        4 * PAGE, float("inf"), 0, PAGE * 1e5, PAGE * 1e5, page_size=PAGE, transfer_latency_us=0.0
+    )
+    moves = [Move(0, 0, 3, "host", "out", 1), Move(0, 0, 3, "host", "in", 6)]
+    late = Plan("by hand", PAGE, 4 * PAGE, float("inf"), 0, moves)
+    simulation = simulate(trace, hardware, late, log_transfers=True)
+    assert simulation.predicted is not None
+    assert simulation.predicted.iteration_us == pytest.approx(410.0)
+    late = replace(late, predicted=simulation.predicted)
+    made, _ = mended(trace, hardware, late, simulation, [sooner(trace)])
+    assert [move.issue_op for move in made.moves] == [1, 4]
+    assert both_agree(trace, hardware, made) == pytest.approx(380.0)
+    elsewhere, _ = mended(trace, hardware, late, simulation, [sooner(trace, 0.0, 0.25)])
+    assert elsewhere is late
 
 
 def test_a_solver_without_an_answer_is_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
