@@ -3,7 +3,7 @@
 
     bench_train.py --preset 10m --share 50% --disk-rate 200 --disk-rate 500
     bench_train.py --preset 1b --device cuda --share 75% --share 50% --clip 0 --rounds 3
-    bench_train.py --modes planned,joint,host_steps,checkpoint --host 200% --disk 0 --link-rate 300
+    bench_train.py --modes planned,recompute,joint,checkpoint --host 200% --disk 0 --link-rate 300
 
 On the CPU the cores are the device, but one: it moves pages and runs Python, as a GPU has copy
 engines of its own. --threads says otherwise; all memory systems compute with as many.
@@ -11,7 +11,8 @@ engines of its own. --threads says otherwise; all memory systems compute with as
 A first plain run measures the need, which 100 % of --share, --host and --disk means, and gives the
 losses that others must repeat bit for bit. Then every memory system trains in a process of its
 own, in turns, another one first in each round. Times are of the steps after warm-up; planned modes
-warm up until their plan has settled.
+warm up until their plan has settled. joint lets the plan choose what runs again and which updates
+the host takes; recompute leaves all updates to the device, host_steps all to the host.
 
 Memory is measured from outside. CPU: how much the process grew at its peak (VmHWM), from before
 the model was made; the arena is in it, the planner's process is not. CUDA: the caching allocator's
@@ -51,6 +52,7 @@ MOST_SHARES = 2.5  # of its share of the time that is left, one child takes no m
 CPU_MODES = (
     "plain",
     "planned",
+    "recompute",
     "joint",
     "host_steps",
     "overlap",

@@ -26,8 +26,9 @@ from .report import write_json
 from .slow_disk import slow_down, slow_link
 from .trainer import Trainer
 
-PLANNED = ("planned", "joint", "host_steps", "overlap")
-JOINT = ("joint", "host_steps")  # without and with the host's steps
+# Who takes the optimizer's steps: the device, whom the plan says, or the host.
+JOINT: dict[str, bool | str] = {"recompute": False, "joint": "auto", "host_steps": True}
+PLANNED = ("planned", *JOINT, "overlap")
 OURS = (*PLANNED, "demand")
 
 WARM_UP_STEPS = 3
@@ -145,7 +146,7 @@ def open_memory(spec: Spec, options: Options, stack: ExitStack) -> tuple[Memory,
         slow_link(pager.core, spec.case.link_rate * 1e6)
     if mode == "overlap":
         return OverlapMemory(pager), pager
-    return PagedMemory(pager, host_step=mode == "host_steps"), pager
+    return PagedMemory(pager, host_step=JOINT.get(mode, False)), pager
 
 
 def measure(spec: Spec) -> dict[str, Any]:

@@ -118,7 +118,7 @@ def _peak_of_allocations(profiler: torch.profiler.profile) -> int:
 class PagedMemory:
     """Pages of ``pager``, which the caller opened and closes."""
 
-    def __init__(self, pager: tp.Pager, *, host_step: bool = False) -> None:
+    def __init__(self, pager: tp.Pager, *, host_step: bool | str = False) -> None:
         self._pager, self._host_step = pager, host_step
 
     def place(self, model: nn.Module) -> None:
