@@ -27,7 +27,7 @@ from .errors import InfeasibleBudget, PagerError, PolicyRefusal
 from .hardware import Hardware, from_mapping
 from .lifetimes import live_pages
 from .places.layout import Layout, frames_of, layout_to_json, place
-from .plan import Bound, Plan, plan_to_json
+from .plan import Plan, plan_to_json
 from .registry import find, make_plan
 from .request import read_header, read_trace
 from .simulator import simulate
@@ -100,8 +100,7 @@ def _for_less(
         return None
     predicted = simulate(trace, hardware, plan).predicted or plan.predicted
     plan = replace(plan, device_bytes=hardware.device_bytes, hardware=hardware, predicted=predicted)
-    least = trace.ideal_us
-    plan = replace(plan, bound=Bound(least, min(100.0, 100 * least / _us(plan))))
+    plan = plan.bounded(trace.ideal_us)
     return plan, place(trace, plan, frames)
 
 
@@ -121,10 +120,7 @@ def _with_fewer_moves(plan: Plan, coarse: Plan) -> Plan:
 
 def _with_bound(plan: Plan, other: Plan) -> Plan:
     """``other``, with the bound of ``plan``, which has all of the device and the finest steps."""
-    if plan.bound is None:
-        return other
-    least = plan.bound.iteration_us
-    return replace(other, bound=Bound(least, min(100.0, 100 * least / _us(other))))
+    return other if plan.bound is None else other.bounded(plan.bound.iteration_us)
 
 
 def _plan(trace: Trace, hardware: Hardware, quick: bool, policy: str) -> tuple[Trace, Plan]:

@@ -10,7 +10,7 @@ import json
 import math
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -115,6 +115,13 @@ class Plan:
     def notes(self) -> list[str]:
         """What whoever reads ``bound`` and ``predicted`` has to know."""
         return [str(note) for note in self.extra.get("notes", ())]
+
+    def bounded(self, least_us: float) -> Plan:
+        """The same, ``predicted``, where no plan is faster than that."""
+        assert self.predicted is not None
+        taken_us = self.predicted.iteration_us
+        percent = min(100.0, 100.0 * least_us / taken_us) if taken_us else 100.0
+        return replace(self, bound=Bound(least_us, percent))
 
     @property
     def has_choices(self) -> bool:

@@ -19,7 +19,7 @@ import numpy as np
 from ..hardware import Hardware
 from ..lifetimes import KEPT, LAST, RETURN, Gaps
 from ..lp.fit import fit
-from ..lp.mend import PARTS, SHORTEST_US, mended, put_off, sooner
+from ..lp.mend import SHORTEST_US, mended, put_off, sooner
 from ..lp.narrow import largest
 from ..lp.problem import HOST, Problem, make_problem, merged, with_kept_copies
 from ..lp.program import Builder, Solution, Unsolved, solve
@@ -247,8 +247,7 @@ class Planner:
                 made = replace(made, predicted=simulation.predicted)
                 if simulation.predicted.iteration_us <= MOST_MENDED * self.cutoff_us:
                     running = expanded.trace
-                    mends = [hosted.reorder, put_off(running), hosted.mend]
-                    mends += [sooner(running, *part) for part in PARTS]
+                    mends = [hosted.reorder, put_off(running), hosted.mend, *sooner(running)]
                     made, simulation = mended(self.trace, self.hardware, made, simulation, mends)
                 outcome = Outcome(made, simulation, least_us)
                 if best is None or faster(outcome, best):

@@ -23,7 +23,7 @@ from ..lifetimes import live_pages
 from ..lp.policy import bound as bound_of_moves
 from ..lp.policy import plan as plan_moves
 from ..lp.program import Unsolved
-from ..plan import Bound, Plan
+from ..plan import Plan
 from ..simulation import Simulation
 from ..trace import Floats, Trace
 from .decided import Decisions, Hosted, Outcome, Planner, faster
@@ -55,7 +55,7 @@ GOOD_ENOUGH = 0.995  # of the bound, at which no further choice is tried
 # How the moves of the best choices are planned again: the part of the steps, and whether the host's
 # list is by due time alone, which leaves fewer steps late, if by more; and how long that may take.
 POLISHED = ((1, False), (3, True), (2, True), (1, True), (3, False), (2, False))
-ROUNDS = 2
+ROUNDS = 2  # of all of them, at most
 POLISH_SECONDS = 42.0, 6.0  # since the begin, and after the choices at least
 POOR, POOR_LONGER = 0.97, 0.7  # below such a part of the bound it may take so much longer
 # What is tried of the program's shares: how much more of what may be made again, and how late the
@@ -180,9 +180,7 @@ class _Search:
             self.bound_us = shares.iteration_us
             self._try_all(self._choices(shares))
         if not self.quick or self.best is None:
-            self.until = self.later = (
-                math.inf
-            )  # they are soon planned, or it is soon seen that they are slow
+            self.until = self.later = math.inf  # of most it is soon seen that they are slow
             self._try_all(self._rules())
         self.until = self._until(POLISH_SECONDS)
         self.later = self.until + (self.until - self.began) * POOR_LONGER
@@ -191,10 +189,7 @@ class _Search:
         if self.best is None:
             raise refusal or PolicyRefusal("joint: no plan of the program ran in the simulator")
         self.progress("done", 1.0)
-        assert self.best.plan.predicted
-        taken = self.best.plan.predicted.iteration_us
-        percent = min(100.0, 100.0 * self.bound_us / taken) if taken else 100.0
-        made = replace(self.best.plan, policy="joint", bound=Bound(self.bound_us, percent))
+        made = replace(self.best.plan, policy="joint").bounded(self.bound_us)
         return replace(made, extra={**made.extra, "notes": self.notes}) if self.notes else made
 
     def _try_all(self, candidates: Iterator[Callable[[], Tried] | None]) -> None:

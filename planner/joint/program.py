@@ -154,11 +154,7 @@ class _Joint(Builder):
                 column[each.tensor, op] = number
                 self.time_terms.append(([self.step_of[op]], [number], us))
                 self.live_points.append((self._between(each.after, op)[1], number, pages))
-            made_from = self.columns.new(len(mine))  # what is made at this place or a later one
-            rows = self.equal.new(np.zeros(len(mine)))
-            self.equal.add(rows, made_from, 1.0)
-            self.equal.add(rows[:-1], made_from[1:], -1.0)
-            self.equal.add(rows, columns, -1.0)
+            made_from = self._sums_from(columns)  # at this place or a later one
             self.below.add(self.below.new(1.0), made_from[:1], 1.0)
             first, _ = self._between(each.after, each.before)
             self.live_points.append((first, int(made_from[0]), -pages))
@@ -174,6 +170,15 @@ class _Joint(Builder):
                 later = bisect.bisect(at, op)
                 row = self.below.new(1.0)
                 self.below.add(row, np.array([number, *made_from[later : later + 1]]), 1.0)
+
+    def _sums_from(self, columns: Ints) -> Ints:
+        """Columns of what each of ``columns`` and those after it are together."""
+        sums = self.columns.new(len(columns))
+        rows = self.equal.new(np.zeros(len(columns)))
+        self.equal.add(rows, sums, 1.0)
+        self.equal.add(rows[:-1], sums[1:], -1.0)
+        self.equal.add(rows, columns, -1.0)
+        return sums
 
     def _choose_units(self) -> None:
         gaps, pages = self.problem.gaps, self.page_count

@@ -24,7 +24,7 @@ from ..hardware import Hardware
 from ..lp.policy import bound
 from ..lp.policy import plan as plan_moves
 from ..lp.program import Unsolved
-from ..plan import Bound, Plan
+from ..plan import Plan
 from ..trace import Segment, Trace
 from ..trace_check import number_by_appearance
 from .decided import MOST_STEPS, Decisions, Planner
@@ -51,11 +51,14 @@ def plan_steps(trace: Trace, hardware: Hardware, *, quick: bool) -> tuple[Trace,
             found.append((trace, plan_moves(trace, hardware, quick=quick)))
         except (InfeasibleBudget, PolicyRefusal) as error:
             refusal = error
-    least_us = 0.0
+    least = 0.0
     if every and hardware.host_pages:
         ended = without_ends(trace, every)
         free = None if forced else _chosen(ended, hardware, quick)
-        least_us = _least_us(ended, hardware) if free is None else _bound_us(free)
+        if free is not None and free.bound is not None:
+            least = free.bound.iteration_us
+        else:
+            least = _least_us(ended, hardware)
         chosen = forced or (free.host_steps if free is not None else [])
         mine = without_ends(trace, chosen)
         if free is not None and len(chosen) == len(every):  # then it is a plan of that too
@@ -66,18 +69,12 @@ def plan_steps(trace: Trace, hardware: Hardware, *, quick: bool) -> tuple[Trace,
             raise refusal
         found.append((trace, plan_moves(trace, hardware, quick=quick)))
     best, plan = min(found, key=lambda pair: _us(pair[1]))
-    if least_us:
-        plan = replace(plan, bound=Bound(least_us, min(100.0, 100 * least_us / _us(plan))))
-    return best, plan
+    return best, plan.bounded(least) if least else plan
 
 
 def _us(plan: Plan) -> float:
     assert plan.predicted is not None
     return plan.predicted.iteration_us
-
-
-def _bound_us(plan: Plan) -> float:
-    return plan.bound.iteration_us if plan.bound is not None else 0.0
 
 
 def _chosen(trace: Trace, hardware: Hardware, quick: bool) -> Plan | None:

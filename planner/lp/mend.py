@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -87,16 +88,17 @@ def put_off(running: Trace) -> Mend:
     return mend
 
 
-def sooner(running: Trace, begin: float = 0.0, end: float = 1.0) -> Mend:
+def sooner(running: Trace) -> list[Mend]:
     """Moves onto the device are queued so much sooner as an op waits behind them, or as the queue
-    was idle before, those from one part of the iteration to another."""
+    was idle before: all of them, or those of each of ``PARTS``."""
     ops = running.ops
     using: dict[int, list[int]] = defaultdict(list)  # number of a tensor → ops that use it
     numbers = running.tensor_ids[running.access_tensor].tolist()
     for op, number in zip(running.access_op.tolist(), numbers):
         using[number].append(op)
 
-    def mend(plan: Plan, simulation: Simulation) -> Plan:
+    def mend(part: tuple[float, float], plan: Plan, simulation: Simulation) -> Plan:
+        begin, end = part[0] * ops, part[1] * ops
         queued_us, start_us = simulation.queued_us, simulation.op_start_us
         if queued_us is None or start_us is None:
             return plan
@@ -114,7 +116,7 @@ def sooner(running: Trace, begin: float = 0.0, end: float = 1.0) -> Mend:
             move = plan.moves[first.move]
             idle_us = float(queued_us[move.issue_op]) - first.idle_since_us
             waited = [us for at, us in waits if first.begin_us < at <= first.end_us + SHORTEST_US]
-            if idle_us <= 0 or not waited or not begin * ops <= move.issue_op < end * ops:
+            if idle_us <= 0 or not waited or not begin <= move.issue_op < end:
                 continue
             wanted = queued_us[move.issue_op] - min(idle_us, max(waited)) - SHORTEST_US
             before = [op + 1 for op in using[move.tensor] if op < move.issue_op]
@@ -131,7 +133,7 @@ def sooner(running: Trace, begin: float = 0.0, end: float = 1.0) -> Mend:
         ]
         return replace(plan, moves=sorted(moves, key=lambda move: move.issue_op))
 
-    return mend
+    return [partial(mend, part) for part in PARTS]
 
 
 class _Busy(NamedTuple):

@@ -30,7 +30,7 @@ from ..sizes import format_bytes
 from ..trace import Trace
 from . import settings
 from .fit import fit
-from .mend import PARTS, mended, put_off, sooner
+from .mend import mended, put_off, sooner
 from .narrow import largest, less_room, without_short
 from .problem import Problem, make_problem, merged
 from .program import Solution, Unsolved, least_device_pages, solve
@@ -134,12 +134,11 @@ class _Search:
             self._keep(self._other(name))
         if self.best is None:
             raise self._no_plan()
-        if self._percent() < PERFECT and self.trace.ops <= MAX_STEPS:
+        if self._percent() < PERFECT and settings.has_few_pages(self.problem):
             self._mend(self.best.plan)
         self.progress("done", 1.0)
         predicted = self.best.simulation.predicted
-        limit = Bound(self.least_us, min(100.0, self._percent()))
-        made = replace(self.best.plan, predicted=predicted, bound=limit)
+        made = replace(self.best.plan, predicted=predicted).bounded(self.least_us)
         if self.solution is None:
             made = replace(made, extra={**made.extra, "notes": [UNSOLVED]})
         return made
@@ -182,10 +181,11 @@ class _Search:
         return candidate is not None
 
     def _mend(self, plan: Plan) -> None:
+        """Many simulations, and worth it where these are short."""
         simulation = simulate(self.trace, self.hardware, plan, log_transfers=True)
         assert simulation.predicted is not None
         made = replace(plan, predicted=simulation.predicted)
-        mends = [put_off(self.trace), *(sooner(self.trace, *part) for part in PARTS)]
+        mends = [put_off(self.trace), *sooner(self.trace)]
         found = mended(self.trace, self.hardware, made, simulation, mends)
         self._keep(_Candidate(*found))
 

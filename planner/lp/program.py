@@ -144,7 +144,7 @@ def run(
 
     program = _program(builder, cost)
     found = highspy.HighsModelStatus
-    infeasible = found.kInfeasible, found.kUnboundedOrInfeasible  # no cost is negative
+    infeasible = found.kInfeasible, found.kUnboundedOrInfeasible  # a stall is bounded
     status = found.kNotset
     for solver, crossover in (("ipm", "on" if vertex else "off"), ("simplex", "on")):
         solved: Any = highspy.Highs()  # type: ignore[no-untyped-call]
@@ -169,14 +169,11 @@ def _program(builder: Builder, cost: Floats) -> Any:
     import highspy
 
     rights, equals = builder.below.rights(), builder.equal.rights()
-    rows, columns, values = (
-        np.concatenate(both) for both in zip(builder.below.entries(), builder.equal.entries())
-    )
-    rows[len(rows) - len(builder.equal.entries()[0]) :] += len(rights)
+    below, equal = builder.below.entries(), builder.equal.entries()
     width = builder.columns.count
-    place = rows * width + columns
-    order = np.argsort(place, kind="stable")
-    place, first = np.unique(place[order], return_index=True)
+    of_equal = (equal[0] + len(rights)) * width + equal[1]
+    places = np.concatenate([below[0] * width + below[1], of_equal])
+    place, index = np.unique(places, return_inverse=True)
     program = highspy.HighsLp()
     program.num_col_, program.num_row_ = width, len(rights) + len(equals)
     program.col_cost_ = cost
@@ -188,7 +185,9 @@ def _program(builder: Builder, cost: Floats) -> Any:
     matrix.num_col_, matrix.num_row_ = program.num_col_, program.num_row_
     matrix.start_ = np.searchsorted(place, np.arange(program.num_row_ + 1) * width)
     matrix.index_ = place % width
-    matrix.value_ = np.add.reduceat(values[order], first) if len(first) else values
+    values: Floats = np.zeros(len(place))
+    np.add.at(values, index, np.concatenate([below[2], equal[2]]))
+    matrix.value_ = values
     return program
 
 

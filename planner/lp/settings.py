@@ -16,7 +16,7 @@ MAX_STEPS, MERGED_STEPS = 2500, 1000  # of a longer trace steps are merged
 QUICK_MAX_STEPS, QUICK_MERGED_STEPS, QUICK_BOUND_STEPS = 1000, 500, 150
 QUICK_EXACT_STEPS = 500  # of so few none are merged, as the plan moves less then
 QUICK_COARSE = (4, 100)  # a part of the steps, and no fewer than so many
-FEW_PAGES = 1000
+FEW_PAGES = 1000  # of the device
 SMALL_RESERVES, SMALL_PARTS = (0, 1, 2), (1, 2, 4, 6)
 COARSE = ((2, 500), (4, 300))  # a part of the steps, and at most so many
 
@@ -55,6 +55,11 @@ def is_small(problem: Problem) -> bool:
     return _whole(problem, QUICK_EXACT_STEPS)
 
 
+def has_few_pages(problem: Problem) -> bool:
+    """And few steps: a plan is soon simulated."""
+    return is_small(problem) and problem.device_pages <= FEW_PAGES
+
+
 def exact(problem: Problem) -> list[Settings]:
     """The bound's own program, where no steps are merged for it."""
     return [EXACT] if _whole(problem, MAX_STEPS) else []
@@ -67,10 +72,9 @@ def coarse(problem: Problem) -> list[Settings]:
 
 
 def fine(problem: Problem, spare_pages: int) -> list[Settings]:
-    """With as many steps as can be, the most promising first. Where pages are few,
-    what rounding to whole ones costs is another thing with each program, so many are tried.
-    """
-    if is_small(problem) and problem.device_pages <= FEW_PAGES:
+    """With as many steps as can be, the most promising first. Where pages are few, what
+    rounding to whole ones costs is another thing with each program, so many are tried."""
+    if has_few_pages(problem):
         return [
             Settings(min(spare_pages, reserve), keep, 0.0, problem.steps // part + 1)
             for part in SMALL_PARTS

@@ -37,13 +37,13 @@ def coast(
     taken = sum(count for queue, count in zip(moving, counts) if not queue.is_out)
     least = pages.free - taken
     if least < pages.least_free:
-        ins, given = _in_time(moving, counts)
-        short = np.flatnonzero(np.arange(1, len(ins) + 1) - given > pages.free)
+        ins, needed = _needed(moving, counts)
+        short = np.flatnonzero(needed > pages.free)
         if len(short):  # an in that would have to wait for a frame: no further than that
             counts = [queue.pages_before(float(ins[short[0]])) for queue in moving]
             taken = sum(count for queue, count in zip(moving, counts) if not queue.is_out)
-            ins, given = _in_time(moving, counts)
-        least = pages.free - int((np.arange(1, len(ins) + 1) - given).max(initial=0))
+            _, needed = _needed(moving, counts)
+        least = pages.free - int(needed.max(initial=0))
     if not any(counts):
         return
     if not all(queue.can_coast(count) for queue, count in zip(moving, counts)):
@@ -83,8 +83,9 @@ def _drops_matter(moving: list[Queue], counts: list[int], pages: Pages) -> bool:
     )
 
 
-def _in_time(moving: list[Queue], counts: list[int]) -> tuple[Floats, Ints]:
-    """When pages begin to come in while others coast, and how many have gone out until then."""
+def _needed(moving: list[Queue], counts: list[int]) -> tuple[Floats, Ints]:
+    """When pages begin to come in while others coast, and how many frames are taken then, less
+    those that have become free."""
     ins, outs = (
         np.sort(
             np.concatenate(
@@ -94,4 +95,5 @@ def _in_time(moving: list[Queue], counts: list[int]) -> tuple[Floats, Ints]:
         )
         for is_out in (False, True)
     )
-    return ins, np.searchsorted(outs, ins + EPSILON_US, "right")
+    given = np.searchsorted(outs, ins + EPSILON_US, "right")
+    return ins, np.arange(1, len(ins) + 1) - given

@@ -393,10 +393,10 @@ def test_what_an_op_waits_for_comes_sooner_where_the_queue_was_idle() -> None:
     assert simulation.predicted is not None
     assert simulation.predicted.iteration_us == pytest.approx(410.0)
     late = replace(late, predicted=simulation.predicted)
-    made, _ = mended(trace, hardware, late, simulation, [sooner(trace)])
+    made, _ = mended(trace, hardware, late, simulation, sooner(trace)[:1])
     assert [move.issue_op for move in made.moves] == [1, 4]
     assert both_agree(trace, hardware, made) == pytest.approx(380.0)
-    elsewhere, _ = mended(trace, hardware, late, simulation, [sooner(trace, 0.0, 0.25)])
+    elsewhere, _ = mended(trace, hardware, late, simulation, sooner(trace)[1:2])
     assert elsewhere is late
 
 

@@ -144,6 +144,22 @@ def test_steps_go_to_the_host_where_the_link_is_slow() -> None:
     assert judged.predicted.iteration_us == pytest.approx(plan.predicted.iteration_us, rel=1e-6)
 
 
+def test_of_few_pages_none_are_left_free() -> None:
+    """With 16 of 40 pages left free it is 92 % of the bound."""
+    _, plan = plan_steps(steps_of("step"), joint_machine(2e8), quick=True)
+    assert plan.host_steps
+    assert plan.bound is not None
+    assert plan.bound.percent_of_bound > 95
+
+
+def test_what_the_hosts_steps_read_may_be_used_after_them() -> None:
+    trace, hardware = steps_of("step"), joint_machine(5e8)
+    plan = make_plan("joint", trace, hardware)
+    assert plan.host_steps
+    judged = validate(trace, hardware, plan)
+    assert judged.predicted is not None, judged.reason
+
+
 def test_steps_stay_where_nothing_waits_or_the_host_has_no_memory() -> None:
     trace = steps_of("step")
     _, plan = plan_steps(trace, joint_machine(1e12), quick=True)
