@@ -61,7 +61,7 @@ def scale_addresses(pieces: Pieces, scales: Sequence[Sequence[Operand]]) -> torc
         for row, operand in enumerate(operands):
             if isinstance(operand, Paged):
                 page, inside = np.divmod(offset, operand.page_bytes)
-                where = operand.frames[page].astype(np.int64) * operand.page_bytes + inside
+                where = operand.frames[page] * operand.page_bytes + inside
                 table[row, chosen] = operand.arena.data_ptr() + where
             else:
                 table[row, chosen] = operand.data_ptr() + offset

@@ -36,12 +36,12 @@ class Paged:
     """A flat tensor in pages: element i is in frame ``frames[i * itemsize // page_bytes]``.
 
     arena : uint8 [frames of the arena * page_bytes], contiguous, 16-byte aligned.
-    frames : int32 [pages], on the host; all of them on the device, none twice.
+    frames : int64 [pages], on the host; all of them on the device, none twice.
     numel : (pages - 1) * page_bytes < numel * itemsize <= pages * page_bytes.
     """
 
     arena: torch.Tensor
-    frames: npt.NDArray[np.int32]
+    frames: npt.NDArray[np.int64]
     page_bytes: int
     dtype: torch.dtype
     numel: int
@@ -167,7 +167,7 @@ def _addresses(operand: Operand, first: npt.NDArray[np.int64]) -> npt.NDArray[np
     if isinstance(operand, torch.Tensor):
         return operand.data_ptr() + first * operand.element_size()
     page, inside = np.divmod(first * operand.dtype.itemsize, operand.page_bytes)
-    where: npt.NDArray[np.int64] = operand.frames[page].astype(np.int64) * operand.page_bytes
+    where: npt.NDArray[np.int64] = operand.frames[page] * operand.page_bytes
     return where + inside + operand.arena.data_ptr()
 
 

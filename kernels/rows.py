@@ -30,13 +30,13 @@ MOST_BLOCKS = 1 << 13  # that are placed at a time
 
 def pages_of_rows(
     indices: npt.NDArray[np.int64], row_bytes: int, page_bytes: int
-) -> npt.NDArray[np.int32]:
+) -> npt.NDArray[np.int64]:
     """The pages that hold the rows `indices` (any shape, repeats allowed), sorted, each once.
 
     Raises IndexError for a row below 0.
     """
     if indices.size == 0 or row_bytes == 0:
-        return np.empty(0, np.int32)
+        return np.empty(0, np.int64)
     if (lowest := int(indices.min())) < 0:
         raise IndexError(f"row {lowest} is looked up; rows count from 0")
     begin = indices.reshape(-1).astype(np.int64) * row_bytes
@@ -44,7 +44,8 @@ def pages_of_rows(
     steps = range(int((last - first).max()) + 1)
     pages = np.concatenate([(first + step)[first + step <= last] for step in steps])
     pages.sort()  # np.unique would load numpy's masked arrays, a MiB of code
-    return pages[np.diff(pages, prepend=-1) > 0].astype(np.int32)
+    found: npt.NDArray[np.int64] = pages[np.diff(pages, prepend=-1) > 0]
+    return found
 
 
 def gather_rows(weight: Paged, indices: torch.Tensor, out: torch.Tensor) -> None:
@@ -71,7 +72,7 @@ def row_blocks(
     if not dense.numel():
         return
     row_numel, itemsize = dense.shape[1], table.dtype.itemsize
-    frames = upload(torch.from_numpy(table.frames), rows.device).long()
+    frames = upload(torch.from_numpy(table.frames), rows.device)
     block_bytes = math.gcd(row_numel * itemsize, table.page_bytes)
     elements = block_bytes // itemsize
     blocks = table.arena.view(table.dtype).view(-1, elements)

@@ -34,9 +34,9 @@ from .disk.watch import IoWatch, WatchedEngine
 from .disk.wear import Wear
 from .errors import InfeasibleBudget, PagerError, TierFull
 from .machine.ranks import share_of
-from .memory.frame_pool import FramePool
+from .memory.frame_pool import FramePool, Numbers
 from .memory.host import HostTier
-from .memory.page_table import Int32, PageTable
+from .memory.page_table import PageTable
 from .memory.space import Extent, Part, Space
 from .memory.turns import Turns
 from .memory.untyped import PagedUntypedStorage
@@ -438,7 +438,7 @@ class Core:
 
     def take_parts(
         self, parts: Sequence[Part], write: Sequence[Part] = (), *, streamed: bool = False
-    ) -> list[Int32]:
+    ) -> list[Numbers]:
         """What :meth:`take` does, for some pages of extents; their frames, in any order. To a plan
         and a recorder they are nobody's access: a stream is one (``slabs.py``). ``streamed``: what
         is not held of their extents is the first to leave from now on."""

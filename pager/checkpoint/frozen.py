@@ -32,8 +32,7 @@ from ..core import Core
 from ..devices.device import Bytes
 from ..disk.file import aligned_bytes
 from ..errors import PagerError
-from ..memory.frame_pool import merge
-from ..memory.page_table import Int32
+from ..memory.frame_pool import Numbers, merge
 from ..memory.space import Extent
 from ..moves.mover import TIERS
 from ..tensor.operands import flat, has_no_gaps
@@ -55,7 +54,7 @@ class Frozen:
     def __init__(self, tree: Any) -> None:
         self._lock = threading.Condition()  # nobody who has it asks for the pager's
         self._left: Counter[Extent] = Counter()  # tensors of each that are not saved yet
-        self._copies: dict[Extent, tuple[str, Int32]] = {}  # slots; under the pager's lock
+        self._copies: dict[Extent, tuple[str, Numbers]] = {}  # slots; under the pager's lock
         self._writes: list[Future[None]] = []  # of the disk, that may go on
         self._pager: Core | None = None
         self.copied_bytes = 0
@@ -99,7 +98,7 @@ class Frozen:
             self._left[tensor._storage.run] -= 1
             self._lock.notify_all()
 
-    def _copy(self, run: Extent, pages: Int32, out: Bytes) -> None:
+    def _copy(self, run: Extent, pages: Numbers, out: Bytes) -> None:
         pager = self._pager
         assert pager is not None
         with pager.lock:
@@ -166,7 +165,7 @@ class Frozen:
             self.copied_bytes += extent.count * pager.page_size
             return True
 
-    def _fill(self, pager: Core, pages: Int32, tier: str, slots: Int32) -> None:
+    def _fill(self, pager: Core, pages: Numbers, tier: str, slots: Numbers) -> None:
         size = pager.page_size
         self._writes = []
         if tier == "host":
@@ -183,11 +182,11 @@ class Frozen:
             pager.io_watch.wait(self._writes[0])
 
 
-def _numbers(slots: Int32) -> Int32:
-    return np.arange(len(slots), dtype=np.int32)
+def _numbers(slots: Numbers) -> Numbers:
+    return np.arange(len(slots))
 
 
-def _pieces(slots: Int32, buffer: Bytes, size: int) -> list[tuple[int, Bytes]]:
+def _pieces(slots: Numbers, buffer: Bytes, size: int) -> list[tuple[int, Bytes]]:
     """Slots of the disk, and the parts of ``buffer`` that belong there."""
     return [
         (slot, buffer[place * size : (place + count) * size])

@@ -21,7 +21,7 @@ def _check(pager: Core) -> None:
     resident = table.frame >= 0
 
     # Every live page belongs to a run, every run's pages are live, none twice.
-    owner = np.full(len(table.owner), -1, np.int32)
+    owner = np.full(len(table.owner), -1, np.int64)
     for run in space.runs.values():
         rows = slice(run.first, run.first + run.count)
         assert (owner[rows] < 0).all(), f"run {run.id} shares pages with another run"
@@ -33,7 +33,7 @@ def _check(pager: Core) -> None:
     # Frames: one page each, the inverse map is exact, free frames are empty.
     frames = table.frame[resident]
     assert len(np.unique(frames)) == len(frames), "two pages are in one frame"
-    inverse = np.full(len(table.frame_page), -1, np.int32)
+    inverse = np.full(len(table.frame_page), -1, np.int64)
     inverse[frames] = np.flatnonzero(resident)
     assert (inverse == table.frame_page).all(), "frame_page is not the inverse of frame"
     held = np.concatenate([frames, residency._lent])
@@ -91,7 +91,7 @@ def _check(pager: Core) -> None:
 
 
 def _check_pool(
-    free_runs: list[tuple[int, int]], used: np.ndarray[tuple[int], np.dtype[np.int32]], count: int,
+    free_runs: list[tuple[int, int]], used: np.ndarray[tuple[int], np.dtype[np.int64]], count: int,
     what: str,
 ) -> None:  # fmt: skip
     state = np.zeros(count, np.int8)

@@ -77,7 +77,7 @@ class Stamps:
         self._lock = threading.Lock()
         self._written = np.zeros(0, np.bool_)
         self._sums = np.zeros(0, np.uint64)
-        self._pages = np.zeros(0, np.int32)
+        self._pages = np.zeros(0, np.int64)
         self._versions = np.zeros(0, np.int64)
         self.resize(count)
 
@@ -87,7 +87,7 @@ class Stamps:
             more = count - len(self._written)
             self._written = np.append(self._written, np.zeros(more, np.bool_))
             self._sums = np.append(self._sums, np.zeros(more, np.uint64))
-            self._pages = np.append(self._pages, np.full(more, _NOBODY, np.int32))
+            self._pages = np.append(self._pages, np.full(more, _NOBODY, np.int64))
             self._versions = np.append(self._versions, np.zeros(more, np.int64))
 
     # -- writing ---------------------------------------------------------------------------------

@@ -12,14 +12,15 @@ thread-safe: the owner of the tier is the only caller.
 """
 
 from bisect import bisect_left, bisect_right, insort
-from collections.abc import Iterator
+from collections.abc import Iterable
 from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 Run = tuple[int, int]
-Int32 = npt.NDArray[np.int32]
+Numbers = npt.NDArray[np.int64]
+_ZERO = np.zeros(1, np.int64)
 _Whole = TypeVar("_Whole", bound=np.integer[Any])
 
 
@@ -142,17 +143,17 @@ class FramePool:
         insort(sizes, (last - first, first))
         self.free_count += n
 
-    def take_all(self, frames: Int32) -> None:
+    def take_all(self, frames: Numbers) -> None:
         """Claims ``frames``, in any order, which must all be free."""
         for start, n in _runs_of(frames):
             self.take(start, n)
 
-    def free_all(self, frames: Int32) -> None:
+    def free_all(self, frames: Numbers) -> None:
         """Gives them back."""
         for start, n in _runs_of(frames):
             self.free(start, n)
 
-    def all_free(self, frames: Int32) -> bool:
+    def all_free(self, frames: Numbers) -> bool:
         """Whether they are."""
         return all(self.is_free(start, n) for start, n in _runs_of(frames))
 
@@ -168,16 +169,19 @@ class FramePool:
             self.count = count
 
 
-def _runs_of(numbers: Int32) -> Iterator[Run]:
-    numbers = np.sort(numbers)
-    return ((start, count) for start, _, count in merge(numbers, numbers))
+def _runs_of(numbers: Numbers) -> Iterable[Run]:
+    if len(numbers) > 1:
+        if not (numbers[1:] > numbers[:-1]).all():  # sorting lets other threads go first
+            numbers = np.sort(numbers)
+        return [(start, count) for start, _, count in merge(numbers, numbers)]
+    return [(number, 1) for number in numbers.tolist()]
 
 
-def expand(runs: list[tuple[int, int]]) -> Int32:
+def expand(runs: list[tuple[int, int]]) -> Numbers:
     """Numbers covered by half-open ``(start, length)`` runs, in order."""
     if not runs:
-        return np.empty(0, np.int32)
-    return np.concatenate([np.arange(a, a + n, dtype=np.int32) for a, n in runs])
+        return np.empty(0, np.int64)
+    return np.concatenate([np.arange(a, a + n) for a, n in runs])
 
 
 def distinct(numbers: npt.NDArray[_Whole]) -> npt.NDArray[_Whole]:
@@ -188,13 +192,18 @@ def distinct(numbers: npt.NDArray[_Whole]) -> npt.NDArray[_Whole]:
     return found
 
 
-def merge(left: Int32, right: Int32) -> list[tuple[int, int, int]]:
+def merge(left: Numbers, right: Numbers) -> list[tuple[int, int, int]]:
     """``(left, right, count)`` for stretches in which both sides are consecutive."""
-    if not len(left):
+    if len(left) > 1:
+        cut = left[1:] - left[:-1] != 1
+        if right is not left:
+            cut |= right[1:] - right[:-1] != 1
+        ends = cut.nonzero()[0]
+        if len(ends):
+            heads = np.concatenate([_ZERO, ends + 1])
+            starts = heads.tolist()
+            counts = [stop - start for start, stop in zip(starts, [*starts[1:], len(left)])]
+            return list(zip(left[heads].tolist(), right[heads].tolist(), counts))
+    elif not len(left):
         return []
-    cut = left[1:] - left[:-1] != 1
-    if right is not left:
-        cut |= right[1:] - right[:-1] != 1
-    heads = [0, *(cut.nonzero()[0] + 1).tolist()]
-    counts = [stop - start for start, stop in zip(heads, [*heads[1:], len(left)])]
-    return list(zip(left[heads].tolist(), right[heads].tolist(), counts))
+    return [(int(left[0]), int(right[0]), len(left))]

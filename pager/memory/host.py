@@ -6,10 +6,9 @@ from bisect import bisect_right
 from collections.abc import Iterator
 
 import numpy as np
-import numpy.typing as npt
 
 from ..devices.device import Bytes, Device, HostMemory
-from .frame_pool import FramePool, merge
+from .frame_pool import FramePool, Numbers, merge
 
 
 class HostTier:
@@ -56,9 +55,7 @@ class HostTier:
             yield slot, here
             slot, count = slot + here, count - here
 
-    def stretches(
-        self, places: npt.NDArray[np.int32], slots: npt.NDArray[np.int32]
-    ) -> Iterator[tuple[int, Bytes]]:
+    def stretches(self, places: Numbers, slots: Numbers) -> Iterator[tuple[int, Bytes]]:
         """For ``slots[i]`` beside ``places[i]`` (frames, or pages of a buffer): the first place of
         each stretch in which both are consecutive, and the bytes of its slots."""
         size = self.page_size

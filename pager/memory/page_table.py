@@ -26,10 +26,9 @@ import numpy.typing as npt
 import torch
 
 from ...kernels.launch import upload
-from .frame_pool import FramePool
+from .frame_pool import FramePool, Numbers
 
-Int32 = npt.NDArray[np.int32]
-NONE = np.int32(-1)
+NONE = -1
 
 DIRTY = np.uint8(1)  # newer than every copy below (on the device, no valid copy)
 BLANK = np.uint8(2)  # never written: contents undefined, no memory held
@@ -38,8 +37,8 @@ LIVE = np.uint8(4)  # belongs to a run
 _GROWTH = 1024
 
 
-# On a few places ``take``, ``put`` and ``reduce`` are faster than an index and ``all``.
-def _none_of(places: Int32) -> bool:
+# On a few places ``reduce`` is faster than ``all``.
+def _none_of(places: Numbers) -> bool:
     return bool(np.maximum.reduce(places, initial=NONE) < 0)
 
 
@@ -55,13 +54,13 @@ class PageTable:
         self._device = device
         self.pages = FramePool(0)
         self._spare: dict[int, list[int]] = {}  # of so many pages, that were a run's: their first
-        self.frame: Int32 = np.empty(0, np.int32)
-        self.host: Int32 = np.empty(0, np.int32)
-        self.disk: Int32 = np.empty(0, np.int32)
-        self.owner: Int32 = np.empty(0, np.int32)
+        self.frame: Numbers = np.empty(0, np.int64)
+        self.host: Numbers = np.empty(0, np.int64)
+        self.disk: Numbers = np.empty(0, np.int64)
+        self.owner: Numbers = np.empty(0, np.int64)
         self.flags: npt.NDArray[np.uint8] = np.empty(0, np.uint8)
         self.version: npt.NDArray[np.int64] = np.empty(0, np.int64)
-        self.frame_page: Int32 = np.full(frames, NONE)
+        self.frame_page: Numbers = np.full(frames, NONE)
 
     # -- virtual pages ---------------------------------------------------------------------------
     def allocate(self, count: int, owner: int) -> int:
@@ -128,52 +127,52 @@ class PageTable:
         self.frame_page[:keep] = old[:keep]
 
     # -- transitions -----------------------------------------------------------------------------
-    def place(self, pages: Int32, frames: Int32) -> None:
+    def place(self, pages: Numbers, frames: Numbers) -> None:
         """BLANK → DIRTY, BELOW → CLEAN: ``pages[i]`` is now in ``frames[i]``."""
-        assert _none_of(self.frame.take(pages))
-        assert _none_of(self.frame_page.take(frames))
-        self.frame.put(pages, frames)
-        self.frame_page.put(frames, pages)
-        flags = self.flags.take(pages)
+        assert _none_of(self.frame[pages])
+        assert _none_of(self.frame_page[frames])
+        self.frame[pages] = frames
+        self.frame_page[frames] = pages
+        flags = self.flags[pages]
         if np.bitwise_or.reduce(flags) & BLANK:
             blank = pages[(flags & BLANK) != 0]
             self.flags[blank] = LIVE | DIRTY
             self.version[blank] += 1
 
-    def bear(self, first: int, pages: Int32, base: int) -> None:
+    def bear(self, first: int, pages: Numbers, base: int) -> None:
         """BLANK → DIRTY: all ``pages`` of a run, from ``first`` on, which has none anywhere, are in
         frames from ``base`` on."""
         count = len(pages)
         rows, frames = slice(first, first + count), slice(base, base + count)
         assert np.maximum.reduce(self.frame_page[frames]) < 0
-        self.frame[rows] = pages + np.int32(base - first)
+        self.frame[rows] = pages + (base - first)
         self.frame_page[frames] = pages
         self.flags[rows] = LIVE | DIRTY
         self.version[rows] += 1
 
-    def move(self, pages: Int32, frames: Int32) -> None:
+    def move(self, pages: Numbers, frames: Numbers) -> None:
         """Resident ``pages`` are now in ``frames`` (which were empty, or emptied by this move)."""
         self.frame_page[self.frame[pages]] = NONE
         assert (self.frame_page[frames] < 0).all()
         self.frame[pages] = frames
         self.frame_page[frames] = pages
 
-    def unplace(self, pages: Int32) -> Int32:
+    def unplace(self, pages: Numbers) -> Numbers:
         """CLEAN → BELOW (or any → freed): take ``pages`` off the device; the frames they had."""
-        frames: Int32 = self.frame.take(pages)
+        frames: Numbers = self.frame[pages]
         assert np.minimum.reduce(frames, initial=0) == 0
-        self.frame.put(pages, NONE)
-        self.frame_page.put(frames, NONE)
+        self.frame[pages] = NONE
+        self.frame_page[frames] = NONE
         return frames
 
-    def copied(self, pages: Int32, slots: Int32, tier: str) -> None:
+    def copied(self, pages: Numbers, slots: Numbers, tier: str) -> None:
         """DIRTY → CLEAN: ``pages`` have a valid copy in ``slots`` of ``tier``."""
         column = self.host if tier == "host" else self.disk
-        assert _none_of(column.take(pages))
-        column.put(pages, slots)
-        self.flags.put(pages, self.flags.take(pages) & ~DIRTY)
+        assert _none_of(column[pages])
+        column[pages] = slots
+        self.flags[pages] &= ~DIRTY
 
-    def drop_copies(self, pages: Int32, tier: str) -> Int32:
+    def drop_copies(self, pages: Numbers, tier: str) -> Numbers:
         """The copies of ``pages`` in ``tier`` are void; the slots that they had.
 
         A resident page left with no copy becomes DIRTY. The caller gives the slots back.
@@ -181,15 +180,15 @@ class PageTable:
         column, other = self.host, self.disk
         if tier != "host":
             column, other = other, column
-        slots: Int32 = column.take(pages)
-        column.put(pages, NONE)
-        bare = pages[(other.take(pages) < 0) & (self.frame.take(pages) >= 0)]
+        slots: Numbers = column[pages]
+        column[pages] = NONE
+        bare = pages[(other[pages] < 0) & (self.frame[pages] >= 0)]
         if len(bare):
             self.flags[bare] |= DIRTY
             self.version[bare] += 1
         return slots[slots >= 0]
 
-    def rewritten_below(self, pages: Int32) -> None:
+    def rewritten_below(self, pages: Numbers) -> None:
         """BELOW → BELOW: the host is about to write the one copy of ``pages``, which it has."""
         assert (self.frame[pages] < 0).all()
         assert (self.host[pages] >= 0).all()
@@ -203,4 +202,5 @@ class PageTable:
         On an accelerator a copy, made in the current stream's order: whatever becomes of the pages
         later, what is queued now reads where they are now.
         """
-        return upload(torch.from_numpy(self.frame[first : first + count]), self._device)
+        frames = self.frame[first : first + count].astype(np.int32)
+        return upload(torch.from_numpy(frames), self._device)

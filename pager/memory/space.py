@@ -16,8 +16,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .frame_pool import FramePool, distinct
-from .page_table import Int32, PageTable
+from .frame_pool import FramePool, Numbers, distinct
+from .page_table import PageTable
 
 generations = itertools.count()  # never the same for two placements, of one run or of two
 TRANSIENT_KINDS = ("activation", "gradient")  # the others live on from iteration to iteration
@@ -51,12 +51,12 @@ class Extent:
         self.id = run_id
         self.first = first
         self.count = count
-        self.pages = np.arange(first, first + count, dtype=np.int32)
+        self.pages = np.arange(first, first + count)
         self.nbytes = 0
         self.kind = kind
         self.base = -1
         self.pins = 0
-        self.parts: list[Int32] | None = None
+        self.parts: list[Numbers] | None = None
         self.generation = self.unplaced = next(generations)
         self.overwritten = False
         self.settled = False
@@ -71,10 +71,10 @@ class Extent:
         self.writes = 0
 
     @property
-    def held_pages(self) -> Int32:
+    def held_pages(self) -> Numbers:
         """That are held by themselves, in order."""
         if self.parts is None:
-            return np.empty(0, np.int32)
+            return np.empty(0, np.int64)
         return distinct(np.concatenate(self.parts))
 
 
@@ -82,7 +82,7 @@ class Part(NamedTuple):
     """Some virtual ``pages`` of ``run``, in order, none twice."""
 
     run: Extent
-    pages: Int32
+    pages: Numbers
 
 
 class Space:

@@ -30,7 +30,7 @@ from typing import TypeVar
 import torch
 
 from ..errors import PagerError
-from .page_table import Int32
+from .frame_pool import Numbers
 from .space import Extent
 
 _TICK_SECONDS = 0.1  # pins of open weights end without a word
@@ -38,7 +38,7 @@ _PATIENCE_SECONDS = 60.0  # without anybody unpinning
 _PATIENCE_ALONE_SECONDS = 5.0
 
 ResultT = TypeVar("ResultT")
-Pin = tuple[Extent, Int32 | None]  # of these pages by themselves, or of the whole run
+Pin = tuple[Extent, Numbers | None]  # of these pages by themselves, or of the whole run
 
 
 class Crowded(Exception):  # noqa: N818 - a state, and never the user's
@@ -108,7 +108,7 @@ class Turns:
                     break
         self.unpinned()
 
-    def _strike(self, ident: int, run: Extent, pages: Int32 | None) -> bool:
+    def _strike(self, ident: int, run: Extent, pages: Numbers | None) -> bool:
         listed = self._listed.get(ident, [])
         for index, pin in enumerate(listed):
             if pin[0] is run and pin[1] is pages:

@@ -19,8 +19,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from ..memory.frame_pool import distinct
-from ..memory.page_table import Int32
+from ..memory.frame_pool import Numbers, distinct
 from ..memory.space import Extent
 
 if TYPE_CHECKING:
@@ -66,10 +65,10 @@ def _swap(residency: Residency, run: Extent, windows: npt.NDArray[np.int64]) -> 
     base, table, own = int(np.argmin(windows)), residency.table, run.pages
     if windows[base] >= _NEVER:
         return None
-    window = np.arange(base, base + run.count, dtype=np.int32)
+    window = np.arange(base, base + run.count)
     inside = table.frame_page[window]
     others = inside[(inside >= 0) & ~np.isin(inside, own)]
-    free = [np.arange(a, a + n, dtype=np.int32) for a, n in residency.pool.runs()]
+    free = [np.arange(a, a + n) for a, n in residency.pool.runs()]
     left = np.concatenate([*free, table.frame[own]])
     left = left[(left >= 0) & ((left < base) | (left >= base + run.count))]
     if len(left) < len(others):
@@ -77,13 +76,13 @@ def _swap(residency: Residency, run: Extent, windows: npt.NDArray[np.int64]) -> 
     _arrange(
         residency,
         np.concatenate([others, own]),
-        np.concatenate([left[: len(others)], own + np.int32(base - run.first)]),
+        np.concatenate([left[: len(others)], own + (base - run.first)]),
     )
     return base
 
 
 def make_way(
-    residency: Residency, run: Extent, frames: Int32, home_of: Callable[[Extent], int]
+    residency: Residency, run: Extent, frames: Numbers, home_of: Callable[[Extent], int]
 ) -> bool:
     """Move all but pages of ``run`` out of ``frames``, if none of it is where it should be, or in
     use, or on its way; whether they are free then. ``home_of``: the frame in which the first page
@@ -104,7 +103,7 @@ def vacate(residency: Residency, frames: int, home_of: Callable[[Extent], int]) 
     """What is behind the first ``frames`` frames, and not in use, goes home, or where there is room
     in front, as far as there is."""
     table, runs = residency.table, residency.space.runs
-    behind = np.arange(frames, residency.pool.count, dtype=np.int32)
+    behind = np.arange(frames, residency.pool.count)
     pages = table.frame_page[behind]
     owners = distinct(table.owner[pages[pages >= 0]]).tolist()
     others = [runs[owner] for owner in owners if not _stays(runs[owner])]
@@ -112,7 +111,7 @@ def vacate(residency: Residency, frames: int, home_of: Callable[[Extent], int]) 
 
 
 def _cleared(
-    residency: Residency, frames: Int32, runs: Sequence[Extent], move: Callable[[Extent], bool]
+    residency: Residency, frames: Numbers, runs: Sequence[Extent], move: Callable[[Extent], bool]
 ) -> bool:
     """``move`` moves ``runs``, which are in ``frames``, one after another; whether all have gone,
     and these are free. Meanwhile what is free of them is taken, so that nothing is moved there."""
@@ -145,11 +144,11 @@ def _goes_home(residency: Residency, run: Extent, home: int) -> bool:
     """All of ``run`` that is there moves to the place that begins at ``home``, or to another, if
     that is free, and nobody has to wait for it; whether it has."""
     pool, tickets = residency.pool, residency.mover.tickets
-    there = np.flatnonzero(residency.table.frame[run.pages] >= 0).astype(np.int32)
+    there = np.flatnonzero(residency.table.frame[run.pages] >= 0)
     for base in (home, pool.find_run(run.count)):
         if base is None or not 0 <= base <= pool.count - run.count:
             continue
-        targets = there + np.int32(base)
+        targets = there + base
         if pool.all_free(targets) and not tickets.pending("device", targets).any():
             residency.relocate(run.pages[there], targets)
             return True
@@ -187,10 +186,10 @@ def _slide(residency: Residency, run: Extent) -> int | None:
     if best is None:
         return None
     moved, begin, end = best
-    between = np.arange(begin, end, dtype=np.int32)
+    between = np.arange(begin, end)
     pages = table.frame_page[between]
     others = between[(pages >= 0) & (table.owner[pages] != run.id)]
-    targets = np.arange(begin, begin + moved, dtype=np.int32)
+    targets = np.arange(begin, begin + moved)
     base: int = end - run.count
     own = run.pages
     if (table.frame[own] < 0).all():
@@ -199,7 +198,7 @@ def _slide(residency: Residency, run: Extent) -> int | None:
             residency.slide(others[wrong], targets[wrong])
         return base
     pages = np.concatenate([table.frame_page[others], own])
-    _arrange(residency, pages, np.concatenate([targets, own + np.int32(base - run.first)]))
+    _arrange(residency, pages, np.concatenate([targets, own + (base - run.first)]))
     return base
 
 
@@ -226,7 +225,7 @@ def _costs(residency: Residency, run: Extent) -> npt.NDArray[np.int64]:
     held = np.flatnonzero(table.frame_page >= 0)
     owners = table.owner[table.frame_page[held]]
     fixed = [r.id for r in residency.space.runs.values() if r is not run and (r.pins or r.parts)]
-    on_their_way = residency.mover.tickets.pending("device", held.astype(np.int32))
+    on_their_way = residency.mover.tickets.pending("device", held)
     stays = np.isin(owners, fixed) | on_their_way
     cost[held] = np.where(stays, _NEVER, 1)
     return cost
@@ -240,13 +239,13 @@ def _stays(run: Extent) -> bool:
 def _clear(residency: Residency, run: Extent, base: int) -> bool:
     """Move what is in the window from ``base`` on to other places, and ``run``'s pages into it."""
     table = residency.table
-    window = np.arange(base, base + run.count, dtype=np.int32)
+    window = np.arange(base, base + run.count)
     held = table.frame_page[window]
     owners = distinct(table.owner[held[held >= 0]]).tolist()
     occupants = [residency.space.runs[owner] for owner in owners if owner != run.id]
     cleared = _cleared(residency, window, occupants, lambda other: _move_aside(residency, other))
     if cleared:
-        _arrange(residency, run.pages, run.pages + np.int32(base - run.first))
+        _arrange(residency, run.pages, run.pages + (base - run.first))
     return cleared
 
 
@@ -255,18 +254,18 @@ def _move_aside(residency: Residency, run: Extent) -> bool:
     start = residency.pool.find_run(run.count)
     if start is None:
         return False
-    _arrange(residency, run.pages, run.pages + np.int32(start - run.first))
+    _arrange(residency, run.pages, run.pages + (start - run.first))
     return True
 
 
-def _arrange(residency: Residency, pages: Int32, targets: Int32) -> None:
+def _arrange(residency: Residency, pages: Numbers, targets: Numbers) -> None:
     """:func:`rearrange` of those of ``pages`` that are on the device, and elsewhere."""
     frames = residency.table.frame[pages]
     wrong = (frames >= 0) & (frames != targets)
     rearrange(residency, pages[wrong], targets[wrong])
 
 
-def rearrange(residency: Residency, pages: Int32, targets: Int32) -> None:
+def rearrange(residency: Residency, pages: Numbers, targets: Numbers) -> None:
     """Move resident, unpinned ``pages`` to ``targets``, free or held by others of them. Where pages
     go round in circles, and no frame is free to take one of each meanwhile, they are exchanged."""
     sources = residency.table.frame[pages]
@@ -274,10 +273,10 @@ def rearrange(residency: Residency, pages: Int32, targets: Int32) -> None:
     turn = np.zeros(len(pages), np.bool_)
     turn[circles] = True
     if order:
-        residency.relocate(pages[~turn], targets[~turn], np.array(order, np.int32))
+        residency.relocate(pages[~turn], targets[~turn], np.array(order, np.int64))
     if circles:
         swaps = _exchanges(sources[turn].tolist(), targets[turn].tolist())
-        residency.relocate(pages[turn], targets[turn], np.array(swaps, np.int32), exchange=True)
+        residency.relocate(pages[turn], targets[turn], np.array(swaps, np.int64), exchange=True)
 
 
 def _exchanges(sources: list[int], targets: list[int]) -> list[tuple[int, int]]:

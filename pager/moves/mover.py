@@ -14,9 +14,9 @@ import torch
 from ..devices.device import Bytes, Device, Mark
 from ..disk.tier import DiskTier
 from ..disk.watch import IoWatch
-from ..memory.frame_pool import FramePool
+from ..memory.frame_pool import FramePool, Numbers
 from ..memory.host import HostTier
-from ..memory.page_table import DIRTY, Int32, PageTable
+from ..memory.page_table import DIRTY, PageTable
 from ..memory.space import Extent
 from .slots import Slots
 from .tickets import Lane, MoveFailed, Places, Ticket, Tickets
@@ -58,8 +58,8 @@ class Mover:
         self.tickets = Tickets(self.watch, backend.reach)
         self.slots = Slots(table, self.tickets, pool, host, disk, page_size)
         self.carrier = Carrier(backend, host, disk, page_size, self.watch, verify=verify)
-        self.settle: Callable[[Int32], None] = lambda pages: None
-        self.unsettle: Callable[[Int32], None] = lambda pages: None
+        self.settle: Callable[[Numbers], None] = lambda pages: None
+        self.unsettle: Callable[[Numbers], None] = lambda pages: None
         self.error: BaseException | None = None
         on_cpu = backend.host_addressable  # a staging buffer is one thread's
         names = {f"{tier}-{way}": tier for tier in TIERS for way in ("out", "in")}
@@ -75,7 +75,7 @@ class Mover:
         self.batch_pages = dict.fromkeys(names, max(1, _BATCH_BYTES // page_size))
 
     # -- off the device --------------------------------------------------------------------------
-    def leave(self, pages: Int32) -> None:
+    def leave(self, pages: Numbers) -> None:
         """Resident ``pages`` leave the device, now; copies that are still valid are not made again.
 
         Raises ``TierFull`` with every page where it was, and what the disk raises with those where
@@ -95,7 +95,7 @@ class Mover:
         finally:
             self.settle(pages)
 
-    def out(self, tier: str, pages: Int32, slots: Int32, urgency: str = PLANNED) -> None:
+    def out(self, tier: str, pages: Numbers, slots: Numbers, urgency: str = PLANNED) -> None:
         """DIRTY → BELOW: ``pages``, which nobody has pinned, leave for ``slots``, taken for them.
         Their frames are free. What is wanted now raises if it fails, and no page has left."""
         at_once = True
@@ -117,7 +117,7 @@ class Mover:
             (self.settle if at_once else self.unsettle)(pages)
 
     # -- onto the device -------------------------------------------------------------------------
-    def bring(self, tier: str, pages: Int32, frames: Int32, urgency: str = PLANNED) -> None:
+    def bring(self, tier: str, pages: Numbers, frames: Numbers, urgency: str = PLANNED) -> None:
         """BELOW → CLEAN: ``pages``, which have a copy in ``tier``, come to ``frames``, taken for
         them. What is wanted now raises if it fails, and no page has come: the caller gives the
         frames back (``give_frames``)."""
@@ -135,8 +135,8 @@ class Mover:
 
     # -- both ------------------------------------------------------------------------------------
     def _batches(
-        self, pages: Int32, ends: Int32, name: str, urgency: str
-    ) -> tuple[Mark, list[tuple[Int32, Int32]]]:
+        self, pages: Numbers, ends: Numbers, name: str, urgency: str
+    ) -> tuple[Mark, list[tuple[Numbers, Numbers]]]:
         """What is moved at once, and what ops have queued before all of it."""
         batch = len(pages) if urgency == NOW else self.batch_pages[name]
         return self.backend.mark(), [
@@ -145,7 +145,14 @@ class Mover:
         ]
 
     def _transfer(
-        self, tier: str, pages: Int32, frames: Int32, slots: Int32, mark: Mark, *, to_device: bool
+        self,
+        tier: str,
+        pages: Numbers,
+        frames: Numbers,
+        slots: Numbers,
+        mark: Mark,
+        *,
+        to_device: bool,
     ) -> Transfer:
         """Of ``pages`` in the version that they have now."""
         versions = self.table.version[pages]
@@ -208,10 +215,10 @@ class Mover:
 
     def shift(
         self,
-        pages: Int32,
-        sources: Int32,
-        targets: Int32,
-        order: Int32 | None = None,
+        pages: Numbers,
+        sources: Numbers,
+        targets: Numbers,
+        order: Numbers | None = None,
         *,
         exchange: bool = False,
     ) -> bool:
@@ -231,7 +238,7 @@ class Mover:
         self._aside.add(Shift(self.backend, self.page_size, pages, of, to, exchange), ticket)
         return True
 
-    def _undo_shift(self, pages: Int32, sources: Int32, targets: Int32) -> None:
+    def _undo_shift(self, pages: Numbers, sources: Numbers, targets: Numbers) -> None:
         here = self.table.frame[pages] == targets  # the others have left, or died, since
         self.give_frames(self.table.unplace(pages[here]))
         self.pool.take_all(sources[here])
@@ -241,7 +248,7 @@ class Mover:
     def _count(self, tier: str, way: str, pages: int) -> None:
         self.moved[f"{tier}-{way}"] += pages * self.page_size
 
-    def give_frames(self, frames: Int32) -> None:
+    def give_frames(self, frames: Numbers) -> None:
         """Back into the pool. What still goes on there has a ticket."""
         self.slots.give("device", frames)
 
@@ -267,13 +274,13 @@ class Mover:
         return self.carrier.disk_refuses
 
     # -- what has ended --------------------------------------------------------------------------
-    def pending(self, pages: Int32) -> bool:
+    def pending(self, pages: Numbers) -> bool:
         """Whether a transfer from or to any of ``pages`` is queued that may fail."""
         if not self.tickets.any:
             return False
         return any(self.tickets.pending(*place).any() for place in self._places_of(pages))
 
-    def _places_of(self, pages: Int32) -> list[Places]:
+    def _places_of(self, pages: Numbers) -> list[Places]:
         table = self.table
         columns = {"device": table.frame, "host": table.host, "disk": table.disk}
         places = [(tier, column[pages]) for tier, column in columns.items()]
@@ -294,7 +301,7 @@ class Mover:
         self.carrier.wait_for_given_up()
         self.slots.let_go()
 
-    def _undo_out(self, tier: str, pages: Int32, frames: Int32, slots: Int32) -> None:
+    def _undo_out(self, tier: str, pages: Numbers, frames: Numbers, slots: Numbers) -> None:
         """The bytes are still in these frames: what came after has not touched them."""
         assert (self.table.frame[pages] < 0).all()
         assert (self.slots.of(tier, pages) == slots).all()
@@ -304,14 +311,14 @@ class Mover:
         self._count(tier, "out", -len(pages))
         self.settle(pages)
 
-    def _undo_in(self, tier: str, pages: Int32, frames: Int32) -> None:
+    def _undo_in(self, tier: str, pages: Numbers, frames: Numbers) -> None:
         here = self.table.frame[pages] == frames  # the others have left again since
         self.give_frames(self.table.unplace(pages[here]))
         self._count(tier, "in", -len(pages))
         self.settle(pages)
 
     # -- bytes without a move --------------------------------------------------------------------
-    def copy_of(self, pages: Int32, out: Bytes) -> None:
+    def copy_of(self, pages: Numbers, out: Bytes) -> None:
         """The bytes of ``pages``, wherever they are, into ``out``, uint8 [pages × page_size]; zeros
         for BLANK ones. No page moves and no frame or slot is needed, so a model can be saved when
         no tier takes a page any more. Raises as :meth:`bring` does."""
@@ -320,7 +327,7 @@ class Mover:
             self.tickets.wait(self.tickets.of(*self._places_of(pages)))
         except MoveFailed:
             self.drain()
-        places = np.arange(len(pages), dtype=np.int32)
+        places = np.arange(len(pages))
         resident, on_host = table.frame[pages] >= 0, table.host[pages] >= 0
         on_host &= ~resident
         on_disk = ~resident & ~on_host & (table.disk[pages] >= 0)
@@ -360,10 +367,10 @@ class Coming:
         self.tier, self._urgency = tier, urgency
         self.runs: set[Extent] = set()
         self._mover = mover
-        self._pages: list[Int32] = []
-        self._frames: list[Int32] = []
+        self._pages: list[Numbers] = []
+        self._frames: list[Numbers] = []
 
-    def add(self, run: Extent, pages: Int32, frames: Int32) -> None:
+    def add(self, run: Extent, pages: Numbers, frames: Numbers) -> None:
         if len(pages):
             self.runs.add(run)
             self._pages.append(pages)

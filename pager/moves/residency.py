@@ -29,8 +29,8 @@ import torch
 from ..devices.device import Device
 from ..errors import InfeasibleBudget, TierFull
 from ..machine.ranks import about_share, ranks_sharing
-from ..memory.frame_pool import distinct, expand, merge
-from ..memory.page_table import BLANK, DIRTY, Int32, PageTable
+from ..memory.frame_pool import Numbers, distinct, expand, merge
+from ..memory.page_table import BLANK, DIRTY, PageTable
 from ..memory.space import Extent, Part, Space, generations
 from ..memory.turns import Crowded, Pin, Turns
 from .mover import NOW, Mover
@@ -39,7 +39,7 @@ from .tickets import MoveFailed
 _PINNED = np.iinfo(np.int64).max
 _AWAITED = _PINNED - 1
 _LATER = 1 << 50
-_NOTHING = np.empty(0, np.int32)
+_NOTHING = np.empty(0, np.int64)
 
 
 class Workspace(Protocol):
@@ -99,7 +99,7 @@ class Residency:
         self.pool = mover.pool
         self.tick = 0
         self.ages: npt.NDArray[np.int64] = np.zeros(1024, np.int64)
-        self.awaited: list[Int32] = []
+        self.awaited: list[Numbers] = []
         self.workspaces: list[Workspace] = []
         self.pages_ahead = 0
         self.faults = 0
@@ -111,7 +111,7 @@ class Residency:
         self.step: Needs | None = None  # of an optimizer whose step is under way
         self._held_dead: list[Extent] = []
         self._asking: set[Extent] = set()  # runs of the access that begins now
-        self._lent: Int32 = np.empty(0, np.int32)  # frames, see `shrink`
+        self._lent: Numbers = np.empty(0, np.int64)  # frames, see `shrink`
         self.scattered = False  # debug lane: never hand out consecutive frames
         self.make_room: Callable[[int], bool] = lambda frames: False
         self.make_way: Callable[[int], bool] = lambda frames: False
@@ -244,7 +244,7 @@ class Residency:
             self.release_parts(parts)
             raise
 
-    def wait_for(self, pages: Int32) -> bool:
+    def wait_for(self, pages: Numbers) -> bool:
         """What ops do next comes after those of ``pages`` that are on their way have come. The lock
         is given away while the host waits; whether it did. Raises ``MoveFailed``, ``HungDisk``."""
         if not self.mover.tickets.any:
@@ -252,12 +252,12 @@ class Residency:
         frames = self.table.frame[pages]
         return self.wait_for_frames(frames[frames >= 0])
 
-    def wait_for_frames(self, frames: Int32) -> bool:
+    def wait_for_frames(self, frames: Numbers) -> bool:
         """The same of all that goes on in these frames."""
         tickets = self.mover.tickets.of(("device", frames))
         return self.mover.tickets.wait(tickets, self.turns.lock)
 
-    def reach(self, frames: Int32) -> None:
+    def reach(self, frames: Numbers) -> None:
         """The same with the lock held, amid a decision: nobody may see it half made."""
         tickets = self.mover.tickets
         tickets.wait(tickets.of(("device", frames)))
@@ -287,7 +287,7 @@ class Residency:
             return False
         return count == 2 or bool((frames - run.pages == first - run.first).all())
 
-    def _frames_of(self, run: Extent) -> Int32:
+    def _frames_of(self, run: Extent) -> Numbers:
         return self.table.frame[run.first : run.first + run.count]
 
     def pinned_pages(self) -> int:
@@ -298,14 +298,14 @@ class Residency:
             if run.pins or run.parts
         )
 
-    def held_frames(self, besides: Collection[Extent] = ()) -> Int32:
+    def held_frames(self, besides: Collection[Extent] = ()) -> Numbers:
         """Of the pages that are held, as far as they are there; of ``besides`` only their parts."""
         held = [
             run.pages if run.pins and run not in besides else run.held_pages
             for run in self.space.runs.values()
             if run.pins or run.parts
         ]
-        frames: Int32 = self.table.frame[np.concatenate(held)] if held else _NOTHING
+        frames: Numbers = self.table.frame[np.concatenate(held)] if held else _NOTHING
         return frames[frames >= 0]
 
     def check_need(self) -> None:
@@ -364,17 +364,17 @@ class Residency:
         """Free frames that planned moves may not take: streams are about to fill them."""
         return sum(space.kept_frames() for space in self.workspaces)
 
-    def oldest(self, count: int) -> Int32:
+    def oldest(self, count: int) -> Numbers:
         """At most ``count`` pages on the device that may leave, least recently used first; none
         that is awaited."""
         ages = self._frame_ages()
         ages[self.table.frame_page < 0] = _PINNED
         order = np.argsort(ages, kind="stable")
-        chosen: Int32 = self.table.frame_page[order[ages[order] < _AWAITED]][:count]
+        chosen: Numbers = self.table.frame_page[order[ages[order] < _AWAITED]][:count]
         return chosen
 
     # -- bringing a run in -----------------------------------------------------------------------
-    def _bring(self, run: Extent, pages: Int32 | None) -> None:
+    def _bring(self, run: Extent, pages: Numbers | None) -> None:
         """All of it, to frames side by side, or what is missing of ``pages``, to any."""
         if pages is not None:
             absent = pages[self.table.frame[pages] < 0]
@@ -387,7 +387,7 @@ class Residency:
         if not self.is_there(run) or (run.pins == 1 and not self.scattered):
             self.fill(run, run.pages, self._claim(run))
 
-    def fill(self, run: Extent, pages: Int32, frames: Int32) -> None:
+    def fill(self, run: Extent, pages: Numbers, frames: Numbers) -> None:
         """Bring ``pages`` of ``run`` to ``frames``, which are empty, or theirs already."""
         current = self.table.frame[pages]
         moved = (current >= 0) & (current != frames)
@@ -409,13 +409,13 @@ class Residency:
         self.settle(run)
         self._note_peak()
 
-    def _fetch(self, pages: Int32, frames: Int32) -> None:
+    def _fetch(self, pages: Numbers, frames: Numbers) -> None:
         on_host = self.table.host[pages] >= 0
         for tier, here in (("disk", ~on_host), ("host", on_host)):  # what can fail goes first
             if here.any():
                 self.mover.bring(tier, pages[here], frames[here], NOW)
 
-    def _open_blank(self, run: Extent, pages: Int32, frames: Int32) -> None:
+    def _open_blank(self, run: Extent, pages: Numbers, frames: Numbers) -> None:
         """Pages that were never written get ``frames``. What another tensor left there is erased
         unless the maker of the run writes all of it anyway."""
         size = self.page_size
@@ -434,20 +434,20 @@ class Residency:
         run.generation = next(generations)
         run.settled = False
 
-    def settle_all(self, pages: Int32) -> None:
+    def settle_all(self, pages: Numbers) -> None:
         """The runs of these pages; what came may be more than there ever was."""
         for owner in set(self.table.owner[pages].tolist()):
             self.settle(self.space.runs[owner])
         self._note_peak()
 
-    def unsettle(self, pages: Int32) -> None:
+    def unsettle(self, pages: Numbers) -> None:
         """The runs of these pages, which are on their way: whoever uses them waits."""
         for owner in set(self.table.owner[pages].tolist()):
             run = self.space.runs[owner]
             run.base, run.generation, run.settled = -1, next(generations), False
         self._note_peak()
 
-    def _claim(self, run: Extent) -> Int32:
+    def _claim(self, run: Extent) -> Numbers:
         """Frames for all pages of ``run``, empty or its own; taken from the pool."""
         count = run.count
         if run.parts is not None or (self.scattered and count > 1):
@@ -456,14 +456,14 @@ class Residency:
         if in_place is None:
             start = self.pool.allocate_run(count)
             if start is not None:
-                return np.arange(start, start + count, dtype=np.int32)
+                return np.arange(start, start + count)
         start = self._choose_window(run, in_place)
         if start is None:
             start = self._compact_for(run)
             if start is None:
                 return self._claim_scattered(run)
-            return np.arange(start, start + count, dtype=np.int32)
-        window = np.arange(start, start + count, dtype=np.int32)
+            return np.arange(start, start + count)
+        window = np.arange(start, start + count)
         own = self._frames_of(run)
         try:
             self._evict_frames(window[~np.isin(window, own, assume_unique=True)])
@@ -471,7 +471,7 @@ class Residency:
             start = self._compact_for(run)
             if start is None:
                 raise
-            return np.arange(start, start + count, dtype=np.int32)
+            return np.arange(start, start + count)
         self.pool.take_all(window[self.table.frame_page[window] < 0])
         return window
 
@@ -514,21 +514,21 @@ class Residency:
                 return in_place
         return None if best == _PINNED else start
 
-    def _claim_scattered(self, run: Extent) -> Int32:
+    def _claim_scattered(self, run: Extent) -> Numbers:
         """Keep what is resident, take any frames for the rest."""
         frames = self._frames_of(run).copy()
         missing = np.flatnonzero(frames < 0)
         frames[missing] = self.claim_any(len(missing))
         return frames
 
-    def claim_any(self, count: int) -> Int32:
+    def claim_any(self, count: int) -> Numbers:
         """``count`` empty frames, side by side where that can be had."""
         self._free_up(count)
         taken = self.claim_free(count)
         assert len(taken) == count
         return taken
 
-    def claim_free(self, count: int) -> Int32:
+    def claim_free(self, count: int) -> Numbers:
         """Free frames, taken from the pool: ``count``, or as many as there are."""
         runs = self.pool.allocate(min(count, self.pool.free_count))
         assert runs is not None
@@ -545,25 +545,25 @@ class Residency:
         ages[self.table.frame_page < 0] = _PINNED
         order = np.argsort(ages, kind="stable")[:short]
         assert ages[order[-1]] != _PINNED, "check_need let a need pass that cannot be met"
-        self._evict_frames(np.sort(order).astype(np.int32))
+        self._evict_frames(np.sort(order))
 
-    def _evict_frames(self, frames: Int32) -> None:
+    def _evict_frames(self, frames: Numbers) -> None:
         pages = self.table.frame_page[frames]
         self.evict_pages(pages[pages >= 0])
 
-    def evict_pages(self, pages: Int32) -> None:
+    def evict_pages(self, pages: Numbers) -> None:
         """Take these resident pages off the device, and their frames back into the pool."""
         if len(pages):
             self.mover.leave(pages)
 
-    def evict_run(self, run: Extent) -> Int32:
+    def evict_run(self, run: Extent) -> Numbers:
         """Take a run that is not held whole off the device, but for its parts that are; the frames
         that are free now."""
         assert not run.pins
         pages = run.pages[self.table.frame[run.pages] >= 0]
         if run.parts is not None:
             pages = np.setdiff1d(pages, run.held_pages, assume_unique=True)
-        frames: Int32 = self.table.frame[pages]
+        frames: Numbers = self.table.frame[pages]
         self.evict_pages(pages)
         return frames
 
@@ -598,9 +598,9 @@ class Residency:
                 targets.append(target)
             target += 1
         if sources:
-            self.slide(np.array(sources, np.int32), np.array(targets, np.int32))
+            self.slide(np.array(sources, np.int64), np.array(targets, np.int64))
 
-    def slide(self, sources: Int32, targets: Int32) -> None:
+    def slide(self, sources: Numbers, targets: Numbers) -> None:
         """Move the pages in ``sources``, in the order of frames, to ``targets``: lower ones, free
         or left by those before. None of their runs is in use. Where it raises, some have moved and
         the others are where they were."""
@@ -620,11 +620,16 @@ class Residency:
             n = min(source - target, count - start)
             moved = self.table.frame_page[source + start : source + start + n].copy()
             self.pool.take(target + start, n)
-            self.table.move(moved, np.arange(n, dtype=np.int32) + np.int32(target + start))
+            self.table.move(moved, np.arange(n) + (target + start))
             self.pool.free(source + start, n)
 
     def relocate(
-        self, pages: Int32, frames: Int32, order: Int32 | None = None, *, exchange: bool = False
+        self,
+        pages: Numbers,
+        frames: Numbers,
+        order: Numbers | None = None,
+        *,
+        exchange: bool = False,
     ) -> None:
         """Move resident, unpinned ``pages`` into ``frames``, which are free, or left by others of
         them. ``order``: [copies, 2], from which frame to which, one after another, also through a
@@ -642,7 +647,12 @@ class Residency:
         self.settle_all(pages)
 
     def _move(
-        self, pages: Int32, frames: Int32, order: Int32 | None = None, *, exchange: bool = False
+        self,
+        pages: Numbers,
+        frames: Numbers,
+        order: Numbers | None = None,
+        *,
+        exchange: bool = False,
     ) -> None:
         """Copy resident pages into other frames of the arena, as :meth:`relocate` has them."""
         old = left = self.table.frame[pages].copy()
@@ -702,7 +712,7 @@ class Residency:
             self._free_up(old - frames)
             if (self.table.frame_page[frames:] >= 0).any():
                 self.compact()
-            self._evict_frames(np.arange(frames, old, dtype=np.int32))
+            self._evict_frames(np.arange(frames, old))
         if frames < old:
             self.table.resize_frames(frames)
             self.pool.resize(frames)
@@ -743,7 +753,7 @@ class Residency:
         with everything as it was if they have nowhere to go."""
         if not self.backend.remake(nbytes, empty=False):
             try:
-                self._evict_frames(np.arange(self.pool.count, dtype=np.int32))
+                self._evict_frames(np.arange(self.pool.count))
             except TierFull as error:
                 raise TierFull(
                     f"{self.backend.device} has no room inside device_budget for an arena of "
@@ -761,7 +771,7 @@ class Residency:
         if base < 0 or not self.pool.take_if_free(base, run.count):
             return False
         if self.mover.tickets.any:
-            self.reach(run.pages - np.int32(run.first - base))
+            self.reach(run.pages - (run.first - base))
         self.bear(run, base)
         return True
 
@@ -789,7 +799,7 @@ class Residency:
         return bool(flags[0] & BLANK) and (run.count == 1 or bool((flags & BLANK).all()))
 
     # -- writes and ends -------------------------------------------------------------------------
-    def written(self, run: Extent, pages: Int32 | None = None) -> None:
+    def written(self, run: Extent, pages: Numbers | None = None) -> None:
         """A write to ``run``, or to ``pages`` of it, is about to happen: copies below are void."""
         if not run.settled:
             self.mover.slots.void_copies(run.pages if pages is None else pages)
@@ -831,7 +841,7 @@ class Residency:
 def _pages_in(pins: Sequence[Pin]) -> int:
     """Pages that ``pins`` hold, each counted once."""
     whole = {run for run, pages in pins if pages is None}
-    parts: dict[Extent, list[Int32]] = {}
+    parts: dict[Extent, list[Numbers]] = {}
     for run, pages in pins:
         if pages is not None and run not in whole:
             parts.setdefault(run, []).append(pages)

@@ -11,9 +11,9 @@ import numpy as np
 from ...planner.sizes import format_bytes
 from ..disk.tier import DiskTier
 from ..errors import TierFull
-from ..memory.frame_pool import FramePool, expand
+from ..memory.frame_pool import FramePool, Numbers, expand
 from ..memory.host import HostTier
-from ..memory.page_table import Int32, PageTable
+from ..memory.page_table import PageTable
 from .tickets import Tickets
 
 
@@ -35,21 +35,21 @@ class Slots:
     ) -> None:
         self.host, self.disk = host, disk
         self.peaks = {"host": 0, "disk": 0}
-        self.lent = dict.fromkeys(("host", "disk"), np.empty(0, np.int32))
+        self.lent = dict.fromkeys(("host", "disk"), np.empty(0, np.int64))
         self._wanted = {"host": 0, "disk": 0}  # by pages, at once, at most
-        self._held: list[tuple[list[Future[None]], dict[str, Int32]]] = []  # see `hold`
+        self._held: list[tuple[list[Future[None]], dict[str, Numbers]]] = []  # see `hold`
         self._table, self._tickets, self._size = table, tickets, page_size
         self._pools = {"host": host.slots} | ({"disk": disk.slots} if disk is not None else {})
         self._all = self._pools | {"device": frames}
 
-    def of(self, tier: str, pages: Int32) -> Int32:
+    def of(self, tier: str, pages: Numbers) -> Numbers:
         """Of pages that have one in ``tier``."""
         column = self._table.host if tier == "host" else self._table.disk
-        slots: Int32 = column[pages]
+        slots: Numbers = column[pages]
         return slots
 
     # -- taking ----------------------------------------------------------------------------------
-    def share_out(self, dirty: Int32, leaving: Int32) -> tuple[Int32, Int32]:
+    def share_out(self, dirty: Numbers, leaving: Numbers) -> tuple[Numbers, Numbers]:
         """Of ``dirty`` pages among those ``leaving`` the device: which can go to the host, and
         which to the disk. Raises ``TierFull`` if there is no room for all of them."""
         for _ in range(2):
@@ -63,12 +63,12 @@ class Slots:
             self._tickets.wait_for_all()  # copies of what has arrived may be given up too
         raise self._full(len(dirty), sum(room.values()))
 
-    def take(self, tier: str, count: int, leaving: Int32) -> Int32:
+    def take(self, tier: str, count: int, leaving: Numbers) -> Numbers:
         """At most ``count`` slots for pages that will be carried out; fewer, or none, if ``tier``
         is full even when copies of other pages on the device are given up."""
         pool = self._pools.get(tier)
         if pool is None:
-            return np.empty(0, np.int32)
+            return np.empty(0, np.int64)
         short = count - pool.free_count
         if short > 0:
             self.drop_copies(self._spare(tier, leaving)[:short], tier)
@@ -79,18 +79,18 @@ class Slots:
     def will_have(self, tier: str, count: int) -> bool:
         """Whether so many copies in ``tier`` can be given up once pages that are on their way to
         the device are there."""
-        pages = np.flatnonzero(self._table.frame >= 0).astype(np.int32)
+        pages = np.flatnonzero(self._table.frame >= 0)
         frames = self._table.frame[pages[self.of(tier, pages) >= 0]]
         return int(self._tickets.pending("device", frames).sum()) >= count
 
-    def give(self, tier: str, slots: Int32) -> None:
+    def give(self, tier: str, slots: Numbers) -> None:
         """Back into the pool: what was taken is not needed, or not any more. What is held gets
         there when it is not."""
         if self._held:
             slots = np.setdiff1d(slots, self.held(tier), assume_unique=True)
         self._all[tier].free_all(slots)
 
-    def lend(self, tier: str, count: int) -> Int32 | None:
+    def lend(self, tier: str, count: int) -> Numbers | None:
         """``count`` free slots for what is no page's, of those that pages have not wanted so far;
         ``None`` if there are not so many. For :meth:`give_back`."""
         pool = self._pools.get(tier)
@@ -108,7 +108,7 @@ class Slots:
     def lends_some(self) -> bool:
         return any(map(len, self.lent.values()))
 
-    def give_back(self, tier: str, slots: Int32, after: Sequence[Future[None]] = ()) -> None:
+    def give_back(self, tier: str, slots: Numbers, after: Sequence[Future[None]] = ()) -> None:
         """What was lent is free again, when ``after`` has ended."""
         self.lent[tier] = np.setdiff1d(self.lent[tier], slots, assume_unique=True)
         self.hold(after, {tier: slots})
@@ -120,14 +120,14 @@ class Slots:
             self.peaks[tier] = max(self.peaks[tier], used)
             self._wanted[tier] = max(self._wanted[tier], used - len(self.lent[tier]))
 
-    def _spare(self, tier: str, leaving: Int32) -> Int32:
+    def _spare(self, tier: str, leaving: Numbers) -> Numbers:
         """Pages whose copy in ``tier`` may be given up: they stay on the device. Those with a copy
         in the other tier too come first."""
         table = self._table
         column, other = (table.host, table.disk) if tier == "host" else (table.disk, table.host)
         mask = (column >= 0) & (table.frame >= 0)
         mask[leaving] = False
-        pages = np.flatnonzero(mask).astype(np.int32)
+        pages = np.flatnonzero(mask)
         pages = pages[~self._tickets.pending("device", table.frame[pages])]  # not there yet
         return pages[np.argsort(other[pages] < 0, kind="stable")]
 
@@ -146,13 +146,13 @@ class Slots:
         )
 
     # -- copies below ----------------------------------------------------------------------------
-    def drop_copies(self, pages: Int32, tier: str) -> None:
+    def drop_copies(self, pages: Numbers, tier: str) -> None:
         """The copies of ``pages`` in ``tier`` are void; their slots are free again."""
         slots = self._table.drop_copies(pages, tier)
         if len(slots):
             self.give(tier, slots)
 
-    def void_copies(self, pages: Int32) -> None:
+    def void_copies(self, pages: Numbers) -> None:
         """A write is about to happen: no copy of ``pages`` is valid any more."""
         if (self._table.host[pages] >= 0).any():
             self.drop_copies(pages, "host")
@@ -160,7 +160,7 @@ class Slots:
             self.drop_copies(pages, "disk")
 
     # -- I/O that was given up -------------------------------------------------------------------
-    def hold(self, futures: Sequence[Future[None]], slots: dict[str, Int32]) -> None:
+    def hold(self, futures: Sequence[Future[None]], slots: dict[str, Numbers]) -> None:
         """By tier, slots (or frames) that are of no page, and that I/O uses which nobody waits for:
         they stay taken until all of it has ended."""
         self._held.append((list(futures), slots))
@@ -176,10 +176,10 @@ class Slots:
         """:meth:`hold` has some."""
         return bool(self._held)
 
-    def held(self, tier: str) -> Int32:
+    def held(self, tier: str) -> Numbers:
         """Slots, or frames, of :meth:`hold`."""
         found = [slots[tier] for _, slots in self._held if tier in slots]
-        return np.concatenate([np.empty(0, np.int32), *found])
+        return np.concatenate([np.empty(0, np.int64), *found])
 
     def let_go(self) -> None:
         """What is held for I/O that has ended by now is free."""

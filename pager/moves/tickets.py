@@ -39,14 +39,14 @@ import numpy.typing as npt
 from ..devices.device import Mark
 from ..disk.watch import IoWatch, Patience
 from ..errors import HungDisk, PagerError
-from ..memory.page_table import Int32
+from ..memory.frame_pool import Numbers
 
 if TYPE_CHECKING:
     from .transfers import Shift, Transfer
 
 _WATCHDOG_SECONDS = 60.0
 _FEW = 64  # places: that many are looked at as fast as their maximum is found
-Places = tuple[str, Int32]  # a tier, and frames or slots of it
+Places = tuple[str, Numbers]  # a tier, and frames or slots of it
 
 
 class MoveFailed(Exception):  # noqa: N818 - never the user's: ``Mover.drain`` deals with it
@@ -155,7 +155,7 @@ class Tickets:
                 self._pass(theirs)
         return True
 
-    def latest(self, tier: str, numbers: Int32) -> npt.NDArray[np.int64]:
+    def latest(self, tier: str, numbers: Numbers) -> npt.NDArray[np.int64]:
         """The number of the ticket of each of these places, 0 where there is none that is not over,
         or has failed."""
         found: npt.NDArray[np.int64] = np.where(
@@ -163,7 +163,7 @@ class Tickets:
         )
         return found
 
-    def pending(self, tier: str, numbers: Int32) -> npt.NDArray[np.bool_]:
+    def pending(self, tier: str, numbers: Numbers) -> npt.NDArray[np.bool_]:
         """Which of these places have one that is not over, or has failed."""
         self._sweep()
         if not self._live:
@@ -272,7 +272,7 @@ class Tickets:
                 del self._live[number]
                 self._forget_before(ticket)
 
-    def _of_places(self, tier: str, numbers: Int32) -> npt.NDArray[np.int64]:
+    def _of_places(self, tier: str, numbers: Numbers) -> npt.NDArray[np.int64]:
         """Numbers of the latest ticket of each."""
         column = self._columns[tier]
         try:

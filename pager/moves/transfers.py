@@ -16,9 +16,8 @@ from ..disk.integrity import Stamps, Sums, page_sums
 from ..disk.tier import DiskTier
 from ..disk.watch import IoWatch
 from ..errors import PagerError
-from ..memory.frame_pool import merge
+from ..memory.frame_pool import Numbers, merge
 from ..memory.host import HostTier
-from ..memory.page_table import Int32
 
 _STAGING_PAGES = 8  # a power of two, so that the memory is in one piece
 
@@ -30,10 +29,10 @@ class Transfer:
 
     carrier: Carrier
     tier: str
-    pages: Int32
+    pages: Numbers
     versions: npt.NDArray[np.int64]
-    frames: Int32
-    slots: Int32
+    frames: Numbers
+    slots: Numbers
     to_device: bool
     mark: Mark = ()
     urgent: bool = False
@@ -53,9 +52,9 @@ class Shift:
 
     backend: Device
     page_size: int
-    pages: Int32
-    sources: Int32
-    targets: Int32
+    pages: Numbers
+    sources: Numbers
+    targets: Numbers
     exchange: bool = False
 
     def run(self, after: Mark) -> Mark:
@@ -210,13 +209,13 @@ class Carrier:
         return not transfer.urgent, not transfer.urgent and transfer.to_device
 
     # -- host slots ------------------------------------------------------------------------------
-    def stamp_host(self, pages: Int32, versions: npt.NDArray[np.int64], slots: Int32) -> None:
+    def stamp_host(self, pages: Numbers, versions: npt.NDArray[np.int64], slots: Numbers) -> None:
         """Host slots hold these versions of ``pages`` now; nothing where none are stamped."""
         if self.host_stamps is not None:
             self.host_stamps.claim(slots, pages, versions)
             self.host_stamps.wrote(slots, self._host_sums(slots))
 
-    def verify_host(self, pages: Int32, versions: npt.NDArray[np.int64], slots: Int32) -> None:
+    def verify_host(self, pages: Numbers, versions: npt.NDArray[np.int64], slots: Numbers) -> None:
         """Raises ``CorruptPage`` if a host slot does not hold what was written there."""
         stamps = self.host_stamps
         if stamps is None or not len(pages):
@@ -226,7 +225,7 @@ class Carrier:
         for slot in slots[wrong].tolist():
             raise stamps.wrong(slot)
 
-    def _host_sums(self, slots: Int32) -> Sums:
+    def _host_sums(self, slots: Numbers) -> Sums:
         sums = [
             page_sums(view.reshape(-1, self._size))
             for _, view in self._host.stretches(slots, slots)
@@ -234,7 +233,7 @@ class Carrier:
         return np.concatenate(sums)
 
     # -- to plain memory -------------------------------------------------------------------------
-    def copy_out(self, frames: Int32, places: Int32, out: npt.NDArray[np.uint8]) -> None:
+    def copy_out(self, frames: Numbers, places: Numbers, out: npt.NDArray[np.uint8]) -> None:
         """``frames`` into the places, in pages, of ``out``. What is on its way, ops come after."""
         size, backend = self._size, self._backend
         copies = [
@@ -244,7 +243,7 @@ class Carrier:
         backend.wait(backend.copy(copies, URGENT, backend.mark(), to_device=False))
 
     def read_host(
-        self, pages: Int32, versions: npt.NDArray[np.int64], slots: Int32, places: Int32,
+        self, pages: Numbers, versions: npt.NDArray[np.int64], slots: Numbers, places: Numbers,
         out: npt.NDArray[np.uint8],
     ) -> None:  # fmt: skip
         """The same of host slots, whose bytes are there when ``copy_out`` has returned."""
@@ -253,7 +252,7 @@ class Carrier:
             out[place * self._size : place * self._size + len(view)] = view
 
     def read_disk(
-        self, pages: Int32, versions: npt.NDArray[np.int64], slots: Int32, places: Int32,
+        self, pages: Numbers, versions: npt.NDArray[np.int64], slots: Numbers, places: Numbers,
         out: npt.NDArray[np.uint8],
     ) -> None:  # fmt: skip
         """The same of the disk's."""

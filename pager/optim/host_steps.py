@@ -37,7 +37,8 @@ from ...kernels.pieces import Operand, Paged
 from ...kernels.update import CHUNK, ROOMS, State
 from ..devices.device import Mark
 from ..errors import PagerError
-from ..memory.page_table import BLANK, Int32
+from ..memory.frame_pool import Numbers
+from ..memory.page_table import BLANK
 from ..memory.space import Extent
 from ..moves.tickets import Lane, MoveFailed, Ticket
 from ..tensor.operands import begin_of
@@ -130,7 +131,7 @@ class HostSteps:
         mover, table = pager.mover, pager.table
         self._note(runs, written)
         pages = np.concatenate([run.pages for run in runs])
-        slots: Int32 = table.host[pages]
+        slots: Numbers = table.host[pages]
         before = table.version[pages].copy()
         for run in written:
             mover.slots.drop_copies(run.pages, "disk")
@@ -205,7 +206,7 @@ class HostSteps:
             pages //= 2
         else:
             return None
-        taken = np.arange(start, start + pages, dtype=np.int32)
+        taken = np.arange(start, start + pages)
         self._work = _Work(torch.from_numpy(slots.host.view(start, pages)))
         slots.hold([self._work.over], {"host": taken})
         slots.note_peaks()
@@ -254,7 +255,7 @@ class HostSteps:
         slots = pager.table.host[run.first + begin // size : run.first - (-end // size)]
         first, memory = pager.host.piece_of(int(slots[0]))
         assert begin % size == 0
-        frames = (slots - first).astype(np.int32)
+        frames = slots - first
         return Paged(torch.from_numpy(memory), frames, size, value.dtype, value.numel())
 
 
@@ -303,7 +304,7 @@ class _Step:
     ``after`` it."""
 
     def __init__(
-        self, mover: Mover, pages: Int32, before: Any, after: Any, slots: Int32,
+        self, mover: Mover, pages: Numbers, before: Any, after: Any, slots: Numbers,
         call: Callable[[], None], mark: Mark, work: _Work, rank: tuple[int, int],
     ) -> None:  # fmt: skip
         self.pages, self.rank = pages, rank

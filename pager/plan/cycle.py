@@ -28,14 +28,15 @@ import numpy as np
 
 from ..core import Core, Watcher
 from ..errors import PagerError
-from ..memory.page_table import BLANK, Int32
+from ..memory.frame_pool import Numbers
+from ..memory.page_table import BLANK
 from ..memory.space import Extent
 from ..moves.compaction import find_window
 from ..moves.mover import AHEAD, Coming
 from ..moves.tickets import MoveFailed
 
 Pair = tuple[Extent | None, Extent | None]
-_NOTHING = np.empty(0, np.int32)
+_NOTHING = np.empty(0, np.int64)
 _LEAST_THROUGH_BYTES = 8 << 20  # with less room, what passes through comes in small pieces
 _BATCHES = 2  # in which what passes through comes: each costs the host the same
 
@@ -52,7 +53,7 @@ class Cycle(Watcher):
         self._unplaced = False  # some of these were not seen yet when it was decided what stays
         self._at: Pair = (None, None)  # the two latest
         self._staying: dict[Extent, None] = {}  # the first ones stay longest where frames get fewer
-        self._pages: Int32 = _NOTHING  # theirs
+        self._pages: Numbers = _NOTHING  # theirs
         self._frames = -1  # for so many it was decided
         self._batch = 1  # so many frames are free, or spent, before anything is brought in
         self._spent: dict[Extent, None] = {}  # used, and nobody waits for it
@@ -236,7 +237,7 @@ class Cycle(Watcher):
         if window is None or (table.frame[run.pages] >= 0).any():
             return False
         residency.pool.take(window, run.count)
-        coming.add(run, run.pages, np.arange(window, window + run.count, dtype=np.int32))
+        coming.add(run, run.pages, np.arange(window, window + run.count))
         return True
 
     def _expect_nothing(self) -> None:
@@ -244,7 +245,7 @@ class Cycle(Watcher):
         while self._coming:
             self._withdraw(self._coming.popleft().pages)
 
-    def _withdraw(self, pages: Int32) -> None:
+    def _withdraw(self, pages: Numbers) -> None:
         """``pages`` are awaited no more."""
         awaited = self._pager.residency.awaited
         at = next((i for i, other in enumerate(awaited) if other is pages), None)

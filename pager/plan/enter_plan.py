@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from ..memory.page_table import NONE, Int32
+from ..memory.frame_pool import Numbers
+from ..memory.page_table import NONE
 from ..memory.space import Extent
 from ..moves.compaction import rearrange
 from ..moves.residency import Residency
@@ -23,10 +24,10 @@ def enter_plan(residency: Residency, names: Names, compiled: CompiledPlan) -> li
     order = _by_first_use(names, compiled)
     target, wanted = _targets(residency, names, compiled, order)
     resident = table.frame >= 0
-    unwanted = np.flatnonzero(resident & (target < 0)).astype(np.int32)
+    unwanted = np.flatnonzero(resident & (target < 0))
     residency.evict_pages(unwanted)
-    pages = np.flatnonzero((table.frame >= 0) & (table.frame != target)).astype(np.int32)
-    rearrange(residency, pages, target[pages].astype(np.int32))
+    pages = np.flatnonzero((table.frame >= 0) & (table.frame != target))
+    rearrange(residency, pages, target[pages])
     settled = [entry for entry in order if (target[entry[1].first :][: entry[1].count] >= 0).any()]
     late = [entry for entry in order if entry not in settled]
     late.sort(key=lambda entry: compiled.last_in.get(entry[0], 0))
@@ -41,7 +42,7 @@ def _by_first_use(names: Names, compiled: CompiledPlan) -> list[tuple[int, Exten
 
 def _targets(
     residency: Residency, names: Names, compiled: CompiledPlan, order: list[tuple[int, Extent]]
-) -> tuple[Int32, npt.NDArray[np.bool_]]:
+) -> tuple[Numbers, npt.NDArray[np.bool_]]:
     """Frame of each page, −1 for none; and which pages should be on the device.
 
     A plan may want two pages in one frame: when its iterations follow each other, one of them is

@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ..memory.frame_pool import distinct, expand, merge
-from ..memory.page_table import BLANK, DIRTY, Int32
+from ..memory.frame_pool import Numbers, distinct, expand, merge
+from ..memory.page_table import BLANK, DIRTY
 from ..memory.space import Extent
 from ..moves.compaction import base_of, find_window, make_way, rearrange, vacate
 from ..moves.mover import OTHER, TIERS, Coming, Mover
@@ -27,7 +27,7 @@ from .access_log import Names
 from .compiled_plan import ANYWHERE, Action, CompiledPlan
 from .put_off import Job, PutOff
 
-_NOTHING = np.empty(0, np.int32)
+_NOTHING = np.empty(0, np.int64)
 _TAKEN = 1 << 60
 _LATE = 2  # transfers that are queued in between
 _PATIENCE = 16  # times that a move waits for its place: some 8 accesses
@@ -38,17 +38,17 @@ class _Moves(NamedTuple):
     and the ``frames`` where the plan has them; how many these are after each action (``ends``)."""
 
     actions: list[tuple[Action, int]]
-    pages: Int32
-    frames: Int32
-    ends: Int32
+    pages: Numbers
+    frames: Numbers
+    ends: Numbers
 
     @classmethod
     def of(cls, actions: list[tuple[Action, int]], runs: Sequence[Extent | None]) -> _Moves:
         jobs = cls(actions, _NOTHING, _NOTHING, _NOTHING).jobs(runs)
         pages = [job.pages for job in jobs]
-        shifts = [np.int32(job.action.base - job.run.first) for job in jobs]
+        shifts = [job.action.base - job.run.first for job in jobs]
         frames = [some + shift for some, shift in zip(pages, shifts)]
-        ends = np.cumsum([len(some) for some in pages], dtype=np.int32)
+        ends = np.cumsum([len(some) for some in pages])
         return cls(actions, np.concatenate(pages), np.concatenate(frames), ends)
 
     def jobs(self, runs: Sequence[Extent | None], begun: int = 0) -> list[Job]:
@@ -215,7 +215,7 @@ class PlannedMoves:
         there = np.flatnonzero(own >= 0)
         return bool((own[there] == base + there).all())
 
-    def _drop(self, tier: str, pages: Int32) -> None:
+    def _drop(self, tier: str, pages: Numbers) -> None:
         """Copies below are given up where the page is on the device."""
         pages = pages[self._table.frame[pages] >= 0]
         pages = pages[~self._mover.tickets.pending("device", self._table.frame[pages])]
@@ -302,7 +302,7 @@ class PlannedMoves:
             for _ in range(jobs):
                 queue.popleft()
 
-    def _leave(self, tier: str, pages: Int32) -> bool:
+    def _leave(self, tier: str, pages: Numbers) -> bool:
         """Whether all of ``pages`` have left."""
         table = self._table
         resident = pages[table.frame[pages] >= 0]
@@ -386,7 +386,7 @@ class PlannedMoves:
         self.prefetched += 1
         return True
 
-    def _beside_streams(self, pages: Int32) -> Int32:
+    def _beside_streams(self, pages: Numbers) -> Numbers:
         """The first of ``pages``: what leaves streams the frames that they are about to fill."""
         residency = self._residency
         if not residency.workspaces:
@@ -394,8 +394,8 @@ class PlannedMoves:
         return pages[: max(0, residency.pool.free_count - residency.kept_frames())]
 
     def _with_frames(
-        self, run: Extent, pages: Int32, base: int, coming: Coming
-    ) -> tuple[Int32, Int32]:
+        self, run: Extent, pages: Numbers, base: int, coming: Coming
+    ) -> tuple[Numbers, Numbers]:
         """``pages``, and free frames taken for them: as many of both as are free.
 
         The plan counts on any free frames: those that were foreseen are only the ones for which
@@ -406,7 +406,7 @@ class PlannedMoves:
         own, pool = self._table.frame[run.pages], self._residency.pool
         resident = np.flatnonzero(own >= 0)
         if not len(resident):
-            base = self._sooner(run, base, pages - np.int32(run.first))
+            base = self._sooner(run, base, pages - run.first)
         window: int | None = base
         if not self._is_to_be_had(run, pages, base, coming):
             first, count = run.first, run.count
@@ -423,7 +423,7 @@ class PlannedMoves:
                 self._is_inside(run, window) and pool.is_free(window + first - run.first, count)
             ):
                 window = None
-        frames = None if window is None else pages - np.int32(run.first - window)
+        frames = None if window is None else pages - (run.first - window)
         if frames is None or self._is_late(frames):
             # Anywhere: it is put together when an op uses it, which is a copy in memory. If others
             # were moved aside, they would be in the way of what comes next.
@@ -431,7 +431,7 @@ class PlannedMoves:
         pool.take_all(frames)
         return pages[: len(frames)], frames
 
-    def _is_late(self, frames: Int32) -> bool:
+    def _is_late(self, frames: Numbers) -> bool:
         """Whether these free frames are there much later than as many others are."""
         if not self._is_host_late() or not len(frames):
             return False
@@ -463,20 +463,20 @@ class PlannedMoves:
         best = int(np.argmin(windows))
         return best if windows[best] < _TAKEN else None
 
-    def _soonest_frames(self, count: int) -> Int32:
+    def _soonest_frames(self, count: int) -> Numbers:
         """So many free frames, or as many as there are, that are there first."""
         count = min(count, self._residency.pool.free_count)
-        return np.argsort(self._due(), kind="stable")[:count].astype(np.int32)
+        return np.argsort(self._due(), kind="stable")[:count]
 
-    def _sooner(self, run: Extent, base: int, part: Int32) -> int:
+    def _sooner(self, run: Extent, base: int, part: Numbers) -> int:
         """``base``, or where as many free frames as ``run`` has begin if those for ``part`` of it
         are there much sooner: what is to leave the planned ones may be the last in its queue."""
-        if self._is_inside(run, base) and self._is_late(part + np.int32(base)):
+        if self._is_inside(run, base) and self._is_late(part + base):
             sooner = self._soonest(run.count)
             return base if sooner is None else sooner
         return base
 
-    def _instead(self, run: Extent, pages: Int32, base: int, *, whole: bool) -> int | None:
+    def _instead(self, run: Extent, pages: Numbers, base: int, *, whole: bool) -> int | None:
         """Where the first page of ``run`` is to be, if nothing but what was put off is in the place
         of ``pages``: behind the plan's frames, or there, when that has left."""
         if not self._put_off.is_on or not self._is_inside(run, base):
@@ -485,7 +485,7 @@ class PlannedMoves:
         resident = np.flatnonzero(own >= 0)
         if (own[resident] != base + resident).any():
             return None
-        frames = pages - np.int32(run.first - base)
+        frames = pages - (run.first - base)
         jobs = self._put_off.in_place(frames)
         if not jobs:
             return None
@@ -497,7 +497,7 @@ class PlannedMoves:
             self._leave(job.action.tier, job.pages)
         return base if self._residency.pool.all_free(frames) else None
 
-    def _is_to_be_had(self, run: Extent, pages: Int32, base: int, coming: Coming) -> bool:
+    def _is_to_be_had(self, run: Extent, pages: Numbers, base: int, coming: Coming) -> bool:
         """Whether ``pages`` of ``run`` can come to the place that the plan has for it, which begins
         at ``base``: it is free, or was made so, and what is there of ``run`` is at its place."""
         if not self._is_inside(run, base):
@@ -516,8 +516,8 @@ class PlannedMoves:
             or self._mover.tickets.pending("device", own[wrong]).any()
         ):
             return False
-        places = (base + wrong).astype(np.int32)
-        frames = np.concatenate([pages - np.int32(run.first - base), places])
+        places = base + wrong
+        frames = np.concatenate([pages - (run.first - base), places])
         if self._put_off.is_on and self._put_off.in_place(frames):
             return False  # that need not be moved aside
         coming.begin()  # before anything is
@@ -551,7 +551,7 @@ class PlannedMoves:
             return
         own = self._table.frame[run.pages]
         wrong = np.flatnonzero((own >= 0) & (own != base + np.arange(run.count)))
-        places = (base + wrong).astype(np.int32)
+        places = base + wrong
         if self._mover.tickets.pending("device", np.concatenate([own[wrong], places])).any():
             return  # also from there: whoever uses it would wait for what is leaving these places
         if len(wrong) and make_way(self._residency, run, places, self._home):
@@ -565,7 +565,7 @@ class PlannedMoves:
 
     def _window(self, run: Extent, base: int) -> int | None:
         """The first of as many free frames as ``run`` has pages, ``base`` if it is."""
-        place = self._birthplace(run, self._sooner(run, base, run.pages - np.int32(run.first)))
+        place = self._birthplace(run, self._sooner(run, base, run.pages - run.first))
         return find_window(self._residency, run) if place is None else place
 
     def _birthplace(self, run: Extent, base: int) -> int | None:
@@ -576,7 +576,7 @@ class PlannedMoves:
         place = self._instead(run, run.pages, base, whole=True)
         if place is not None or not self._tidies or not self._is_inside(run, base):
             return place
-        frames = run.pages - np.int32(run.first - base)
+        frames = run.pages - (run.first - base)
         return base if make_way(self._residency, run, frames, self._home) else None
 
     def _is_inside(self, run: Extent, base: int) -> bool:
@@ -671,6 +671,6 @@ class PlannedMoves:
             window = self._window(run, base)
             if window is None:
                 return False
-            if not residency.wait_for_frames(run.pages - np.int32(run.first - window)):
+            if not residency.wait_for_frames(run.pages - (run.first - window)):
                 return residency.place_at(run, window)
         return run.base >= 0

@@ -12,13 +12,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..memory.page_table import Int32
+from ..memory.frame_pool import Numbers
 from ..memory.space import Extent
 from ..moves.residency import Residency
 from .access_log import Names
 from .compiled_plan import Action, CompiledPlan
 
-_NOTHING = np.empty(0, np.int32)
+_NOTHING = np.empty(0, np.int64)
 
 
 class Job(NamedTuple):
@@ -28,7 +28,7 @@ class Job(NamedTuple):
     run: Extent
 
     @property
-    def pages(self) -> Int32:
+    def pages(self) -> Numbers:
         return self.run.pages[self.action.first : self.action.first + self.action.pages]
 
 
@@ -71,7 +71,7 @@ class PutOff:
         self._jobs += outs
         return self.beyond(now)
 
-    def in_place(self, frames: Int32) -> list[Job] | None:
+    def in_place(self, frames: Numbers) -> list[Job] | None:
         """What was put off and is in ``frames``; ``None`` if something else is."""
         table = self._residency.table
         pages = table.frame_page[frames]

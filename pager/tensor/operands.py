@@ -17,7 +17,7 @@ from ...kernels.pieces import Operand, Paged
 from ...kernels.update import State
 from ..core import Core
 from ..errors import InfeasibleBudget, TierFull
-from ..memory.page_table import Int32
+from ..memory.frame_pool import Numbers
 from ..memory.space import Extent
 from .paged_tensor import PagedTensor
 from .slabs import Pages, fair_share, pages_of, stream
@@ -138,7 +138,7 @@ def operand(tensor: torch.Tensor) -> Operand:
     return _in_frames(tensor, frames, begin, tensor.numel())
 
 
-def _in_frames(tensor: PagedTensor, frames: Int32, begin: int, numel: int) -> Operand:
+def _in_frames(tensor: PagedTensor, frames: Numbers, begin: int, numel: int) -> Operand:
     """``numel`` elements from byte ``begin`` of the run on: pages, or a view where they are inside
     one page and do not begin with it."""
     pager, dtype = tensor._storage.pager, tensor.dtype
@@ -266,7 +266,7 @@ class _Column(NamedTuple):
         low, high = (self.begin + n * self.tensor.dtype.itemsize for n in self._span(start, stop))
         return pages_of(storage, range(low // size, -(-high // size)), write=self.write)
 
-    def operand(self, start: int, stop: int, frames: Iterator[Int32]) -> Operand:
+    def operand(self, start: int, stop: int, frames: Iterator[Numbers]) -> Operand:
         """These elements; ``frames``: of paged columns, those of this one come next."""
         start, stop = self._span(start, stop)
         if type(self.tensor) is not PagedTensor:

@@ -36,8 +36,8 @@ from ...kernels.copies import scatter_pages
 from ...kernels.launch import upload
 from ..budget.fits import frames_anyway
 from ..core import Core, PagedStorage
-from ..memory.frame_pool import distinct
-from ..memory.page_table import BLANK, DIRTY, Int32, PageTable
+from ..memory.frame_pool import Numbers, distinct
+from ..memory.page_table import BLANK, DIRTY, PageTable
 from ..memory.space import Extent, Part
 from ..moves.mover import AHEAD
 from ..moves.tickets import MoveFailed
@@ -56,15 +56,15 @@ class Pages(NamedTuple):
 
 
 def pages_of(
-    of: PagedTensor | PagedStorage, numbers: Iterable[int] | Int32, *, write: bool = False
+    of: PagedTensor | PagedStorage, numbers: Iterable[int] | Numbers, *, write: bool = False
 ) -> Pages:
     """By their numbers within a tensor's storage. Raises ``ValueError`` unless they are its own, in
     order and none twice."""
     run = (of if isinstance(of, PagedStorage) else of._storage).run
     if isinstance(numbers, range):
-        numbers = np.arange(numbers.start, numbers.stop, dtype=np.int32)
+        numbers = np.arange(numbers.start, numbers.stop)
     elif not isinstance(numbers, np.ndarray):
-        numbers = np.fromiter(numbers, np.int32)
+        numbers = np.fromiter(numbers, np.int64)
     if len(numbers):
         low, high = int(numbers.min()), int(numbers.max())
         if low < 0 or high >= run.count:
@@ -72,11 +72,11 @@ def pages_of(
             raise ValueError(f"page {wrong} of a tensor that has pages 0 to {last}")
     if (np.diff(numbers) <= 0).any():
         raise ValueError("page numbers must be in order and none twice; pass np.unique of them")
-    return Pages(Part(run, (numbers + run.first).astype(np.int32)), write)
+    return Pages(Part(run, numbers + run.first), write)
 
 
 # -- streams -------------------------------------------------------------------------------------
-def stream(pager: Core, slabs: Iterable[Sequence[Pages]]) -> Generator[list[Int32], None, None]:
+def stream(pager: Core, slabs: Iterable[Sequence[Pages]]) -> Generator[list[Numbers], None, None]:
     """Pin the pages of one slab after another; for each, the frames of each of its ``Pages``.
 
     What is yielded holds until the next slab is asked for, or the stream is closed (leaving a
@@ -120,7 +120,7 @@ class Held(NamedTuple):
     storage: PagedStorage
     low: int
     high: int
-    frames: Int32
+    frames: Numbers
 
     def pieces(self, low: int, high: int) -> list[torch.Tensor]:
         """Bytes ``low … high``, some of these, uint8, where they are: in as few views as may be."""
@@ -145,7 +145,7 @@ class Held(NamedTuple):
         pieces = self.pieces(low, low + source.numel())
         alone = low == self.low and source.numel() == self.high - low and low % size == 0
         if len(pieces) > 1 and source.device.type != "cpu" and alone:
-            frames = upload(torch.from_numpy(self.frames.copy()), pager.device)
+            frames = upload(torch.from_numpy(self.frames.astype(np.int32)), pager.device)
             scatter_pages(source, frames, pager.residency.arena, size)
             return
         for piece, values in zip(pieces, source.split([piece.numel() for piece in pieces])):
@@ -195,12 +195,12 @@ class Workspace:
     def __init__(self, table: PageTable, frames: int) -> None:
         self._table = table
         self._frames = frames
-        self._brought: deque[Int32] = deque(maxlen=_SLABS)
+        self._brought: deque[Numbers] = deque(maxlen=_SLABS)
         self.newest: list[Part] = []
 
     def coming(self, parts: Sequence[Part]) -> None:
         """A slab is about to be brought in, what is there already excepted."""
-        before = self._brought[-1] if self._brought else np.empty(0, np.int32)
+        before = self._brought[-1] if self._brought else np.empty(0, np.int64)
         frame = self._table.frame
         self.newest = [
             Part(run, pages[(frame[pages] < 0) | np.isin(pages, before, assume_unique=True)])
@@ -211,7 +211,7 @@ class Workspace:
 
     def kept_frames(self) -> int:
         """Frames that are to stay free for it."""
-        pages = distinct(np.concatenate(self._brought)) if self._brought else np.empty(0, np.int32)
+        pages = distinct(np.concatenate(self._brought)) if self._brought else np.empty(0, np.int64)
         return max(0, self._frames - int((self._table.frame[pages] >= 0).sum()))
 
 
@@ -269,8 +269,8 @@ class ReadAhead:
 
     def __init__(self, pager: Core) -> None:
         self._pager = pager
-        self._awaited: Int32 | None = None
-        self._asked = np.empty(0, np.int32)  # pages that were queued
+        self._awaited: Numbers | None = None
+        self._asked = np.empty(0, np.int64)  # pages that were queued
 
     def ask(self, parts: Sequence[Part]) -> None:
         """Queue what brings ``parts`` in. Not in a metered iteration: what an op needs at least is
@@ -337,7 +337,7 @@ class ReadAhead:
         if short > 0:
             self._send_away(residency.oldest(short))
 
-    def _send_away(self, pages: Int32) -> None:
+    def _send_away(self, pages: Numbers) -> None:
         """As far as there are slots."""
         pager = self._pager
         dirty = (pager.table.flags[pages] & DIRTY) != 0
@@ -348,19 +348,19 @@ class ReadAhead:
         if not pager.mover.disk_refuses:
             self._write_back("disk", to_leave[room:])
 
-    def _write_back(self, tier: str, pages: Int32) -> None:
+    def _write_back(self, tier: str, pages: Numbers) -> None:
         if len(pages):
             slots = self._pager.mover.slots.take(tier, len(pages), leaving=pages)
             self._pager.mover.out(tier, pages[: len(slots)], slots, AHEAD)
 
 
-def _distinct(parts: Sequence[Part]) -> Int32:
+def _distinct(parts: Sequence[Part]) -> Numbers:
     if not parts:
-        return np.empty(0, np.int32)
+        return np.empty(0, np.int64)
     return distinct(np.concatenate([pages for _, pages in parts]))
 
 
-def _only_here(run: Extent, pages: Int32) -> Int32:
+def _only_here(run: Extent, pages: Numbers) -> Numbers:
     """Those that nobody has pinned."""
     held = pages if run.pins else run.held_pages
     return np.setdiff1d(pages, held, assume_unique=True)

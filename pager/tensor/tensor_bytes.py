@@ -20,7 +20,7 @@ from ..core import Core
 from ..devices.device import Bytes
 from ..disk.file import aligned_bytes
 from ..errors import CorruptPage, HungDisk, PagerError
-from ..memory.page_table import Int32
+from ..memory.frame_pool import Numbers
 from ..memory.space import Extent
 from .names import run_name
 from .operands import begin_of, flat, has_no_gaps, slabs
@@ -124,7 +124,7 @@ def unmoved_chunks(
     elements: PagedTensor,
     done: int = 0,
     *,
-    copy: Callable[[Extent, Int32, Bytes], None] | None = None,
+    copy: Callable[[Extent, Numbers, Bytes], None] | None = None,
     most_bytes: int = BUFFER_BYTES,
 ) -> Iterator[memoryview]:
     """The bytes of ``elements``, one-dimensional, from ``done`` on, in pieces that are valid until

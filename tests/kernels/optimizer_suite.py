@@ -23,7 +23,7 @@ class Arena:
         self.page_bytes = page_bytes
         self.memory = torch.full((frames * page_bytes,), SENTINEL, dtype=torch.uint8)
         self.memory = self.memory.to(backend.device)
-        self._free = np.random.default_rng(0).permutation(frames).astype(np.int32).tolist()
+        self._free = np.random.default_rng(0).permutation(frames).tolist()
         self._used = np.zeros(frames * page_bytes, dtype=bool)
 
     def page(self, tensor: torch.Tensor) -> Paged:
@@ -35,7 +35,7 @@ class Arena:
             place = slice(frame * self.page_bytes, frame * self.page_bytes + part.numel())
             self.memory[place] = part
             self._used[place] = True
-        table = np.array(frames, dtype=np.int32)
+        table = np.array(frames)
         return Paged(self.memory, table, self.page_bytes, tensor.dtype, tensor.numel())
 
     def assert_rest_untouched(self) -> None:

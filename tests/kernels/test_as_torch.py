@@ -67,7 +67,7 @@ def _paged(values: torch.Tensor) -> Paged:
     pages = -(-len(data) // PAGE)
     order = np.random.default_rng(pages).permutation(pages + 3)[:pages]
     order[: pages // 2].sort()
-    frames = order.astype(np.int32)
+    frames = order.astype(np.int64)
     arena = torch.zeros((pages + 3) * PAGE, dtype=torch.uint8)
     for frame, part in zip(frames, data.split(PAGE), strict=True):
         arena[int(frame) * PAGE :][: len(part)] = part

@@ -20,7 +20,7 @@ def _paged(numel: int, dtype: torch.dtype, page_bytes: int = PAGE, seed: int = 0
     pages = -(-numel * dtype.itemsize // page_bytes)
     order = np.random.default_rng(seed).permutation(pages + 2)[:pages]
     arena = torch.zeros((pages + 2) * page_bytes, dtype=torch.uint8)
-    return Paged(arena, order.astype(np.int32), page_bytes, dtype, numel)
+    return Paged(arena, order.astype(np.int64), page_bytes, dtype, numel)
 
 
 def _dense(numel: int, dtype: torch.dtype, offset: int = 0) -> torch.Tensor:
@@ -119,7 +119,7 @@ def test_addresses_are_of_the_memory_itself() -> None:
 
 def test_consecutive_frames_are_one_stretch() -> None:
     arena = torch.zeros(6 * PAGE, dtype=torch.uint8)
-    frames = np.array([2, 3, 4, 0], np.int32)
+    frames = np.array([2, 3, 4, 0], np.int64)
     operand = Paged(arena, frames, PAGE, torch.float32, 3500)
     assert [part.numel() for (part,) in stretches([operand])] == [3072, 428]
 
@@ -141,7 +141,7 @@ def test_nothing() -> None:
 
 def _bad(numel: int = 1500, frames: Sequence[int] = (0, 1)) -> Paged:
     arena = torch.zeros(2 * PAGE, dtype=torch.uint8)
-    return Paged(arena, np.array(frames, np.int32), PAGE, torch.float32, numel)
+    return Paged(arena, np.array(frames, np.int64), PAGE, torch.float32, numel)
 
 
 @pytest.mark.parametrize(

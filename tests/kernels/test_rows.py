@@ -68,7 +68,7 @@ def test_unaligned_result(backend: Backend) -> None:
 def test_hand_made(backend: Backend) -> None:
     """Rows of ten; row 102 has four elements at the end of page 0 and six on page 1."""
     arena = torch.arange(3072, dtype=torch.float32, device=backend.device).view(torch.uint8)
-    frames = np.array([2, 0, -1], np.int32)
+    frames = np.array([2, 0, -1], np.int64)
     weight = Paged(arena, frames, PAGE, torch.float32, 2500)
     indices = _indices([1, 102], backend)
     out = torch.full((2, 10), -1.0, device=backend.device)
@@ -98,7 +98,7 @@ def test_pages_of_rows(case: str) -> None:
     row_bytes = 4 * columns
     touched = {(row * row_bytes + i) // PAGE for row in rows for i in range(row_bytes)}
     pages = pages_of_rows(np.array(rows, dtype=np.int64), row_bytes, PAGE)
-    assert pages.dtype == np.int32
+    assert pages.dtype == np.int64
     assert pages.tolist() == sorted(touched)
 
 
@@ -187,7 +187,7 @@ def _sum(
     pages = -(-numel * dtype.itemsize // PAGE)
     memory = Guarded(pages * PAGE, backend)
     memory.tensor.zero_()
-    target = Paged(memory.tensor, np.arange(pages, dtype=np.int32), PAGE, dtype, numel)
+    target = Paged(memory.tensor, np.arange(pages), PAGE, dtype, numel)
     add_rows(grad, groups, target, by_frequency)
     memory.assert_is(memory.bytes())
     return memory.tensor.view(dtype)[:numel].view(shape)[groups.ids].cpu()

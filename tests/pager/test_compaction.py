@@ -119,7 +119,7 @@ def test_a_run_that_is_there_in_part_comes_together(before: str, after: str) -> 
     with make_pager(frames=FRAMES) as pager:
         tensors = laid_out(pager, before)
         run = tensors["A"]._storage.run
-        pages = np.arange(run.first, run.first + run.count, dtype=np.int32)
+        pages = np.arange(run.first, run.first + run.count)
         with pager.core.lock:
             pager.core.residency.evict_pages(pages[2:])
         if after:
@@ -161,7 +161,7 @@ def test_what_is_not_where_it_should_be_makes_way(
             made = make_way(
                 pager.core.residency,
                 wanting._storage.run,
-                np.arange(*frames, dtype=np.int32),
+                np.arange(*frames),
                 lambda run: home_of.get(run, -1),
             )
         pager.core.release(runs)
@@ -212,7 +212,7 @@ def test_pages_change_places_with_one_another(seed: int) -> None:
         for _ in range(20):
             with core.hold([tensor._storage.run]):
                 pass
-            targets = random.permutation(FRAMES)[:count].astype(np.int32)
+            targets = random.permutation(FRAMES)[:count]
             with core.lock:
                 wrong = table.frame[pages] != targets
                 rearrange(core.residency, pages[wrong], targets[wrong])

@@ -48,7 +48,7 @@ def named(pager: tp.Pager, tensors: Tensors) -> dict[str, int]:
 
 def pages_of(tensor: PagedTensor) -> np.ndarray:
     run = tensor._storage.run
-    return np.arange(run.first, run.first + run.count, dtype=np.int32)
+    return np.arange(run.first, run.first + run.count)
 
 
 def held_back(pager: tp.Pager, monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
@@ -507,7 +507,7 @@ def test_what_moves_just_before_an_op_pins_it_is_one_access(
             accesses.append(runs)
             if len(accesses) == 1:
                 with pager.core.lock:
-                    pager.core.residency.relocate(pages_of(tensor), np.array([6, 7], np.int32))
+                    pager.core.residency.relocate(pages_of(tensor), np.array([6, 7]))
             take(runs)
 
         monkeypatch.setattr(pager.core, "take", moves_first)

@@ -69,7 +69,7 @@ def test_a_write_that_goes_wrong(pager: tp.Pager, weight: tp.PagedTensor, damage
     if evict_one_by_one:
         run = weight._storage.run
         with pager.core.quiet():
-            pager.core.residency.evict_pages(np.array([run.first], np.int32))
+            pager.core.residency.evict_pages(np.array([run.first]))
     evict(pager, weight)
     assert engine.happened[damage] == 1
     with pytest.raises(tp.CorruptPage, match="checksum differs") as caught:

@@ -359,7 +359,7 @@ def test_a_metered_iteration_takes_no_more_than_it_must(tmp_path) -> None:
 
 
 def virtual(tensor: tp.PagedTensor, *numbers: int) -> Any:
-    return np.array(numbers, np.int32) + tensor._storage.run.first
+    return np.array(numbers) + tensor._storage.run.first
 
 
 def test_pages_on_their_way_out(tmp_path, gate: Gate) -> None:  # noqa: F811
@@ -500,7 +500,7 @@ def test_sets_of_pages(tmp_path, lane: str) -> None:
         evict(pager, tensor)
         with LANES[lane](pager.core):
             moved = pager.stats()["bytes_in"]
-            numbers = np.array([0, 17, 18, 40, 79], np.int32)
+            numbers = np.array([0, 17, 18, 40, 79])
             with page_set(pager.core, pages_of(tensor, numbers)) as frames:
                 check_invariants(pager.core)
                 assert pager.stats()["bytes_in"] - moved == 5 * PAGE_BYTES

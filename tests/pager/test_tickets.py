@@ -73,7 +73,7 @@ def bring(pager: tp.Pager, tensor: PagedTensor, first: int) -> None:
     pages = pages_of(tensor)
     with pager.core.lock:
         pager.core.residency.pool.take(first, len(pages))
-        frames = np.arange(first, first + len(pages), dtype=np.int32)
+        frames = np.arange(first, first + len(pages))
         pager.core.mover.bring("host", pages, frames)
 
 
@@ -173,7 +173,7 @@ def test_what_makes_way_waits_for_a_frame_and_nobody_for_it(
             residency.evict_pages(pages_of(tensors["B"]))
         tensors |= laid_out(pager, "AAA...CCC.")
         send(pager, tensors["A"])
-        pages, frames = pages_of(tensors["C"]), np.arange(3, dtype=np.int32)
+        pages, frames = pages_of(tensors["C"]), np.arange(3)
         with pager.core.lock:
             if way == "relocate":
                 residency.relocate(pages, frames)
@@ -198,7 +198,7 @@ def test_what_changes_places_waits_for_the_first_one(gate: Gate, fails: str) -> 
         residency = pager.core.residency
         tensors = laid_out(pager, "A..CCCC.BB")
         send(pager, tensors["A"])
-        pages, targets = pages_of(tensors["C"]), np.array([0, 3, 4, 5], np.int32)
+        pages, targets = pages_of(tensors["C"]), np.array([0, 3, 4, 5])
         with pager.core.lock:
             rearrange(residency, pages, targets)
         assert layout(pager, tensors) == "C..CCC..BB"
@@ -242,7 +242,7 @@ def test_the_watchdog_says_what_is_queued(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(tickets_module, "_WATCHDOG_SECONDS", 0.01)
     monkeypatch.setattr(io_watch, "_TICK_SECONDS", 0.01)
     tickets = Tickets(IoWatch(60.0), lambda mark: None)
-    stuck = tickets.take("3 pages to disk", ("device", np.arange(3, dtype=np.int32)))
+    stuck = tickets.take("3 pages to disk", ("device", np.arange(3)))
     with pytest.raises(PagerError, match=r"no page moved for .*; queued: 3 pages to disk"):
         tickets.wait([stuck])
 

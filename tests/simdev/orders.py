@@ -131,9 +131,9 @@ def a_page_moves_to_the_frame_of_one_that_leaves(machine: Machine, folder: Path)
         _clean(pager, x)
         Late(pager, x, y).op()
         free = evict(pager, x)
-        pages = np.array([y._storage.run.first], np.int32)
+        pages = np.array([y._storage.run.first])
         with pager.core.quiet():
-            pager.core.residency.relocate(pages, np.array([free], np.int32))
+            pager.core.residency.relocate(pages, np.array([free]))
         assert holds(x, 1)
         assert holds(y, 2)
 
@@ -151,7 +151,7 @@ def pages_change_places_beside_one_that_leaves(machine: Machine, folder: Path) -
         frames = pager.core.table.frame[pages].tolist()
         for targets in ([frames[1], frames[0]], [frames[0], free]):
             with pager.core.quiet():
-                rearrange(pager.core.residency, pages, np.array(targets, np.int32))
+                rearrange(pager.core.residency, pages, np.array(targets))
             assert pager.core.table.frame[pages].tolist() == targets
         assert holds(y, 2)
         assert holds(x, 1)
@@ -165,7 +165,7 @@ def pages_are_exchanged_as_one_comes(machine: Machine, folder: Path) -> None:
         _clean(pager, x)
         free = evict(pager, x)
         queue(x, "in", base=free)
-        pages = np.array([x._storage.run.first, y._storage.run.first], np.int32)
+        pages = np.array([x._storage.run.first, y._storage.run.first])
         with pager.core.quiet():
             frames = pager.core.table.frame[pages]
             rearrange(pager.core.residency, pages, frames[::-1].copy())
@@ -214,7 +214,7 @@ def a_page_is_saved_from_where_it_is(machine: Machine, folder: Path) -> None:
         x = page_of(pager, 1)
         evict(pager, x)
         out = np.zeros(PAGE, np.uint8)
-        pages = np.array([x._storage.run.first], np.int32)
+        pages = np.array([x._storage.run.first])
         with pager.core.quiet():
             pager.core.mover.copy_of(pages, out)
         assert (out.view(np.float32) == 1).all()
@@ -225,7 +225,7 @@ def a_page_is_saved_from_the_device(machine: Machine, folder: Path) -> None:
     with small(1) as pager:
         x = page_of(pager, 1).add_(1)
         (memory,) = pager.core.backend.host_memory(PAGE)
-        pages = np.array([x._storage.run.first], np.int32)
+        pages = np.array([x._storage.run.first])
         with pager.core.quiet():
             pager.core.mover.copy_of(pages, memory.bytes)
         machine.touch(memory.bytes.ctypes.data, PAGE, write=False)
@@ -523,9 +523,9 @@ def a_planned_page_comes_to_a_frame_that_one_has_moved_from(machine: Machine, fo
         evict(pager, x)
         y = page_of(pager, 2)
         before = frame_of(y)
-        pages = np.array([y._storage.run.first], np.int32)
+        pages = np.array([y._storage.run.first])
         with pager.core.quiet():
-            pager.core.residency.relocate(pages, np.array([1 - before], np.int32))
+            pager.core.residency.relocate(pages, np.array([1 - before]))
         planned(x, "in", base=before)
         assert frame_of(x) == before
         assert holds(x, 1)
