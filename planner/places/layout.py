@@ -26,7 +26,7 @@ from ..plan import Plan
 from ..trace import Trace
 from .pieces import in_pieces
 from .spells import Spells, spells_in_order
-from .stays import Part, Stays, find_stays, pack
+from .stays import Part, Stays, find_stays, packings
 
 MIN_SLOTS, MAX_SLOTS = 256, 16_384  # of time; if there are no more ticks, one for each
 MAX_CELLS = 96 << 20  # frames × slots, two bytes each
@@ -89,8 +89,11 @@ def place(trace: Trace, plan: Plan, frames: int) -> Layout:
     max_slots = min(MAX_SLOTS, max(MIN_SLOTS, MAX_CELLS // max(1, frames)))
     spells = spells_in_order(trace, plan, frames)
     stays = find_stays(trace, plan, spells, max_slots)
-    bases = in_pieces(trace, plan, spells, stays, pack(stays, frames), frames)
-    return _named(trace, frames, spells, stays, bases)
+    found = [
+        _named(trace, frames, spells, stays, in_pieces(trace, plan, spells, stays, bases, frames))
+        for bases in packings(stays, frames)
+    ]
+    return min(found, key=lambda layout: (layout.unplaced_pages, len(layout.shifts)))
 
 
 def _named(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -15,6 +15,8 @@ from .spells import Spells, expand, pages_off
 
 MAX_ORDERS = 7
 MAX_WORK = 8e8  # cells looked at, some 10 ns each: no order is begun that would go beyond
+FEW_CELLS = 3e5  # frames × stays
+SHUFFLES, SHUFFLED = 16, 0.3  # orders, by sizes times e to the power of so much
 HEAD_ROWS = 2  # of a stay that are looked up in all frames at once
 BLOCK = 64  # candidate bases that are looked up together
 
@@ -287,8 +289,24 @@ def _all_of(free: Bools, run: int) -> Bools:
     return every
 
 
-def pack(stays: Stays, frames: int) -> Ints:
-    """A base for each stay, −1 where none was found: the best of several orders.
+def packings(stays: Stays, frames: int) -> Iterator[Ints]:
+    """A base for each stay, −1 where none was found; where these are few, in several ways, as the
+    one that leaves the fewest pages over is seldom the one that needs the fewest shifts then."""
+    best = _pack(stays, frames)
+    yield best
+    if (best >= 0).all() or frames * len(best) > FEW_CELLS:
+        return
+    random, size = np.random.default_rng(0), np.log(np.maximum(1, stays.area * stays.pages))
+    for _ in range(SHUFFLES):
+        order = np.argsort(-size - SHUFFLED * random.standard_normal(len(size)), kind="stable")
+        bases, _ = _first_fit(stays, frames, order, tight=True)
+        yield bases
+        if (bases >= 0).all():
+            return
+
+
+def _pack(stays: Stays, frames: int) -> Ints:
+    """The one of several orders that leaves the fewest pages over.
 
     After the plain ones comes the best one again, with what found no room before in front.
     """
