@@ -163,6 +163,10 @@ class Tickets:
         )
         return found
 
+    def behind(self, number: int) -> int:
+        """How many tickets there may be before the one with this number, itself included."""
+        return number - next(iter(self._live), number + 1) + 1
+
     def pending(self, tier: str, numbers: Numbers) -> npt.NDArray[np.bool_]:
         """Which of these places have one that is not over, or has failed."""
         self._sweep()

@@ -29,7 +29,7 @@ from .put_off import Job, PutOff
 
 _NOTHING = np.empty(0, np.int64)
 _TAKEN = 1 << 60
-_LATE = 2  # transfers that are queued in between
+_LATE = 2  # transfers that are queued before it, or in between
 _PATIENCE = 16  # times that a move waits for its place: some 8 accesses
 
 
@@ -436,7 +436,7 @@ class PlannedMoves:
         if not self._is_host_late() or not len(frames):
             return False
         due = int(self._mover.tickets.latest("device", frames).max())
-        if due == 0:
+        if self._mover.tickets.behind(due) <= _LATE:
             return False
         soonest = np.sort(self._due())[: len(frames)]
         return due > int(soonest[soonest < _TAKEN].max(initial=0)) + _LATE
