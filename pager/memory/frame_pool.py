@@ -171,8 +171,8 @@ class FramePool:
 
 def _runs_of(numbers: Numbers) -> Iterable[Run]:
     if len(numbers) > 1:
-        if not (numbers[1:] > numbers[:-1]).all():  # sorting lets other threads go first
-            numbers = np.sort(numbers)
+        if not (numbers[1:] > numbers[:-1]).all():
+            numbers = np.array(sorted(numbers.tolist()))  # np.sort lets other threads go first
         return [(start, count) for start, _, count in merge(numbers, numbers)]
     return [(number, 1) for number in numbers.tolist()]
 
@@ -187,9 +187,12 @@ def expand(runs: list[tuple[int, int]]) -> Numbers:
 def distinct(numbers: npt.NDArray[_Whole]) -> npt.NDArray[_Whole]:
     """In order, none twice. As ``np.unique``, which keeps a MiB of code for masked arrays in memory
     once it has been called."""
+    if len(numbers) < 2:
+        return numbers
     numbers = np.sort(numbers)
-    found: npt.NDArray[_Whole] = numbers[np.diff(numbers, prepend=numbers[:1] - 1) != 0]
-    return found
+    first = np.ones(len(numbers), np.bool_)
+    np.not_equal(numbers[1:], numbers[:-1], out=first[1:])
+    return numbers[first]
 
 
 def merge(left: Numbers, right: Numbers) -> list[tuple[int, int, int]]:

@@ -21,6 +21,8 @@ Rules: a slot holds a valid copy or is free; a write drops every copy; ``frame_p
 inverse of ``frame``. ``check.py`` proves them.
 """
 
+from heapq import heappop, heappush
+
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -53,7 +55,9 @@ class PageTable:
     def __init__(self, frames: int, device: torch.device) -> None:
         self._device = device
         self.pages = FramePool(0)
-        self._spare: dict[int, list[int]] = {}  # of so many pages, that were a run's: their first
+        # Of so many pages, that were a run's: their first, as heaps: the lowest goes first, so
+        # that the same tensors get the same pages in one iteration after another.
+        self._spare: dict[int, list[int]] = {}
         self.frame: Numbers = np.empty(0, np.int64)
         self.host: Numbers = np.empty(0, np.int64)
         self.disk: Numbers = np.empty(0, np.int64)
@@ -66,7 +70,7 @@ class PageTable:
     def allocate(self, count: int, owner: int) -> int:
         """``count`` consecutive virtual pages for run ``owner``, all BLANK; the first's number."""
         spare = self._spare.get(count)
-        first = spare.pop() if spare else self.pages.allocate_run(count)
+        first = heappop(spare) if spare else self.pages.allocate_run(count)
         if first is None:
             for length, firsts in self._spare.items():
                 for one in firsts:
@@ -99,7 +103,7 @@ class PageTable:
         self.owner[rows] = NONE
         self.flags[rows] = 0
         try:
-            self._spare[count].append(first)
+            heappush(self._spare[count], first)
         except KeyError:
             self._spare[count] = [first]
 

@@ -176,7 +176,9 @@ class Tickets:
         found: npt.NDArray[np.bool_] = theirs >= next(iter(self._live))
         if found.any():  # then it is worth to look at each
             several = set(theirs[found].tolist())
-            found &= np.isin(theirs, [number for number in several if self._may_fail(number)])
+            may_fail = [number for number in several if self._may_fail(number)]
+            if len(may_fail) < len(several):
+                found &= np.isin(theirs, may_fail)
         return found
 
     def _may_fail(self, number: int) -> bool:

@@ -72,10 +72,11 @@ class _Point:
             # Nothing of pages that a run does not have.
             if run is not None and action and 0 < action.pages <= run.count - action.first:
                 found.setdefault((action.what, action.tier), []).append((action, number))
-        self.drops, self.outs, self.ins = (
+        drops, self.outs, self.ins = (
             [(t, _Moves.of(found[w, t], runs)) for t in TIERS if (w, t) in found]
             for w in ("drop", "out", "in")
         )
+        self.drops = [(tier, distinct(moves.pages)) for tier, moves in drops]
         self.shifts = found.get(("shift", "device"), [])
         # What leaves twice leaves in two parts.
         self.is_plain = all(
@@ -132,8 +133,8 @@ class PlannedMoves:
             if where is not None:
                 self._points[where] = point
         self.homes.update(point.homes)
-        for tier, moves in point.drops:
-            self._drop(tier, distinct(moves.pages))
+        for tier, pages in point.drops:
+            self._drop(tier, pages)
         at_once = point.is_plain and not in_use and not any(self.queues)
         if where is not None and self._put_off.is_on:
             self._put_off.back(job for _, moves in point.ins for job in moves.jobs(runs))

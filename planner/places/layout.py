@@ -30,6 +30,7 @@ from .stays import Part, Stays, find_stays, packings
 
 MIN_SLOTS, MAX_SLOTS = 256, 16_384  # of time; if there are no more ticks, one for each
 MAX_CELLS = 96 << 20  # frames × slots, two bytes each
+HOPELESS = 16  # more pages than one of so many without a place: no other packing is tried
 
 
 @dataclass(frozen=True)
@@ -89,10 +90,12 @@ def place(trace: Trace, plan: Plan, frames: int) -> Layout:
     max_slots = min(MAX_SLOTS, max(MIN_SLOTS, MAX_CELLS // max(1, frames)))
     spells = spells_in_order(trace, plan, frames)
     stays = find_stays(trace, plan, spells, max_slots)
-    found = [
-        _named(trace, frames, spells, stays, in_pieces(trace, plan, spells, stays, bases, frames))
-        for bases in packings(stays, frames)
-    ]
+    found: list[Layout] = []
+    for bases in packings(stays, frames):
+        parts = in_pieces(trace, plan, spells, stays, bases, frames)
+        found.append(_named(trace, frames, spells, stays, parts))
+        if found[0].unplaced_pages > frames // HOPELESS:
+            break
     return min(found, key=lambda layout: (layout.unplaced_pages, len(layout.shifts)))
 
 
