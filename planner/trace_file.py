@@ -176,7 +176,11 @@ def decode_trace(content: bytes, where: str) -> Trace:
             read_dictionary=_STRINGS,
             page_checksum_verification=True,
         ) as file:
-            table = file.read(columns=wanted.names).unify_dictionaries().combine_chunks()
+            table = (
+                file.read(columns=wanted.names, use_threads=False)
+                .unify_dictionaries()
+                .combine_chunks()
+            )
         columns = _columns(table, where)
     except (pa.ArrowException, OSError, KeyError, ValueError, MemoryError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__

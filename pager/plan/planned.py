@@ -48,7 +48,7 @@ class _Moves(NamedTuple):
         pages = [job.pages for job in jobs]
         shifts = [job.action.base - job.run.first for job in jobs]
         frames = [some + shift for some, shift in zip(pages, shifts)]
-        ends = np.cumsum([len(some) for some in pages])
+        ends = np.cumsum([len(some) for some in pages], dtype=np.int64)
         return cls(actions, np.concatenate(pages), np.concatenate(frames), ends)
 
     def jobs(self, runs: Sequence[Extent | None], begun: int = 0) -> list[Job]:

@@ -35,7 +35,7 @@ class Arena:
             place = slice(frame * self.page_bytes, frame * self.page_bytes + part.numel())
             self.memory[place] = part
             self._used[place] = True
-        table = np.array(frames)
+        table = np.array(frames, np.int64)
         return Paged(self.memory, table, self.page_bytes, tensor.dtype, tensor.numel())
 
     def assert_rest_untouched(self) -> None:

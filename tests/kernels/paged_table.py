@@ -41,7 +41,7 @@ class Table:
             data = torch.frombuffer(bytearray(self.raw[page * PAGE :][:PAGE]), dtype=torch.uint8)
             at = self.frame_of_page[page] * PAGE
             arena[at : at + len(data)] = data.to(arena.device)
-        table = np.array(frames)
+        table = np.array(frames, np.int64)
         self.paged = Paged(arena, table, PAGE, dtype, self.dense.numel())
 
     def row(self, row: int) -> bytes:
