@@ -269,9 +269,8 @@ MUTANTS = {
     ),
     "a kernel reads the frames of later": Mutant(
         "pager/memory/page_table.py",
-        "        return upload("
-        "torch.from_numpy(self.frame[first : first + count]), self._device)\n",
-        "        return upload(torch.from_numpy(self.frame[:count]), self._device)\n",
+        "        frames = self.frame[first : first + count].astype(np.int32)\n",
+        "        frames = self.frame[:count].astype(np.int32)\n",
         "scattered",
     ),
     # -- tickets
