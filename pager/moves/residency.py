@@ -39,6 +39,7 @@ from .tickets import MoveFailed
 _PINNED = np.iinfo(np.int64).max
 _AWAITED = _PINNED - 1
 _LATER = 1 << 50
+_EMPTY = -1  # less than the age of pages that are to leave first
 _NOTHING = np.empty(0, np.int64)
 
 
@@ -486,11 +487,11 @@ class Residency:
         return base if fits and bool((frames[resident] - resident == base).all()) else -1
 
     def _frame_ages(self) -> npt.NDArray[np.int64]:
-        """Age of the page in each frame: 0 where empty, the largest number where pinned, the next
+        """Age of the page in each frame: −1 where empty, the largest number where pinned, the next
         one where awaited; by ``_LATER`` more where the page is DIRTY and the disk fails."""
         pages = self.table.frame_page
         owners = self.table.owner[pages]
-        ages = np.where(pages >= 0, self.ages[owners], 0)
+        ages = np.where(pages >= 0, self.ages[owners], _EMPTY)
         if self.mover.disk_refuses:  # what has to be written may not be able to leave
             ages[(pages >= 0) & ((self.table.flags[pages] & DIRTY) != 0)] += _LATER
         for pages in self.awaited:
@@ -509,7 +510,7 @@ class Residency:
         best = int(worst[start])
         if in_place is not None and in_place >= 0:  # ... but for staying where they are
             window = ages[in_place : in_place + run.count].copy()
-            window[np.flatnonzero(self._frames_of(run) >= 0)] = 0
+            window[np.flatnonzero(self._frames_of(run) >= 0)] = _EMPTY
             if int(window.max()) <= best and window.max() != _PINNED:
                 return in_place
         return None if best == _PINNED else start

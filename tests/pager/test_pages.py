@@ -160,6 +160,15 @@ def test_least_recently_used_leaves_first() -> None:
         assert second.residency()["device"] == 0
 
 
+def test_free_frames_go_before_pages_that_a_stream_is_over_with() -> None:
+    with tp.Pager("2MiB", page_size=PAGE, dense_reserve=PAGE, device="cpu") as pager:
+        one, other = (pager.page(pages(4, 1.0)) for _ in range(2))
+        residency = pager.core.residency
+        residency.spent(one._storage.run)
+        residency.relocate(other._storage.run.pages[3:], np.array([30]))  # no longer in one piece
+        assert other.sum() == one.sum() == PAGE  # with nowhere to go for any page
+
+
 def test_a_window_takes_only_part_of_a_tensor() -> None:
     with small_pager(frames=8) as pager:
         big = pager.page(pages(8, 3.0))

@@ -39,6 +39,22 @@ def script(world: World, sizes: list[int]) -> object:
     return losses, model
 
 
+def square_script(world: World) -> object:
+    """Whose largest gradient comes first."""
+    layers = [layer for _ in range(3) for layer in (nn.Linear(256, 256), nn.GELU())]
+    model = world.module(nn.Sequential(*layers, nn.Linear(256, 256)))
+    optimizer = world.optimizer(torch.optim.AdamW(model.parameters()))
+    losses = []
+    for _ in range(3):
+        with world.iteration():
+            loss = model(torch.randn(64, 256)).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, model
+
+
 def assert_inside(pager: tp.Pager) -> None:
     stats = pager.stats()
     assert stats["peak_bytes"]["device"] <= stats["budget_bytes"]["device"]
@@ -55,6 +71,14 @@ def test_in_a_roomy_budget_the_first_iteration_moves_nothing(
         script(Metered(pager), [64])
         stats = pager.stats()
         assert stats["bytes_out"] == stats["bytes_in"] == 0
+        assert_inside(pager)
+
+
+@pytest.mark.parametrize("policy", ["lp", "lru"])
+def test_a_roomy_device_needs_no_tier_below(policy: str) -> None:
+    with tp.Pager("256MiB", page_size="64KiB", device="cpu", policy=policy) as pager:
+        compare_runs(square_script, World(pager), must_move=False)
+        assert pager.stats()["bytes_out"] == 0
         assert_inside(pager)
 
 
