@@ -36,7 +36,7 @@ from .trace import Trace
 NICE_IN_FULL = 19
 SPARE_SHARES = 64, 32, 24, 16, 12  # of the frames that a plan leaves free, so that all has a place
 CPU_SHARE = 8
-NEARLY = 1.1  # times the ideal time
+NEARLY = 1.25  # times the ideal time: a better plan can come with the next search
 SHIFT_US, ASTRAY_US = 500.0, 3000.0  # of the host, for a shift; for a page that has no place
 ASTRAY_COST = 0.01  # of an iteration's time: no better layout is looked for
 FEWER_COST = 0.003  # the same, for fewer moves
