@@ -52,11 +52,11 @@ def compare(
     """Plain and in pages: the same figures and weights, every rank within its part, half or so of
     the ``need`` bytes of each."""
     plain, paged = folder / "plain.json", folder / "paged.json"
-    shared = [*TINY, *common]
+    shared, part = [*TINY, *common], need * 11 // 20
     run(
         ranks,
         [*shared, "--no-pager", f"--json={plain}"],
-        [*shared, *budgets(local or ranks, folder, device=need // 2, **how), f"--json={paged}"],
+        [*shared, *budgets(local or ranks, folder, device=part, **how), f"--json={paged}"],
         local=local,
     )
     found, expected = read(paged), read(plain)

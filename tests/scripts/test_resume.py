@@ -212,7 +212,7 @@ def test_a_signal_ends_a_run_with_a_checkpoint(tmp_path: Path, number: signal.Si
 
 def test_a_run_that_has_written_enough_saves_and_goes_on_another_day(tmp_path: Path) -> None:
     saved = tmp_path / "run.pt"
-    disk = ("--device-budget=12MiB", "--disk-budget=64MiB", f"--disk-path={tmp_path}")
+    disk = ("--device-budget=6MiB", "--disk-budget=64MiB", f"--disk-path={tmp_path}")
     command = (*SMALL[:3], "--warmup=2", "--page-size=64KiB", *disk, "--policy=lru", "--steps=3")
     ended = programs.run(str(SCRIPT), *command, f"--save={saved}", "--disk-write-limit=64KiB")
     assert ended.returncode == 2, ended.stderr
