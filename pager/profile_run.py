@@ -329,12 +329,22 @@ class ProfileRun:
         """That the arena has to hold at once where everything fits."""
         return max(self._pager.space.persistent_pages, self._pager.residency.largest_need)
 
+    def _needs(self) -> tuple[int, int, int]:
+        """Bytes of the arena where everything fits, of what is dense then and in pages now, and of
+        what is dense anyway, with what an allocator may need beside that."""
+        size, dense = self._pager.page_size, self._pager.budget.dense_peak
+        transient = self._pager.space.peak_transient_pages * size
+        return self._most_pages() * size, transient, dense + dense // 8 + (1 << 20)
+
+    @property
+    def needed_bytes(self) -> int:
+        """The device budget in which everything fits, as far as iterations have shown it."""
+        return sum(self._needs())
+
     def _place(self) -> None:
         pager, budget, space = self._pager, self._pager.budget, self._pager.space
         residency = pager.residency
-        transient = space.peak_transient_pages * pager.page_size
-        arena = self._most_pages() * pager.page_size
-        dense = budget.dense_peak + budget.dense_peak // 8 + (1 << 20)
+        arena, transient, dense = self._needs()
         pager.fits = budget.fixed_reserve is None and arena + transient + dense <= budget.bytes
         if pager.fits:  # since a budget has grown
             for run in space.runs.values():

@@ -24,7 +24,6 @@ def counters(pager: Core, follower: Follower | None) -> dict[str, Any]:
     size = pager.page_size
     residency, mover, budget = pager.residency, pager.mover, pager.budget
     dense = budget.dense_peak
-    pages = pager.space.persistent_pages + pager.space.peak_transient_pages
     return {
         "mode": follower.mode if follower is not None else "demand",
         "iterations": pager.iterations,
@@ -39,7 +38,7 @@ def counters(pager: Core, follower: Follower | None) -> dict[str, Any]:
             "disk": mover.slots.peaks["disk"] * size,
         },
         "budget_bytes": dict(pager.budget_bytes),
-        "needed_bytes": pages * size + dense,
+        "needed_bytes": pager.profile_run.needed_bytes,
         "dense_peak_bytes": dense,
         "arena_bytes": residency.frames * size,
         "live_bytes": pager.space.live_pages * size,

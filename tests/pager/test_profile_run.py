@@ -74,6 +74,21 @@ def test_in_a_roomy_budget_the_first_iteration_moves_nothing(
         assert_inside(pager)
 
 
+def test_everything_fits_in_what_is_needed_and_not_in_less(
+    one_thread: None, allocator: object
+) -> None:
+    with open_pager("64MiB") as pager:
+        _trained = square_script(World(pager))
+        needed = pager.stats()["needed_bytes"]
+    with tp.Pager(needed, page_size="64KiB", device="cpu") as pager:
+        compare_runs(square_script, World(pager), must_move=False)
+        assert pager.stats()["fits"]
+        assert_inside(pager)
+    with open_pager(str(needed - 1)) as pager:
+        compare_runs(square_script, World(pager))
+        assert not pager.stats()["fits"]
+
+
 @pytest.mark.parametrize("policy", ["lp", "lru"])
 def test_a_roomy_device_needs_no_tier_below(policy: str) -> None:
     with tp.Pager("256MiB", page_size="64KiB", device="cpu", policy=policy) as pager:
