@@ -4,7 +4,7 @@ import pytest
 from random_programs.program import draw
 from random_programs.promises import broken_promise
 
-QUICK, ALL = 50, 2000
+QUICK, ALL = 40, 1990
 SEEDS = [
     *(pytest.param(range(first, first + 10)) for first in range(0, QUICK, 10)),
     *(
