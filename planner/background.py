@@ -54,7 +54,7 @@ def plan_with_layout(
     others again: so where a plan for a little less of the device takes less time, that of its
     host for all this included, it is taken. For a CPU, where the planner takes cores from the
     training, one such plan is made, in coarse steps: the first one, and the last one too if it is
-    hardly slower than a device without limit.
+    within a quarter of a device without limit.
 
     Raises what the policy raises: ``InfeasibleBudget``, ``PolicyRefusal``.
     """

@@ -19,6 +19,8 @@ import numpy as np
 import numpy.typing as npt
 
 Run = tuple[int, int]
+# Of pages, frames or slots. numpy indexes with int64: with other integers it takes several times as
+# long, and lets other threads go first.
 Numbers = npt.NDArray[np.int64]
 _ZERO = np.zeros(1, np.int64)
 _Whole = TypeVar("_Whole", bound=np.integer[Any])
@@ -170,11 +172,9 @@ class FramePool:
 
 
 def _runs_of(numbers: Numbers) -> Iterable[Run]:
-    if len(numbers) > 1:
-        if not (numbers[1:] > numbers[:-1]).all():
-            numbers = np.array(sorted(numbers.tolist()))  # np.sort lets other threads go first
-        return [(start, count) for start, _, count in merge(numbers, numbers)]
-    return [(number, 1) for number in numbers.tolist()]
+    if len(numbers) > 1 and not (numbers[1:] > numbers[:-1]).all():
+        numbers = np.array(sorted(numbers.tolist()))  # np.sort lets other threads go first
+    return [(start, count) for start, _, count in merge(numbers, numbers)]
 
 
 def expand(runs: list[tuple[int, int]]) -> Numbers:
@@ -197,16 +197,15 @@ def distinct(numbers: npt.NDArray[_Whole]) -> npt.NDArray[_Whole]:
 
 def merge(left: Numbers, right: Numbers) -> list[tuple[int, int, int]]:
     """``(left, right, count)`` for stretches in which both sides are consecutive."""
-    if len(left) > 1:
-        cut = left[1:] - left[:-1] != 1
-        if right is not left:
-            cut |= right[1:] - right[:-1] != 1
-        ends = cut.nonzero()[0]
-        if len(ends):
-            heads = np.concatenate([_ZERO, ends + 1])
-            starts = heads.tolist()
-            counts = [stop - start for start, stop in zip(starts, [*starts[1:], len(left)])]
-            return list(zip(left[heads].tolist(), right[heads].tolist(), counts))
-    elif not len(left):
+    if not len(left):
         return []
-    return [(int(left[0]), int(right[0]), len(left))]
+    cut = left[1:] - left[:-1] != 1
+    if right is not left:
+        cut |= right[1:] - right[:-1] != 1
+    ends = cut.nonzero()[0]
+    if not len(ends):
+        return [(int(left[0]), int(right[0]), len(left))]
+    heads = np.concatenate([_ZERO, ends + 1])
+    starts = heads.tolist()
+    counts = [stop - start for start, stop in zip(starts, [*starts[1:], len(left)])]
+    return list(zip(left[heads].tolist(), right[heads].tolist(), counts))

@@ -132,24 +132,21 @@ class Slots:
         return pages[np.argsort(other[pages] < 0, kind="stable")]
 
     def _full(self, count: int, room: int) -> TierFull:
-        missing = (count - room) * self._size
-        must = f"{count} pages of {format_bytes(self._size)} must leave the device"
-        short = f"at least {format_bytes(missing)} ({missing} bytes; pager.grow does it now)"
+        short = (count - room) * self._size
         host = format_bytes(self.host.capacity_bytes)
+        full, knob = f"host tier ({host}) full", "host_budget, or give a disk_budget and disk_path,"
         if self.disk is not None:
             disk = format_bytes(self.disk.slots.count * self._size)
-            tiers, knob = f"host tier ({host}) and disk tier ({disk})", "host_budget or disk_budget"
-        elif self.host.capacity_bytes:
-            tiers, knob = f"host tier ({host})", "host_budget, or give a disk_budget and disk_path,"
-        else:
-            return TierFull(
-                f"there is no tier below the device, and {must}; raise host_budget, which is 0 B, "
-                f"by {short}, or give a disk_budget and disk_path, or a larger device_budget. "
-                "Nothing was moved or lost."
+            full, knob = (
+                f"host tier ({host}) and disk tier ({disk}) full",
+                "host_budget or disk_budget",
             )
+        elif not self.host.capacity_bytes:
+            full, knob = "there is no tier below the device", f"device_budget or {knob}"
         return TierFull(
-            f"{tiers} full: {must} and there is room for {room}; raise {knob} by {short}. Nothing "
-            "was moved or lost."
+            f"{full}: {count} pages of {format_bytes(self._size)} must leave the device "
+            f"and there is room for {room}; raise {knob} by at least {format_bytes(short)} "
+            f"({short} bytes; pager.grow does it now). Nothing was moved or lost."
         )
 
     # -- copies below ----------------------------------------------------------------------------
