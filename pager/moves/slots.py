@@ -134,15 +134,16 @@ class Slots:
     def _full(self, count: int, room: int) -> TierFull:
         short = (count - room) * self._size
         host = format_bytes(self.host.capacity_bytes)
-        full, knob = f"host tier ({host}) full", "host_budget, or give a disk_budget and disk_path,"
         if self.disk is not None:
             disk = format_bytes(self.disk.slots.count * self._size)
-            full, knob = (
-                f"host tier ({host}) and disk tier ({disk}) full",
-                "host_budget or disk_budget",
-            )
-        elif not self.host.capacity_bytes:
-            full, knob = "there is no tier below the device", f"device_budget or {knob}"
+            full = f"host tier ({host}) and disk tier ({disk}) full"
+            knob = "host_budget or disk_budget"
+        elif self.host.capacity_bytes:
+            full = f"host tier ({host}) full"
+            knob = "host_budget, or give a disk_budget and disk_path,"
+        else:
+            full = "there is no tier below the device"
+            knob = "host_budget or device_budget"
         return TierFull(
             f"{full}: {count} pages of {format_bytes(self._size)} must leave the device "
             f"and there is room for {room}; raise {knob} by at least {format_bytes(short)} "

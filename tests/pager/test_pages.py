@@ -172,7 +172,7 @@ def test_free_frames_go_before_pages_that_a_stream_is_over_with() -> None:
 def test_a_device_alone_that_is_full_names_what_to_give() -> None:
     with tp.Pager("1MiB", page_size=PAGE, dense_reserve=PAGE, device="cpu") as pager:
         kept = [pager.page(pages(7, 2.0)) for _ in range(2)]
-        with pytest.raises(tp.TierFull, match=r"no tier below.*raise device_budget or host_budget"):
+        with pytest.raises(tp.TierFull, match=r"no tier below.*raise host_budget or device_budget"):
             pager.page(pages(7))
         assert all(one.sum() == 7 * PAGE // 2 for one in kept)
 
