@@ -63,6 +63,15 @@ class Watcher:
     def pinning(self, runs: Sequence[Extent]) -> None:
         """``runs`` are about to be used."""
 
+    def together(self, run: Extent) -> list[Extent]:
+        """What the access that comes next uses, if that is ``run`` before others; else ``run``."""
+        return [run]
+
+    def joining(self, runs: Sequence[Extent]) -> bool:
+        """The access that began last uses ``runs`` too; whether it can be so: otherwise their use
+        is an access by itself."""
+        return True
+
     def writing(self, run: Extent) -> None:
         """The bytes of ``run``, which is pinned, are about to change."""
 
@@ -126,6 +135,19 @@ class Opened(Protocol):
     def disown(self) -> None: ...
 
 
+class Lender(Protocol):
+    """Of saved tensors to nodes of autograd (``lending.py``). ``lends``: an access of one goes on;
+    ``in_use``: what was lent is still in somebody's hands."""
+
+    lends: bool
+
+    @property
+    def in_use(self) -> bool: ...
+    def lend(self, saved: Any, asking: Any) -> torch.Tensor | None: ...
+    def take_back(self) -> None: ...
+    def end(self) -> None: ...
+
+
 class Saved(Protocol):
     """What autograd saves (``activations.py``). ``skip``: dense storages that live on anyway, and
     their bytes; ``dense_allowance``: bytes that need no pages, ``dense_bytes``: that have none;
@@ -136,6 +158,8 @@ class Saved(Protocol):
     dense_bytes: int
     again: frozenset[str]
 
+    @property
+    def lender(self) -> Lender: ...
     def note_buffers(self, module: torch.nn.Module) -> None: ...
     def count(self) -> None: ...
     def put_on(self) -> None: ...
@@ -357,16 +381,22 @@ class Core:
         finally:
             self.release(extents)
 
-    def take(self, extents: Sequence[Extent], write: Sequence[Extent] = ()) -> None:
-        """What :meth:`hold` begins with, for those who cannot wait for a context."""
+    def take(
+        self, extents: Sequence[Extent], write: Sequence[Extent] = (), *, joins: bool = False
+    ) -> None:
+        """What :meth:`hold` begins with, for those who cannot wait for a context. ``joins``: it
+        belongs to the access that goes on, which saved tensors are lent for."""
         if self.closed_reason is not None:
             self.check_open()
         with self.lock:
             turns = self.turns
             # Of other threads, only what autograd does for the iteration is known to it.
             own = get_ident() in turns.family or turns.is_home()
-            if self.watch is not None and (own or not self.inside):
-                self.watch.pinning(extents)
+            if own and not joins and self.saved.lender.lends:
+                self.saved.lender.take_back()
+            watch = self.watch if own or not self.inside else None
+            if watch is not None and not (joins and watch.joining(extents)):
+                watch.pinning(extents)
             if not own:
                 self.note_guest()
             there = not (turns.queue or (self.budget.metering and own))
@@ -451,6 +481,8 @@ class Core:
             turns = self.turns
             if not turns.is_home():
                 self.note_guest()
+            elif self.saved.lender.lends:
+                self.saved.lender.take_back()
             if turns.queue or self.metering_this() or not self.residency.has(parts):
                 self._bring((), parts, streamed=streamed)
             else:
@@ -684,7 +716,9 @@ class Core:
                 self.disk.close()
             self.host.close()
             self.opened.stop()
-            if self.opened.in_use:  # a graph that was kept past our hooks would read freed memory
+            self.saved.lender.end()
+            # A graph that was kept past our hooks would read freed memory.
+            if self.opened.in_use or self.saved.lender.in_use:
                 _left_to_others.append(self.backend)
             else:
                 self.backend.close()

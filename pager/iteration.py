@@ -225,6 +225,7 @@ class Running:
             stack.callback(pager.backend.limit_guests, None)
             if not ok:
                 stack.callback(pager.budget.abandon)
+            stack.callback(pager.saved.lender.end)
 
     def _stop_following(self, *, ok: bool) -> None:
         pager, follower = self._pager, self._pager.follower

@@ -178,13 +178,13 @@ class Space:
             if run.small is not None and run.storages:
                 run.small.free(offset // self.alignment, -(-nbytes // self.alignment))
             if run.storages == 0:
+                if run.small is not None:  # it gets no more: somebody may hold it for a while yet
+                    del self._open[run.kind, run.apart][run.id]
                 self.on_death(run, clock)
                 yield run
 
     def forget(self, run: Extent) -> None:
         del self.runs[run.id]
         self._free_ids.append(run.id)
-        if run.small is not None:
-            del self._open[run.kind, run.apart][run.id]
         self.live_pages -= run.count
         self.kind_pages[run.kind] -= run.count

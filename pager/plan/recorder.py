@@ -117,10 +117,7 @@ class Recorder(Watcher):
         if log is not None:
             keys = stream or tuple(map(_KEY, runs))
             if 0 in keys:
-                for run in runs:
-                    if not run.key:
-                        (log if run.born >= log.births else self.names).name(run)
-                keys = tuple(map(_KEY, runs))
+                keys = self._named(runs, log)
             plan, at = self.plan, self.at + 1
             if plan is not None and at < len(plan.keys) and plan.keys[at] == keys:
                 self.at, of_order = at, plan.of_order[at]
@@ -138,6 +135,42 @@ class Recorder(Watcher):
             self.pager.space.clock = len(log.keys)
         if self.ops is not None and stream is None:
             self.ops.pinning(runs)
+
+    def _named(self, runs: Sequence[Extent], log: AccessLog) -> Keys:
+        """Keys of ``runs``, some of which have none yet."""
+        for run in runs:
+            if not run.key:
+                (log if run.born >= log.births else self.names).name(run)
+        return tuple(map(_KEY, runs))
+
+    def together(self, run: Extent) -> list[Extent]:
+        """By the plan that is followed."""
+        log, plan, at = self.log, self.plan, self.at + 1
+        if log is None or plan is None or at >= len(plan.keys):
+            return [run]
+        keys = plan.keys[at]
+        if keys[:1] != (run.key,):
+            return [run]
+        runs = [self.names.run_of(key, log.newborn) for key in keys]
+        return [run] if None in runs else runs  # type: ignore[return-value]
+
+    def joining(self, runs: Sequence[Extent]) -> bool:
+        """Where a plan is followed, that says what comes together."""
+        log = self.log
+        if log is None or not log.keys:
+            return True
+        before = log.keys[-1]
+        keys = before + self._named(runs, log)
+        had, has = ordered(before), ordered(keys)
+        if self.plan is not None or (had and not has):
+            return False
+        log.keys[-1] = keys
+        if had:
+            log.order[-1] = has
+        elif has:
+            log.order.append(has)
+            log.born_here = log.others_here = 0
+        return True
 
     def step(self, runs: Sequence[Extent], *, hosted: bool) -> None:
         """The access that comes next, of ``runs``, is a step that the host could take; ``hosted``:

@@ -31,6 +31,7 @@ from ..errors import InfeasibleBudget
 from ..tensor.activations import raise_modified
 from ..tensor.dense_run import NOT_QUICK, PLAIN, Operands, run_dense, run_quickly
 from ..tensor.dispatcher import serve_call
+from ..tensor.lending import lend_to
 from ..tensor.op_info import our_modes
 from ..tensor.paged_tensor import PagedTensor, direct_view, withdraw
 from .gradients import Geometry, in_pages
@@ -382,8 +383,7 @@ class _Linear(torch.autograd.Function):
     ) -> torch.Tensor:
         _take_sequence_nr()  # for `_Late`
         for_inputs, _, for_weight, _ = ctx.needs_input_grad
-        kept = None
-        ctx.again = None
+        kept = ctx.parameter = ctx.again = None
         ctx.is_addmm = bias is not None
         pager = weight._storage.pager
         ctx.metered = weight if pager.budget.metering and pager.metering_this() else None
@@ -392,24 +392,24 @@ class _Linear(torch.autograd.Function):
                 ctx.parameter = weight, weight._version
             else:
                 kept = weight
-        if for_weight:
-            ctx.save_for_backward(rows, kept)
-        else:
-            ctx.save_for_backward(None, kept)
-            ctx.is_column_major = _is_column_major(rows)
+        ctx.save_for_backward(rows if for_weight else None, kept)
+        ctx.is_column_major = _is_column_major(rows)
         (inputs,) = given
         out = _on_views_at_hand(LINEAR, inputs, weight, bias)
         return _product_otherwise(inputs, weight, bias) if out is NOT_QUICK else out
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        inputs, weight = ctx.saved_tensors
         for_inputs, for_bias, for_weight, _ = ctx.needs_input_grad
+        twice = _grad_is_on()
+        inputs: Any = None
+        weight: Any = None
+        if twice or ctx.parameter is None:
+            inputs, weight = ctx.saved_tensors
         rows = grad.reshape(-1, grad.size(-1)) if grad.dim() > 2 else grad
         of_inputs = of_weight = of_bias = more = None
         if ctx.again is not None:
             more = ctx.again.taken(torch._C._current_graph_task_id())
-        twice = _grad_is_on()
         # In PyTorch's order, as second derivatives are summed in the order of these products: its
         # mm begins with the weight, its addmm with the inputs. Otherwise the weight may leave
         # before there is a gradient of its size.
@@ -426,12 +426,14 @@ class _Linear(torch.autograd.Function):
                 if ctx.again is None:
                     ctx.again = _Again()
                 weight = ctx.again.of(weight, ctx)
-            if ctx.is_column_major if inputs is None else _is_column_major(inputs):
+            if ctx.is_column_major:
                 of_inputs = weight.t().mm(rows.t()).t()
             else:
                 of_inputs = _times(rows, weight)
         if for_weight:
             if of_weight is None:
+                if inputs is None:  # only now: they are lent until the weight's pages are used
+                    inputs, _ = ctx.saved_tensors
                 of_weight = _of_weight(rows, inputs, ctx.metered)
             if more is not None:
                 of_weight = more + of_weight
@@ -492,6 +494,8 @@ class _Late(torch.autograd.Function):
         node.again.bring(grad)
         return None, None
 
+
+lend_to(_Linear.backward)
 
 # Past what `Function.apply` does for functorch, which is refused above.
 _apply: Any = super(torch.autograd.Function, _Linear).apply

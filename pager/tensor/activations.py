@@ -2,8 +2,9 @@
 
 *pack* copies a saved tensor's storage into pages and remembers it by the storage that it came
 from, so that q, k and v cut from one projection, or one input of three layers, are stored once.
-*unpack* returns a PagedTensor, never a dense view: a dense view has no end of use, and its frames
-would be reused under a backward op that still reads it.
+*unpack* lends PyTorch's own nodes a plain tensor over the pages (``lending.py``). Others get a
+PagedTensor: a plain one has no end of use, and its frames would be reused under an op that still
+reads it.
 
 The memory of a storage is known by a weak reference to it (``StorageWeakRef``). While such a
 reference is held the storage's identity cannot be reused, so an address that was recycled for
@@ -36,6 +37,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.weak import TensorWeakRef
 
 from ..core import PagedStorage
+from .lending import InPages, Lender
 from .new_pages import store_bytes
 from .paged_tensor import PagedTensor, set_memory
 
@@ -68,6 +70,7 @@ class SavedTensors:
     def __init__(self, pager: Core) -> None:
         self._on: _Pair | None = None
         self._pager = pager
+        self.lender = Lender(pager)
         self.device_type = pager.device.type
         # A call of a block that says what becomes of what it saves (``segments.py``).
         self.segment: Any = None
@@ -193,7 +196,7 @@ class SavedTensors:
         return _ReadDirectly(packed) if _reads_memory(sys._getframe(1)) else packed
 
     # -- storing ---------------------------------------------------------------------------------
-    def known(self, tensor: torch.Tensor, memory: torch.UntypedStorage) -> PagedTensor | None:
+    def known(self, tensor: torch.Tensor, memory: torch.UntypedStorage) -> InPages | None:
         """Where its bytes are stored already, if they are."""
         origin = self._origins.get(memory._cdata)
         if origin is None or origin.version != tensor._version:
@@ -205,7 +208,7 @@ class SavedTensors:
         storage: PagedStorage | None = origin.storage()
         if storage is None:
             return None
-        return PagedTensor.over(storage, tensor)
+        return InPages(storage, tensor)
 
     def store(self, tensor: torch.Tensor, memory: torch.UntypedStorage) -> Any:
         """In new pages, with all that shares its memory."""
@@ -222,7 +225,7 @@ class SavedTensors:
             TensorWeakRef(_root(tensor)),
             _geometry(tensor),
         )
-        return PagedTensor.over(storage, tensor)
+        return InPages(storage, tensor)
 
     def _store_range(self, tensor: torch.Tensor, nbytes: int) -> Any:
         """A small view of a big storage: keep the bytes between its first and last element."""
@@ -234,7 +237,7 @@ class SavedTensors:
         span = torch.empty(0, dtype=torch.uint8, device=tensor.device)
         span.set_(tensor.untyped_storage(), start, (reach * size,), (1,))
         storage = store_bytes(self._pager, span, "activation")
-        return PagedTensor.over(storage, tensor, 0)
+        return InPages(storage, tensor, 0)
 
 
 def _reads_memory(frame: Any) -> bool:
@@ -267,21 +270,26 @@ def keep(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
 
 def unpack(packed: Any) -> torch.Tensor:
     """What was packed, unless it was changed since."""
-    if type(packed) is PagedTensor:
-        return packed
+    if type(packed) is InPages:
+        lent = packed.storage.pager.saved.lender.lend(packed, sys._getframe().f_back)
+        return packed.paged() if lent is None else lent
     if type(packed) is not tuple:  # of a segment that has to run again, or read directly
         return unpack(packed.give())
     if len(packed) == 3:
         return _give_weight(*packed)
     tensor: torch.Tensor
     tensor, version = packed
-    if type(tensor) is not torch.Tensor:
-        with torch._C.DisableTorchFunctionSubclass():
-            now = tensor._version
-    else:
-        now = tensor._version
-    if now != version:
-        raise_modified(tensor, version)
+    if type(tensor) is torch.Tensor:
+        if tensor._version != version:
+            raise_modified(tensor, version)
+        return tensor
+    with torch._C.DisableTorchFunctionSubclass():
+        if tensor._version != version:
+            raise_modified(tensor, version)
+        if type(tensor) is PagedTensor:
+            whole = InPages(tensor._storage, tensor)
+            lent = whole.storage.pager.saved.lender.lend(whole, sys._getframe().f_back)
+            return tensor if lent is None else lent
     return tensor
 
 

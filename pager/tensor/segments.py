@@ -40,6 +40,7 @@ from torch.utils.weak import TensorWeakRef
 
 from ..errors import PagerError
 from .activations import THRESHOLD_BYTES, SavedTensors, _geometry, _Origin, unpack
+from .lending import InPages
 from .names import named_models
 from .paged_tensor import PagedTensor, plain_copy
 
@@ -237,24 +238,22 @@ class _Input:
             self._value = value  # a parameter
         else:
             self._value = value.detach().clone()  # whoever changes it meanwhile may do so
-        if type(self._packed) is PagedTensor:
-            self.runs = [self._packed._storage.run]
+        if type(self._packed) is InPages:
+            self.runs = [self._packed.storage.run]
 
     def give(self) -> Any:
         """As the block was given it: the same kind of tensor, which asks for a gradient if that
         one did."""
+        value: Any = self._value
         if self._packed is None:
-            value = self._value
             if not isinstance(value, torch.Tensor) or (self._is_leaf and self._needs_grad):
                 return value
         else:
-            value = unpack(self._packed)
+            inside = type(self._packed) is InPages
+            value = self._packed.paged() if inside else unpack(self._packed)
             if self._is_leaf and self._needs_grad:
                 return value
-            if type(self._packed) is PagedTensor:
-                value = self._dense(self._packed)
-            else:
-                value = value.detach()
+            value = self._dense(value) if inside else value.detach()
         if not self._needs_grad:
             return value
         # It was the result of an op: what saves leaves has another way for these.

@@ -426,10 +426,10 @@ def test_no_room_below_to_bring_states_in(early: Early, monkeypatch: pytest.Monk
         if world.pager is not None:
             take = world.pager.core.take
 
-            def full(runs: Any, write: Any = ()) -> None:
+            def full(runs: Any, write: Any = (), **how: Any) -> None:
                 if len(runs) >= 3 and sum(run.count for run in runs) >= 12:
                     raise tp.TierFull("full")
-                take(runs, write)
+                take(runs, write, **how)
 
             monkeypatch.setattr(world.pager.core, "take", full)
         return losses, train(world, model, optimizer, 2), model, optimizer

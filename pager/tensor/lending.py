@@ -1,0 +1,177 @@
+"""Saved tensors in pages, as plain tensors, for the nodes of autograd that ask for them.
+
+A node that is PyTorch's own asks for what it has saved, runs its ops, and is done with it. What it
+asks for is *lent*: it is on the device, held, and read where it lies, so that the node runs
+PyTorch's own code from beginning to end and none of its ops comes through the dispatcher. All that
+one node asks for is one access to those who look on. It is over when the next access begins: then
+all is released that nobody has any more. The storage of each tensor that was lent is its own, and
+counts who has it; what somebody still has stays where it is until nobody does.
+
+Others get a PagedTensor, whose ops each hold it for themselves: who may keep what is saved for any
+time (``ctx.saved_tensors`` of a Function, ``grad_fn._saved_self``), and a node that is itself
+differentiated. So does everybody while ops are watched one by one (a recording, a mode), while an
+iteration is metered, and for what is too large to be held beside others.
+"""
+
+from __future__ import annotations
+
+from threading import get_ident
+from types import FrameType
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+
+from ..budget.fits import frames_anyway
+from ..core import PagedStorage
+from ..errors import PagerError
+from ..memory.space import Extent
+from .paged_tensor import PagedTensor, set_memory
+
+if TYPE_CHECKING:
+    from ..core import Core
+
+_asking = {torch.autograd.graph._engine_run_backward.__code__}  # code that is lent to
+T = TypeVar("T", bound=torch.Tensor)
+_MOST = 4  # of so many parts of the arena, one node is lent one at most
+_modes = torch._C._len_torch_dispatch_stack
+_node_that_runs: Any = torch._C._current_autograd_node
+_uses: Any = torch._C._storage_Use_Count
+
+
+def lend_to(backward: Any) -> None:
+    """``backward``, of a Function of ours, is done with what it asks for when pages are used the
+    next time."""
+    _asking.add(backward.__code__)
+
+
+class InPages:
+    """A saved tensor: all of it but its memory, and the ``storage`` that has that."""
+
+    __slots__ = ("_conj", "_geometry", "_neg", "storage")
+
+    def __init__(
+        self, storage: PagedStorage, tensor: torch.Tensor, offset: int | None = None
+    ) -> None:
+        """At ``tensor``'s own offset unless given."""
+        self.storage = storage
+        offset = int(tensor.storage_offset()) if offset is None else offset
+        self._geometry = offset, tensor.size(), tensor.stride(), tensor.dtype
+        self._conj, self._neg = tensor.is_conj(), tensor.is_neg()
+
+    def paged(self) -> PagedTensor:
+        offset, size, stride, dtype = self._geometry
+        return self._as_it_was(PagedTensor(self.storage, size, stride, offset, dtype))
+
+    def plain(self, memory: torch.UntypedStorage) -> torch.Tensor:
+        """Over the bytes of ``storage``."""
+        offset, size, stride, dtype = self._geometry
+        tensor = torch.empty(0, dtype=dtype, device=self.storage.pager.device)
+        set_memory(tensor, memory, offset, size, stride)
+        return self._as_it_was(tensor)
+
+    def _as_it_was(self, tensor: T) -> T:
+        if self._conj:
+            torch._C._set_conj(tensor, True)
+        if self._neg:
+            torch._C._set_neg(tensor, True)
+        return tensor
+
+
+class Lender:
+    """Of one pager. ``lends``: something is lent for an access that goes on."""
+
+    def __init__(self, pager: Core) -> None:
+        self.lends = False
+        self._pager = pager
+        self._node = -1  # whose access it is, by its sequence number
+        self._held: list[Extent] = []  # for it
+        self._lent: list[tuple[torch.UntypedStorage, Extent]] = []
+        self._kept: list[tuple[list[torch.UntypedStorage], Extent]] = []  # beyond their access
+
+    def lend(self, saved: InPages, asking: FrameType | None) -> torch.Tensor | None:
+        """``saved`` as a plain tensor for the node that asks in this frame; ``None`` where it gets
+        a PagedTensor."""
+        if asking is not None and asking.f_code not in _asking:
+            return None  # code of the user, or of a library: `None` is a thread of the engine
+        pager, storage = self._pager, saved.storage
+        if not pager.inside or pager.inferring or pager.sees_ops or pager.budget.metering:
+            return None
+        node = _node_that_runs()
+        if node is None or torch.is_grad_enabled() or _modes() or pager.closed_reason is not None:
+            return None
+        turns, run = pager.turns, storage.run
+        if get_ident() not in turns.family and not turns.is_home():
+            return None
+        with pager.lock:
+            number = node._sequence_nr()
+            if self.lends and number != self._node:
+                self.take_back()
+            if run not in self._held and not self._hold(run):
+                return None
+            self.lends, self._node = True, number
+            if run.base < 0:
+                return None
+            memory: Any = torch._C._construct_storage_from_data_pointer(
+                pager.address_of(storage), pager.device, storage.nbytes
+            )
+            self._lent.append((memory, run))
+        return saved.plain(memory)
+
+    def _hold(self, run: Extent) -> bool:
+        """Hold ``run``, and with it all that the access has, if that is known; whether."""
+        pager, joins = self._pager, self.lends
+        runs = [run] if joins or pager.watch is None else pager.watch.together(run)
+        pages = sum(one.count for one in (*self._held, *runs))
+        if _MOST * pages > frames_anyway(pager.budget):
+            return False
+        try:
+            pager.take(runs, joins=joins)
+        except PagerError:  # there is no room for it beside what else is held
+            return False
+        self._held += runs
+        return True
+
+    def take_back(self) -> None:
+        """The access is over. What somebody still has of it is kept where it is until nobody does;
+        what was kept of others is released if nobody has it now."""
+        with self._pager.lock:
+            held, lent = self._held, self._lent
+            self.lends, self._node, self._held, self._lent = False, -1, [], []
+            if self._kept:
+                self._release_kept()
+            if any(_uses(memory._cdata) > 1 for memory, _ in lent):
+                held = self._without_kept(held, lent)
+            self._pager.release(held)
+
+    def _without_kept(
+        self, held: list[Extent], lent: list[tuple[torch.UntypedStorage, Extent]]
+    ) -> list[Extent]:
+        left = []
+        for run in held:
+            theirs = [memory for memory, of in lent if of is run and _uses(memory._cdata) > 1]
+            if theirs:
+                self._kept.append((theirs, run))
+            else:
+                left.append(run)
+        return left
+
+    def _release_kept(self) -> None:
+        kept, self._kept = self._kept, []
+        for memories, run in kept:
+            if any(_uses(memory._cdata) > 1 for memory in memories):
+                self._kept.append((memories, run))
+            else:
+                self._pager.residency.release([run])
+
+    def end(self) -> None:
+        """The iteration is over, or the pager is being closed."""
+        with self._pager.lock:
+            if self.lends:
+                self.take_back()
+            elif self._kept:
+                self._release_kept()
+
+    @property
+    def in_use(self) -> bool:
+        """After :meth:`end`: somebody still has a tensor over pages."""
+        return bool(self._kept)

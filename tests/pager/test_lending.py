@@ -1,0 +1,218 @@
+"""Nodes of autograd are lent what they have saved; all others get PagedTensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import tensorpager as tp
+from tensorpager.pager.debug.check import check_invariants
+from tensorpager.pager.memory.page_table import PageTable
+from tensorpager.pager.memory.space import Space
+from tensorpager.pager.tensor import lending
+from tensorpager.pager.tensor.paged_tensor import PagedTensor
+
+from .models import make_pager
+
+SHAPE = 128, 512  # 256 KiB: 4 pages
+
+
+class Net(nn.Module):
+    """Nodes that save one tensor, two, and one that others have saved too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(SHAPE[1])
+        self.up = nn.Linear(SHAPE[1], SHAPE[1])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = F.gelu(self.up(self.norm(x)))
+        return (hidden * hidden.sigmoid()).square().sum()
+
+
+@pytest.fixture
+def model() -> Net:
+    return Net()
+
+
+@pytest.fixture
+def pager(model: Net, one_thread: None) -> Iterator[tp.Pager]:
+    """Of ``model``; the iteration that is metered is over."""
+    with make_pager(frames=200) as pager:
+        pager.page_module(model)
+        with pager.iteration():
+            model(torch.randn(SHAPE)).backward()
+        model.zero_grad()
+        assert not pager.core.fits
+        yield pager
+
+
+@pytest.fixture
+def kept(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
+    """Of all that is lent, as a node has it that gives it on."""
+    kept: list[torch.Tensor] = []
+    lend = lending.Lender.lend
+
+    def keep(self: Any, saved: Any, asking: Any) -> Any:
+        lent = lend(self, saved, asking)
+        if lent is not None:
+            kept.append(lent.detach())
+        return lent
+
+    monkeypatch.setattr(lending.Lender, "lend", keep)
+    return kept
+
+
+def dispatched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Ops of PagedTensors, as they come."""
+    ops: list[str] = []
+    inner = PagedTensor.__torch_dispatch__.__func__  # type: ignore[attr-defined]
+
+    def noted(cls: Any, func: Any, *rest: Any) -> Any:
+        ops.append(str(func))
+        return inner(cls, func, *rest)
+
+    monkeypatch.setattr(PagedTensor, "__torch_dispatch__", classmethod(noted))
+    return ops
+
+
+def test_no_op_of_a_backward_pass_comes_through_the_dispatcher(
+    pager: tp.Pager, model: Net, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pager.iteration():
+        loss = model(torch.randn(SHAPE))
+        ops = dispatched(monkeypatch)
+        loss.backward()
+        assert not [op for op in ops if not op.startswith("aten.add")]  # gradients that add up
+    assert not pager.core.saved.lender.lends
+    assert not pager.core.residency.pinned_pages()
+    check_invariants(pager.core)
+
+
+def test_a_node_is_one_access(pager: tp.Pager, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of all that it has saved, as an op is that is given all of it."""
+    with pager.iteration():
+        a, b = (torch.randn(SHAPE, requires_grad=True) * 1.0 for _ in range(2))
+        product = (a * b).sum()
+        taken: list[bool] = []
+        take = pager.core.take
+
+        def noted(extents: Any, *args: Any, **how: Any) -> None:
+            taken.append(bool(how.get("joins")))
+            take(extents, *args, **how)
+
+        monkeypatch.setattr(pager.core, "take", noted)
+        product.backward()
+    assert taken == [False, True]
+
+
+class _Looks(torch.autograd.Function):
+    saved: Any = None
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        (_Looks.saved,) = ctx.saved_tensors
+        return grad * 2
+
+
+def test_who_may_keep_it_gets_a_paged_tensor(pager: tp.Pager) -> None:
+    x = torch.randn(SHAPE)
+    with pager.iteration():
+        out = F.gelu(x.clone().requires_grad_() * 1.0)
+        node: Any = out.grad_fn
+        looked = [node._saved_self]
+        node.register_prehook(lambda _: looked.append(node._saved_self))
+        _Looks.apply(out).sum().backward()  # type: ignore[no-untyped-call]
+    read, _Looks.saved = _Looks.saved, None
+    assert [type(one) for one in looked] == [PagedTensor, PagedTensor]
+    assert all(torch.equal(one.to_dense(), x) for one in looked)
+    assert type(read) is torch.Tensor  # a copy: it may be read by its address
+    assert torch.equal(read, F.gelu(x))
+
+
+def test_what_is_differentiated_again_is_not_lent(pager: tp.Pager) -> None:
+    x = torch.randn(SHAPE)
+    grads = []
+    for inside in (False, True):
+        start = x.clone().requires_grad_()
+        with pager.iteration():
+            out = F.gelu(start * 1.0).square().sum()
+            (first,) = torch.autograd.grad(out, start, create_graph=inside)
+            assert pager.core.saved.lender.lends is not inside
+            grads.append(first.detach())
+    assert torch.equal(*grads)
+
+
+def test_what_somebody_still_has_stays_where_it_is(
+    pager: tp.Pager, model: Net, kept: list[torch.Tensor]
+) -> None:
+    core = pager.core
+    with pager.iteration():
+        model(torch.randn(SHAPE)).backward()
+        before = [one.clone() for one in kept]
+        filler = [pager.page(torch.full(SHAPE, 7.0)) for _ in range(60)]  # all frames, and more
+        assert all(map(torch.equal, kept, before))
+    assert core.residency.pinned_pages() >= 4
+    assert core.saved.lender.in_use
+    assert all(map(torch.equal, kept, before))
+    kept.clear()
+    with pager.iteration():
+        model(torch.randn(SHAPE))
+    assert core.residency.pinned_pages() == 0
+    assert not core.saved.lender.in_use
+    del filler
+    check_invariants(core)
+
+
+def test_a_pager_that_closes_leaves_what_somebody_has(
+    pager: tp.Pager, model: Net, kept: list[torch.Tensor]
+) -> None:
+    with pager.iteration():
+        model(torch.randn(SHAPE)).backward()
+    before = [one.clone() for one in kept]
+    pager.close()
+    assert before
+    assert all(map(torch.equal, kept, before))
+
+
+def test_too_much_for_one_node_is_not_lent(one_thread: None) -> None:
+    """A quarter of the arena at most: the rest of what its ops need has to be there too."""
+    with make_pager(frames=40) as pager:
+        x = torch.randn(SHAPE)
+
+        def step(rows: int) -> tuple[torch.Tensor, bool]:
+            start = x[:rows].clone().requires_grad_()
+            with pager.iteration():
+                F.gelu(start * 1.0).sum().backward()
+                lent = pager.core.saved.lender.lends
+            assert start.grad is not None
+            return start.grad, lent
+
+        step(128)
+        few, many = step(32), step(128)
+        core = pager.core
+        most = core.budget.frames_for_all // 4
+        assert few[1] == (most >= 1)
+        assert many[1] == (most >= 4)
+        assert torch.equal(few[0], many[0][:32])
+
+
+def test_a_dead_page_that_is_held_gets_nothing_new() -> None:
+    space = Space(PageTable(8, torch.device("cpu")), 4096, 64)
+    run, _ = space.allocate(64, "activation")
+    run.pins += 1
+    space.dead.append((run, 0, 64, 0))
+    assert list(space.drain()) == [run]
+    other, _ = space.allocate(64, "activation")
+    assert other is not run
+    space.forget(run)
