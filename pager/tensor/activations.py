@@ -52,6 +52,8 @@ THRESHOLD_BYTES = 32 << 10  # smaller tensors cost more in bookkeeping than they
 _FUNCTIONS = "torch/autograd/function.py"  # ends the file name of what calls a Function
 _COMPILED = "_aot_autograd"  # in the name of the module that has those of compiled parts
 _USE_TENSORS = "torch.", __name__.partition(".")[0]  # modules whose Functions call ops of PyTorch
+# Its op fills the noise that it saves after it was saved: copied then, it would be what lay there.
+_FILLS_LATER = torch.nn.functional.rrelu.__code__
 _SPARSE_VIEW = 4  # a view that uses less than 1/4 of its storage is stored by itself
 
 
@@ -180,6 +182,8 @@ class SavedTensors:
         if key in self._dense:
             return tensor.detach(), tensor._version
         if key in self.skip or key in self._pager.opened.lent_memory:
+            return keep(tensor)
+        if tensor.is_leaf and sys._getframe(1).f_code is _FILLS_LATER:
             return keep(tensor)
         if self.segment is not None:
             packed = self.segment.pack(tensor, memory)

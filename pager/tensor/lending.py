@@ -10,7 +10,7 @@ counts who has it; what somebody still has stays where it is until nobody does.
 Others get a PagedTensor, whose ops each hold it for themselves: who may keep what is saved for any
 time (``ctx.saved_tensors`` of a Function, ``grad_fn._saved_self``), and a node that is itself
 differentiated. So does everybody while ops are watched one by one (a recording, a mode), while an
-iteration is metered, and for what is too large to be held beside others.
+iteration is metered, and where the arena is small beside what one op needs.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 _asking = {torch.autograd.graph._engine_run_backward.__code__}  # code that is lent to
 T = TypeVar("T", bound=torch.Tensor)
-_MOST = 4  # of so many parts of the arena, one node is lent one at most
+_PARTS = 4  # of the arena, of which any op, and what a node is lent, must have enough with one
 _modes = torch._C._len_torch_dispatch_stack
 _node_that_runs: Any = torch._C._current_autograd_node
 _uses: Any = torch._C._storage_Use_Count
@@ -121,8 +121,11 @@ class Lender:
         """Hold ``run``, and with it all that the access has, if that is known; whether."""
         pager, joins = self._pager, self.lends
         runs = [run] if joins or pager.watch is None else pager.watch.together(run)
-        pages = sum(one.count for one in (*self._held, *runs))
-        if _MOST * pages > frames_anyway(pager.budget):
+        # Where an op may need most of the arena, what is held for it one by one would be in the way
+        # of the rest.
+        need = sum(one.count for one in (*self._held, *runs))
+        need = max(need, pager.residency.rigid_need)
+        if _PARTS * need > frames_anyway(pager.budget):
             return False
         try:
             pager.take(runs, joins=joins)

@@ -88,6 +88,16 @@ def test_pieces_with_versions_of_their_own(same) -> None:
     same(script, pressed=True)
 
 
+def test_noise_that_is_filled_after_it_was_saved(same) -> None:
+    def script(world: World) -> object:
+        x = torch.randn(128, 256, requires_grad=True)
+        with world.iteration():
+            F.rrelu(x * 1.0, training=True).square().sum().backward()
+        return x.grad
+
+    same(script, pressed=True)
+
+
 def test_values_changed_through_data_are_stored_again(same) -> None:
     """``.data`` has a version counter of its own."""
 

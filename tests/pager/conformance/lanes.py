@@ -22,6 +22,8 @@ class Lane:
 
     ``opened``: an iteration in which everything fits: ops are given weights as plain tensors.
 
+    ``lent``: an iteration that is not metered: nodes of autograd are lent what they have saved.
+
     ``inference``: the call runs in ``torch.inference_mode()``, in both worlds.
     """
 
@@ -29,6 +31,7 @@ class Lane:
     chaos: bool = False
     scattered: bool = False
     opened: bool = False
+    lent: bool = False
     inference: bool = False
 
     def around(self, call: Callable[..., object]) -> Callable[..., object]:
@@ -42,15 +45,16 @@ class Lane:
                 stack.enter_context(scattered(pager.core))
             if self.chaos:
                 stack.enter_context(chaos(pager.core))
-            if self.opened:
-                stack.enter_context(_iteration_that_fits(pager))
+            if self.opened or self.lent:
+                stack.enter_context(_iteration(pager, fits=self.opened))
             yield
 
 
 @contextmanager
-def _iteration_that_fits(pager: tp.Pager) -> Iterator[None]:
+def _iteration(pager: tp.Pager, *, fits: bool) -> Iterator[None]:
+    """One that is not metered."""
     before = pager.core.fits, pager.core.budget.settled
-    pager.core.fits = pager.core.budget.settled = True
+    pager.core.fits, pager.core.budget.settled = fits, True
     profile_run = pager.core.profile_run
     profile_run.note_shapes = lambda *args: None  # type: ignore[method-assign]
     try:
@@ -66,6 +70,7 @@ CHAOS = Lane("chaos", chaos=True)
 SCATTERED = Lane("scattered", scattered=True)
 BOTH = Lane("chaos+scattered", chaos=True, scattered=True)
 OPEN = Lane("open", opened=True)
+LENT = Lane("lent", chaos=True, lent=True)
 INFERENCE = Lane("inference", chaos=True, scattered=True, inference=True)
 
 LANES = (PLAIN, CHAOS, SCATTERED, BOTH) if FULL else (PLAIN, BOTH)
