@@ -3,12 +3,16 @@
 import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
+from unittest import mock
 
 import torch
+from torch.utils._pytree import tree_map
 
 import tensorpager as tp
 from tensorpager.pager.debug.chaos import chaos, scattered
+from tensorpager.pager.tensor import activations
 
 FULL = os.environ.get("TENSORPAGER_FULL") == "1"
 
@@ -24,6 +28,9 @@ class Lane:
 
     ``lent``: an iteration that is not metered: nodes of autograd are lent what they have saved.
 
+    ``saved``: the same with results of ops for inputs, and all that is saved of them in pages,
+    however small it is.
+
     ``inference``: the call runs in ``torch.inference_mode()``, in both worlds.
     """
 
@@ -32,10 +39,13 @@ class Lane:
     scattered: bool = False
     opened: bool = False
     lent: bool = False
+    saved: bool = False
     inference: bool = False
 
     def around(self, call: Callable[..., object]) -> Callable[..., object]:
         """``call`` as it is made in this lane, in the plain world too."""
+        if self.saved:
+            return lambda world: call(replace(world, inputs=tree_map(_result, world.inputs)))
         return torch.inference_mode()(call) if self.inference else call
 
     @contextmanager
@@ -45,9 +55,16 @@ class Lane:
                 stack.enter_context(scattered(pager.core))
             if self.chaos:
                 stack.enter_context(chaos(pager.core))
-            if self.opened or self.lent:
+            if self.opened or self.lent or self.saved:
                 stack.enter_context(_iteration(pager, fits=self.opened))
+            if self.saved:
+                stack.enter_context(mock.patch.object(activations, "THRESHOLD_BYTES", 1))
             yield
+
+
+def _result(value: Any) -> Any:
+    """Of an op, on a tensor: plain."""
+    return value.clone() if isinstance(value, torch.Tensor) else value
 
 
 @contextmanager
@@ -71,6 +88,7 @@ SCATTERED = Lane("scattered", scattered=True)
 BOTH = Lane("chaos+scattered", chaos=True, scattered=True)
 OPEN = Lane("open", opened=True)
 LENT = Lane("lent", chaos=True, lent=True)
+SAVED = Lane("saved", chaos=True, saved=True)
 INFERENCE = Lane("inference", chaos=True, scattered=True, inference=True)
 
 LANES = (PLAIN, CHAOS, SCATTERED, BOTH) if FULL else (PLAIN, BOTH)

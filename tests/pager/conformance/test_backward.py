@@ -6,7 +6,7 @@ from torch.testing._internal.opinfo.core import OpInfo, SampleInput
 
 from tensorpager.pager.tensor.open_weights import TAKE_OPEN
 
-from .lanes import FULL, LANES, LENT, OPEN
+from .lanes import FULL, LANES, LENT, OPEN, SAVED
 from .left_out import OTHER_ORDER
 from .ops import dtype_name, full_limit, inputs_of, op_params, samples
 from .trials import Call, Trials, seed, tensors
@@ -24,9 +24,9 @@ TAKE_OPEN_NAMES = {func.__name__ for func in TAKE_OPEN}
 def test_backward(op: OpInfo, dtype: torch.dtype, pager, tally) -> None:
     bound = OTHER_ORDER.get(op.name)
     trials = Trials(pager, tally, "backward", op.full_name, dtype_name(dtype), bound=bound)
-    trials.lanes = (*LANES, LENT)
+    trials.lanes = (*LANES, LENT, SAVED)
     if FULL or op.name.rpartition(".")[2] in TAKE_OPEN_NAMES:
-        trials.lanes = (*LANES, LENT, OPEN)
+        trials.lanes = (*trials.lanes, OPEN)
     trials.compare(
         (
             (inputs_of(sample), _gradients_of(op, sample))

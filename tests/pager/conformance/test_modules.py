@@ -8,7 +8,7 @@ import torch
 from torch.testing._internal.common_modules import FunctionInput, ModuleInfo, module_db
 from torch.utils._pytree import tree_map
 
-from .lanes import FULL, INFERENCE, LANES, OPEN
+from .lanes import FULL, INFERENCE, LANES, OPEN, SAVED
 from .left_out import LAZY_MODULE
 from .test_backward import backward
 from .trials import SEED, Call, Trials, seed
@@ -33,7 +33,9 @@ def test_module(info: ModuleInfo, training: bool, pager, tally) -> None:
             pager.page_module(_lazy(info))
         return
     trials = Trials(pager, tally, "modules", f"{info.name}.{training=}", "float32")
-    trials.lanes = (*LANES, OPEN, INFERENCE) if FULL or not training else (*LANES, OPEN)
+    trials.lanes = (*LANES, SAVED, OPEN)
+    if FULL or not training:
+        trials.lanes = (*trials.lanes, INFERENCE)
     trials.compare(_samples(info, training), quick=2, full=None)
 
 
