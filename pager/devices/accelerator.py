@@ -63,8 +63,8 @@ class Kit(Protocol):
     def unregister_host(self, memory: Bytes) -> None: ...
 
     def copy_batch(self, copies: Sequence[tuple[int, int, int]], stream: torch.Stream) -> None:
-        """Where ``batches_copies``: queue copies ``(source address, target address, bytes)``, in
-        any order among them, by one call."""
+        """Where ``batches_copies``: queue copies ``(source address, target address, bytes)``, one
+        at least, in any order among them, by one call."""
 
     def limit_dense(self, nbytes: int | None) -> None:
         """A cap on all that PyTorch's allocator holds on the device."""
@@ -228,16 +228,16 @@ class Accelerator:
             raise
 
     def _queue(self, stream: torch.Stream, copies: Sequence[Copy], *, to_device: bool) -> None:
-        if self.batches_copies and len(copies) > 1:
-            batch, address = [], self.address
-            for offset, host in copies:
-                frame, slot = address + offset, host.__array_interface__["data"][0]
+        if self.batches_copies:
+            batch, arena = [], self.address
+            for offset, host, address in copies:
+                frame, slot = arena + offset, address or host.__array_interface__["data"][0]
                 ends = (slot, frame) if to_device else (frame, slot)
                 batch.append((*ends, len(host)))
             self.kit.copy_batch(batch, stream)
             return
         with on_stream(stream):
-            for offset, host in copies:
+            for offset, host, _ in copies:
                 frames, bytes_ = self.arena[offset : offset + len(host)], torch.from_numpy(host)
                 if to_device:
                     frames.copy_(bytes_, non_blocking=True)

@@ -81,7 +81,7 @@ class Cpu:
         pass
 
     def copy(self, copies: Sequence[Copy], lane: str, after: Mark, *, to_device: bool) -> Mark:
-        for offset, host in copies:
+        for offset, host, _ in copies:
             if lane == URGENT:  # ops wait: by all of torch's threads
                 frames, bytes_ = self.arena[offset : offset + len(host)], torch.from_numpy(host)
                 (frames.copy_(bytes_) if to_device else bytes_.copy_(frames))

@@ -219,6 +219,9 @@ class CudaMemory:
     def _in_context(self) -> Iterator[None]:
         """In any thread, and whatever device is current there, the driver's calls inside are for
         this one. (PyTorch's own calls see to that themselves.)"""
+        if self._cuda.cuCtxGetCurrent()[1] == self._context:
+            yield
+            return
         _checked(self._cuda.cuCtxPushCurrent(self._context), "entering the GPU's context")
         try:
             yield
@@ -238,13 +241,17 @@ class CudaMemory:
                 device_index=stream.device_index,
                 device_type=stream.device_type,
             ).cuda_stream
-        sources = [cuda.CUdeviceptr(source) for source, _, _ in copies]
-        targets = [cuda.CUdeviceptr(target) for _, target, _ in copies]
-        sizes = [nbytes for _, _, nbytes in copies]
         with self._in_context():
-            code, *_ = cuda.cuMemcpyBatchAsync(
-                targets, sources, sizes, len(copies), [how], [0], 1, handle
-            )
+            if len(copies) == 1:
+                source, target, nbytes = copies[0]
+                (code,) = cuda.cuMemcpyAsync(target, source, nbytes, handle)
+            else:
+                sources = [cuda.CUdeviceptr(source) for source, _, _ in copies]
+                targets = [cuda.CUdeviceptr(target) for _, target, _ in copies]
+                sizes = [nbytes for _, _, nbytes in copies]
+                code, *_ = cuda.cuMemcpyBatchAsync(
+                    targets, sources, sizes, len(copies), [how], [0], 1, handle
+                )
         if int(code) != 0:
             raise PagerError(f"queueing {len(copies)} copies failed with {code.name}")
 

@@ -50,10 +50,12 @@ URGENT, PLANNED, THROUGH_DISK = LANES = ("urgent", "planned", "disk")
 
 
 class Copy(NamedTuple):
-    """``len(host)`` bytes between the arena at byte ``offset`` and host memory."""
+    """``len(host)`` bytes between the arena at byte ``offset`` and host memory. ``address``: of
+    these, where that is known: asking NumPy takes longer than queueing the copy."""
 
     offset: int
     host: Bytes
+    address: int = 0
 
 
 @dataclass

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from ..devices.device import Bytes, Device, HostMemory
+from ..devices.device import Bytes, Copy, Device, HostMemory
 from .frame_pool import FramePool, Numbers, merge
 
 
@@ -25,6 +25,7 @@ class HostTier:
         self._backend = backend
         self._pieces: list[HostMemory] = []
         self._starts: list[int] = []  # each one's first slot
+        self._addresses: list[int] = []
         self.grow(capacity_bytes)
 
     @property
@@ -67,6 +68,21 @@ class HostTier:
             for first, here in self.cut(slot, count):
                 yield place + first - slot, self.view(first, here)
 
+    def copies(self, frames: Numbers, slots: Numbers) -> list[Copy]:
+        """Between ``frames`` of an arena and ``slots``."""
+        size, found = self.page_size, []
+        for frame, slot, count in merge(frames, slots):
+            number = bisect_right(self._starts, slot) - 1
+            begin = (slot - self._starts[number]) * size
+            end, piece = begin + count * size, self._pieces[number].bytes
+            if end <= len(piece):
+                address = self._addresses[number] + begin
+                found.append(Copy(frame * size, piece[begin:end], address))
+                continue
+            for first, here in self.cut(slot, count):
+                found.append(Copy((frame + first - slot) * size, self.view(first, here)))
+        return found
+
     def grow(self, capacity_bytes: int) -> None:
         """Enlarge to ``capacity_bytes``. Contents and slot numbers stay, and so does all if it
         fails."""
@@ -75,12 +91,13 @@ class HostTier:
         start = self.slots.count
         for piece in fresh:
             self._starts.append(start)
+            self._addresses.append(piece.bytes.ctypes.data)
             start += len(piece.bytes) // self.page_size
         self._pieces += fresh
         self.slots.resize(count)
 
     def close(self) -> None:
         """Idempotent."""
-        pieces, self._pieces, self._starts = self._pieces, [], []
+        pieces, self._pieces, self._starts, self._addresses = self._pieces, [], [], []
         for piece in pieces:
             piece.give_back()

@@ -98,21 +98,24 @@ class Mover:
     def out(self, tier: str, pages: Numbers, slots: Numbers, urgency: str = PLANNED) -> None:
         """DIRTY → BELOW: ``pages``, which nobody has pinned, leave for ``slots``, taken for them.
         Their frames are free. What is wanted now raises if it fails, and no page has left."""
+        frames = self.table.frame[pages]
         at_once = True
-        mark, batches = self._batches(pages, slots, f"{tier}-out", urgency)
-        for part, ends in batches:
-            frames = self.table.frame[part]
-            transfer = self._transfer(tier, part, frames, ends, mark, to_device=False)
-            try:
-                undo = partial(self._undo_out, tier, part, frames, ends)
+        mark, batches = self._batches(pages, frames, slots, f"{tier}-out", urgency)
+        begun = 0
+        try:
+            for part, places, ends in batches:
+                transfer = self._transfer(tier, part, places, ends, mark, to_device=False)
+                undo = partial(self._undo_out, tier, part, places, ends)
                 at_once = self._begin(transfer, urgency, undo) and at_once
-            except BaseException:
-                self.slots.give(tier, ends)
-                raise
-            self.table.copied(part, ends, tier)
-            self._count(tier, "out", len(part))
+                begun += len(part)
+        finally:
+            if begun < len(pages):
+                self.slots.give(tier, slots[begun:])
+                pages, slots = pages[:begun], slots[:begun]
+            self.table.copied(pages, slots, tier)
+            self._count(tier, "out", begun)
             self.slots.note_peaks()
-            self.give_frames(self.table.unplace(part))
+            self.give_frames(self.table.unplace(pages))
         if urgency != NOW:  # then whoever asked does it
             (self.settle if at_once else self.unsettle)(pages)
 
@@ -121,28 +124,34 @@ class Mover:
         """BELOW → CLEAN: ``pages``, which have a copy in ``tier``, come to ``frames``, taken for
         them. What is wanted now raises if it fails, and no page has come: the caller gives the
         frames back (``give_frames``)."""
+        slots = self.slots.of(tier, pages)
         at_once = True
-        mark, batches = self._batches(pages, frames, f"{tier}-in", urgency)
-        for part, ends in batches:
-            slots = self.slots.of(tier, part)
-            transfer = self._transfer(tier, part, ends, slots, mark, to_device=True)
-            undo = partial(self._undo_in, tier, part, ends)
-            at_once = self._begin(transfer, urgency, undo) and at_once
-            self.table.place(part, ends)
-            self._count(tier, "in", len(part))
+        mark, batches = self._batches(pages, frames, slots, f"{tier}-in", urgency)
+        begun = 0
+        try:
+            for part, ends, places in batches:
+                transfer = self._transfer(tier, part, ends, places, mark, to_device=True)
+                undo = partial(self._undo_in, tier, part, ends)
+                at_once = self._begin(transfer, urgency, undo) and at_once
+                begun += len(part)
+        finally:
+            self.table.place(pages[:begun], frames[:begun])
+            self._count(tier, "in", begun)
         if urgency != NOW:
             (self.settle if at_once else self.unsettle)(pages)
 
     # -- both ------------------------------------------------------------------------------------
     def _batches(
-        self, pages: Numbers, ends: Numbers, name: str, urgency: str
-    ) -> tuple[Mark, list[tuple[Numbers, Numbers]]]:
-        """What is moved at once, and what ops have queued before all of it."""
-        batch = len(pages) if urgency == NOW else self.batch_pages[name]
-        return self.backend.mark(), [
-            (pages[start : start + batch], ends[start : start + batch])
-            for start in range(0, len(pages), max(1, batch))
-        ]
+        self, pages: Numbers, frames: Numbers, slots: Numbers, name: str, urgency: str
+    ) -> tuple[Mark, list[tuple[Numbers, Numbers, Numbers]]]:
+        """What ops have queued before all of it, and what is moved at once: pages, their frames and
+        their slots."""
+        batch = max(1, len(pages)) if urgency == NOW else self.batch_pages[name]
+        mark = self.backend.mark()
+        if 0 < len(pages) <= batch:
+            return mark, [(pages, frames, slots)]
+        parts = (slice(start, start + batch) for start in range(0, len(pages), batch))
+        return mark, [(pages[part], frames[part], slots[part]) for part in parts]
 
     def _transfer(
         self,

@@ -107,7 +107,7 @@ class Carrier:
                 raise
             self.disk_refuses = False
             return ()
-        mark = self._copy(transfer, self._host_copies(transfer), after)
+        mark = self._copy(transfer, self._host.copies(transfer.frames, transfer.slots), after)
         if self.host_stamps is None:
             return mark
         self._backend.wait(mark)
@@ -131,7 +131,7 @@ class Carrier:
         if transfer.tier == "disk":
             return self._read(transfer, after)
         self.verify_host(transfer.pages, transfer.versions, transfer.slots)
-        return self._copy(transfer, self._host_copies(transfer), after)
+        return self._copy(transfer, self._host.copies(transfer.frames, transfer.slots), after)
 
     def _read(self, transfer: Transfer, after: Mark) -> Mark:
         assert self._disk is not None
@@ -170,10 +170,6 @@ class Carrier:
         if self.given_up is not None:
             self._watch.wait_for_end(self.given_up)
             self.given_up = None
-
-    def _host_copies(self, transfer: Transfer) -> list[Copy]:
-        stretches = self._host.stretches(transfer.frames, transfer.slots)
-        return [Copy(frame * self._size, view) for frame, view in stretches]
 
     def _disk_batches(
         self, transfer: Transfer

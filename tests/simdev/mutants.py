@@ -50,32 +50,32 @@ MUTANTS = {
     # -- copies
     "an out-copy waits for no op": Mutant(
         MOVER,
-        "        return self.backend.mark(), [\n",
-        "        return (), [\n",
+        "        mark = self.backend.mark()\n",
+        "        mark = ()\n",
         "pages_take_turns_in_one_frame",
     ),
     "an in-copy waits for no op": Mutant(
         MOVER,
-        "        return self.backend.mark(), [\n",
-        "        return (), [\n",
+        "        mark = self.backend.mark()\n",
+        "        mark = ()\n",
         "a_late_op_and_a_page_that_comes",
     ),
     "a planned out-copy waits for no op": Mutant(
         MOVER,
-        "        return self.backend.mark(), [\n",
-        "        return (), [\n",
+        "        mark = self.backend.mark()\n",
+        "        mark = ()\n",
         "a_planned_page_leaves_and_comes",
     ),
     "a planned in-copy waits for no op": Mutant(
         MOVER,
-        "        return self.backend.mark(), [\n",
-        "        return (), [\n",
+        "        mark = self.backend.mark()\n",
+        "        mark = ()\n",
         "a_planned_page_comes_to_a_frame_that_was_in_use",
     ),
     "a copy for the disk waits for no op": Mutant(
         MOVER,
-        "        return self.backend.mark(), [\n",
-        "        return (), [\n",
+        "        mark = self.backend.mark()\n",
+        "        mark = ()\n",
         "planned_pages_pass_through_the_disks_buffers",
     ),
     "a transfer drops the mark of ops": Mutant(
