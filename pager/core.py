@@ -64,7 +64,7 @@ class Watcher:
         """``runs`` are about to be used."""
 
     def together(self, run: Extent) -> list[Extent]:
-        """What the access that comes next uses, if that is ``run`` before others; else ``run``."""
+        """What the access that comes next uses, if ``run`` is among it; else ``run``."""
         return [run]
 
     def joining(self, runs: Sequence[Extent]) -> bool:

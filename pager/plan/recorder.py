@@ -149,7 +149,7 @@ class Recorder(Watcher):
         if log is None or plan is None or at >= len(plan.keys):
             return [run]
         keys = plan.keys[at]
-        if keys[:1] != (run.key,):
+        if run.key not in keys:
             return [run]
         runs = [self.names.run_of(key, log.newborn) for key in keys]
         return [run] if None in runs else runs  # type: ignore[return-value]

@@ -9,7 +9,7 @@ counts who has it; what somebody still has stays where it is until nobody does.
 
 Others get a PagedTensor, whose ops each hold it for themselves: who may keep what is saved for any
 time (``ctx.saved_tensors`` of a Function, ``grad_fn._saved_self``), and a node that is itself
-differentiated. So does everybody while ops are watched one by one (a recording, a mode), while an
+differentiated. So does everybody while others watch ops (a recording, a mode), while an
 iteration is metered, and where the arena is small beside what one op needs.
 """
 
@@ -25,6 +25,7 @@ from ..budget.fits import frames_anyway
 from ..core import PagedStorage
 from ..errors import PagerError
 from ..memory.space import Extent
+from .op_info import our_modes
 from .paged_tensor import PagedTensor, set_memory
 
 if TYPE_CHECKING:
@@ -97,7 +98,9 @@ class Lender:
         if not pager.inside or pager.inferring or pager.sees_ops or pager.budget.metering:
             return None
         node = _node_that_runs()
-        if node is None or torch.is_grad_enabled() or _modes() or pager.closed_reason is not None:
+        if node is None or torch.is_grad_enabled() or pager.closed_reason is not None:
+            return None
+        if _modes() > our_modes.count:
             return None
         turns, run = pager.turns, storage.run
         if get_ident() not in turns.family and not turns.is_home():

@@ -18,6 +18,7 @@ from tensorpager.pager.tensor import lending
 from tensorpager.pager.tensor.paged_tensor import PagedTensor
 
 from .models import make_pager
+from .test_planned import planned_pager
 
 SHAPE = 128, 512  # 256 KiB: 4 pages
 
@@ -183,6 +184,24 @@ def test_a_pager_that_closes_leaves_what_somebody_has(
     pager.close()
     assert before
     assert all(map(torch.equal, kept, before))
+
+
+def test_iterations_are_alike_whether_ops_are_timed_or_nodes_are_lent_to(one_thread: None) -> None:
+    """Otherwise nothing would be known of how long the accesses of a plan take."""
+    with planned_pager(frames=100) as pager:
+        model = pager.page_module(Net())
+        optimizer = pager.optimizer(torch.optim.AdamW(model.parameters()))
+        for step in range(8):
+            with pager.iteration():
+                model(torch.randn(SHAPE)).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            if step > 1:
+                pager.plan(wait=True)
+        kind = pager.core.follower.current  # type: ignore[union-attr]
+        assert pager.stats()["departures"] == 0
+        assert len(kind.samples) > 1  # type: ignore[attr-defined]
+        assert len(kind.beside) == pager.stats()["planned_iterations"] > 1  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(("frames", "lent"), [(40, True), (14, False)])
