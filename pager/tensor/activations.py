@@ -274,11 +274,11 @@ def keep(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
 
 def unpack(packed: Any) -> torch.Tensor:
     """What was packed, unless it was changed since."""
-    if type(packed) is InPages:
-        lent = packed.storage.pager.saved.lender.lend(packed, sys._getframe().f_back)
-        return packed.paged() if lent is None else lent
-    if type(packed) is not tuple:  # of a segment that has to run again, or read directly
-        return unpack(packed.give())
+    while type(packed) is not tuple:
+        if type(packed) is InPages:
+            lent = packed.storage.pager.saved.lender.lend(packed, sys._getframe().f_back)
+            return packed.paged() if lent is None else lent
+        packed = packed.give()  # of a segment that has to run again, or read directly
     if len(packed) == 3:
         return _give_weight(*packed)
     tensor: torch.Tensor
