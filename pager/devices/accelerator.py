@@ -228,7 +228,7 @@ class Accelerator:
             raise
 
     def _queue(self, stream: torch.Stream, copies: Sequence[Copy], *, to_device: bool) -> None:
-        if self.batches_copies:
+        if self.batches_copies and copies:
             batch, arena = [], self.address
             for offset, host, address in copies:
                 frame, slot = arena + offset, address or host.__array_interface__["data"][0]

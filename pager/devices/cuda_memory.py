@@ -219,7 +219,7 @@ class CudaMemory:
     def _in_context(self) -> Iterator[None]:
         """In any thread, and whatever device is current there, the driver's calls inside are for
         this one. (PyTorch's own calls see to that themselves.)"""
-        if self._cuda.cuCtxGetCurrent()[1] == self._context:
+        if int(self._cuda.cuCtxGetCurrent()[1]) == int(self._context):
             yield
             return
         _checked(self._cuda.cuCtxPushCurrent(self._context), "entering the GPU's context")

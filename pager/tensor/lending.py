@@ -31,9 +31,9 @@ from .paged_tensor import PagedTensor, set_memory
 if TYPE_CHECKING:
     from ..core import Core
 
-_asking = {torch.autograd.graph._engine_run_backward.__code__}  # code that is lent to
 T = TypeVar("T", bound=torch.Tensor)
-_PARTS = 4  # of the arena, of which any op, and what a node is lent, must have enough with one
+_PARTS = 4  # no op, and no node with what it is lent, needs more than one of so many of the arena
+_asking = {torch.autograd.graph._engine_run_backward.__code__}  # code that is lent to
 _modes = torch._C._len_torch_dispatch_stack
 _node_that_runs: Any = torch._C._current_autograd_node
 _uses: Any = torch._C._storage_Use_Count

@@ -97,6 +97,13 @@ def test_copies_of_one_call_are_one_call_of_the_driver(batches: bool, counted: C
     device.close()
 
 
+def test_no_copies_are_no_call(counted: Counted) -> None:
+    device = make_device(torch.device("cuda:1"), 4 * MIB, 4 * MIB)
+    found = counted(lambda: device.wait(device.copy([], PLANNED, (), to_device=True)))
+    assert found["batches"] == found["copies"] == 0
+    device.close()
+
+
 def test_a_run_slides_by_copies_of_as_many_pages_as_it_goes(counted: Counted) -> None:
     device = make_device(torch.device("cuda:1"), 32 * MIB, 32 * MIB)
     for distance, pages, copies in ((1, 11, 11), (5, 6, 2)):
