@@ -214,6 +214,8 @@ def blank(pager: Core, like: torch.Tensor, kind: str, apart: str = "") -> PagedT
 def blank_storage(pager: Core, nbytes: int, kind: str, apart: str = "") -> PagedStorage:
     """The same for bytes."""
     with pager.lock:
+        if pager.saved.lender.lends and pager.turns.is_home():
+            pager.saved.lender.take_back()  # first, so that what has died of it makes room
         if pager.space.dead:
             pager.residency.collect()
         storage = PagedStorage(pager, nbytes, kind, apart)

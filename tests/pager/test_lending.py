@@ -186,6 +186,24 @@ def test_a_pager_that_closes_leaves_what_somebody_has(
     assert all(map(torch.equal, kept, before))
 
 
+def test_what_dies_with_its_node_makes_room_for_what_is_born_next(
+    pager: tp.Pager, model: Net, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    residency, waiting = pager.core.residency, []
+    collect = residency.collect
+
+    def noted() -> None:
+        collect()
+        waiting.append(len(residency._held_dead))
+
+    with pager.iteration():
+        loss = model(torch.randn(SHAPE))
+        monkeypatch.setattr(residency, "collect", noted)
+        loss.backward()
+    assert waiting
+    assert not any(waiting)
+
+
 def test_iterations_are_alike_whether_ops_are_timed_or_nodes_are_lent_to(one_thread: None) -> None:
     """Otherwise nothing would be known of how long the accesses of a plan take."""
     with planned_pager(frames=100) as pager:
