@@ -78,11 +78,9 @@ class PagedTensor(Interop, torch.Tensor):
         return self
 
     @classmethod
-    def over(
-        cls, storage: PagedStorage, shape: torch.Tensor, offset: int | None = None
-    ) -> PagedTensor:
-        """All that ``shape`` has but its memory, over pages; at its own offset unless given."""
-        offset = int(shape.storage_offset()) if offset is None else offset
+    def over(cls, storage: PagedStorage, shape: torch.Tensor) -> PagedTensor:
+        """All that ``shape`` has but its memory, over pages."""
+        offset = int(shape.storage_offset())
         tensor = cls(storage, shape.size(), shape.stride(), offset, shape.dtype)
         return as_lazy(tensor, shape) if shape.is_conj() or shape.is_neg() else tensor
 
