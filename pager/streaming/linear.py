@@ -428,8 +428,10 @@ class _Linear(torch.autograd.Function):
                 weight = ctx.again.of(weight, ctx)
             if ctx.is_column_major:
                 of_inputs = weight.t().mm(rows.t()).t()
-            else:
+            elif type(weight) is PagedTensor:
                 of_inputs = _times(rows, weight)
+            else:  # a view of a parameter, which is lent too
+                of_inputs = rows.mm(weight)
         if for_weight:
             if of_weight is None:
                 if inputs is None:  # only now: they are lent until the weight's pages are used

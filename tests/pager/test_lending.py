@@ -222,6 +222,20 @@ def test_iterations_are_alike_whether_ops_are_timed_or_nodes_are_lent_to(one_thr
         assert len(kind.beside) == pager.stats()["planned_iterations"] > 1  # type: ignore[attr-defined]
 
 
+def test_a_part_of_a_parameter_as_a_weight(pager: tp.Pager, kept: list[torch.Tensor]) -> None:
+    """It is no leaf, so autograd saves it, and our linear is lent it beside its inputs."""
+    x, whole = torch.randn(SHAPE), torch.randn(256, SHAPE[1])
+    grads = []
+    for make in (nn.Parameter, lambda value: pager.page(nn.Parameter(value))):
+        weight, start = make(whole.clone()), x.clone().requires_grad_()
+        with pager.iteration():
+            F.linear(start * 1.0, weight[64:192]).square().sum().backward()
+        grads.append((weight.grad, start.grad))
+    assert any(lent.shape == (128, SHAPE[1]) for lent in kept)
+    for plain, paged in zip(*grads):
+        assert torch.equal(plain, paged.to_dense() if type(paged) is PagedTensor else paged)
+
+
 @pytest.mark.parametrize(("frames", "lent"), [(40, True), (14, False)])
 def test_nothing_is_lent_where_an_op_needs_much_of_the_arena(
     frames: int, lent: bool, one_thread: None
