@@ -329,6 +329,8 @@ class KillTest:
             wait_until(lambda: "opened" in child.lines, WORKERS_SECONDS)
             yield child
         finally:
+            # Closing it would not do: processes of killed runs that live on have it too.
+            os.write(stop_write, b"stop")
             os.close(stop_write)
             code = child.wait()
         if code != 0:

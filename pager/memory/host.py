@@ -59,17 +59,11 @@ class HostTier:
     def stretches(self, places: Numbers, slots: Numbers) -> Iterator[tuple[int, Bytes]]:
         """For ``slots[i]`` beside ``places[i]`` (frames, or pages of a buffer): the first place of
         each stretch in which both are consecutive, and the bytes of its slots."""
-        size = self.page_size
-        for place, slot, count in merge(places, slots):
-            first, piece = self.piece_of(slot)
-            if (slot + count - first) * size <= len(piece):
-                yield place, piece[(slot - first) * size : (slot + count - first) * size]
-                continue
-            for first, here in self.cut(slot, count):
-                yield place + first - slot, self.view(first, here)
+        for copy in self.copies(places, slots):
+            yield copy.offset // self.page_size, copy.host
 
     def copies(self, frames: Numbers, slots: Numbers) -> list[Copy]:
-        """Between ``frames`` of an arena and ``slots``."""
+        """Between ``frames`` of an arena and ``slots``: a stretch of both each."""
         size, found = self.page_size, []
         for frame, slot, count in merge(frames, slots):
             number = bisect_right(self._starts, slot) - 1

@@ -108,7 +108,7 @@ class Mover:
                 undo = partial(self._undo_out, tier, part, places, ends)
                 at_once = self._begin(transfer, urgency, undo) and at_once
                 begun += len(part)
-        finally:
+        finally:  # what had begun when one failed is under way
             if begun < len(pages):
                 self.slots.give(tier, slots[begun:])
                 pages, slots = pages[:begun], slots[:begun]

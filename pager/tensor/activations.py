@@ -39,7 +39,7 @@ from torch.utils.weak import TensorWeakRef
 from ..core import PagedStorage
 from .lending import InPages, Lender
 from .new_pages import store_bytes
-from .paged_tensor import PagedTensor, set_memory
+from .paged_tensor import Form, PagedTensor, set_memory
 
 if TYPE_CHECKING:
     from ..core import Core
@@ -62,7 +62,7 @@ class _Origin(NamedTuple):
     version: int
     storage: Any  # weakref to the PagedStorage
     root: TensorWeakRef  # whose version counter it is
-    geometry: tuple[Any, ...]
+    form: Form
 
 
 class SavedTensors:
@@ -207,12 +207,13 @@ class SavedTensors:
             return None
         # Pieces of one storage may count versions each on its own (unsafe_chunk): trust the number
         # for views of one base, and for exactly the tensor that was stored.
-        if origin.root() is not _root(tensor) and origin.geometry != _geometry(tensor):
+        form = Form.of(tensor)
+        if origin.root() is not _root(tensor) and origin.form != form:
             return None
         storage: PagedStorage | None = origin.storage()
         if storage is None:
             return None
-        return InPages(storage, tensor)
+        return InPages(storage, form)
 
     def store(self, tensor: torch.Tensor, memory: torch.UntypedStorage) -> Any:
         """In new pages, with all that shares its memory."""
@@ -221,15 +222,15 @@ class SavedTensors:
             return self._store_range(tensor, nbytes)
         source = torch.empty(0, dtype=torch.uint8, device=tensor.device)
         set_memory(source, memory)
-        storage = store_bytes(self._pager, source, "activation")
+        storage, form = store_bytes(self._pager, source, "activation"), Form.of(tensor)
         self._origins[memory._cdata] = _Origin(
             StorageWeakRef(memory),
             tensor._version,
             weakref.ref(storage),
             TensorWeakRef(_root(tensor)),
-            _geometry(tensor),
+            form,
         )
-        return InPages(storage, tensor)
+        return InPages(storage, form)
 
     def _store_range(self, tensor: torch.Tensor, nbytes: int) -> Any:
         """A small view of a big storage: keep the bytes between its first and last element."""
@@ -241,7 +242,7 @@ class SavedTensors:
         span = torch.empty(0, dtype=torch.uint8, device=tensor.device)
         span.set_(tensor.untyped_storage(), start, (reach * size,), (1,))
         storage = store_bytes(self._pager, span, "activation")
-        return InPages(storage, tensor, 0)
+        return InPages(storage, Form.of(tensor)._replace(offset=0))
 
 
 def _reads_memory(frame: Any) -> bool:
@@ -291,7 +292,7 @@ def unpack(packed: Any) -> torch.Tensor:
         if tensor._version != version:
             raise_modified(tensor, version)
         if type(tensor) is PagedTensor:
-            whole = InPages(tensor._storage, tensor)
+            whole = InPages(tensor._storage, Form.of(tensor))
             lent = whole.storage.pager.saved.lender.lend(whole, sys._getframe().f_back)
             return tensor if lent is None else lent
     return tensor
@@ -342,10 +343,6 @@ def raise_modified(tensor: torch.Tensor, expected: int) -> NoReturn:
 
 def _root(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor._base is None else tensor._base
-
-
-def _geometry(tensor: torch.Tensor) -> tuple[Any, ...]:
-    return tensor.storage_offset(), tensor.size(), tensor.stride(), tensor.dtype
 
 
 # -- torch.func ------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from threading import get_ident
 from types import FrameType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -26,12 +26,11 @@ from ..core import PagedStorage
 from ..errors import PagerError
 from ..memory.space import Extent
 from .op_info import our_modes
-from .paged_tensor import PagedTensor, set_memory
+from .paged_tensor import Form, PagedTensor
 
 if TYPE_CHECKING:
     from ..core import Core
 
-T = TypeVar("T", bound=torch.Tensor)
 _PARTS = 4  # no op, and no node with what it is lent, needs more than one of so many of the arena
 _asking = {torch.autograd.graph._engine_run_backward.__code__}  # code that is lent to
 _modes = torch._C._len_torch_dispatch_stack
@@ -45,37 +44,14 @@ def lend_to(backward: Any) -> None:
     _asking.add(backward.__code__)
 
 
-class InPages:
-    """A saved tensor: all of it but its memory, and the ``storage`` that has that."""
+class InPages(NamedTuple):
+    """A saved tensor: where its bytes are, and all else."""
 
-    __slots__ = ("_conj", "_geometry", "_neg", "storage")
-
-    def __init__(
-        self, storage: PagedStorage, tensor: torch.Tensor, offset: int | None = None
-    ) -> None:
-        """At ``tensor``'s own offset unless given."""
-        self.storage = storage
-        offset = int(tensor.storage_offset()) if offset is None else offset
-        self._geometry = offset, tensor.size(), tensor.stride(), tensor.dtype
-        self._conj, self._neg = tensor.is_conj(), tensor.is_neg()
+    storage: PagedStorage
+    form: Form
 
     def paged(self) -> PagedTensor:
-        offset, size, stride, dtype = self._geometry
-        return self._as_it_was(PagedTensor(self.storage, size, stride, offset, dtype))
-
-    def plain(self, memory: torch.UntypedStorage) -> torch.Tensor:
-        """Over the bytes of ``storage``."""
-        offset, size, stride, dtype = self._geometry
-        tensor = torch.empty(0, dtype=dtype, device=self.storage.pager.device)
-        set_memory(tensor, memory, offset, size, stride)
-        return self._as_it_was(tensor)
-
-    def _as_it_was(self, tensor: T) -> T:
-        if self._conj:
-            torch._C._set_conj(tensor, True)
-        if self._neg:
-            torch._C._set_neg(tensor, True)
-        return tensor
+        return self.form.paged(self.storage)
 
 
 class Lender:
@@ -114,11 +90,9 @@ class Lender:
             self.lends, self._node = True, number
             if run.base < 0:
                 return None
-            memory: Any = torch._C._construct_storage_from_data_pointer(
-                pager.address_of(storage), pager.device, storage.nbytes
-            )
-            self._lent.append((memory, run))
-        return saved.plain(memory)
+            lent = saved.form.plain(storage, pager.address_of(storage))
+            self._lent.append((lent.untyped_storage(), run))
+        return lent
 
     def _hold(self, run: Extent) -> bool:
         """Hold ``run``, and with it all that the access has, if that is known; whether."""

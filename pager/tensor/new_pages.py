@@ -7,7 +7,7 @@ import torch
 from ..budget.fits import frames_anyway
 from ..core import Core, PagedStorage
 from ..errors import InfeasibleBudget
-from .paged_tensor import PagedTensor, blank, blank_storage
+from .paged_tensor import Form, PagedTensor, blank, blank_storage
 from .slabs import Held, put_bytes
 
 
@@ -112,7 +112,7 @@ def enlarge(storage: PagedStorage, nbytes: int) -> None:
     pager = storage.pager
     like = torch.empty(nbytes, dtype=torch.uint8, device="meta")
     larger = empty_like_geometry(pager, like, storage.run.kind)._storage
-    old, new = (PagedTensor.over(s, like[: storage.nbytes]) for s in (storage, larger))
+    old, new = (Form.of(like[: storage.nbytes]).paged(s) for s in (storage, larger))
     new.copy_(old)
     for name in ("run", "offset", "nbytes"):  # what it had is freed as `larger`
         mine, other = getattr(storage, name), getattr(larger, name)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -76,13 +76,6 @@ class PagedTensor(Interop, torch.Tensor):
         self._view = None
         self._view_generation = -1
         return self
-
-    @classmethod
-    def over(cls, storage: PagedStorage, shape: torch.Tensor) -> PagedTensor:
-        """All that ``shape`` has but its memory, over pages."""
-        offset = int(shape.storage_offset())
-        tensor = cls(storage, shape.size(), shape.stride(), offset, shape.dtype)
-        return as_lazy(tensor, shape) if shape.is_conj() or shape.is_neg() else tensor
 
     __hash__ = object.__hash__  # by identity, as torch.Tensor's, which is a function in Python
 
@@ -191,11 +184,46 @@ class PagedTensor(Interop, torch.Tensor):
 
 def as_lazy(view: T, like: torch.Tensor) -> T:
     """``view``, conjugated or negated lazily where ``like`` is."""
-    if like.is_conj():
+    return _lazy(view, like.is_conj(), like.is_neg())
+
+
+def _lazy(view: T, conj: bool, neg: bool) -> T:
+    if conj:
         torch._C._set_conj(view, True)
-    if like.is_neg():
+    if neg:
         torch._C._set_neg(view, True)
     return view
+
+
+class Form(NamedTuple):
+    """All of a tensor but its memory. To be made and used without torch functions of subclasses."""
+
+    offset: int
+    size: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    conj: bool
+    neg: bool
+
+    @staticmethod
+    def of(tensor: torch.Tensor) -> Form:
+        return Form(
+            int(tensor.storage_offset()), tensor.size(), tensor.stride(), tensor.dtype,
+            tensor.is_conj(), tensor.is_neg(),
+        )  # fmt: skip
+
+    def paged(self, storage: PagedStorage) -> PagedTensor:
+        """In the pages of ``storage``."""
+        tensor = PagedTensor(storage, self.size, self.stride, self.offset, self.dtype)
+        return _lazy(tensor, self.conj, self.neg)
+
+    def plain(self, storage: PagedStorage, address: int) -> torch.Tensor:
+        """Over memory at ``address``, as large as ``storage``, in a storage of its own (rule 3)."""
+        device = storage.pager.device
+        memory = torch._C._construct_storage_from_data_pointer(address, device, storage.nbytes)
+        view = torch.empty(0, dtype=self.dtype, device=device)
+        set_memory(view, memory, self.offset, self.size, self.stride)
+        return _lazy(view, self.conj, self.neg)
 
 
 def blank(pager: Core, like: torch.Tensor, kind: str, apart: str = "") -> PagedTensor:
@@ -295,14 +323,9 @@ def direct_view(tensor: PagedTensor) -> torch.Tensor:
 
 
 def dense_view(tensor: PagedTensor, address: int) -> torch.Tensor:
-    """``tensor``'s geometry over memory at ``address``, in a storage of its own (rule 3)."""
-    storage = torch._C._construct_storage_from_data_pointer(
-        address, tensor._storage.pager.device, tensor._storage.nbytes
-    )
+    """``tensor``'s form over memory at ``address``, in a storage of its own (rule 3)."""
     with torch._C.DisableTorchFunctionSubclass():  # or each of these calls is a trip through Python
-        view = torch.empty(0, dtype=tensor.dtype, device=tensor._storage.pager.device)
-        set_memory(view, storage, tensor.storage_offset(), tensor.size(), tensor.stride())
-        return as_lazy(view, tensor) if tensor.is_conj() or tensor.is_neg() else view
+        return Form.of(tensor).plain(tensor._storage, address)
 
 
 def withdraw(tensors: Sequence[PagedTensor], views: Iterable[torch.Tensor]) -> None:

@@ -39,10 +39,10 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.weak import TensorWeakRef
 
 from ..errors import PagerError
-from .activations import THRESHOLD_BYTES, SavedTensors, _geometry, _Origin, unpack
+from .activations import THRESHOLD_BYTES, SavedTensors, _Origin, unpack
 from .lending import InPages
 from .names import named_models
-from .paged_tensor import PagedTensor, plain_copy
+from .paged_tensor import Form, PagedTensor, plain_copy
 
 if TYPE_CHECKING:
     from ..core import Core
@@ -266,7 +266,7 @@ class _Input:
             memory = dense.untyped_storage()
             self._saved._origins[memory._cdata] = _Origin(
                 StorageWeakRef(memory), dense._version, weakref.ref(paged._storage),
-                TensorWeakRef(dense), _geometry(dense),
+                TensorWeakRef(dense), Form.of(dense),
             )  # fmt: skip
         return dense
 
@@ -275,11 +275,11 @@ class _Later:
     """Stands for a tensor that is stored when its segment runs again. ``packed``: then, as
     ``SavedTensors.pack`` gave it."""
 
-    __slots__ = ("__weakref__", "geometry", "packed", "segment")
+    __slots__ = ("__weakref__", "form", "packed", "segment")
 
-    def __init__(self, segment: _Segment, geometry: Any) -> None:
+    def __init__(self, segment: _Segment, form: Form) -> None:
         self.segment: _Segment | None = segment
-        self.geometry = geometry
+        self.form = form
         self.packed: Any = None
 
     def give(self) -> Any:
@@ -317,7 +317,7 @@ class _Segment:
         if known is not None:  # an input, or stored before it
             self._later.append(None)
             return known
-        later = _Later(self, _geometry(tensor))
+        later = _Later(self, Form.of(tensor))
         self._later.append(weakref.ref(later))
         return later
 
@@ -328,8 +328,8 @@ class _Segment:
         later = ref() if ref is not None else None
         if later is None:  # nobody asks for it, but for backward passes in the block itself
             return tensor.detach(), tensor._version
-        if later.geometry != _geometry(tensor):
-            self._differs(f"a tensor of {list(tensor.shape)} where {list(later.geometry[1])} was")
+        if later.form != Form.of(tensor):
+            self._differs(f"a tensor of {list(tensor.shape)} where {list(later.form.size)} was")
         packed = saved.known(tensor, memory)
         if packed is None:
             packed = saved.store(tensor, memory)

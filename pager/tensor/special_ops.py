@@ -14,7 +14,7 @@ from ..errors import PagerError
 from .dense_run import LISTS, paged_in, run_dense
 from .new_pages import empty_like_geometry, enlarge
 from .op_info import OpInfo
-from .paged_tensor import PagedTensor, as_lazy, blank, direct_view, set_geometry, take_over
+from .paged_tensor import Form, PagedTensor, as_lazy, blank, direct_view, set_geometry, take_over
 
 aten = torch.ops.aten
 _DETACH, _ALIAS = aten.detach.default, aten.alias.default
@@ -36,7 +36,7 @@ def meta_twin(tensor: PagedTensor) -> torch.Tensor:
 
 def _like(base: PagedTensor, shape: torch.Tensor) -> PagedTensor:
     """Another PagedTensor over the pages of ``base``, with the geometry of ``shape``."""
-    view = PagedTensor.over(base._storage, shape)
+    view = Form.of(shape).paged(base._storage)
     if base._saved is not None:
         view._saved = base._saved
     return view
