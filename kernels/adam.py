@@ -33,6 +33,8 @@ from .update import (
 
 __all__ = ["adam_step", "adam_step_again", "adam_step_reference"]
 
+_NUMPY = {torch.float32: np.float32, torch.float64: np.float64}
+
 
 class _Adam(NamedTuple):
     """What is the same for all groups of a call, named as in torch.optim."""
@@ -125,11 +127,12 @@ def adam_step_again(
     tables: KeptTables,
     bases: npt.NDArray[np.int64],
     *,
-    steps: Sequence[Number],
+    steps: Sequence[torch.Tensor],
     **options: Any,
 ) -> None:
     """`adam_step` with its kernel, for operands that are consecutive in memory, on a device.
 
+    steps : number of this step for each group: tensors of one element, or one of all.
     tables : of gradient, parameter, exp_avg, exp_avg_sq and, with amsgrad, max_exp_avg_sq.
     bases : int64 [operands, groups], the address of each one's first element.
     options : lr, betas, … of `adam_step`.
@@ -160,14 +163,21 @@ def _numbers(
         lr, told = float(chosen.lr), (float(scale), float(found_inf))
         decay = 1 - lr * chosen.weight_decay if chosen.decoupled else chosen.weight_decay
         columns: dict[float, list[float]] = {}  # most steps are the same
-        numbers = [float(x) for x in steps]
+        numbers = [n for x in steps for n in _floats(x)]
         for n in numbers:
             if n not in columns:
                 first, second = 1 - chosen.beta1**n, 1 - chosen.beta2**n
                 columns[n] = [n, *told, decay, lr / first, math.sqrt(second), *weights]
-        table_ = torch.tensor([columns[n] for n in numbers], dtype=torch.float64).T
-        return upload(table_.to(compute).contiguous(), device)
-    step, lr_ = doubles(steps, device), doubles([chosen.lr], device)
+        table_ = np.array([*columns.values()]).T
+        if len(columns) > 1:
+            of = {n: place for place, n in enumerate(columns)}
+            table_ = table_[:, [of[n] for n in numbers]]
+        table_ = np.broadcast_to(table_, (len(table_), len(numbers)))
+        return upload(torch.from_numpy(table_.astype(_NUMPY[compute], order="C")), device)
+    singly = [
+        y for x in steps for y in (x.unbind() if isinstance(x, torch.Tensor) and x.dim() else [x])
+    ]
+    step, lr_ = doubles(singly, device), doubles([chosen.lr], device)
     if step.device != lr_.device:
         step, lr_ = (x.to(device, non_blocking=True) for x in (step, lr_))
     rows: list[torch.Tensor | float] = [
@@ -179,7 +189,13 @@ def _numbers(
         (1 - chosen.beta2**step).sqrt(),
         *weights,
     ]
-    return table(rows, len(steps), compute, device)
+    return table(rows, len(singly), compute, device)
+
+
+def _floats(number: Number) -> list[float]:
+    values: list[float]
+    values = number.reshape(-1).tolist() if isinstance(number, torch.Tensor) else [float(number)]
+    return values
 
 
 def adam_step_reference(

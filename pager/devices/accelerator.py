@@ -22,7 +22,7 @@ import torch
 from ..errors import PagerError
 from .dense_meter import NO_TIMELINE, Timeline
 from .dense_refusal import Peak
-from .device import LANES, Bytes, Copy, HostMemory, Mark
+from .device import LANES, Bytes, Copies, Copy, HostMemory, Mark
 
 _THERE: AbstractContextManager[None] = nullcontext()
 
@@ -62,9 +62,13 @@ class Kit(Protocol):
     def register_host(self, memory: Bytes) -> None: ...
     def unregister_host(self, memory: Bytes) -> None: ...
 
-    def copy_batch(self, copies: Sequence[tuple[int, int, int]], stream: torch.Stream) -> None:
-        """Where ``batches_copies``: queue copies ``(source address, target address, bytes)``, one
-        at least, in any order among them, by one call."""
+    def batch(self, copies: Sequence[tuple[int, int, int]]) -> Any:
+        """Copies ``(source address, target address, bytes)``, at least one, as :meth:`copy_batch`
+        takes them, any number of times."""
+
+    def copy_batch(self, batch: Any, stream: torch.Stream) -> None:
+        """Where ``batches_copies``: queue them by one call of the driver, without waiting. Raises
+        ``PagerError``."""
 
     def limit_dense(self, nbytes: int | None) -> None:
         """A cap on all that PyTorch's allocator holds on the device."""
@@ -229,11 +233,11 @@ class Accelerator:
 
     def _queue(self, stream: torch.Stream, copies: Sequence[Copy], *, to_device: bool) -> None:
         if self.batches_copies and copies:
-            batch, arena = [], self.address
-            for offset, host, address in copies:
-                frame, slot = arena + offset, address or host.__array_interface__["data"][0]
-                ends = (slot, frame) if to_device else (frame, slot)
-                batch.append((*ends, len(host)))
+            ready = copies.ready if isinstance(copies, Copies) else {}
+            batch = ready.get((self.address, to_device))
+            if batch is None:
+                batch = self.kit.batch(self._ends(copies, to_device=to_device))
+                ready[self.address, to_device] = batch
             self.kit.copy_batch(batch, stream)
             return
         with on_stream(stream):
@@ -243,6 +247,16 @@ class Accelerator:
                     frames.copy_(bytes_, non_blocking=True)
                 else:
                     bytes_.copy_(frames, non_blocking=True)
+
+    def _ends(self, copies: Sequence[Copy], *, to_device: bool) -> list[tuple[int, int, int]]:
+        """From which address to which, and how many bytes."""
+        found = []
+        for offset, host, address in copies:
+            frame = self.address + offset
+            slot = address or host.__array_interface__["data"][0]
+            ends = (slot, frame) if to_device else (frame, slot)
+            found.append((*ends, len(host)))
+        return found
 
     def _marked(self, *streams: torch.Stream) -> Mark:
         events = []

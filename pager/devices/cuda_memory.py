@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -132,6 +132,14 @@ class _MappedRange:
             self._base = None
 
 
+class _Batch(NamedTuple):
+    """``copies``, so many, as ``call`` takes them before a stream."""
+
+    call: Any
+    copies: int
+    given: tuple[Any, ...]
+
+
 class CudaMemory:
     """Implements :class:`~.accelerator.Kit`."""
 
@@ -149,7 +157,6 @@ class CudaMemory:
         self._cuda.cuDevicePrimaryCtxRelease(device.index)  # PyTorch keeps it to the end
         self.batches_copies = has_batches()
         self._handles: dict[int, int] = {}  # of streams that copies are queued on, by their ids
-        self._how: Any = None  # such copies go
         self._range = _MappedRange(device, reserved_bytes)
         try:
             self._range.commit(committed_bytes)
@@ -228,12 +235,21 @@ class CudaMemory:
         finally:
             self._cuda.cuCtxPopCurrent()
 
-    def copy_batch(self, copies: Sequence[tuple[int, int, int]], stream: torch.Stream) -> None:
-        cuda, how = self._cuda, self._how
-        if how is None:
-            how = self._how = cuda.CUmemcpyAttributes()
-            how.srcAccessOrder = cuda.CUmemcpySrcAccessOrder.CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
-            how.flags = cuda.CUmemcpyFlags.CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE
+    def batch(self, copies: Sequence[tuple[int, int, int]]) -> _Batch:
+        cuda = self._cuda
+        if len(copies) == 1:
+            source, target, nbytes = copies[0]
+            return _Batch(cuda.cuMemcpyAsync, 1, (target, source, nbytes))
+        how = cuda.CUmemcpyAttributes()
+        how.srcAccessOrder = cuda.CUmemcpySrcAccessOrder.CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
+        how.flags = cuda.CUmemcpyFlags.CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE
+        sources = [cuda.CUdeviceptr(source) for source, _, _ in copies]
+        targets = [cuda.CUdeviceptr(target) for _, target, _ in copies]
+        sizes, count = [nbytes for _, _, nbytes in copies], len(copies)
+        given = (targets, sources, sizes, count, [how], [0], 1)
+        return _Batch(cuda.cuMemcpyBatchAsync, count, given)
+
+    def copy_batch(self, batch: _Batch, stream: torch.Stream) -> None:
         handle = self._handles.get(stream.stream_id)
         if handle is None:
             handle = self._handles[stream.stream_id] = torch.cuda.Stream(
@@ -242,18 +258,9 @@ class CudaMemory:
                 device_type=stream.device_type,
             ).cuda_stream
         with self._in_context():
-            if len(copies) == 1:
-                source, target, nbytes = copies[0]
-                (code,) = cuda.cuMemcpyAsync(target, source, nbytes, handle)
-            else:
-                sources = [cuda.CUdeviceptr(source) for source, _, _ in copies]
-                targets = [cuda.CUdeviceptr(target) for _, target, _ in copies]
-                sizes = [nbytes for _, _, nbytes in copies]
-                code, *_ = cuda.cuMemcpyBatchAsync(
-                    targets, sources, sizes, len(copies), [how], [0], 1, handle
-                )
+            code = batch.call(*batch.given, handle)[0]
         if int(code) != 0:
-            raise PagerError(f"queueing {len(copies)} copies failed with {code.name}")
+            raise PagerError(f"queueing {batch.copies} copies failed with {code.name}")
 
     # -- dense memory ----------------------------------------------------------------------------
     def limit_dense(self, nbytes: int | None) -> None:

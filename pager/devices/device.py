@@ -31,7 +31,7 @@ On the CPU every copy is complete when the call returns, and a mark is empty.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
@@ -56,6 +56,14 @@ class Copy(NamedTuple):
     offset: int
     host: Bytes
     address: int = 0
+
+
+class Copies(list[Copy]):
+    """That are queued again and again. ``ready``: what the device has made of them for that."""
+
+    def __init__(self, copies: Iterable[Copy] = ()) -> None:
+        super().__init__(copies)
+        self.ready: dict[Any, Any] = {}
 
 
 @dataclass

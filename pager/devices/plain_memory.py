@@ -114,7 +114,10 @@ class PlainMemory:
     def unregister_host(self, memory: Bytes) -> None:
         pass
 
-    def copy_batch(self, copies: Sequence[tuple[int, int, int]], stream: torch.Stream) -> None:
+    def batch(self, copies: Sequence[tuple[int, int, int]]) -> Any:
+        raise NotImplementedError("batches_copies says that this cannot be")
+
+    def copy_batch(self, batch: Any, stream: torch.Stream) -> None:
         raise NotImplementedError("batches_copies says that this cannot be")
 
     # -- dense memory ----------------------------------------------------------------------------

@@ -7,8 +7,10 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from ..devices.device import Bytes, Copy, Device, HostMemory
+from ..devices.device import Bytes, Copies, Copy, Device, HostMemory
 from .frame_pool import FramePool, Numbers, merge
+
+_KNOWN = 4096  # transfers whose copies are remembered
 
 
 class HostTier:
@@ -26,6 +28,7 @@ class HostTier:
         self._pieces: list[HostMemory] = []
         self._starts: list[int] = []  # each one's first slot
         self._addresses: list[int] = []
+        self._known: dict[tuple[bytes, bytes], Copies] = {}
         self.grow(capacity_bytes)
 
     @property
@@ -59,12 +62,22 @@ class HostTier:
     def stretches(self, places: Numbers, slots: Numbers) -> Iterator[tuple[int, Bytes]]:
         """For ``slots[i]`` beside ``places[i]`` (frames, or pages of a buffer): the first place of
         each stretch in which both are consecutive, and the bytes of its slots."""
-        for copy in self.copies(places, slots):
+        for copy in self._copies(places, slots):
             yield copy.offset // self.page_size, copy.host
 
-    def copies(self, frames: Numbers, slots: Numbers) -> list[Copy]:
-        """Between ``frames`` of an arena and ``slots``: a stretch of both each."""
-        size, found = self.page_size, []
+    def copies(self, frames: Numbers, slots: Numbers) -> Copies:
+        """Between ``frames`` of an arena and ``slots``: a stretch of both each. In a settled step
+        they are those of the step before."""
+        key = frames.tobytes(), slots.tobytes()
+        known = self._known.get(key)
+        if known is None:
+            if len(self._known) >= _KNOWN:
+                self._known.clear()
+            known = self._known[key] = self._copies(frames, slots)
+        return known
+
+    def _copies(self, frames: Numbers, slots: Numbers) -> Copies:
+        size, found = self.page_size, Copies()
         for frame, slot, count in merge(frames, slots):
             number = bisect_right(self._starts, slot) - 1
             begin = (slot - self._starts[number]) * size

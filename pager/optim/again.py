@@ -10,6 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import cached_property
+from itertools import chain
+from operator import attrgetter, is_, itemgetter
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -28,6 +31,7 @@ from .torch_fused import settings
 if TYPE_CHECKING:
     from ..core import Core
 
+_GRAD, _STORAGE, _SHAPED = attrgetter("grad"), attrgetter("_storage"), attrgetter("_shaped")
 _SETTINGS = ("amsgrad", "maximize", "foreach", "fused", "differentiable", "capturable")
 
 
@@ -46,22 +50,28 @@ class _Place:
 
 class BatchAgain:
     """Updates of ``parameters``, of one group, that one launch has made. ``most``: pages that a
-    batch could take then. ``steps``: their counters."""
+    batch could take then. ``counters``: what counts their steps."""
 
     def __init__(
         self,
         group: dict[str, Any],
         rows: Sequence[tuple[Any, ...]],
+        states: Sequence[dict[str, Any]],
         names: Sequence[str],
         most: int,
     ) -> None:
         """rows : of each update (parameter, its states by ``names``, step counter). All of them are
-        contiguous, in pages or not, and alike in their dtypes."""
+        contiguous, in pages or not, and alike in their dtypes. states : what the optimizer keeps of
+        each."""
         self.parameters = [row[0] for row in rows]
         self.most = most
-        self._names = names
-        self._kept = [row[1:-1] for row in rows]
-        self.steps = [row[-1] for row in rows]
+        self._states = list(states)
+        self._lengths = [len(state) for state in states]
+        self._values_of = itemgetter(*names, "step")
+        self._values = [value for row in rows for value in row[1:]]
+        steps = [row[-1] for row in rows]
+        self.counters = _share_memory(steps)
+        self._steps, self._step_addresses = steps, [step.data_ptr() for step in steps]
         self._settings = _settings(group)
         grad: Any = self.parameters[0].grad
         self._grad_dtype = grad.dtype
@@ -74,7 +84,12 @@ class BatchAgain:
             [_Place(value) if type(value) is PagedTensor else value for value in column]
             for column in list(zip(*rows))[:-1]
         ]
-        self._paged = [x for column in self._places for x in column if type(x) is _Place]
+        paged = [x for column in self._places for x in column if type(x) is _Place]
+        self._paged = [place.tensor for place in paged]
+        self._storages = [place.storage for place in paged]
+        self._shaped = [place.shaped for place in paged]
+        self._runs = [place.run for place in paged]
+        self._written = list(dict.fromkeys(self._runs))
         self._frames: list[int] = []  # of the first page of each of these
         self._addresses = np.empty((1 + len(self._places), len(rows)), np.int64)
 
@@ -86,8 +101,11 @@ class BatchAgain:
         if not runs_triton(paged.pager.device):
             return None
         rows: list[tuple[Any, ...]] = []
+        states = [paged.state_of(update.parameter) for update in updates]
         alike = set()
-        for update in updates:
+        for update, state in zip(updates, states):
+            if MASTER in state:
+                return None
             values = [update.parameter, *update.states.values()]
             if update.grad is not update.parameter.grad or update.step is None:
                 return None
@@ -99,61 +117,69 @@ class BatchAgain:
             rows.append((*values, update.step))
         if len(alike) > 1:
             return None
-        return cls(updates[0].group, rows, tuple(updates[0].states), most)
+        return cls(updates[0].group, rows, states, tuple(updates[0].states), most)
 
     def matches(self, paged: PagedOptimizer, group: dict[str, Any], some: Sequence[Any]) -> bool:
-        """Whether ``some``, parameters that have gradients, are to be updated as they were."""
+        """Whether ``some``, parameters that have gradients, are to be updated as they were. They
+        may be thousands, so what is looked at in each is left to C."""
+        if len(some) != len(self.parameters) or not all(map(is_, some, self.parameters)):
+            return False
         if self._settings != _settings(group):
             return False
         if self._stream != _stream_of(self._tables.device):
             return False  # tables are on the device in the order of that stream
-        state = paged.optimizer.state
-        for parameter, before, kept, step in zip(some, self.parameters, self._kept, self.steps):
-            if parameter is not before:
+        dtype, strided = self._grad_dtype, torch.strided
+        for grad in map(_GRAD, some):  # on the parameter's device, as PyTorch sees to it
+            if grad.dtype is not dtype or grad.layout is not strided or not grad.is_contiguous():
                 return False
-            grad = parameter.grad
-            if grad.dtype is not self._grad_dtype or grad.layout is not torch.strided:
+        if not all(map(is_, map(paged.optimizer.state.get, some), self._states)):
+            return False
+        try:
+            values = chain.from_iterable(map(self._values_of, self._states))
+            if not all(map(is_, values, self._values)):
                 return False
-            if not grad.is_contiguous():  # on the parameter's device, as PyTorch sees to it
-                return False
-            now = state.get(parameter)
-            if now is None or now.get("step") is not step or MASTER in now:
-                return False
-            for name, value in zip(self._names, kept):
-                if now.get(name) is not value:
-                    return False
-        for place in self._paged:
-            tensor = place.tensor
-            if tensor._storage is not place.storage or tensor._shaped != place.shaped:
-                return False
-        return len(some) == len(self.parameters)
+        except KeyError:
+            return False
+        if [*map(len, self._states)] != self._lengths:  # with masters, for example
+            return False
+        if [*map(torch.Tensor.data_ptr, self._steps)] != self._step_addresses:
+            return False
+        in_place = all(map(is_, map(_STORAGE, self._paged), self._storages))
+        return in_place and [*map(_SHAPED, self._paged)] == self._shaped
 
     @contextmanager
     def held(self, pager: Core) -> Iterator[npt.NDArray[np.int64] | None]:
         """Inside, all that the updates use is held, to be written. Gives the addresses for
         :meth:`launch`; ``None`` where something is not in one piece."""
-        grads: list[Any] = [parameter.grad for parameter in self.parameters]
-        rows = zip(grads, *self._places)
-        runs: dict[int, Extent] = {}  # in the order in which updates name them
-        for grad, *places in rows:
-            if type(grad) is PagedTensor:
-                runs[grad._storage.run.id] = grad._storage.run
-            for place in places:
-                if type(place) is _Place:
-                    runs[place.run.id] = place.run
-        written = {place.run.id: place.run for place in self._paged}
-        held = list(runs.values())
+        grads = [*map(_GRAD, self.parameters)]
+        held = self._in_order(grads) if PagedTensor in map(type, grads) else self._order
         pager.take(held)
         try:
-            pager.will_write([run for run in held if run.id in written])
+            pager.will_write(self._written)
             whole = all(run.base >= 0 for run in held)
             yield self._found(pager, grads) if whole else None
         finally:
             pager.release(held)
 
+    @cached_property
+    def _order(self) -> list[Extent]:
+        """What is held where no gradient is in pages."""
+        return self._in_order([None] * len(self.parameters))
+
+    def _in_order(self, grads: Sequence[Any]) -> list[Extent]:
+        """All that is held, in the order in which updates name it."""
+        runs: dict[Extent, None] = {}
+        for grad, *places in zip(grads, *self._places):
+            if type(grad) is PagedTensor:
+                runs[grad._storage.run] = None
+            for place in places:
+                if type(place) is _Place:
+                    runs[place.run] = None
+        return list(runs)
+
     def _found(self, pager: Core, grads: Sequence[Any]) -> npt.NDArray[np.int64]:
         arena, size = pager.backend.address, pager.page_size
-        frames = [place.run.base for place in self._paged]
+        frames = [run.base for run in self._runs]
         if frames != self._frames:
             self._frames = frames
             for row, column in enumerate(self._places, 1):
@@ -181,12 +207,25 @@ class BatchAgain:
         """Queue the updates, whose step counters count this step already."""
         adam_step_again(
             *(self._tables, addresses),
-            steps=self.steps,
+            steps=self.counters,
             **settings(torch.optim.AdamW, group),
             decoupled=group["decoupled_weight_decay"],
             inv_scale=inv_scale,
             found_inf=found_inf,
         )
+
+
+def _share_memory(steps: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Counters on the host become elements of one tensor, which counts for all of them: that, or
+    ``steps`` where they cannot. They stay the tensors that they are."""
+    if len({step.dtype for step in steps}) > 1 or any(step.device.type != "cpu" for step in steps):
+        return steps
+    if any(type(step) is not torch.Tensor or step.dim() for step in steps):
+        return steps
+    together = torch.stack(steps)
+    for step, place in zip(steps, together):
+        step.data = place
+    return [together]
 
 
 def _stream_of(device: torch.device) -> torch.Stream | None:

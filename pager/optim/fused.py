@@ -587,7 +587,7 @@ class Batch:
                     with counted(paged, updates):
                         _run(paged, updates, [[*map(as_operand, u.values)] for u in updates])
                 else:
-                    with _counting(paged, known.steps):
+                    with _counting(paged, known.counters):
                         known.launch(group, addresses, _reciprocal(scale), found_inf)
         except (InfeasibleBudget, TierFull):
             del paged.again[begin]

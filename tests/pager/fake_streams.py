@@ -116,7 +116,10 @@ class FakeKit:
     def lacking(device: torch.device) -> list[str]:
         return []
 
-    def copy_batch(self, *copies: Any) -> None:
+    def batch(self, copies: Any) -> Any:
+        raise NotImplementedError
+
+    def copy_batch(self, batch: Any, stream: Any) -> None:
         raise NotImplementedError
 
 

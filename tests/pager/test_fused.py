@@ -799,8 +799,9 @@ def again_on_cpu(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         memory = torch._C._construct_storage_from_data_pointer(address, cpu, count * dtype.itemsize)
         return torch.empty(0, dtype=dtype).set_(memory, 0, (count,), (1,))
 
-    def step(tables: Any, bases: Any, **options: Any) -> None:
+    def step(tables: Any, bases: Any, *, steps: Any, **options: Any) -> None:
         calls.append(tables.groups)
+        options["steps"] = [number for some in steps for number in some.reshape(-1).tolist()]
         addresses = tables.at(bases).addresses  # of pieces: the first one of a group is its begin
         begins = [tables._group.tolist().index(group) for group in range(tables.groups)]
         rows = [
@@ -871,6 +872,16 @@ def test_what_has_changed_is_updated_anew(again_on_cpu: list[int], one_thread: N
         step()
         optimizer.state[parameters[2]]["exp_avg"] = torch.zeros_like(parameters[2])
         step()
+        step()
+        optimizer.state[parameters[1]]["step"].fill_(20)  # counters may be parts of one tensor
+        step()
+        assert world.pager is None or again_on_cpu
+        optimizer.state[parameters[0]]["step"].data = torch.tensor(30.0)
+        step()
+        assert not again_on_cpu
+        step()
+        steps = [float(optimizer.state[p]["step"]) for p in parameters]
+        assert steps[:2] == [32, 23]
         return found, model, optimizer
 
     with make_pager(fits=True) as pager:
