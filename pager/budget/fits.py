@@ -91,22 +91,26 @@ def bytes_in_pages(space: Space, tensors: Iterable[torch.Tensor]) -> int:
     return total
 
 
-def check_capacity(budget: DeviceBudget, nbytes: int, what: str) -> None:
-    """Refuse what all tiers together cannot hold beside what is live: ``TierFull``. Under the
-    pager's lock."""
+def check_capacity(budget: DeviceBudget, nbytes: int, what: str, *, beside: int = 0) -> None:
+    """Refuse what all tiers together cannot hold beside what is live: ``TierFull``. ``beside``:
+    bytes that will be live with it, which count where an iteration is metered. Under the pager's
+    lock."""
     size, residency = budget.page_size, budget.residency
     residency.collect()
     host, disk = residency.mover.slots.host, residency.mover.slots.disk
     slots = host.slots.count + (disk.slots.count if disk else 0)
     frames = budget.frames_at_least()
     room = max(0, frames + slots - residency.space.live_pages) * size
-    if nbytes > room:
-        short = -(-(nbytes - room) // size) * size
+    if nbytes + (beside if budget.metering else 0) > room:
+        short = -(-(nbytes + beside - room) // size) * size
+        all_of_it = -(-(residency.space.live_pages * size + nbytes + beside) // size) * size
+        more = f", an iteration {format_bytes(beside)} more at its peak," if beside else ""
         raise TierFull(
-            f"{what} take {format_bytes(nbytes)} and the tiers have {format_bytes(room)} left "
+            f"{what} take {format_bytes(nbytes)}{more} and the tiers have {format_bytes(room)} left "
             f"(device arena {format_bytes(frames * size)}, host "
             f"{format_bytes(host.capacity_bytes)}, disk "
             f"{format_bytes(disk.slots.count * size if disk else 0)}); raise "
             f"host_budget or disk_budget by at least {format_bytes(short)} ({short} bytes; "
-            "pager.grow does it now). Nothing was changed."
+            f"pager.grow does it now): host_budget={all_of_it} bytes would hold all of it. Nothing "
+            "was changed."
         )

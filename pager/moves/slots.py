@@ -13,7 +13,7 @@ from ..disk.tier import DiskTier
 from ..errors import TierFull
 from ..memory.frame_pool import FramePool, Numbers, expand
 from ..memory.host import HostTier
-from ..memory.page_table import PageTable
+from ..memory.page_table import LIVE, PageTable
 from .tickets import Tickets
 
 
@@ -133,6 +133,7 @@ class Slots:
 
     def _full(self, count: int, room: int) -> TierFull:
         short = (count - room) * self._size
+        live = int(np.count_nonzero(self._table.flags & LIVE)) * self._size
         host = format_bytes(self.host.capacity_bytes)
         if self.disk is not None:
             disk = format_bytes(self.disk.slots.count * self._size)
@@ -147,7 +148,8 @@ class Slots:
         return TierFull(
             f"{full}: {count} pages of {format_bytes(self._size)} must leave the device "
             f"and there is room for {room}; raise {knob} by at least {format_bytes(short)} "
-            f"({short} bytes; pager.grow does it now). Nothing was moved or lost."
+            f"({short} bytes; pager.grow does it now): host_budget={live} bytes would hold all "
+            "pages that there are. Nothing was moved or lost."
         )
 
     # -- copies below ----------------------------------------------------------------------------

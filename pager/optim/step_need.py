@@ -184,8 +184,8 @@ def probe_step(
 
 
 def check_states(paged: PagedOptimizer) -> None:
-    """Refuse the states that the next step makes if all tiers together cannot hold them:
-    ``TierFull``."""
+    """Refuse the states that the next step makes if all tiers together cannot hold them beside what
+    an iteration has at its peak: ``TierFull``."""
     pager = paged.pager
     if paged.stepped and not paged.optimizer.state:  # of the kind that keeps none
         return
@@ -202,8 +202,10 @@ def check_states(paged: PagedOptimizer) -> None:
         if need is None:
             return
         nbytes = int(need.state * bytes_in_pages(pager.space, fresh))
+    space = pager.space
     with pager.lock:
-        check_capacity(pager.budget, nbytes, f"the states of {paged.name}")
+        beside = (space.peak_transient_pages - space.transient_pages) * pager.page_size
+        check_capacity(pager.budget, nbytes, f"the states of {paged.name}", beside=beside)
 
 
 def _shape_of_twin(shape: Sequence[int]) -> list[int]:

@@ -1,5 +1,6 @@
 """Budgets that cannot work are refused with the exact minimum; nothing has changed by then."""
 
+import re
 from contextlib import ExitStack, nullcontext
 
 import pytest
@@ -358,6 +359,30 @@ def test_full_tiers_lose_nothing_and_training_goes_on_after_growing() -> None:
         assert all("host" in r for r in refusals)
         assert all("raise host_budget" in r for r in refusals)
         assert losses == expected
+
+
+@pytest.mark.parametrize("device", ["3MiB", "6MiB", "9MiB"])
+def test_what_full_tiers_ask_for_is_enough(device: str) -> None:
+    """A host of the bytes that they name: at most twice, once while gradients are made and once
+    before there are states."""
+    asked = [0]
+    for _ in range(3):
+        model = mlp()
+        with tp.Pager(device, host_budget=asked[-1], page_size=PAGE, device="cpu") as pager:
+            pager.page_module(model)
+            optimizer = pager.optimizer(torch.optim.AdamW(model.parameters(), lr=1e-2))
+            try:
+                for _ in range(4):
+                    with pager.iteration():
+                        model(torch.ones(256, 64)).square().mean().backward()
+                        optimizer.step()
+                    optimizer.zero_grad()
+                break
+            except tp.TierFull as full:
+                asked.append(int(re.findall(r"host_budget=(\d+) bytes", str(full))[0]))
+    else:
+        pytest.fail(f"asked for {asked[1:]}, and it was not enough")
+    assert (len(asked) > 1) == (device != "9MiB"), asked
 
 
 @pytest.mark.parametrize("width", [64, 256, 1024])
