@@ -106,8 +106,8 @@ def check_capacity(budget: DeviceBudget, nbytes: int, what: str, *, beside: int 
         all_of_it = -(-(residency.space.live_pages * size + nbytes + beside) // size) * size
         more = f", an iteration {format_bytes(beside)} more at its peak," if beside else ""
         raise TierFull(
-            f"{what} take {format_bytes(nbytes)}{more} and the tiers have {format_bytes(room)} left "
-            f"(device arena {format_bytes(frames * size)}, host "
+            f"{what} take {format_bytes(nbytes)}{more} and the tiers have {format_bytes(room)} "
+            f"left (device arena {format_bytes(frames * size)}, host "
             f"{format_bytes(host.capacity_bytes)}, disk "
             f"{format_bytes(disk.slots.count * size if disk else 0)}); raise "
             f"host_budget or disk_budget by at least {format_bytes(short)} ({short} bytes; "
