@@ -19,23 +19,63 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from ..memory.frame_pool import Numbers, distinct
+from ..memory.frame_pool import Numbers, distinct, expand, sliding_max
 from ..memory.space import Extent
 
 if TYPE_CHECKING:
     from .residency import Residency
 
+TAKEN = 1 << 60
+_WAIT = 8  # cost of waiting for a transfer: of so many copies of a page inside the arena
 _NEVER = 1 << 40  # cost of a frame that must stay as it is
 _TRIES = 4  # windows to try, the cheapest first
 _ROOM, _HELD, _WALL = 0, 1, 2
 
 
+# -- frames that are free, but not yet -------------------------------------------------------------
+def waits_on_host(residency: Residency) -> bool:
+    """Something is queued that the host carries out, which streams do not: whoever gets a frame
+    that it is to empty waits for all that is queued before."""
+    return residency.backend.host_addressable and residency.mover.tickets.any
+
+
+def due_after(residency: Residency) -> Numbers:
+    """Of each frame: the transfer that it is free after, 0 if it is; ``TAKEN`` if it will not
+    be."""
+    due = np.full(residency.pool.count, TAKEN)
+    free = expand(residency.pool.runs())
+    late = waits_on_host(residency)
+    due[free] = residency.mover.tickets.latest("device", free) if late else 0
+    return due
+
+
+def soonest(residency: Residency, width: int) -> int | None:
+    """Where so many free frames begin that are there first."""
+    pool = residency.pool
+    if width > pool.count or not waits_on_host(residency):
+        return pool.find_run(width)
+    windows = sliding_max(due_after(residency), width)
+    best = int(np.argmin(windows))
+    return best if windows[best] < TAKEN else None
+
+
+def _waits(residency: Residency) -> Numbers:
+    """What waiting for each frame costs, of those that are free."""
+    if not waits_on_host(residency):
+        return np.zeros(residency.pool.count, np.int64)
+    due = due_after(residency)
+    later = (due > 0) & (due < TAKEN)
+    behind = residency.mover.tickets.behind(0)
+    return np.where(later, _WAIT * np.maximum(0, due + behind), 0)
+
+
+# -- windows ---------------------------------------------------------------------------------------
 def find_window(residency: Residency, run: Extent) -> int | None:
     """The first of ``run.count`` consecutive frames that are free, or were made so; pages of
     ``run`` itself may be in them, then at their places. ``None`` as of :func:`_open_window`."""
     found = None
     if (residency.table.frame[run.pages] < 0).all():
-        found = residency.pool.find_run(run.count)
+        found = soonest(residency, run.count)
     return _open_window(residency, run) if found is None else found
 
 
@@ -47,7 +87,7 @@ def _open_window(residency: Residency, run: Extent) -> int | None:
     own = table.frame[run.first : run.first + run.count]
     if pool.free_count < run.count - int((own >= 0).sum()) or run.count > pool.count:
         return None
-    cost = _costs(residency, run)
+    cost = _costs(residency, run) + _waits(residency)
     sums = np.concatenate([[0], np.cumsum(cost)])
     windows = sums[run.count :] - sums[: -run.count]
     for base in _cheapest(windows):
@@ -251,7 +291,7 @@ def _clear(residency: Residency, run: Extent, base: int) -> bool:
 
 def _move_aside(residency: Residency, run: Extent) -> bool:
     """All pages of ``run`` that are on the device go to another place for the whole of it."""
-    start = residency.pool.find_run(run.count)
+    start = soonest(residency, run.count)
     if start is None:
         return False
     _arrange(residency, run.pages, run.pages + (start - run.first))

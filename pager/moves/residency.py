@@ -29,7 +29,7 @@ import torch
 from ..devices.device import Device
 from ..errors import InfeasibleBudget, TierFull
 from ..machine.ranks import about_share, ranks_sharing
-from ..memory.frame_pool import Numbers, distinct, expand, merge
+from ..memory.frame_pool import Numbers, distinct, expand, merge, sliding_max
 from ..memory.page_table import BLANK, DIRTY, PageTable
 from ..memory.space import Extent, Part, Space, generations
 from ..memory.turns import Crowded, Pin, Turns
@@ -54,19 +54,6 @@ class Needs(Protocol):
     """``frames``: that one op of its kind has needed, at most."""
 
     frames: int
-
-
-def sliding_max(values: npt.NDArray[np.int64], width: int) -> npt.NDArray[np.int64]:
-    """``max(values[i:i+width])`` for every i, in O(len(values)) (van Herk's two sweeps)."""
-    count = len(values) - width + 1
-    if width == 1:
-        return values
-    padded = np.full(-(-len(values) // width) * width, np.iinfo(np.int64).min)
-    padded[: len(values)] = values
-    blocks = padded.reshape(-1, width)
-    ahead = np.maximum.accumulate(blocks, axis=1).ravel()
-    behind = np.maximum.accumulate(blocks[:, ::-1], axis=1)[:, ::-1].ravel()
-    return np.maximum(behind[:count], ahead[width - 1 : width - 1 + count])
 
 
 class Residency:

@@ -14,21 +14,29 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
-from ..memory.frame_pool import Numbers, distinct, expand, merge
+from ..memory.frame_pool import Numbers, distinct, merge
 from ..memory.page_table import BLANK, DIRTY
 from ..memory.space import Extent
-from ..moves.compaction import base_of, find_window, make_way, rearrange, vacate
+from ..moves.compaction import (
+    TAKEN,
+    base_of,
+    due_after,
+    find_window,
+    make_way,
+    rearrange,
+    soonest,
+    vacate,
+    waits_on_host,
+)
 from ..moves.mover import OTHER, TIERS, Coming, Mover
-from ..moves.residency import Residency, sliding_max
+from ..moves.residency import Residency
 from ..moves.tickets import MoveFailed
 from .access_log import Names
 from .compiled_plan import ANYWHERE, Action, CompiledPlan
 from .put_off import Job, PutOff
 
 _NOTHING = np.empty(0, np.int64)
-_TAKEN = 1 << 60
 _LATE = 2  # transfers that are queued before it, or in between
 _PATIENCE = 16  # times that a move waits for its place: some 8 accesses
 
@@ -419,7 +427,7 @@ class PlannedMoves:
                 first, count = int(pages[0]), len(pages)
                 window = base
             else:
-                window = self._soonest(run.count)
+                window = soonest(self._residency, run.count)
             if window is not None and not (
                 self._is_inside(run, window) and pool.is_free(window + first - run.first, count)
             ):
@@ -434,46 +442,24 @@ class PlannedMoves:
 
     def _is_late(self, frames: Numbers) -> bool:
         """Whether these free frames are there much later than as many others are."""
-        if not self._is_host_late() or not len(frames):
+        if not waits_on_host(self._residency) or not len(frames):
             return False
         due = int(self._mover.tickets.latest("device", frames).max())
         if self._mover.tickets.behind(due) <= _LATE:
             return False
-        soonest = np.sort(self._due())[: len(frames)]
-        return due > int(soonest[soonest < _TAKEN].max(initial=0)) + _LATE
-
-    def _is_host_late(self) -> bool:
-        """Something is queued that the host carries out, which streams do not."""
-        return self._mover.backend.host_addressable and self._mover.tickets.any
-
-    def _due(self) -> npt.NDArray[np.int64]:
-        """Of each frame: the transfer that it is free after, 0 if it is; ``_TAKEN`` if it will not
-        be."""
-        pool = self._residency.pool
-        due = np.full(pool.count, _TAKEN)
-        free = expand(pool.runs())
-        due[free] = self._mover.tickets.latest("device", free) if self._is_host_late() else 0
-        return due
-
-    def _soonest(self, width: int) -> int | None:
-        """Where so many free frames begin that are there first."""
-        pool = self._residency.pool
-        if width > pool.count or not self._is_host_late():
-            return pool.find_run(width)
-        windows = sliding_max(self._due(), width)
-        best = int(np.argmin(windows))
-        return best if windows[best] < _TAKEN else None
+        times = np.sort(due_after(self._residency))[: len(frames)]
+        return due > int(times[times < TAKEN].max(initial=0)) + _LATE
 
     def _soonest_frames(self, count: int) -> Numbers:
         """So many free frames, or as many as there are, that are there first."""
         count = min(count, self._residency.pool.free_count)
-        return np.argsort(self._due(), kind="stable")[:count]
+        return np.argsort(due_after(self._residency), kind="stable")[:count]
 
     def _sooner(self, run: Extent, base: int, part: Numbers) -> int:
         """``base``, or where as many free frames as ``run`` has begin if those for ``part`` of it
         are there much sooner: what is to leave the planned ones may be the last in its queue."""
         if self._is_inside(run, base) and self._is_late(part + base):
-            sooner = self._soonest(run.count)
+            sooner = soonest(self._residency, run.count)
             return base if sooner is None else sooner
         return base
 

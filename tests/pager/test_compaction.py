@@ -104,6 +104,26 @@ def test_room_cannot_be_made(before: str, pinned: str, count: int) -> None:
         assert unchanged(tensors)
 
 
+@pytest.mark.parametrize("together", [False, True])
+def test_frames_that_a_queue_has_yet_to_empty_are_the_last_to_be_taken(together: bool) -> None:
+    """Whoever took them would wait for all that is queued before. ``together``: for a run that is
+    there in two pieces; otherwise for one that is nowhere yet."""
+    with make_pager(frames=FRAMES) as pager:
+        tensors = laid_out(pager, "...AA...BB")
+        run, core = tensors["A"]._storage.run, pager.core
+        with core.lock:
+            core.residency.relocate(run.pages[1:], np.array([5]))
+            late = np.array([0, 1, 2, 4] if together else [6, 7])
+            ticket = core.mover.tickets.take("leaves", ("device", late))
+        assert layout(pager, tensors) == "...A.A..BB"
+        with core.lock:
+            base = find_window(core.residency, run) if together else window(pager, 2)
+        assert base in ((5, 6) if together else (0, 1))
+        ticket.end()
+        check_invariants(core)
+        assert unchanged(tensors)
+
+
 @pytest.mark.parametrize(
     ("before", "after"),
     [

@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 import tensorpager as tp
 from tensorpager.pager.debug.chaos import chaos, scattered, scramble
 from tensorpager.pager.debug.check import check_invariants
-from tensorpager.pager.moves.residency import sliding_max
+from tensorpager.pager.memory.frame_pool import sliding_max
 
 PAGE = 64 << 10
 
