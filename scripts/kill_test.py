@@ -215,7 +215,7 @@ def session(leader: int) -> list[int]:
         except OSError:
             continue
         if int(after_name[3]) == leader and after_name[0] not in "ZX":
-            members.append(int(entry.parts[1]))
+            members.append(int(entry.parts[2]))
     return members
 
 
