@@ -507,6 +507,8 @@ class PlannedMoves:
         frames = np.concatenate([pages - (run.first - base), places])
         if self._put_off.is_on and self._put_off.in_place(frames):
             return False  # that need not be moved aside
+        if self._is_late(frames[self._table.frame_page[frames] < 0]):
+            return False  # what is there would wait with the rest
         coming.begin()  # before anything is
         if not make_way(self._residency, run, frames, self._home):
             return False
