@@ -59,6 +59,14 @@ def soonest(residency: Residency, width: int) -> int | None:
     return best if windows[best] < TAKEN else None
 
 
+def is_awaited(residency: Residency, first: int, count: int) -> bool:
+    """Whether somebody has yet to leave one of these frames, and the host would wait for that."""
+    frames = np.arange(first, first + count)
+    return waits_on_host(residency) and bool(
+        residency.mover.tickets.pending("device", frames).any()
+    )
+
+
 def _waits(residency: Residency) -> Numbers:
     """What waiting for each frame costs, of those that are free."""
     if not waits_on_host(residency):
@@ -72,11 +80,15 @@ def _waits(residency: Residency) -> Numbers:
 # -- windows ---------------------------------------------------------------------------------------
 def find_window(residency: Residency, run: Extent) -> int | None:
     """The first of ``run.count`` consecutive frames that are free, or were made so; pages of
-    ``run`` itself may be in them, then at their places. ``None`` as of :func:`_open_window`."""
+    ``run`` itself may be in them, then at their places. ``None`` as of :func:`_open_window`. Others
+    are moved aside also where that takes less than waiting for a transfer."""
     found = None
     if (residency.table.frame[run.pages] < 0).all():
         found = soonest(residency, run.count)
-    return _open_window(residency, run) if found is None else found
+        if found is not None and not is_awaited(residency, found, run.count):
+            return found
+    opened = _open_window(residency, run)
+    return found if opened is None else opened
 
 
 def _open_window(residency: Residency, run: Extent) -> int | None:

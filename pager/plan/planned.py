@@ -23,6 +23,7 @@ from ..moves.compaction import (
     base_of,
     due_after,
     find_window,
+    is_awaited,
     make_way,
     rearrange,
     soonest,
@@ -555,7 +556,9 @@ class PlannedMoves:
     def _window(self, run: Extent, base: int) -> int | None:
         """The first of as many free frames as ``run`` has pages, ``base`` if it is."""
         place = self._birthplace(run, self._sooner(run, base, run.pages - run.first))
-        return find_window(self._residency, run) if place is None else place
+        if place is None or is_awaited(self._residency, place, run.count):
+            return find_window(self._residency, run)
+        return place
 
     def _birthplace(self, run: Extent, base: int) -> int | None:
         """The place that the plan has for ``run``, if it is free, or was made so, or another one
