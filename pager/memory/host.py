@@ -106,5 +106,6 @@ class HostTier:
     def close(self) -> None:
         """Idempotent."""
         pieces, self._pieces, self._starts, self._addresses = self._pieces, [], [], []
+        self._known.clear()  # it has parts of them
         for piece in pieces:
             piece.give_back()
