@@ -33,8 +33,6 @@ from .update import (
 
 __all__ = ["adam_step", "adam_step_again", "adam_step_reference"]
 
-_NUMPY = {torch.float32: np.float32, torch.float64: np.float64}
-
 
 class _Adam(NamedTuple):
     """What is the same for all groups of a call, named as in torch.optim."""
@@ -168,12 +166,9 @@ def _numbers(
             if n not in columns:
                 first, second = 1 - chosen.beta1**n, 1 - chosen.beta2**n
                 columns[n] = [n, *told, decay, lr / first, math.sqrt(second), *weights]
-        table_ = np.array([*columns.values()]).T
-        if len(columns) > 1:
-            of = {n: place for place, n in enumerate(columns)}
-            table_ = table_[:, [of[n] for n in numbers]]
-        table_ = np.broadcast_to(table_, (len(table_), len(numbers)))
-        return upload(torch.from_numpy(table_.astype(_NUMPY[compute], order="C")), device)
+        place_of = {n: place for place, n in enumerate(columns)}
+        table_ = np.array([*columns.values()]).T[:, [place_of[n] for n in numbers]]
+        return upload(torch.from_numpy(np.ascontiguousarray(table_)).to(compute), device)
     singly = [
         y for x in steps for y in (x.unbind() if isinstance(x, torch.Tensor) and x.dim() else [x])
     ]

@@ -28,6 +28,7 @@ import torch
 
 from ...planner.sizes import format_bytes
 from ..errors import TierFull
+from ..machine.ranks import about_share
 from ..memory.space import Extent, Space
 from .budget import DeviceBudget
 
@@ -93,8 +94,8 @@ def bytes_in_pages(space: Space, tensors: Iterable[torch.Tensor]) -> int:
 
 def check_capacity(budget: DeviceBudget, nbytes: int, what: str, *, beside: int = 0) -> None:
     """Refuse what all tiers together cannot hold beside what is live: ``TierFull``. ``beside``:
-    bytes that will be live with it, which count where an iteration is metered. Under the pager's
-    lock."""
+    bytes that will be live with it in an iteration, which it is refused for only where one is
+    metered. Under the pager's lock."""
     size, residency = budget.page_size, budget.residency
     residency.collect()
     host, disk = residency.mover.slots.host, residency.mover.slots.disk
@@ -112,5 +113,5 @@ def check_capacity(budget: DeviceBudget, nbytes: int, what: str, *, beside: int 
             f"{format_bytes(disk.slots.count * size if disk else 0)}); raise "
             f"host_budget or disk_budget by at least {format_bytes(short)} ({short} bytes; "
             f"pager.grow does it now): host_budget={all_of_it} bytes would hold all of it. Nothing "
-            "was changed."
+            f"was changed.{about_share('host', residency.backend.device.type)}"
         )

@@ -25,7 +25,7 @@ from ..memory.space import Extent
 if TYPE_CHECKING:
     from .residency import Residency
 
-TAKEN = 1 << 60
+TAKEN = 1 << 60  # later than any transfer
 _WAIT = 8  # cost of waiting for a transfer: of so many copies of a page inside the arena
 _NEVER = 1 << 40  # cost of a frame that must stay as it is
 _TRIES = 4  # windows to try, the cheapest first
@@ -73,8 +73,8 @@ def _waits(residency: Residency) -> Numbers:
         return np.zeros(residency.pool.count, np.int64)
     due = due_after(residency)
     later = (due > 0) & (due < TAKEN)
-    behind = residency.mover.tickets.behind(0)
-    return np.where(later, _WAIT * np.maximum(0, due + behind), 0)
+    before_all = residency.mover.tickets.behind(0)  # the same number away from each one's
+    return np.where(later, _WAIT * np.maximum(0, due + before_all), 0)
 
 
 # -- windows ---------------------------------------------------------------------------------------

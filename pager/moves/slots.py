@@ -11,6 +11,7 @@ import numpy as np
 from ...planner.sizes import format_bytes
 from ..disk.tier import DiskTier
 from ..errors import TierFull
+from ..machine.ranks import about_share
 from ..memory.frame_pool import FramePool, Numbers, expand
 from ..memory.host import HostTier
 from ..memory.page_table import LIVE, PageTable
@@ -149,7 +150,7 @@ class Slots:
             f"{full}: {count} pages of {format_bytes(self._size)} must leave the device "
             f"and there is room for {room}; raise {knob} by at least {format_bytes(short)} "
             f"({short} bytes; pager.grow does it now): host_budget={live} bytes would hold all "
-            "pages that there are. Nothing was moved or lost."
+            f"pages that there are. Nothing was moved or lost.{about_share('host', '')}"
         )
 
     # -- copies below ----------------------------------------------------------------------------

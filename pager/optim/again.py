@@ -37,12 +37,11 @@ _SETTINGS = ("amsgrad", "maximize", "foreach", "fused", "differentiable", "captu
 
 class _Place:
     """Where a tensor's first element is: ``inside`` bytes behind the first frame of ``run``, for as
-    long as it is in these pages (``storage``), and has the geometry that it had (``shaped``)."""
+    long as it is in these pages, and has the geometry that it had."""
 
-    __slots__ = ("inside", "run", "shaped", "storage", "tensor")
+    __slots__ = ("inside", "run")
 
     def __init__(self, tensor: PagedTensor) -> None:
-        self.tensor, self.storage, self.shaped = tensor, tensor._storage, tensor._shaped
         self.run: Extent = tensor._storage.run
         offset = int(tensor.storage_offset())
         self.inside = tensor._storage.offset + offset * tensor.dtype.itemsize
@@ -80,15 +79,15 @@ class BatchAgain:
         self._tables = KeptTables(dtypes, numels, grad.device)
         self._stream = _stream_of(grad.device)
         # By operand, from the parameter on: what is dense, or its place in pages.
+        columns = list(zip(*rows))[:-1]
         self._places: list[list[Any]] = [
             [_Place(value) if type(value) is PagedTensor else value for value in column]
-            for column in list(zip(*rows))[:-1]
+            for column in columns
         ]
-        paged = [x for column in self._places for x in column if type(x) is _Place]
-        self._paged = [place.tensor for place in paged]
-        self._storages = [place.storage for place in paged]
-        self._shaped = [place.shaped for place in paged]
-        self._runs = [place.run for place in paged]
+        self._paged = [value for value in chain(*columns) if type(value) is PagedTensor]
+        self._storages = [*map(_STORAGE, self._paged)]
+        self._shaped = [*map(_SHAPED, self._paged)]
+        self._runs = [storage.run for storage in self._storages]
         self._written = list(dict.fromkeys(self._runs))
         self._frames: list[int] = []  # of the first page of each of these
         self._addresses = np.empty((1 + len(self._places), len(rows)), np.int64)

@@ -385,6 +385,26 @@ def test_what_full_tiers_ask_for_is_enough(device: str) -> None:
     assert (len(asked) > 1) == (device != "9MiB"), asked
 
 
+@pytest.mark.parametrize("device", ["6MiB", "12MiB"])
+def test_full_tiers_of_a_rank_say_that_its_figures_are_of_a_part(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the middle of an iteration, and before there are states."""
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    model = mlp()
+    with tp.Pager(device, page_size=PAGE, device="cpu") as pager:
+        pager.page_module(model)
+        optimizer = pager.optimizer(torch.optim.AdamW(model.parameters(), lr=1e-2))
+
+        def step() -> None:
+            with pager.iteration():
+                model(torch.ones(256, 64)).square().mean().backward()
+                optimizer.step()
+
+        with pytest.raises(tp.TierFull, match=r"one of 2 ranks: host_budget .* 2 times as much"):
+            step()
+
+
 @pytest.mark.parametrize("width", [64, 256, 1024])
 def test_a_device_that_holds_everything_needs_no_other_tier(width: int) -> None:
     """The metered arena is as small as one op allows, and grows for what has nowhere else to go."""
