@@ -3,28 +3,21 @@
 Ops of a bucket are of the same blocks of the model, and all or none of them may run again, or the
 host can do all or none. What lives inside of one bucket only is no tensor any more. Its bytes
 are in the bucket's workspace, as far as they are above what else is there, so the peak of a bucket
-is that of its ops, or a little more.
-
-Bounds and estimates are for such a trace itself (:func:`bucketed`), in which updates of large
-parameters are cut into slabs, as the host takes them. Of a trace that is too long to be planned,
-tensors that are used alike are joined too, and a plan for that becomes one for all of its ops
-(:class:`Shorter`).
+is that of its ops, or a little more. Updates of large parameters are cut into slabs, as the host
+takes them.
 """
 
 from __future__ import annotations
 
-import bisect
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
 from .lifetimes import live_pages
-from .plan import Move, Plan, Recompute, StartRun
-from .trace import READ, READWRITE, WRITE, Segment, Trace, make_trace
+from .trace import READ, READWRITE, WRITE, Trace, make_trace
 
 SLAB_BYTES = 256_000_000  # of parameter that one op updates
 TOGETHER = SLAB_BYTES / 2  # of parameters whose updates are joined, at most
@@ -45,163 +38,31 @@ class _Bucket:
 def bucketed(trace: Trace, most_ops: int) -> Trace:
     """The same iteration in about ``most_ops`` ops, or in as many as it has if these are fewer.
     Bounds and plans are for the new trace."""
-    kinds = _kinds(trace, _blocks(trace))
-    fewest = len(_groups(trace, kinds, trace.ideal_us))
-    groups = _about(trace, kinds, max(most_ops, 2 * fewest))  # no bucket is half of the model
+    kinds = kinds_of(trace, blocks_of(trace))
+    fewest = len(groups_of(trace, kinds, trace.ideal_us))
+    groups = even_groups(
+        trace, kinds, max(most_ops, 2 * fewest)
+    )  # no bucket is half of the model
     names = [_name(trace, ops) for ops in groups]
-    return _joined(trace, groups, names, trace.page_size, SLAB_BYTES)
+    return join(trace, groups, names, trace.page_size, SLAB_BYTES)
 
 
-@dataclass(frozen=True, eq=False)
-class Shorter:
-    """``trace``: another in fewer ops, with one tensor in the place of those that these use alike.
-    Where a plan for it fits, so does what :meth:`plan` makes of it: an op needs at once what the
-    ops that it stands for need one after the other.
-
-    ``first_op`` and ``last_op`` of the other that each op stands for; ``parts`` of each tensor, by
-    its number: numbers of the other's, and where the pages of each begin.
-    """
-
-    trace: Trace
-    first_op: list[int]
-    last_op: list[int]
-    parts: dict[int, tuple[list[int], list[int]]]
-    sha256: str
-
-    def plan(self, plan: Plan) -> Plan:
-        """For the other trace; what it takes there is not simulated."""
-        hosted = [
-            op
-            for step in plan.host_steps
-            for op in range(self.first_op[step], self.last_op[step] + 1)
-        ]
-        again = [
-            Recompute(self.first_op[first], self.last_op[last], self.first_op[before])
-            for first, last, before in plan.recompute
-        ]
-        moves = [
-            Move(*run, move.tier, move.action, self.first_op[move.issue_op])
-            for move in plan.moves
-            for run in self._runs(move.tensor, move.first_page, move.page_count)
-        ]
-        start = [
-            StartRun(*run, each.tier)
-            for each in plan.start
-            for run in self._runs(each.tensor, each.first_page, each.page_count)
-        ]
-        return replace(
-            plan,
-            moves=moves,
-            start=sorted(start),
-            recompute=again,
-            host_steps=hosted,
-            trace_sha256=self.sha256,
-            predicted=None,
-            bound=None,
-        )
-
-    def _runs(self, tensor: int, first: int, count: int) -> Iterator[tuple[int, int, int]]:
-        """The same pages as those of the other trace's tensors: number, first page, pages."""
-        numbers, begins = self.parts[tensor]
-        place = bisect.bisect(begins, first) - 1
-        while count:
-            begin = first - begins[place]
-            some = min(count, begins[place + 1] - first)
-            yield numbers[place], begin, some
-            first, count, place = first + some, count - some, place + 1
-
-
-def shorter(trace: Trace, page_size: int, most_ops: int) -> Shorter:
-    """In about ``most_ops`` ops; ``page_size`` of the plans."""
-    inside = _blocks(trace)
-    blocks, whole_blocks = inside, True
-    kinds = _kinds(trace, inside)
-    if 2 * len(_groups(trace, kinds, trace.ideal_us)) > most_ops:
-        whole_blocks = False
-        kinds = _kinds(trace)
-    if 2 * len(_groups(trace, kinds, trace.ideal_us)) > most_ops:
-        kinds = (~np.isnan(trace.op_host_us)).tolist()
-    groups = _about(trace, kinds, most_ops)
-    took_us = trace.op_duration_us.tolist()
-    names = [trace.op_names[max(ops, key=took_us.__getitem__)] for ops in groups]
-    joined = _joined(trace, groups, names, page_size, math.inf)
-    if not whole_blocks:
-        segments = tuple(
-            Segment(number, number, trace.segments[blocks[ops[0]][0]].name)
-            for number, ops in enumerate(groups)
-            if all(blocks[op] for op in ops)
-        )
-        joined = replace(joined, segments=segments)
-    first, last = [ops[0] for ops in groups], [ops[-1] for ops in groups]
-    made, members = _alike(joined, page_size)
-    numbers = trace.tensor_ids.tolist()
-    pages = joined.pages(page_size).tolist()
-    parts = {}
-    for number, tensors in zip(made.tensor_ids.tolist(), members):
-        ids = joined.tensor_ids[tensors].tolist()  # places in ``trace``, or a workspace
-        begins = np.cumsum([0, *(pages[tensor] for tensor in tensors)]).tolist()
-        parts[number] = [numbers[i] if i < len(numbers) else -1 for i in ids], begins
-    return Shorter(made, first, last, parts, trace.sha256)
-
-
-def _alike(trace: Trace, page_size: int) -> tuple[Trace, list[list[int]]]:
-    """With one tensor for all that the same ops access in the same way, each as a whole; and which
-    ones each stands for."""
-    order = np.argsort(trace.access_tensor, kind="stable")
-    ops, modes = trace.access_op[order], trace.access_mode[order]
-    edges = np.searchsorted(trace.access_tensor[order], np.arange(trace.tensors + 1)).tolist()
-    found: dict[tuple[Any, ...], list[int]] = {}
-    for tensor, (begin, end) in enumerate(pairwise(edges)):
-        lasting = bool(trace.tensor_persistent[tensor])
-        used = ops[begin:end].tobytes(), modes[begin:end].tobytes()
-        found.setdefault((trace.tensor_kinds[tensor], lasting, *used), []).append(tensor)
-    members = list(found.values())
-    first = np.array([tensors[0] for tensors in members], np.int64)
-    place = np.full(trace.tensors, -1, np.int64)
-    place[first] = np.arange(len(first))
-    kept = place[trace.access_tensor] >= 0
-    pages = trace.pages(page_size)
-    nbytes = np.array(
-        [
-            pages[tensors].sum() * page_size if len(tensors) > 1 else trace.tensor_bytes[tensors[0]]
-            for tensors in members
-        ],
-        np.int64,
-    )
-    index = place[trace.access_tensor[kept]]
-    made = replace(
-        trace,
-        page_size=page_size,
-        tensor_ids=np.arange(len(first), dtype=np.int64),
-        tensor_names=[trace.tensor_names[tensor] for tensor in first.tolist()],
-        tensor_bytes=nbytes,
-        tensor_kinds=[trace.tensor_kinds[tensor] for tensor in first.tolist()],
-        tensor_persistent=trace.tensor_persistent[first],
-        access_op=trace.access_op[kept],
-        access_tensor=index,
-        access_mode=trace.access_mode[kept],
-        access_first_page=np.zeros(len(index), np.int64),
-        access_page_count=-(-nbytes // page_size)[index],
-    )
-    return made, members
-
-
-def _about(trace: Trace, kinds: list[Any], most_ops: int) -> list[list[int]]:
+def even_groups(trace: Trace, kinds: list[Any], most_ops: int) -> list[list[int]]:
     """So many groups at most, as even as can be."""
     low, high = 0.0, max(trace.ideal_us, SMALL_US)
-    groups = _groups(trace, kinds, 0.0)
+    groups = groups_of(trace, kinds, 0.0)
     if len(groups) <= most_ops:
         return groups
     for _ in range(HALVINGS):
         limit = (low + high) / 2
-        if len(_groups(trace, kinds, limit)) > most_ops:
+        if len(groups_of(trace, kinds, limit)) > most_ops:
             low = limit
         else:
             high = limit
-    return _groups(trace, kinds, high)
+    return groups_of(trace, kinds, high)
 
 
-def _blocks(trace: Trace) -> list[tuple[int, ...]]:
+def blocks_of(trace: Trace) -> list[tuple[int, ...]]:
     """The segments that each op is in."""
     blocks: list[tuple[int, ...]] = [() for _ in range(trace.ops)]
     for number, (first, last, _) in enumerate(trace.segments):
@@ -210,12 +71,12 @@ def _blocks(trace: Trace) -> list[tuple[int, ...]]:
     return blocks
 
 
-def _kinds(trace: Trace, *more: Sequence[Any]) -> list[Any]:
+def kinds_of(trace: Trace, *more: Sequence[Any]) -> list[Any]:
     """Of each op: only neighbours of one kind are joined."""
     return list(zip((~np.isnan(trace.op_host_us)).tolist(), trace.op_rerun.tolist(), *more))
 
 
-def _groups(trace: Trace, kinds: list[Any], limit_us: float) -> list[list[int]]:
+def groups_of(trace: Trace, kinds: list[Any], limit_us: float) -> list[list[int]]:
     """Ops together as long as they take no longer than ``limit_us``."""
     host = (~np.isnan(trace.op_host_us)).tolist()
     weights = _updated_bytes(trace)
@@ -246,7 +107,7 @@ def _columns(trace: Trace) -> tuple[Any, ...]:
     return trace.access_op, trace.access_tensor, trace.access_mode
 
 
-def _joined(
+def join(
     trace: Trace, groups: list[list[int]], names: list[str], page_size: int, slab_bytes: float
 ) -> Trace:
     buckets = [_Bucket(ops, float(trace.op_duration_us[ops].sum())) for ops in groups]

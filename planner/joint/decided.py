@@ -235,7 +235,7 @@ class Planner:
                     make=partial(_Timed, hosted, first_op) if decisions.units else None,
                 )
             except Unsolved:
-                continue
+                return None  # with less in reserve it takes as long
             if solution is None:
                 continue
             least_us = float(problem.duration_us.sum()) + solution.stall_us

@@ -19,11 +19,13 @@ import numpy as np
 
 from ..errors import InfeasibleBudget, PolicyRefusal
 from ..hardware import Hardware
+from ..lifetimes import gaps as find_gaps
 from ..lifetimes import live_pages
 from ..lp.policy import bound as bound_of_moves
 from ..lp.policy import plan as plan_moves
 from ..lp.program import Unsolved
 from ..plan import Plan
+from ..shorter import plan_shorter
 from ..simulation import Simulation
 from ..trace import Floats, Trace
 from .decided import Decisions, Hosted, Outcome, Planner, faster
@@ -35,8 +37,8 @@ Progress = Callable[[str, float], None]
 Tried = tuple[Decisions, Outcome | None]  # a candidate: its choices, and what came of it
 ALLOWED = ("move", "recompute", "host-step")
 MAX_STEPS, MERGED_STEPS, BOUND_STEPS = 1200, 250, 150  # of the program for the choices
+MANY_GAPS = 20_000  # the same, of a trace with more than that
 MERGED_MOVES, QUICK_MOVES = 700, 250  # of that for the moves, where it would be more than MAX_STEPS
-MOST_REMAKES = 4000  # of the largest by pages and time; a bound counts the others as never there
 MOST_FILLED = 200  # updates that are looked at for what is left of the host's time
 CHEAP_SHARE = 0.1  # of a segment's time: an op that takes less is cheap to run again
 # For the bound, by the clock, as the solver counts; then for choices, of one processor, so that
@@ -85,7 +87,10 @@ def plan(
     if not remakes and not units:
         return replace(plan_moves(trace, hardware, quick=quick, progress=progress), policy="joint")
     workers = 1 if quick else min(workers, len(os.sched_getaffinity(0)))
-    return _Search(trace, hardware, uses, remakes, units, quick, progress, workers).run()
+    again = partial(
+        plan, hardware=hardware, allow=allow, quick=quick, progress=progress, workers=workers
+    )
+    return _Search(trace, hardware, uses, remakes, units, quick, progress, workers, again).run()
 
 
 @dataclass(frozen=True)
@@ -103,7 +108,7 @@ class Bounds:
 
     def __init__(self, trace: Trace) -> None:
         self._trace, self._uses = trace, Uses(trace)
-        self._remakes = _largest(trace, find_remakes(trace, self._uses))
+        self._remakes = find_remakes(trace, self._uses)
         self._units = find_units(trace, self._uses)
 
     def best(self, hardware: Hardware, allow: Sequence[str] = ALLOWED) -> Best | None:
@@ -142,11 +147,15 @@ class _Search:
         quick: bool,
         progress: Progress,
         workers: int,
+        again: Callable[[Trace], Plan],
     ) -> None:
-        self.trace, self.hardware, self.uses = trace, hardware, uses
-        self.remakes, self.units = _largest(trace, remakes), units
+        """``again``: the whole search, of another trace."""
+        self.trace, self.hardware, self.uses, self.again = trace, hardware, uses, again
+        self.remakes, self.units = remakes, units
         self.quick, self.progress, self.workers = quick, progress, workers
-        steps = MAX_STEPS if trace.ops <= MAX_STEPS else MERGED_MOVES
+        # Programs take longer then, and are in merged steps.
+        self.long = trace.ops > MAX_STEPS or len(find_gaps(trace, hardware.page_size)) > MANY_GAPS
+        steps = MERGED_MOVES if self.long else MAX_STEPS
         steps = QUICK_MOVES if quick else steps
         self.planner = Planner(trace, hardware, uses, progress, most_steps=steps)
         sizes = trace.pages(hardware.page_size)
@@ -169,7 +178,6 @@ class _Search:
     def _run(self) -> Plan:
         self.progress("solving for the bound", 0.0)
         self.began = time.process_time()
-        self.long = self.trace.ops > MAX_STEPS  # programs take longer, and are in merged steps
         steps = MERGED_STEPS if self.long else MAX_STEPS
         self.steps = BOUND_STEPS if self.quick else steps
         shares = self._solve(self.units)
@@ -178,6 +186,10 @@ class _Search:
         self.bound_us = float(device_us.sum())  # where the program has no answer
         if shares is not None:
             self.bound_us = shares.iteration_us
+        found = plan_shorter(self.trace, self.hardware, self.again)
+        if found is not None:
+            return self._made(found)
+        if shares is not None:
             self._try_all(self._choices(shares))
         if not self.quick or self.best is None:
             self.until = self.later = math.inf  # of most it is soon seen that they are slow
@@ -188,9 +200,14 @@ class _Search:
         refusal = self._moves_only()
         if self.best is None:
             raise refusal or PolicyRefusal("joint: no plan of the program ran in the simulator")
+        return self._made(self.best.plan)
+
+    def _made(self, best: Plan) -> Plan:
         self.progress("done", 1.0)
-        made = replace(self.best.plan, policy="joint").bounded(self.bound_us)
-        return replace(made, extra={**made.extra, "notes": self.notes}) if self.notes else made
+        extra = {key: value for key, value in best.extra.items() if key != "notes"}
+        if self.notes:
+            extra["notes"] = self.notes
+        return replace(best, policy="joint", extra=extra).bounded(self.bound_us)
 
     def _try_all(self, candidates: Iterator[Callable[[], Tried] | None]) -> None:
         """As many at a time as there are workers. ``None`` waits for those that are under way."""
@@ -383,6 +400,8 @@ class _Search:
         """The plan of ``lp``, if that could be faster; or why there is none."""
         try:
             if self.best is not None:
+                if self.long and self._good():
+                    return None
                 for quick in (True, self.quick):
                     least_us = bound_of_moves(self.trace, self.hardware, quick=quick)
                     if least_us >= self.best.iteration_us:
@@ -408,18 +427,6 @@ class _Search:
 def _slowed() -> float:
     """By how much other work slows this, up to 8: the solver goes by the clock."""
     return min(8.0, max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1)))
-
-
-def _largest(trace: Trace, remakes: list[Remake]) -> list[Remake]:
-    if len(remakes) <= MOST_REMAKES:
-        return remakes
-    ends = np.cumsum(trace.op_duration_us)
-    worth = [
-        -float(trace.tensor_bytes[each.tensor] * (ends[each.before - 1] - ends[each.after]))
-        for each in remakes
-    ]
-    kept = set(np.argsort(worth, kind="stable")[:MOST_REMAKES].tolist())
-    return [each for number, each in enumerate(remakes) if number in kept]
 
 
 # -- from shares to whole decisions --------------------------------------------------------------

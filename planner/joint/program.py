@@ -13,16 +13,19 @@ from __future__ import annotations
 import bisect
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from ..hardware import Hardware
+from ..lifetimes import Gaps
+from ..lp.groups import Loose, loosened
 from ..lp.problem import Problem, make_problem, merged, with_kept_copies
 from ..lp.program import MOVE_COST, Builder, run
-from ..trace import Floats, Ints, Trace
+from ..trace import Bools, Floats, Ints, Trace
 from .options import Remake, Unit, Uses
 
+MOST_REMAKES = 4000  # that the program can tell apart
 GROWTH = 1.6  # of the groups of parameters whose steps the program cannot tell apart
 
 
@@ -54,17 +57,39 @@ def solve_joint(
     problem = make_problem(trace, hardware)
     begins = problem.gaps.begin
     step_of = np.arange(trace.ops)
-    relaxed = trace.ops > steps
-    if relaxed:
+    if trace.ops > steps:
         problem, first = merged(problem, steps, relaxed=True)
         step_of = np.repeat(np.arange(len(first)), np.diff(np.append(first, trace.ops)))
+    alike, loose = len(remakes) > MOST_REMAKES, None
+    if alike or trace.ops > steps:
+        chosen = _chosen_gaps(problem.gaps, begins, () if alike else remakes, units)
+        loose = loosened(problem, chosen)
     if units:
         problem = with_kept_copies(problem)
     pages = trace.pages(hardware.page_size).tolist()
-    builder = _Joint(problem, trace, uses, remakes, units, step_of, begins, pages)
+    builder = _Joint(problem, trace, uses, remakes, units, step_of, begins, pages, loose)
     builder.least = float(hosted)
     x = run(builder, builder.cost(), time_limit_s, vertex=False)
     return None if x is None else builder.shares(x)
+
+
+def _chosen_gaps(
+    gaps: Gaps, begins: Ints, remakes: Sequence[Remake], units: Sequence[Unit]
+) -> Bools:
+    """Those of which choices change how much may be off, [gaps]. ``begins``: the op before each."""
+    after = {each.tensor: each.after for each in remakes}
+    given = {tensor: unit.given for unit in units for tensor in unit.gradients}
+    given |= {tensor: -1 for unit in units for tensor in unit.states}
+    updates = {tensor: (unit.left, *unit.ops) for unit in units for tensor in unit.weights}
+    return np.array(
+        [
+            after.get(tensor) == op
+            or given.get(tensor, op + 1) <= op
+            or op in updates.get(tensor, ())
+            for tensor, op in zip(gaps.tensor.tolist(), begins[gaps.number].tolist())
+        ],
+        np.bool_,
+    )
 
 
 class _Joint(Builder):
@@ -78,8 +103,10 @@ class _Joint(Builder):
         step_of: Ints,
         gap_begins: Ints,
         page_count: list[int],
+        loose: Loose | None = None,
     ) -> None:
-        """``step_of``: of each op; ``gap_begins``: the op before each gap, by its number."""
+        """``step_of``: of each op; ``gap_begins``: the op before each gap, by its number;
+        ``loose``: what the program is for, where that is not all of ``problem``'s gaps."""
         self.trace, self.uses, self.remakes, self.units = trace, uses, remakes, units
         self.step_of, self.relaxed = step_of, len(problem.duration_us) < trace.ops
         self.page_count, self.gap_begins = page_count, gap_begins
@@ -87,6 +114,9 @@ class _Joint(Builder):
         self.least = 0.0  # share of each update that the host takes
         self.moved: list[int] = []  # flows of what the host updates
         self.kept_gaps: list[int] = []
+        self.every, self.loose = problem.gaps, loose
+        if loose is not None:
+            problem = replace(problem, gaps=loose.problem.gaps, most=loose.problem.most)
         super().__init__(problem, problem.device_pages, copies_keep_slots=False)
 
     # -- choices ---------------------------------------------------------------------------------
@@ -95,12 +125,18 @@ class _Joint(Builder):
         self.gap_of: dict[tuple[int, int], list[int]] = defaultdict(list)  # tensor, op before
         self.of_tensor: dict[int, list[int]] = defaultdict(list)
         self.begin_op: list[int] = self.gap_begins[gaps.number].tolist()
-        for gap, tensor in enumerate(gaps.tensor.tolist()):
+        told = len(gaps) if self.loose is None else self.loose.told
+        for gap, tensor in enumerate(gaps.tensor[:told].tolist()):
             self.gap_of[tensor, self.begin_op[gap]].append(gap)
             self.of_tensor[tensor].append(gap)
+        if self.loose is not None:
+            self._copies(self.loose)
         self.live_change: list[tuple[int, int, int, float]] = []  # first, end step, column, pages
         self.live_points: list[tuple[int, int, float]] = []  # from this step on
-        self._choose_remakes()
+        if len(self.remakes) > MOST_REMAKES and self.loose is not None:
+            self._choose_alike(self.loose)
+        else:
+            self._choose_remakes()
         if self.units:
             self._choose_units()
         self._longer_steps()
@@ -134,22 +170,14 @@ class _Joint(Builder):
                 places[needed] |= {
                     op for op in places[each.tensor] if other.after < op < other.before
                 }
-        together: dict[tuple[int, int], int] = defaultdict(int)
-        chains = {}
-        for each in self.remakes:
-            chains[each.tensor] = self.uses.closure(each.tensor, each.before)
-            for op in chains[each.tensor]:
-                together[op, each.before] += 1
         self.remake_columns: list[Ints] = []
         column: dict[tuple[int, int], int] = {}
         from_place: dict[int, tuple[list[int], Ints]] = {}
-        durations = self.trace.op_duration_us
-        for each in self.remakes:
+        for each, us in zip(self.remakes, self._remake_us()):
             mine = sorted(places[each.tensor])
             columns = self.columns.new(len(mine))
             self.remake_columns.append(columns)
             pages = self.page_count[each.tensor]
-            us = sum(durations[op] / together[op, each.before] for op in chains[each.tensor])
             for op, number in zip(mine, columns.tolist()):
                 column[each.tensor, op] = number
                 self.time_terms.append(([self.step_of[op]], [number], us))
@@ -171,6 +199,44 @@ class _Joint(Builder):
                 row = self.below.new(1.0)
                 self.below.add(row, np.array([number, *made_from[later : later + 1]]), 1.0)
 
+    def _remake_us(self) -> list[float]:
+        """What each takes at least: ops that several need before the same op count in parts."""
+        together: dict[tuple[int, int], int] = defaultdict(int)
+        chains = [self.uses.closure(each.tensor, each.before) for each in self.remakes]
+        for each, chain in zip(self.remakes, chains):
+            for op in chain:
+                together[op, each.before] += 1
+        durations = self.trace.op_duration_us.tolist()
+        return [
+            sum(durations[op] / together[op, each.before] for op in chain)
+            for each, chain in zip(self.remakes, chains)
+        ]
+
+    def _choose_alike(self, loose: Loose) -> None:
+        """Of more than can be told apart: one share for all that would leave and be back in the
+        same steps. What they need that is gone too is not asked for, so this allows more."""
+        numbers: dict[tuple[int, int], int] = {}
+        spans = [self._between(each.after, each.before) for each in self.remakes]
+        group = np.array([numbers.setdefault(span, len(numbers)) for span in spans], np.int64)
+        columns = self.columns.new(len(numbers))
+        self.below.add(self.below.new(np.ones(len(columns))), columns, 1.0)
+        self.remake_columns = [columns[number : number + 1] for number in group.tolist()]
+        pages = np.array([self.page_count[each.tensor] for each in self.remakes], np.float64)
+        before = np.array([self.step_of[each.before] for each in self.remakes], np.int64)
+        self.time_terms.append((before, columns[group], np.array(self._remake_us())))
+        for (first, end), column, size in zip(
+            numbers, columns.tolist(), np.bincount(group, weights=pages).tolist()
+        ):
+            self.live_points += [(first, column, -size), (end, column, size)]
+        places: dict[tuple[int, int], list[int]] = defaultdict(list)
+        begins = self.gap_begins[self.every.number].tolist()
+        for gap, tensor in enumerate(self.every.tensor.tolist()):
+            places[tensor, begins[gap]].append(gap)
+        for each, number in zip(self.remakes, group.tolist()):
+            for gap in places[each.tensor, each.after]:
+                less = -float(self.every.pages[gap])
+                self.size_terms.append(([loose.place[gap]], [columns[number]], less))
+
     def _sums_from(self, columns: Ints) -> Ints:
         """Columns of what each of ``columns`` and those after it are together."""
         sums = self.columns.new(len(columns))
@@ -179,6 +245,35 @@ class _Joint(Builder):
         self.equal.add(rows[:-1], sums[1:], -1.0)
         self.equal.add(rows, columns, -1.0)
         return sums
+
+    def _copies(self, loose: Loose) -> None:
+        """Of versions whose gaps are not told apart: how much of each is copied below, once, and
+        what is off in a gap is of those that are. Copies are on the link out of each tier."""
+        place = {version: at for at, version in enumerate(loose.copied_at)}
+        at = np.array([place.get(version, -1) for version in self.every.version.tolist()], np.int64)
+        queued_at = (2 * np.array(list(loose.copied_at.values()), np.int64) + 3) % self.slots
+        told = (loose.place < loose.told) & (at >= 0)
+        several = (loose.place >= loose.first) & (at >= 0)
+        pairs = np.unique(np.stack([loose.place, at])[:, several], axis=1)
+        joined = np.unique(pairs[0])
+        now = np.arange(self.slots)
+        pages = np.array(list(loose.pages.values()), np.float64)
+        for tier, part in zip(self.problem.tiers, self.parts):
+            if tier.kept or not len(place):
+                continue
+            copied, queue, out = (self.columns.new(n) for n in (len(place), *2 * [self.slots]))
+            self.below.add(self.below.new(pages), copied, 1.0)
+            rows = self.equal.new(np.zeros(self.slots))  # queue' = queue + copied − out
+            self.equal.add(np.roll(rows, -1), np.roll(queue, -1), 1.0)
+            self.equal.add(np.roll(rows, -1), queue, -1.0)
+            self.equal.add(np.roll(rows, -1), out, 1.0)
+            self.equal.add(rows[queued_at], copied, -1.0)
+            self.flow_terms[True].append((now, out, 1.0))
+            self.moved += out.tolist()
+            part.copies[loose.place[told]] = copied[at[told]]
+            rows = self.below.new(np.zeros(len(joined)))
+            self.below.add(rows, part.off[joined], 1.0)
+            self.below.add(rows[np.searchsorted(joined, pairs[0])], copied[pairs[1]], -1.0)
 
     def _choose_units(self) -> None:
         gaps, pages = self.problem.gaps, self.page_count
@@ -213,6 +308,23 @@ class _Joint(Builder):
                         self.size_terms.append(([gap], [share], -gaps.pages[gap]))
             below = sum(pages[tensor] for tensor in (*unit.states, *unit.weights))
             self.equal.add(row, [share], float(below))
+        if self.loose is not None:
+            self._kept_together(self.loose)
+
+    def _kept_together(self, loose: Loose) -> None:
+        """As much of gaps that are not told apart as the host's share of their weights may be off
+        without being written: a copy is in host in any case."""
+        owner = {
+            tensor: number for number, unit in enumerate(self.units) for tensor in unit.weights
+        }
+        mine = np.array([owner.get(tensor, -1) for tensor in self.every.tensor.tolist()], np.int64)
+        chosen = (mine >= 0) & (loose.place >= loose.told)
+        joined = np.unique(loose.place[chosen])
+        limit = self.below.new(np.zeros(len(joined)))
+        self.below.add(limit, self.parts[-1].off[joined], 1.0)
+        rows = limit[np.searchsorted(joined, loose.place[chosen])]
+        self.below.add(rows, self.share[mine[chosen]], -self.every.pages[chosen].astype(np.float64))
+        self.kept_gaps += joined.tolist()
 
     def _longer_steps(self) -> None:
         """One column for each step that choices make longer, or shorter: many rows say how long it

@@ -96,6 +96,8 @@ class TierColumns:
         self.out, self.into = columns.new(slots), columns.new(slots)
         self.queued, self.below, self.early = (columns.new(slots) for _ in range(3))
         self.off, self.written = columns.new(gaps), columns.new(gaps)
+        # Of a gap of a version that has others which are not told apart: what is copied for those.
+        self.copies = np.full(gaps, -1)
 
 
 def solve(
@@ -289,6 +291,8 @@ class Builder:
         first = np.searchsorted(version, version)  # sorted by version
         row = self.below.new(np.zeros(len(index)))
         self.below.add(row, part.off[index], 1)
+        copies = part.copies[index]
+        self.below.add(row[copies >= 0], copies[copies >= 0], -1)
         lengths = np.arange(len(index)) - first + 1
         rows = np.repeat(row, lengths)
         offsets = np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
