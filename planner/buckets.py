@@ -40,9 +40,7 @@ def bucketed(trace: Trace, most_ops: int) -> Trace:
     Bounds and plans are for the new trace."""
     kinds = kinds_of(trace, blocks_of(trace))
     fewest = len(groups_of(trace, kinds, trace.ideal_us))
-    groups = even_groups(
-        trace, kinds, max(most_ops, 2 * fewest)
-    )  # no bucket is half of the model
+    groups = even_groups(trace, kinds, max(most_ops, 2 * fewest))  # no bucket is half of the model
     names = [_name(trace, ops) for ops in groups]
     return join(trace, groups, names, trace.page_size, SLAB_BYTES)
 
@@ -121,6 +119,17 @@ def join(
     there = trace.tensor_persistent[trace.access_tensor] | (first[trace.access_tensor] < bucket_of)
     mode_of = np.where(part & there & (trace.access_mode == WRITE), READWRITE, trace.access_mode)
     rows = zip(bucket_of.tolist(), trace.access_tensor.tolist(), mode_of.tolist())
+    # A bucket does not run again where it would find anything as it was not before: what it
+    # changes, what it reads before it has written that, or writes in part.
+    changes = (trace.access_mode & WRITE != 0) & there
+    row = np.unique(trace.access_tensor, return_index=True)[1]
+    unmade = np.zeros(trace.tensors, np.bool_)
+    unmade[trace.access_tensor[row]] = trace.access_mode[row] == READ
+    unmade[trace.access_tensor[part & ~there]] = True
+    written = np.zeros(trace.tensors, np.bool_)
+    written[trace.access_tensor[trace.access_mode & WRITE != 0]] = True
+    changes |= (unmade & written)[trace.access_tensor] & ~there
+    once = set(bucket_of[changes].tolist())
     for bucket, tensor, mode in rows:
         modes = buckets[bucket].modes
         if tensor not in modes:
@@ -160,8 +169,7 @@ def join(
         place.append(len(ops))
         for slab in range(count):
             ops.append((names[number], bucket.us / count, reads, writes))
-            changed = any(first[t] != number for t in writes if t < trace.tensors)
-            rerun.append(bool(trace.op_rerun[bucket.ops].all()) and not changed)
+            rerun.append(bool(trace.op_rerun[bucket.ops].all()) and number not in once)
             host.append(None if np.isnan(us) else us / count)
             slabs.append((slab, count))
     segments = [(place[at[a]], place[at[b]], name) for a, b, name in trace.segments]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import bisect
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
@@ -40,11 +40,12 @@ def plan_shorter(trace: Trace, hardware: Hardware, search: Callable[[Trace], Pla
         made = search(short.trace)
     except (InfeasibleBudget, PolicyRefusal):
         return None
-    given = short.plan(made)
-    simulation = simulate(trace, hardware, given)
-    if simulation.predicted is None:
-        return None
-    return replace(given, predicted=simulation.predicted)
+    for late in (False, True):
+        given = short.plan(made, late=late)
+        simulation = simulate(trace, hardware, given)
+        if simulation.predicted is not None:
+            return replace(given, predicted=simulation.predicted)
+    return None
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,8 +64,13 @@ class Shorter:
     parts: dict[int, tuple[list[int], list[int]]]
     sha256: str
 
-    def plan(self, plan: Plan) -> Plan:
-        """For the other trace; what it takes there is not simulated."""
+    def plan(self, plan: Plan, *, late: bool = False) -> Plan:
+        """For the other trace; what it takes there is not simulated. Updates that are deferred, as
+        no policy has any, are not known here.
+
+        ``late``: what comes in is queued with the last of the ops that one stands for, unless they
+        use it. Before, it may take a frame that one of them needs.
+        """
         hosted = [
             op
             for step in plan.host_steps
@@ -75,8 +81,8 @@ class Shorter:
             for first, last, before in plan.recompute
         ]
         moves = [
-            Move(*run, move.tier, move.action, self.first_op[move.issue_op])
-            for move in plan.moves
+            Move(*run, move.tier, move.action, op)
+            for move, op in zip(plan.moves, self._issued(plan.moves, late))
             for run in self._runs(move.tensor, move.first_page, move.page_count)
         ]
         start = [
@@ -86,7 +92,7 @@ class Shorter:
         ]
         return replace(
             plan,
-            moves=moves,
+            moves=sorted(moves, key=lambda move: move.issue_op),
             start=sorted(start),
             recompute=again,
             host_steps=hosted,
@@ -94,6 +100,18 @@ class Shorter:
             predicted=None,
             bound=None,
         )
+
+    def _issued(self, moves: Sequence[Move], late: bool) -> Iterator[int]:
+        """The op of the other trace at which each is queued."""
+        trace = self.trace
+        numbers = trace.tensor_ids[trace.access_tensor].tolist()
+        used = set(zip(trace.access_op.tolist(), numbers))
+        behind: set[tuple[int, int]] = set()  # what follows such a move of the same tensor, too
+        for move in moves:
+            place = move.issue_op, move.tensor
+            if late and move.action == "in" and place not in used:
+                behind.add(place)
+            yield (self.last_op if place in behind else self.first_op)[move.issue_op]
 
     def _runs(self, tensor: int, first: int, count: int) -> Iterator[tuple[int, int, int]]:
         """The same pages as those of the other trace's tensors: number, first page, pages."""

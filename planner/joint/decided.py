@@ -22,7 +22,7 @@ from ..lp.fit import fit
 from ..lp.mend import SHORTEST_US, mended, put_off, sooner
 from ..lp.narrow import largest
 from ..lp.problem import HOST, Problem, make_problem, merged, with_kept_copies
-from ..lp.program import Builder, Solution, Unsolved, solve
+from ..lp.program import Builder, Solution, Unsolved, solve, solve_loosely
 from ..lp.schedule import Schedule, make_schedule, to_moves
 from ..plan import DEVICE, DISCARD, Move, Plan, Recompute, StartRun
 from ..simulation import Simulation
@@ -223,7 +223,7 @@ class Planner:
         first_op = np.arange(problem.steps)
         if problem.steps > self.most_steps:
             problem, first_op = merged(problem, self.most_steps, relaxed=False)
-            problem = largest(problem, relaxed=False)
+            problem = largest(problem)
         spare = min(MOST_RESERVE, int(self.hardware.device_pages) // RESERVE_SHARE)
         for reserve in dict.fromkeys((spare, 0)):
             try:
@@ -263,9 +263,9 @@ class Planner:
         """Whether a program of few steps, which is soon solved, already says so."""
         if math.isinf(self.cutoff_us) or problem.steps <= 2 * GLANCE_STEPS:
             return False
-        problem = largest(merged(problem, GLANCE_STEPS, relaxed=True)[0], relaxed=True)
+        problem, _ = merged(problem, GLANCE_STEPS, relaxed=True)
         try:
-            solution = solve(problem, time_limit_s=60)
+            solution = solve_loosely(problem, time_limit_s=60)
         except Unsolved:
             return False
         if solution is None:  # of so few steps; it may have one of all

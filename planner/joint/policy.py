@@ -90,7 +90,7 @@ def plan(
     again = partial(
         plan, hardware=hardware, allow=allow, quick=quick, progress=progress, workers=workers
     )
-    return _Search(trace, hardware, uses, remakes, units, quick, progress, workers, again).run()
+    return _Search(trace, hardware, uses, remakes, units, quick, progress, workers).run(again)
 
 
 @dataclass(frozen=True)
@@ -147,10 +147,8 @@ class _Search:
         quick: bool,
         progress: Progress,
         workers: int,
-        again: Callable[[Trace], Plan],
     ) -> None:
-        """``again``: the whole search, of another trace."""
-        self.trace, self.hardware, self.uses, self.again = trace, hardware, uses, again
+        self.trace, self.hardware, self.uses = trace, hardware, uses
         self.remakes, self.units = remakes, units
         self.quick, self.progress, self.workers = quick, progress, workers
         # Programs take longer then, and are in merged steps.
@@ -171,24 +169,25 @@ class _Search:
         self.tried: set[tuple[Any, ...]] = set()
         self.notes: list[str] = []
 
-    def run(self) -> Plan:
+    def run(self, again: Callable[[Trace], Plan]) -> Plan:
+        """``again``: the whole search, of a shorter trace."""
         with ThreadPoolExecutor(self.workers) as self.pool:
-            return self._run()
+            return self._run(again)
 
-    def _run(self) -> Plan:
+    def _run(self, again: Callable[[Trace], Plan]) -> Plan:
         self.progress("solving for the bound", 0.0)
         self.began = time.process_time()
         steps = MERGED_STEPS if self.long else MAX_STEPS
         self.steps = BOUND_STEPS if self.quick else steps
         shares = self._solve(self.units)
-        self.until = self.later = self._until(QUICK_SECONDS if self.quick else SECONDS)
         device_us = self.trace.op_duration_us[np.isnan(self.trace.op_host_us)]
         self.bound_us = float(device_us.sum())  # where the program has no answer
         if shares is not None:
             self.bound_us = shares.iteration_us
-        found = plan_shorter(self.trace, self.hardware, self.again)
+        found = plan_shorter(self.trace, self.hardware, again)
         if found is not None:
             return self._made(found)
+        self.until = self.later = self._until(QUICK_SECONDS if self.quick else SECONDS)
         if shares is not None:
             self._try_all(self._choices(shares))
         if not self.quick or self.best is None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import bisect
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -21,11 +21,12 @@ from ..hardware import Hardware
 from ..lifetimes import Gaps
 from ..lp.groups import Loose, loosened
 from ..lp.problem import Problem, make_problem, merged, with_kept_copies
-from ..lp.program import MOVE_COST, Builder, run
+from ..lp.program import Builder, run
 from ..trace import Bools, Floats, Ints, Trace
 from .options import Remake, Unit, Uses
 
 MOST_REMAKES = 4000  # that the program can tell apart
+ALIKE, TINY_US = 1.05, 1e-6  # times as long for a page as another is about as long
 GROWTH = 1.6  # of the groups of parameters whose steps the program cannot tell apart
 
 
@@ -112,12 +113,8 @@ class _Joint(Builder):
         self.page_count, self.gap_begins = page_count, gap_begins
         self.none: list[int] = []  # columns that are 0
         self.least = 0.0  # share of each update that the host takes
-        self.moved: list[int] = []  # flows of what the host updates
         self.kept_gaps: list[int] = []
-        self.every, self.loose = problem.gaps, loose
-        if loose is not None:
-            problem = replace(problem, gaps=loose.problem.gaps, most=loose.problem.most)
-        super().__init__(problem, problem.device_pages, copies_keep_slots=False)
+        super().__init__(problem, problem.device_pages, False, loose)
 
     # -- choices ---------------------------------------------------------------------------------
     def choose(self) -> None:
@@ -129,8 +126,6 @@ class _Joint(Builder):
         for gap, tensor in enumerate(gaps.tensor[:told].tolist()):
             self.gap_of[tensor, self.begin_op[gap]].append(gap)
             self.of_tensor[tensor].append(gap)
-        if self.loose is not None:
-            self._copies(self.loose)
         self.live_change: list[tuple[int, int, int, float]] = []  # first, end step, column, pages
         self.live_points: list[tuple[int, int, float]] = []  # from this step on
         if len(self.remakes) > MOST_REMAKES and self.loose is not None:
@@ -157,7 +152,9 @@ class _Joint(Builder):
             first, end = first - 1, min(end + 1, first - 1 + self.problem.steps)
         return first, end
 
-    def _choose_remakes(self) -> None:
+    def _places(self) -> tuple[dict[int, list[int]], dict[int, list[int]]]:
+        """Of each tensor that may be made again, the ops before which: its next use, and where one
+        is made that needs it; and what it needs of the others."""
         by_tensor = {each.tensor: each for each in self.remakes}
         places: dict[int, set[int]] = {each.tensor: {each.before} for each in self.remakes}
         inputs: dict[int, list[int]] = {}
@@ -170,11 +167,16 @@ class _Joint(Builder):
                 places[needed] |= {
                     op for op in places[each.tensor] if other.after < op < other.before
                 }
+        return {tensor: sorted(ops) for tensor, ops in places.items()}, inputs
+
+    def _choose_remakes(self) -> None:
+        by_tensor = {each.tensor: each for each in self.remakes}
+        places, inputs = self._places()
         self.remake_columns: list[Ints] = []
         column: dict[tuple[int, int], int] = {}
         from_place: dict[int, tuple[list[int], Ints]] = {}
         for each, us in zip(self.remakes, self._remake_us()):
-            mine = sorted(places[each.tensor])
+            mine = places[each.tensor]
             columns = self.columns.new(len(mine))
             self.remake_columns.append(columns)
             pages = self.page_count[each.tensor]
@@ -214,28 +216,42 @@ class _Joint(Builder):
 
     def _choose_alike(self, loose: Loose) -> None:
         """Of more than can be told apart: one share for all that would leave and be back in the
-        same steps. What they need that is gone too is not asked for, so this allows more."""
-        numbers: dict[tuple[int, int], int] = {}
-        spans = [self._between(each.after, each.before) for each in self.remakes]
-        group = np.array([numbers.setdefault(span, len(numbers)) for span in spans], np.int64)
-        columns = self.columns.new(len(numbers))
-        self.below.add(self.below.new(np.ones(len(columns))), columns, 1.0)
-        self.remake_columns = [columns[number : number + 1] for number in group.tolist()]
+        same steps, and take about as long for each page. What they need that is gone too is not
+        asked for, so this allows more."""
         pages = np.array([self.page_count[each.tensor] for each in self.remakes], np.float64)
-        before = np.array([self.step_of[each.before] for each in self.remakes], np.int64)
-        self.time_terms.append((before, columns[group], np.array(self._remake_us())))
-        for (first, end), column, size in zip(
-            numbers, columns.tolist(), np.bincount(group, weights=pages).tolist()
-        ):
-            self.live_points += [(first, column, -size), (end, column, size)]
+        page_us = np.array(self._remake_us()) / np.maximum(pages, 1)
+        paces = np.floor(np.log(np.maximum(page_us, TINY_US)) / np.log(ALIKE)).astype(int)
+        spans = [self._between(each.after, each.before) for each in self.remakes]
+        kinds, index = np.unique(
+            [(*s, p) for s, p in zip(spans, paces)], axis=0, return_inverse=True
+        )
+        group = index.reshape(-1)
+        least_us = np.full(len(kinds), np.inf)
+        np.minimum.at(least_us, group, page_us)
+        sizes = np.bincount(group, weights=pages)
+        steps: list[set[tuple[int, int]]] = [set() for _ in kinds]  # in which it may be made again
+        before, _ = self._places()
+        for each, number in zip(self.remakes, group.tolist()):
+            steps[number] |= {
+                (self._between(each.after, op)[1], int(self.step_of[op]))
+                for op in before[each.tensor]
+            }
+        shares: list[Ints] = []
+        for (first, _, _), mine, size, us in zip(kinds.tolist(), steps, sizes, least_us):
+            shares.append(self.columns.new(len(mine)))
+            self.below.add(self.below.new(1.0), shares[-1], 1.0)
+            for (end, step), column in zip(sorted(mine), shares[-1].tolist()):
+                self.live_points += [(first, column, -size), (end, column, size)]
+                self.time_terms.append(([step], [column], us * size))
+        self.remake_columns = [shares[number] for number in group.tolist()]
         places: dict[tuple[int, int], list[int]] = defaultdict(list)
         begins = self.gap_begins[self.every.number].tolist()
         for gap, tensor in enumerate(self.every.tensor.tolist()):
             places[tensor, begins[gap]].append(gap)
-        for each, number in zip(self.remakes, group.tolist()):
+        for each, columns in zip(self.remakes, self.remake_columns):
             for gap in places[each.tensor, each.after]:
-                less = -float(self.every.pages[gap])
-                self.size_terms.append(([loose.place[gap]], [columns[number]], less))
+                place = np.full(len(columns), loose.place[gap])
+                self.size_terms.append((place, columns, -float(self.every.pages[gap])))
 
     def _sums_from(self, columns: Ints) -> Ints:
         """Columns of what each of ``columns`` and those after it are together."""
@@ -245,35 +261,6 @@ class _Joint(Builder):
         self.equal.add(rows[:-1], sums[1:], -1.0)
         self.equal.add(rows, columns, -1.0)
         return sums
-
-    def _copies(self, loose: Loose) -> None:
-        """Of versions whose gaps are not told apart: how much of each is copied below, once, and
-        what is off in a gap is of those that are. Copies are on the link out of each tier."""
-        place = {version: at for at, version in enumerate(loose.copied_at)}
-        at = np.array([place.get(version, -1) for version in self.every.version.tolist()], np.int64)
-        queued_at = (2 * np.array(list(loose.copied_at.values()), np.int64) + 3) % self.slots
-        told = (loose.place < loose.told) & (at >= 0)
-        several = (loose.place >= loose.first) & (at >= 0)
-        pairs = np.unique(np.stack([loose.place, at])[:, several], axis=1)
-        joined = np.unique(pairs[0])
-        now = np.arange(self.slots)
-        pages = np.array(list(loose.pages.values()), np.float64)
-        for tier, part in zip(self.problem.tiers, self.parts):
-            if tier.kept or not len(place):
-                continue
-            copied, queue, out = (self.columns.new(n) for n in (len(place), *2 * [self.slots]))
-            self.below.add(self.below.new(pages), copied, 1.0)
-            rows = self.equal.new(np.zeros(self.slots))  # queue' = queue + copied − out
-            self.equal.add(np.roll(rows, -1), np.roll(queue, -1), 1.0)
-            self.equal.add(np.roll(rows, -1), queue, -1.0)
-            self.equal.add(np.roll(rows, -1), out, 1.0)
-            self.equal.add(rows[queued_at], copied, -1.0)
-            self.flow_terms[True].append((now, out, 1.0))
-            self.moved += out.tolist()
-            part.copies[loose.place[told]] = copied[at[told]]
-            rows = self.below.new(np.zeros(len(joined)))
-            self.below.add(rows, part.off[joined], 1.0)
-            self.below.add(rows[np.searchsorted(joined, pairs[0])], copied[pairs[1]], -1.0)
 
     def _choose_units(self) -> None:
         gaps, pages = self.problem.gaps, self.page_count
@@ -486,11 +473,6 @@ class _Joint(Builder):
             bounds[kept.written, 1] = 0.0
             bounds[self.share, 0] = self.least
         return bounds
-
-    def cost(self) -> Floats:
-        cost = super().cost()
-        cost[self.moved] += MOVE_COST
-        return cost
 
     def shares(self, x: Floats) -> Shares:
         unit_us = 1 / self.problem.out_rate

@@ -86,12 +86,12 @@ def loosened(problem: Problem, apart: Bools, most: int = 2) -> Loose:
     inverse = inverse.reshape(-1)
     place[many] = first + inverse
     joined = problem.narrowed(np.flatnonzero(many)[chosen])
-    none = np.full(len(joined.gaps), -1)
+    none, new = np.full(len(joined.gaps), -1), np.arange(len(joined.gaps))
     pages = np.bincount(inverse, weights=gaps.pages[many], minlength=len(none)).astype(np.int64)
     parts = (
         ones.gaps,
         replace(small.gaps, tensor=np.full(len(small.gaps), -1)),
-        replace(joined.gaps, tensor=none, pages=pages, version=np.arange(len(none))),
+        replace(joined.gaps, tensor=none, pages=pages, version=new, lasting=new >= 0),
     )
     offsets = np.cumsum([0, *(part.version.max(initial=-1) + 1 for part in parts)])
     columns = {

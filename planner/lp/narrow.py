@@ -46,19 +46,10 @@ def too_many(problem: Problem) -> bool:
     return len(problem.gaps) > MAX_GAPS and len(grouped(problem)[0].gaps) > MAX_GAPS
 
 
-def largest(problem: Problem, *, relaxed: bool) -> Problem:
-    """If the program would have too many gaps, the largest by pages times duration. For a bound the
-    pages of the others count as if they were off the device all the time."""
-    gaps = problem.gaps
+def largest(problem: Problem) -> Problem:
+    """If the program would have too many gaps, the largest by pages times duration."""
     if not too_many(problem):
         return problem
-    keep = np.zeros(len(gaps), bool)
-    keep[np.argsort(-(gaps.pages * _length_us(problem)))[:MAX_GAPS]] = True
-    left = problem.narrowed(keep)
-    if not relaxed:
-        return left
-    change = np.zeros(2 * problem.steps + 1)
-    np.add.at(change, gaps.begin[~keep] + 1, -problem.most[~keep])
-    np.add.at(change, gaps.end[~keep], problem.most[~keep])
-    off = np.cumsum(change[:-1]).reshape(2, problem.steps).sum(axis=0)
-    return replace(left, live=(left.live + off).astype(np.int64))
+    keep = np.zeros(len(problem.gaps), bool)
+    keep[np.argsort(-(problem.gaps.pages * _length_us(problem)))[:MAX_GAPS]] = True
+    return problem.narrowed(keep)

@@ -24,6 +24,7 @@ from ..hardware import Hardware
 from ..lifetimes import live_pages, working_set_pages
 from ..plan import Bound, Plan
 from ..policies import appobmem, autoswap, g10, lru
+from ..shorter import plan_shorter
 from ..simulation import Simulation
 from ..simulator import simulate
 from ..sizes import format_bytes
@@ -31,9 +32,9 @@ from ..trace import Trace
 from . import settings
 from .fit import fit
 from .mend import mended, put_off, sooner
-from .narrow import largest, less_room, without_short
+from .narrow import largest, less_room, too_many, without_short
 from .problem import Problem, make_problem, merged
-from .program import Solution, Unsolved, least_device_pages, solve
+from .program import Solution, Unsolved, least_device_pages, solve, solve_loosely
 from .schedule import make_schedule, to_moves
 from .settings import (
     EXACT,
@@ -123,6 +124,9 @@ class _Search:
         self.solution = self.solve_bound()
         if self.solution is not None:
             self.least_us += self.solution.stall_us
+        if self._keep(self._in_fewer_ops()):
+            assert self.best is not None
+            return self._made(self.best)
         if not self.quick:
             self._full()
         if self._percent() < PERFECT:  # a full search is never worse than a quick one
@@ -136,12 +140,24 @@ class _Search:
             raise self._no_plan()
         if self._percent() < PERFECT and settings.has_few_pages(self.problem):
             self._mend(self.best.plan)
+        return self._made(self.best)
+
+    def _made(self, best: _Candidate) -> Plan:
         self.progress("done", 1.0)
-        predicted = self.best.simulation.predicted
-        made = replace(self.best.plan, predicted=predicted).bounded(self.least_us)
+        predicted = best.simulation.predicted
+        made = replace(best.plan, predicted=predicted).bounded(self.least_us)
+        extra = {key: value for key, value in made.extra.items() if key != "notes"}
         if self.solution is None:
-            made = replace(made, extra={**made.extra, "notes": [UNSOLVED]})
-        return made
+            extra["notes"] = [UNSOLVED]
+        return replace(made, extra=extra)
+
+    def _in_fewer_ops(self) -> _Candidate | None:
+        """The plan of a shorter trace, if this one is long."""
+        again = partial(plan, hardware=self.hardware, quick=self.quick, progress=self.progress)
+        found = plan_shorter(self.trace, self.hardware, again)
+        if found is None:
+            return None
+        return _Candidate(found, Simulation(True, predicted=found.predicted))
 
     def _quickly(self) -> None:
         small = settings.is_small(self.problem)
@@ -200,14 +216,16 @@ class _Search:
     def solve_bound(self) -> Solution | None:
         """The relaxed program; exact, and good for a plan too, if no steps are merged. Raises
         ``InfeasibleBudget`` if it has no solution; ``None`` if none was found."""
-        problem = self.problem
+        problem, steps = self.problem, None
         if self.quick and problem.steps > QUICK_EXACT_STEPS:
-            problem, _ = merged(problem, QUICK_BOUND_STEPS, relaxed=True)
+            steps = QUICK_BOUND_STEPS
         elif problem.steps > self.limit:
-            problem, _ = merged(problem, self.merged_steps, relaxed=True)
-        problem = largest(problem, relaxed=True)
+            steps = self.merged_steps
+        if steps is not None:
+            problem, _ = merged(problem, steps, relaxed=True)
+        how = solve if steps is None and not too_many(problem) else solve_loosely
         try:
-            solution = solve(problem, time_limit_s=4 * FULL_SECONDS)
+            solution = how(problem, time_limit_s=4 * FULL_SECONDS)
         except Unsolved:
             return None  # the ideal time is a bound too
         if solution is None:
@@ -221,7 +239,7 @@ class _Search:
         if how != EXACT:
             if how.merged_steps is not None:
                 problem, first_op = merged(problem, how.merged_steps, relaxed=False)
-                problem = largest(problem, relaxed=False)
+                problem = largest(problem)
             problem = without_short(problem, how.shortest)
             problem = less_room(problem, how.reserve_pages)
             self.progress(f"solving with {how}", 0.5)
@@ -295,7 +313,7 @@ class _Search:
         if problem.steps > self.limit:
             problem, _ = merged(problem, self.merged_steps, relaxed=False)
         try:
-            least = least_device_pages(largest(problem, relaxed=False))
+            least = least_device_pages(largest(problem))
         except Unsolved:
             least = float(working_set_pages(self.trace, self.hardware.page_size).max())
         pages = self._smallest(math.ceil(least - 1e-6) if least is not None else 0)

@@ -21,7 +21,7 @@ import numpy as np
 
 from ..lifetimes import DYING, KEPT, LAST, RETURN
 from ..trace import Floats, Ints
-from .groups import grouped, shared_out
+from .groups import Loose, grouped, loosened, shared_out
 from .problem import Problem
 
 BuilderMaker = Callable[[Problem, float, bool], "Builder"]
@@ -123,6 +123,16 @@ def solve(
     return replace(found, off=shared_out(found.off, group, problem.most))
 
 
+def solve_loosely(problem: Problem, time_limit_s: float) -> Solution | None:
+    """For the bound alone: what is off in each gap is not said. As :func:`solve`."""
+    if not problem.tiers or not len(problem.gaps):
+        return _nothing_moves(problem, 0.0)
+    none = np.zeros(len(problem.gaps), np.bool_)
+    builder = Builder(problem, problem.device_pages, False, loosened(problem, none))
+    x = run(builder, builder.cost(), time_limit_s, vertex=False)
+    return None if x is None else builder.solution(x)
+
+
 def least_device_pages(problem: Problem) -> float | None:
     """Fewest pages of device memory with which anything runs, however slowly; ``None`` if the
     tiers below are too small for every device."""
@@ -208,9 +218,17 @@ class Builder:
     """Variables and rows. Time is in page-times of the link out, so that numbers are near 1."""
 
     def __init__(
-        self, problem: Problem, device_pages: float | None, copies_keep_slots: bool
+        self,
+        problem: Problem,
+        device_pages: float | None,
+        copies_keep_slots: bool,
+        loose: Loose | None = None,
     ) -> None:
-        """``device_pages``: ``None`` makes them a variable, ``device``."""
+        """``device_pages``: ``None`` makes them a variable, ``device``. ``loose``: the program is
+        for its gaps."""
+        self.every, self.loose = problem.gaps, loose
+        if loose is not None:
+            problem = replace(problem, gaps=loose.problem.gaps, most=loose.problem.most)
         self.problem = problem
         self.room = device_pages
         self.equal, self.below, self.columns = Rows(), Rows(), _Columns()
@@ -232,6 +250,9 @@ class Builder:
         self.flow_terms: dict[bool, list[tuple[Any, Any, Any]]] = {True: [], False: []}
         self.slot_terms: list[tuple[Any, Any, Any]] = []  # (slot, column, pages in host)
         self.free: list[int] = []  # columns that may be negative
+        self.moved: list[int] = []  # more flows
+        if loose is not None:
+            self._copies(loose)
         self.choose()
         for tier, part in zip(problem.tiers, self.parts):
             self._stocks(part)
@@ -246,6 +267,35 @@ class Builder:
 
     def choose(self) -> None:
         """What a program with choices adds."""
+
+    def _copies(self, loose: Loose) -> None:
+        """Of versions whose gaps are not told apart: how much of each is copied below, once, and
+        what is off in a gap is of those that are. Copies are on the link out of each tier."""
+        place = {version: at for at, version in enumerate(loose.copied_at)}
+        at = np.array([place.get(version, -1) for version in self.every.version.tolist()], np.int64)
+        queued_at = (2 * np.array(list(loose.copied_at.values()), np.int64) + 3) % self.slots
+        told = (loose.place < loose.told) & (at >= 0)
+        several = (loose.place >= loose.first) & (at >= 0)
+        pairs = np.unique(np.stack([loose.place, at])[:, several], axis=1)
+        joined = np.unique(pairs[0])
+        now = np.arange(self.slots)
+        pages = np.array(list(loose.pages.values()), np.float64)
+        for tier, part in zip(self.problem.tiers, self.parts):
+            if tier.kept or not len(place):
+                continue
+            copied, queue, out = (self.columns.new(n) for n in (len(place), *2 * [self.slots]))
+            self.below.add(self.below.new(pages), copied, 1.0)
+            rows = self.equal.new(np.zeros(self.slots))  # queue' = queue + copied − out
+            self.equal.add(np.roll(rows, -1), np.roll(queue, -1), 1.0)
+            self.equal.add(np.roll(rows, -1), queue, -1.0)
+            self.equal.add(np.roll(rows, -1), out, 1.0)
+            self.equal.add(rows[queued_at], copied, -1.0)
+            self.flow_terms[True].append((now, out, 1.0))
+            self.moved += out.tolist()
+            part.copies[loose.place[told]] = copied[at[told]]
+            rows = self.below.new(np.zeros(len(joined)))
+            self.below.add(rows, part.off[joined], 1.0)
+            self.below.add(rows[np.searchsorted(joined, pairs[0])], copied[pairs[1]], -1.0)
 
     def _stocks(self, part: TierColumns) -> None:
         """Stocks when a slot begins, before what it releases; all return to where they began."""
@@ -433,6 +483,7 @@ class Builder:
         for tier, part in zip(self.problem.tiers, self.parts):
             cost[part.out] = MOVE_COST + (DISK_WRITE_COST if tier.index else 0.0)
             cost[part.into] = MOVE_COST
+        cost[self.moved] += MOVE_COST
         for _, column, us in self.time_terms:
             np.add.at(cost, column, us * self.problem.out_rate)
         return cost

@@ -13,7 +13,7 @@ from .narrow import too_many
 from .problem import Problem
 
 MAX_STEPS, MERGED_STEPS = 2500, 1000  # of a longer trace steps are merged
-QUICK_MAX_STEPS, QUICK_MERGED_STEPS, QUICK_BOUND_STEPS = 1000, 500, 150
+QUICK_MAX_STEPS, QUICK_MERGED_STEPS, QUICK_BOUND_STEPS = 1000, 500, 500
 QUICK_EXACT_STEPS = 500  # of so few none are merged, as the plan moves less then
 QUICK_COARSE = (4, 100)  # a part of the steps, and no fewer than so many
 FEW_PAGES = 1000  # of the device
