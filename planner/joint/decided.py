@@ -20,7 +20,7 @@ from ..hardware import Hardware
 from ..lifetimes import KEPT, LAST, RETURN, Gaps
 from ..lp.fit import fit
 from ..lp.mend import SHORTEST_US, mended, put_off, sooner
-from ..lp.narrow import largest
+from ..lp.narrow import largest, less_room
 from ..lp.problem import HOST, Problem, make_problem, merged, with_kept_copies
 from ..lp.program import Builder, Solution, Unsolved, solve, solve_loosely
 from ..lp.schedule import Schedule, make_schedule, to_moves
@@ -228,7 +228,7 @@ class Planner:
         for reserve in dict.fromkeys((spare, 0)):
             try:
                 solution = solve(
-                    problem,
+                    less_room(problem, reserve),
                     reserve_pages=reserve,
                     copies_keep_slots=True,
                     time_limit_s=60,
