@@ -108,6 +108,9 @@ def _columns(trace: Trace) -> tuple[Any, ...]:
 def join(
     trace: Trace, groups: list[list[int]], names: list[str], page_size: int, slab_bytes: float
 ) -> Trace:
+    """``groups`` of neighbours as an op each, called ``names``. A tensor's number is its place in
+    ``trace``; behind these come workspaces, in pages of ``page_size``. Updates of parameters with
+    more than ``slab_bytes`` are several ops."""
     buckets = [_Bucket(ops, float(trace.op_duration_us[ops].sum())) for ops in groups]
     at = np.repeat(np.arange(len(groups)), [len(ops) for ops in groups])
     first, last = at[trace.first_op], at[trace.last_op]

@@ -114,6 +114,8 @@ def solve(
     ends without an answer."""
     if not problem.tiers or not len(problem.gaps):
         return _nothing_moves(problem, reserve_pages)
+    if _least_pages(problem) > problem.device_pages - reserve_pages:
+        return None  # which the solver may take minutes to see
     small, group = grouped(problem)
     builder = (make or Builder)(small, problem.device_pages - reserve_pages, copies_keep_slots)
     x = run(builder, builder.cost(), time_limit_s)
@@ -121,6 +123,16 @@ def solve(
         return None
     found = builder.solution(x)
     return replace(found, off=shared_out(found.off, group, problem.most))
+
+
+def _least_pages(problem: Problem) -> float:
+    """Of the device, that some step needs with all off that may be off while it runs."""
+    gaps, steps = problem.gaps, problem.steps
+    change = np.zeros(2 * steps + 1)
+    np.add.at(change, gaps.begin + 1, problem.most)
+    np.add.at(change, gaps.end, -problem.most)
+    off = np.cumsum(change[:-1]).reshape(2, steps).sum(axis=0)
+    return float((problem.live - off).max(initial=0.0))
 
 
 def solve_loosely(problem: Problem, time_limit_s: float) -> Solution | None:
