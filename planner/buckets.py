@@ -94,15 +94,11 @@ def groups_of(trace: Trace, kinds: list[Any], limit_us: float) -> list[list[int]
 
 def _updated_bytes(trace: Trace) -> list[int]:
     """Bytes of parameters that each op writes."""
-    found = [0] * trace.ops
-    for op, tensor, mode in zip(*(c.tolist() for c in _columns(trace))):
-        if mode & WRITE and trace.tensor_kinds[tensor] == "parameter":
-            found[op] += int(trace.tensor_bytes[tensor])
-    return found
-
-
-def _columns(trace: Trace) -> tuple[Any, ...]:
-    return trace.access_op, trace.access_tensor, trace.access_mode
+    weights = np.array(trace.tensor_kinds, np.str_) == "parameter"
+    rows = (trace.access_mode & WRITE != 0) & weights[trace.access_tensor]
+    found = np.zeros(trace.ops, np.int64)
+    np.add.at(found, trace.access_op[rows], trace.tensor_bytes[trace.access_tensor[rows]])
+    return found.tolist()
 
 
 def join(

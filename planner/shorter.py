@@ -25,6 +25,7 @@ from .simulator import simulate
 from .trace import Segment, Trace
 
 LONG_OPS, SHORT_OPS = 3000, 2400  # more are planned in so many
+SEARCHED_OPS = 12_000  # of so many all are planned, too, in minutes, where that is not enough
 
 
 def plan_shorter(trace: Trace, hardware: Hardware, search: Callable[[Trace], Plan]) -> Plan | None:
@@ -33,7 +34,7 @@ def plan_shorter(trace: Trace, hardware: Hardware, search: Callable[[Trace], Pla
     other has to fit at once in the shorter one."""
     if trace.ops <= LONG_OPS:
         return None
-    short = shorter(trace, hardware.page_size)
+    short = shorter(trace, hardware.page_size, SHORT_OPS)
     if short.trace.ops > LONG_OPS:
         return None
     try:
@@ -65,8 +66,8 @@ class Shorter:
     sha256: str
 
     def plan(self, plan: Plan, *, late: bool = False) -> Plan:
-        """For the other trace; what it takes there is not simulated. Updates that are deferred, as
-        no policy has any, are not known here.
+        """For the other trace, without what it takes there. A bound, and notes that tell of it, are
+        for this one alone. Updates that are deferred, as no policy has any, are not known here.
 
         ``late``: what comes in is queued with the last of the ops that one stands for, unless they
         use it. Before, it may take a frame that one of them needs.
@@ -99,6 +100,7 @@ class Shorter:
             trace_sha256=self.sha256,
             predicted=None,
             bound=None,
+            extra={key: value for key, value in plan.extra.items() if key != "notes"},
         )
 
     def _issued(self, moves: Sequence[Move], late: bool) -> Iterator[int]:
@@ -124,7 +126,7 @@ class Shorter:
             first, count, place = first + some, count - some, place + 1
 
 
-def shorter(trace: Trace, page_size: int, most_ops: int = SHORT_OPS) -> Shorter:
+def shorter(trace: Trace, page_size: int, most_ops: int) -> Shorter:
     """In about ``most_ops`` ops; ``page_size`` of the plans."""
     blocks = blocks_of(trace)
     kinds, whole = kinds_of(trace, blocks), True
@@ -134,6 +136,7 @@ def shorter(trace: Trace, page_size: int, most_ops: int = SHORT_OPS) -> Shorter:
         kinds = (~np.isnan(trace.op_host_us)).tolist()
     groups = even_groups(trace, kinds, most_ops)
     took_us = trace.op_duration_us.tolist()
+    # As they were called: those of a pager are known by name.
     names = [trace.op_names[max(ops, key=took_us.__getitem__)] for ops in groups]
     joined = join(trace, groups, names, page_size, math.inf)
     joined = _in_part(joined, trace, groups)

@@ -25,7 +25,7 @@ from ..lp.policy import bound as bound_of_moves
 from ..lp.policy import plan as plan_moves
 from ..lp.program import Unsolved
 from ..plan import Plan
-from ..shorter import plan_shorter
+from ..shorter import SEARCHED_OPS, plan_shorter
 from ..simulation import Simulation
 from ..trace import Floats, Trace
 from .decided import Decisions, Hosted, Outcome, Planner, faster
@@ -37,7 +37,7 @@ Progress = Callable[[str, float], None]
 Tried = tuple[Decisions, Outcome | None]  # a candidate: its choices, and what came of it
 ALLOWED = ("move", "recompute", "host-step")
 MAX_STEPS, MERGED_STEPS, BOUND_STEPS = 1200, 250, 150  # of the program for the choices
-MANY_GAPS = 20_000  # the same, of a trace with more than that
+MANY_GAPS = 20_000  # of a trace with more the steps of all programs are merged, too
 MERGED_MOVES, QUICK_MOVES = 700, 250  # of that for the moves, where it would be more than MAX_STEPS
 MOST_FILLED = 200  # updates that are looked at for what is left of the host's time
 CHEAP_SHARE = 0.1  # of a segment's time: an op that takes less is cheap to run again
@@ -186,7 +186,9 @@ class _Search:
             self.bound_us = shares.iteration_us
         found = plan_shorter(self.trace, self.hardware, again)
         if found is not None:
-            return self._made(found)
+            self._keep(Outcome(found, Simulation(True, predicted=found.predicted), 0.0))
+            if self.trace.ops > SEARCHED_OPS or not self._poor():
+                return self._made(found)
         self.until = self.later = self._until(QUICK_SECONDS if self.quick else SECONDS)
         if shares is not None:
             self._try_all(self._choices(shares))
@@ -203,10 +205,8 @@ class _Search:
 
     def _made(self, best: Plan) -> Plan:
         self.progress("done", 1.0)
-        extra = {key: value for key, value in best.extra.items() if key != "notes"}
-        if self.notes:
-            extra["notes"] = self.notes
-        return replace(best, policy="joint", extra=extra).bounded(self.bound_us)
+        made = replace(best, policy="joint").bounded(self.bound_us)
+        return replace(made, extra={**made.extra, "notes": self.notes}) if self.notes else made
 
     def _try_all(self, candidates: Iterator[Callable[[], Tried] | None]) -> None:
         """As many at a time as there are workers. ``None`` waits for those that are under way."""
@@ -397,10 +397,10 @@ class _Search:
 
     def _moves_only(self) -> Exception | None:
         """The plan of ``lp``, if that could be faster; or why there is none."""
+        if self.long and self._good():
+            return None
         try:
             if self.best is not None:
-                if self.long and self._good():
-                    return None
                 for quick in (True, self.quick):
                     least_us = bound_of_moves(self.trace, self.hardware, quick=quick)
                     if least_us >= self.best.iteration_us:
@@ -416,10 +416,12 @@ class _Search:
     def _good(self) -> bool:
         return self.best is not None and self.bound_us >= GOOD_ENOUGH * self.best.iteration_us
 
+    def _poor(self) -> bool:
+        return self.best is None or self.bound_us < POOR * self.best.iteration_us
+
     def _over(self) -> bool:
         """Whether no further choice is tried."""
-        poor = self.best is None or self.bound_us < POOR * self.best.iteration_us
-        until = self.later if poor else self.until
+        until = self.later if self._poor() else self.until
         return self._good() or time.process_time() > until
 
 

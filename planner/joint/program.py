@@ -244,14 +244,17 @@ class _Joint(Builder):
                 self.live_points += [(first, column, -size), (end, column, size)]
                 self.time_terms.append(([step], [column], us * size))
         self.remake_columns = [shares[number] for number in group.tolist()]
-        places: dict[tuple[int, int], list[int]] = defaultdict(list)
+        number_of = {
+            (each.tensor, each.after): number for each, number in zip(self.remakes, group.tolist())
+        }
         begins = self.gap_begins[self.every.number].tolist()
-        for gap, tensor in enumerate(self.every.tensor.tolist()):
-            places[tensor, begins[gap]].append(gap)
-        for each, columns in zip(self.remakes, self.remake_columns):
-            for gap in places[each.tensor, each.after]:
-                place = np.full(len(columns), loose.place[gap])
-                self.size_terms.append((place, columns, -float(self.every.pages[gap])))
+        less: dict[tuple[int, int], int] = defaultdict(int)  # gap, number: pages
+        for gap, place in enumerate(zip(self.every.tensor.tolist(), begins)):
+            if place in number_of:
+                less[int(loose.place[gap]), number_of[place]] += int(self.every.pages[gap])
+        for (gap, number), size in less.items():
+            columns = shares[number]
+            self.size_terms.append((np.full(len(columns), gap), columns, -float(size)))
 
     def _sums_from(self, columns: Ints) -> Ints:
         """Columns of what each of ``columns`` and those after it are together."""

@@ -18,6 +18,8 @@ from ..lifetimes import Gaps
 from ..trace import Bools, Floats, Ints
 from .problem import Problem
 
+FEW = 2  # gaps of a version, of which alike ones are alike as a whole
+
 
 def grouped(problem: Problem) -> tuple[Problem, Ints]:
     """The problem with one gap for those that match, and each old gap's place in it."""
@@ -64,13 +66,12 @@ class Loose:
     pages: dict[int, int]
 
 
-def loosened(problem: Problem, apart: Bools, most: int = 2) -> Loose:
-    """A problem whose program allows all that the old one's does. Of versions with more than
-    ``most`` gaps those that are not to be told ``apart`` become one where they begin and end alike.
-    """
+def loosened(problem: Problem, apart: Bools) -> Loose:
+    """A problem whose program allows all that the old one does. Of versions with more than ``FEW``
+    gaps those that are not to be told ``apart`` become one where they begin and end alike."""
     gaps = problem.gaps
     kinds, version = np.unique(gaps.version, return_inverse=True)
-    many = (np.bincount(version) > most)[version] & ~apart
+    many = (np.bincount(version) > FEW)[version] & ~apart
     told = np.zeros(len(kinds), np.bool_)
     told[version[apart]] = True
     single = ~many & told[version]

@@ -24,7 +24,7 @@ from ..hardware import Hardware
 from ..lifetimes import live_pages, working_set_pages
 from ..plan import Bound, Plan
 from ..policies import appobmem, autoswap, g10, lru
-from ..shorter import plan_shorter
+from ..shorter import SEARCHED_OPS, plan_shorter
 from ..simulation import Simulation
 from ..simulator import simulate
 from ..sizes import format_bytes
@@ -126,7 +126,8 @@ class _Search:
             self.least_us += self.solution.stall_us
         if self._keep(self._in_fewer_ops()):
             assert self.best is not None
-            return self._made(self.best)
+            if self.trace.ops > SEARCHED_OPS or self.quick or self._percent() >= POOR:
+                return self._made(self.best)
         if not self.quick:
             self._full()
         if self._percent() < PERFECT:  # a full search is never worse than a quick one
@@ -146,10 +147,9 @@ class _Search:
         self.progress("done", 1.0)
         predicted = best.simulation.predicted
         made = replace(best.plan, predicted=predicted).bounded(self.least_us)
-        extra = {key: value for key, value in made.extra.items() if key != "notes"}
         if self.solution is None:
-            extra["notes"] = [UNSOLVED]
-        return replace(made, extra=extra)
+            made = replace(made, extra={**made.extra, "notes": [UNSOLVED]})
+        return made
 
     def _in_fewer_ops(self) -> _Candidate | None:
         """The plan of a shorter trace, if this one is long."""

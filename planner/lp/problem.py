@@ -112,19 +112,14 @@ def merged(problem: Problem, steps: int, *, relaxed: bool) -> tuple[Problem, Int
     gaps, ops = problem.gaps, problem.steps
     begin = np.where(gaps.begin < 0, -1, bucket[gaps.begin])  # −1: there from the first step on
     end = bucket[gaps.end % ops] + np.where(gaps.end >= ops, count, 0)
-    extreme = np.minimum if relaxed else np.maximum
-    live = extreme.reduceat(problem.live, first)
     if relaxed:
-        begin, end = begin - 1, end + 1
-        # What is used in one bucket, or in two that follow each other, need not be there all of it.
-        whole = end > begin + count
-        end[whole] = begin[whole] + count
-        np.subtract.at(live, end[whole] % count, gaps.pages[whole])
+        begin, end = begin - 1, end + 1  # longer than an iteration, of what one bucket uses
     kept = end > begin + 1
+    extreme = np.minimum if relaxed else np.maximum
     joined = replace(
         problem,
         duration_us=np.add.reduceat(problem.duration_us, first),
-        live=live,
+        live=extreme.reduceat(problem.live, first),
         gaps=replace(gaps, begin=begin, end=end).pick(kept),
         most=problem.most[kept],
         held=None if problem.held is None else extreme.reduceat(problem.held, first),

@@ -128,10 +128,10 @@ def solve(
 def _least_pages(problem: Problem) -> float:
     """Of the device, that some step needs with all off that may be off while it runs."""
     gaps, steps = problem.gaps, problem.steps
-    change = np.zeros(2 * steps + 1)
-    np.add.at(change, gaps.begin + 1, problem.most)
-    np.add.at(change, gaps.end, -problem.most)
-    off = np.cumsum(change[:-1]).reshape(2, steps).sum(axis=0)
+    change = np.zeros(3 * steps + 1)  # from one iteration before
+    np.add.at(change, steps + gaps.begin + 1, problem.most)
+    np.add.at(change, steps + gaps.end, -problem.most)
+    off = np.cumsum(change[:-1]).reshape(3, steps).sum(axis=0)
     return float((problem.live - off).max(initial=0.0))
 
 
@@ -251,7 +251,9 @@ class Builder:
         self.parts = [TierColumns(self.columns, self.slots, len(gaps)) for _ in problem.tiers]
         self.released = (2 * (gaps.begin + 1)) % self.slots  # the stall after the last use
         self.due = 2 * (gaps.end % steps) + 1  # the run of the next use
-        self.wraps = np.flatnonzero((gaps.end >= steps) & (gaps.begin + 1 < steps))
+        crossed = gaps.end // steps - (gaps.begin + 1) // steps  # begins of iterations
+        self.wraps = np.flatnonzero(crossed)
+        self.crossed = crossed[self.wraps].astype(np.float64)
         # What a program with choices adds: columns that change what may be off in a gap (gap,
         # column, pages), how long a step runs (step, column, µs), what is on the device in it
         # (step, column, pages), and flows on the link (by slot: columns, pages each).
@@ -262,7 +264,7 @@ class Builder:
         self.flow_terms: dict[bool, list[tuple[Any, Any, Any]]] = {True: [], False: []}
         self.slot_terms: list[tuple[Any, Any, Any]] = []  # (slot, column, pages in host)
         self.free: list[int] = []  # columns that may be negative
-        self.moved: list[int] = []  # more flows
+        self.moved: list[int] = []  # flows that are not of ``parts``, and cost as much
         if loose is not None:
             self._copies(loose)
         self.choose()
@@ -341,7 +343,7 @@ class Builder:
         rows.add(row.min() + self.due[stays], part.off[stays], 1)
         start = rows.new(0.0)  # when the iteration begins: what its wrapping gaps have off
         rows.add(start, np.array([part.queued[0], part.below[0], part.early[0]]), 1)
-        rows.add(np.full(len(self.wraps), start), part.off[self.wraps], -1)
+        rows.add(np.full(len(self.wraps), start), part.off[self.wraps], -self.crossed)
 
     def _clean_copies(self, part: TierColumns) -> None:
         """Within a version what is off was written by this gap or an earlier one."""
