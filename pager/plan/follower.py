@@ -114,6 +114,7 @@ class Follower:
         self._in_state: CompiledPlan | None = None
         self._began = 0.0
         self._warned = False  # that a planned move failed
+        self._died: str | None = None  # a planner, which nobody was told of
         self._calibration: Calibration | None = None
         self._op_times: OpTimes | None = None  # of the iteration that runs
         self._stays_on: OpTimes | None = None  # of one before, under somebody else's mode
@@ -373,12 +374,21 @@ class Follower:
             self._learn(log, followed=followed, times=times)
 
     def warn(self) -> None:
-        """Tell the user, once, that plans are not followed any more. Without the lock, in the
-        training thread, where everything is as it should be: a warning may be raised."""
+        """Tell the user, once, that plans are not followed any more, or that a planner has died.
+        Without the lock, in the training thread, where everything is as it should be: a warning may
+        be raised."""
         start = self.starting
         if start is not None and start.refused is not None and not start.told:
             start.told = True
             warnings.warn(f"{start}.", RuntimeWarning, stacklevel=5)
+        died, self._died = self._died, None
+        if died is not None:
+            warnings.warn(
+                f"{died}. Training goes on with the plan that there is, or brings pages in when an "
+                "op needs them. Please report it, with the trace that Pager.record writes.",
+                RuntimeWarning,
+                stacklevel=5,
+            )
         error = self.mover.error
         if error is None or self._warned:
             return
@@ -594,7 +604,8 @@ class Follower:
         for signature in self.signatures.all:
             if signature.process is not None and signature.process.done():
                 before = signature.compiled
-                signature.take_plan(only_if_faster=self.only_if_faster)
+                died = signature.take_plan(only_if_faster=self.only_if_faster)
+                self._died = self._died or died
                 if before is not None and before is self._in_state is not signature.compiled:
                     self._leave()
 

@@ -286,8 +286,9 @@ class StepSignature:
         bound = self.compiled.plan.bound if self.compiled is not None else None
         return self.plans > 0 and (bound is None or bound.percent_of_bound < _CLOSE)
 
-    def take_plan(self, *, only_if_faster: bool) -> None:
-        """``process`` has ended: its plan is followed, or it is known why there is none."""
+    def take_plan(self, *, only_if_faster: bool) -> str | None:
+        """``process`` has ended: its plan is followed, or it is known why there is none. Returns
+        what a planner died of, which is nobody's fault but ours."""
         from .planning import PlanRefused
 
         process, self.process = self.process, None
@@ -299,7 +300,8 @@ class StepSignature:
         except PagerError as error:
             known = isinstance(error, PlanRefused)
             self.refused = str(error) if known else f"the planner ended with an error: {error}"
-            return
+            error.__traceback__ = None  # it has the caller's frames, and the process has the error
+            return None if known else self.refused
         assert self.hardware is not None
         compiled = CompiledPlan(
             self.recorded, planned.plan, planned.layout, self.keys,
@@ -318,10 +320,11 @@ class StepSignature:
         if no_better is None:
             self.compiled, self.turned_down = compiled, None
             self.ways.new_plan()
-            return
+            return None
         self.planned_at = self.seen
         if self.compiled is None:
             self.turned_down = no_better
+        return None
 
     def no_better(self, compiled: CompiledPlan) -> str | None:
         """Why ``compiled`` should not be followed: on demand an iteration takes less."""

@@ -487,9 +487,11 @@ class Hosted:
                     _add(live, int(begin[gap]) + 1, back, -int(gaps.pages[gap]))
                     late = steps if back >= steps else 0
                     kind[gap], begin[gap], end[gap] = RETURN, back - 1 - late, end[gap] - late
-            # Gradients are there when their step is to begin, or all that follow are late.
+            # Gradients are there when their step is to begin, or all that follow are late. What
+            # needs the weights waits for the step, so it is over then at the latest.
             taken = max(self._op_at(self.ends_us[unit] - unit.host_us), unit.ops[-1] + 1)
-            _add(held, taken, self._op_at(self.ends_us[unit]) + 1, self.pages_of(unit.gradients))
+            taken, over = min(taken, unit.due), min(self._op_at(self.ends_us[unit]), unit.due)
+            _add(held, taken, over + 1, self.pages_of(unit.gradients))
             for tensor in unit.gradients:
                 place = expanded.index[tensor]
                 given = int(expanded.trace.last_op[place])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -16,6 +17,7 @@ from tensorpager.pager.debug.chaos import chaos
 from tensorpager.pager.devices.device import Mark
 from tensorpager.pager.errors import PagerError, TierFull
 from tensorpager.pager.moves.transfers import Transfer
+from tensorpager.pager.plan import planning
 
 from .models import World, compare_runs, loss_of, make_pager, mlp, train
 
@@ -358,6 +360,34 @@ def test_close_in_the_middle_of_an_iteration(one_thread) -> None:
 
 
 # -- what is said about it -----------------------------------------------------------------------
+@pytest.mark.filterwarnings("default:the planner ended with an error")
+def test_a_planner_that_dies(one_thread, monkeypatch) -> None:
+    """The user hears of it, and nothing of the program is kept for it."""
+    monkeypatch.setattr(planning, "write_request", lambda *_, **__: b"nonsense\n")
+
+    class Mine:
+        pass
+
+    with planned_pager() as pager:
+        model = pager.page_module(mlp())
+        optimizer = pager.optimizer(torch.optim.AdamW(model.parameters()))
+
+        def trained() -> weakref.ref[Mine]:
+            mine = Mine()
+            for _ in range(4):
+                with pager.iteration():
+                    loss_of(model).backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+                pager.plan()
+            return weakref.ref(mine)
+
+        with pytest.warns(RuntimeWarning, match="the planner ended with an error: .*not JSON"):
+            mine = trained()
+        assert mine() is None
+        assert pager.stats()["mode"] == "demand"
+
+
 def test_lru_never_plans(one_thread) -> None:
     with make_pager() as pager:
         model = pager.page_module(mlp())

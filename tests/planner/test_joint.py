@@ -345,6 +345,19 @@ def test_weights_come_back_when_the_host_has_stepped() -> None:
     assert both_agree(trace, hardware, made) == pytest.approx(good.iteration_us, rel=0.02)
 
 
+def test_a_host_that_takes_iterations_for_its_steps() -> None:
+    """All wait for it, however late it is: a gradient that stays on the device until the host has
+    stepped is one all the time, not one more in each iteration that the list takes."""
+    trace = layers(6, host_us=100_000.0)
+    hardware, uses = machine(trace, 0.5), Uses(trace)
+    units = find_units(trace, uses)
+    search = Planner(trace, hardware, uses, lambda what, share: None)
+    found = search.plan(Decisions((), units))
+    assert found is not None
+    taken = both_agree(trace, hardware, found.plan)
+    assert 600_000 < taken < 650_000
+
+
 def test_what_comes_back_takes_no_frames_from_an_op_that_waits_for_some() -> None:
     """``make`` waits for one page of tensor 0 to leave, in 10 µs; with tensor 1 queued before it
     begins, for all three."""
