@@ -166,6 +166,7 @@ class _Search:
         self.latest: dict[Decisions, Outcome] = {}  # of what runs
         self.bound_us = 0.0
         self.until = self.later = math.inf
+        self.longest = 0.0  # that a candidate has taken
         self.tried: set[tuple[Any, ...]] = set()
         self.notes: list[str] = []
 
@@ -210,10 +211,12 @@ class _Search:
 
     def _try_all(self, candidates: Iterator[Callable[[], Tried] | None]) -> None:
         """As many at a time as there are workers. ``None`` waits for those that are under way."""
-        flying: deque[Future[Tried]] = deque()
+        flying: deque[tuple[float, Future[Tried]]] = deque()
 
         def land() -> None:
-            decisions, outcome = flying.popleft().result()
+            begun, candidate = flying.popleft()
+            decisions, outcome = candidate.result()
+            self.longest = max(self.longest, time.process_time() - begun)
             if outcome is not None:
                 self.latest[decisions] = outcome
             if self._keep(outcome):
@@ -221,7 +224,7 @@ class _Search:
 
         for candidate in takewhile(lambda _: not self._over(), candidates):
             if candidate is not None:
-                flying.append(self.pool.submit(candidate))
+                flying.append((time.process_time(), self.pool.submit(candidate)))
             while flying and (candidate is None or len(flying) >= self.workers):
                 land()
         while flying:
@@ -420,9 +423,10 @@ class _Search:
         return self.best is None or self.bound_us < POOR * self.best.iteration_us
 
     def _over(self) -> bool:
-        """Whether no further choice is tried."""
+        """Whether no further choice is tried: of a long trace, one that would end late."""
         until = self.later if self._poor() else self.until
-        return self._good() or time.process_time() > until
+        late = self.longest / 2 if self.long and not self.quick else 0.0
+        return self._good() or time.process_time() + late > until
 
 
 def _slowed() -> float:

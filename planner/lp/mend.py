@@ -24,7 +24,8 @@ from ..simulation import Simulation
 from ..simulator import simulate
 from ..trace import Trace
 
-MOST = 20  # simulations
+MOST, FEWEST = 20, 4  # simulations
+MOST_MOVES = 80_000  # in all of them, beyond which they take more time than they save
 SHORTEST_US = 1.0  # a wait that is worth one
 # Of the iteration: where all moves that could be sooner leave too few frames, some of them may not.
 PARTS = ((0.0, 1.0), (0.0, 0.25), (0.25, 0.5), (0.5, 0.75), (0.75, 1.0))
@@ -35,7 +36,7 @@ def mended(
     trace: Trace, hardware: Hardware, plan: Plan, simulation: Simulation, mends: Sequence[Mend]
 ) -> tuple[Plan, Simulation]:
     """``plan``, which runs, or one that is faster, and what the simulator says of it."""
-    left = MOST
+    left = min(MOST, max(FEWEST, MOST_MOVES // (len(plan.moves) + 1)))
     todo = list(mends)
     while todo and left:
         changed = todo.pop(0)(plan, simulation)

@@ -24,6 +24,11 @@ def drop(pages: Pages, move: Move) -> None:
     if not pages.on_the_way(first, last) and pages.there.count(1, first, last) == last - first:
         _give_back(pages, first, last, tier)
         return
+    coming = pages.coming.find(0, first, last) < 0
+    if coming and pages.going.count(0, first, last) == last - first:
+        if pages.drops.keys().isdisjoint(range(first, last)):
+            pages.drops.update(dict.fromkeys(range(first, last), ((tier, IN),)))
+            return
     for page in range(first, last):
         waits = OUT * (pages.going[page] > 0) | IN * (pages.coming[page] > 0)
         if waits:
@@ -36,8 +41,11 @@ def arrived(pages: Pages, first: int, last: int, what: int) -> None:
     """Drops that waited for an arrival of pages ``first`` to ``last`` (``what``: OUT or IN) take
     place if it was the last that they waited for."""
     drops = pages.drops
-    for page in range(first, last):
-        waiting = drops.pop(page, None)
+    found = [drops.pop(page, None) for page in range(first, last)]
+    alike = found.count(found[0]) == len(found)
+    if alike and (found[0] is None or _drop_all(pages, first, last, found[0], what)):
+        return
+    for page, waiting in enumerate(found, first):
         if waiting is None:
             continue
         left = tuple((tier, waits & ~what) for tier, waits in waiting if waits & ~what)
@@ -46,6 +54,20 @@ def arrived(pages: Pages, first: int, last: int, what: int) -> None:
         for tier, waits in waiting:
             if not waits & ~what:
                 _drop_now(pages, page, tier)
+
+
+def _drop_all(
+    pages: Pages, first: int, last: int, waiting: tuple[tuple[int, int], ...], what: int
+) -> bool:
+    """All of these pages at once, if that is one drop that waited for this and for nothing else;
+    whether it was done."""
+    tier, waits = waiting[0]
+    if len(waiting) > 1 or waits & ~what or pages.there.count(0, first, last):
+        return False
+    if tier == 0 and pages.used_by_host[first:last].any():
+        return False
+    _give_back(pages, first, last, tier)
+    return True
 
 
 def _drop_now(pages: Pages, page: int, tier: int) -> None:
