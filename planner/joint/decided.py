@@ -538,7 +538,9 @@ class Hosted:
             start += [StartRun(*self._whole(tensor), "host") for tensor in unit.states]
             for tensor in unit.weights:
                 whole = self._whole(tensor)
-                left = self.left.get(expanded.index[tensor], unit.left)  # what runs again needs it
+                left = self.left.get(
+                    expanded.index[tensor], max(unit.left)
+                )  # what runs again needs it
                 out, due = left + 1, unit.due % ops
                 found.append((out - 0.5, Move(*whole, "host", "out", out)))
                 have = {p for _, a, n in back[whole[0]] for p in range(a, a + n)}

@@ -38,9 +38,11 @@ class Remake:
 class Unit:
     """The update of a parameter, one op or several slabs: ``ops``.
 
-    ``weights``: persistent, also used by the device, last by op ``left`` before the update and next
-    by ``due`` (≥ ops: in the next iteration). ``states``: persistent, of nobody else.
+    ``weights``: persistent, also used by the device, each last by op ``left`` before the update and
+    next by ``back`` (≥ ops: in the next iteration), the first of them by ``due``. ``states``:
+    persistent, of nobody else.
     ``gradients``: last used on the device by op ``given``. ``shared``: what it only reads.
+    ``inside``: what its ops have for themselves, which is never on the device then.
     """
 
     ops: tuple[int, ...]
@@ -48,7 +50,9 @@ class Unit:
     states: tuple[int, ...]
     gradients: tuple[int, ...]
     shared: tuple[int, ...]
-    left: int
+    inside: tuple[int, ...]
+    left: tuple[int, ...]
+    back: tuple[int, ...]
     due: int
     given: int
     host_us: float
@@ -170,8 +174,8 @@ def find_units(trace: Trace, uses: Uses) -> list[Unit]:
 def _unit(trace: Trace, uses: Uses, ops: tuple[int, ...], steps: set[int]) -> Unit | None:
     """``None`` if the host cannot take it. ``steps``: all ops that it could take."""
     mine = set(ops)
-    weights, states, gradients, shared = [], [], [], []
-    left, due, given = -1, trace.ops * 2, -1
+    weights, states, gradients, shared, inside = [], [], [], [], []
+    left, back, given = [], [], -1
     written = {tensor for op in ops for tensor in uses.writes[op]}
     for tensor in sorted({t for op in ops for t in (*uses.reads[op], *uses.writes[op])}):
         others = [op for op in uses.of[tensor] if op not in mine]
@@ -180,6 +184,8 @@ def _unit(trace: Trace, uses: Uses, ops: tuple[int, ...], steps: set[int]) -> Un
                 states.append(tensor)
             elif len(uses.of[tensor]) > 1:
                 return None  # what only the steps touch may be touched by one of them
+            else:
+                inside.append(tensor)
         elif uses.lasting[tensor] and tensor in written:
             earlier = [op for op in others if op < ops[0]]
             later = [op for op in others if op > ops[-1]]
@@ -187,8 +193,8 @@ def _unit(trace: Trace, uses: Uses, ops: tuple[int, ...], steps: set[int]) -> Un
             if not earlier or device_writes or len(earlier) + len(later) < len(others):
                 return None
             weights.append(tensor)
-            left = max(left, earlier[-1])
-            due = min(due, later[0] if later else others[0] + trace.ops)
+            left.append(earlier[-1])
+            back.append(later[0] if later else others[0] + trace.ops)
         elif uses.lasting[tensor] or others[-1] > ops[0] or not steps.isdisjoint(others):
             if tensor in written:
                 return None
@@ -198,12 +204,13 @@ def _unit(trace: Trace, uses: Uses, ops: tuple[int, ...], steps: set[int]) -> Un
         else:
             gradients.append(tensor)
             given = max(given, others[-1])
-    if not weights or due > ops[0] + trace.ops:
+    if not weights or min(back) > ops[0] + trace.ops:
         return None
     us = float(trace.op_host_us[list(ops)].sum())
     return Unit(
-        ops, tuple(weights), tuple(states), tuple(gradients), tuple(shared), left, due, given, us
-    )
+        ops, tuple(weights), tuple(states), tuple(gradients), tuple(shared), tuple(inside),
+        tuple(left), tuple(back), min(back), given, us,
+    )  # fmt: skip
 
 
 def _frees(trace: Trace) -> Bools:

@@ -14,6 +14,7 @@ import bisect
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -81,7 +82,9 @@ def _chosen_gaps(
     after = {each.tensor: each.after for each in remakes}
     given = {tensor: unit.given for unit in units for tensor in unit.gradients}
     given |= {tensor: -1 for unit in units for tensor in unit.states}
-    updates = {tensor: (unit.left, *unit.ops) for unit in units for tensor in unit.weights}
+    updates = {
+        tensor: (left, *unit.ops) for unit in units for tensor, left in zip(unit.weights, unit.left)
+    }
     return np.array(
         [
             after.get(tensor) == op
@@ -182,7 +185,7 @@ class _Joint(Builder):
             pages = self.page_count[each.tensor]
             for op, number in zip(mine, columns.tolist()):
                 column[each.tensor, op] = number
-                self.time_terms.append(([self.step_of[op]], [number], us))
+                self.before_terms.append(([self.step_of[op]], [number], us))
                 self.live_points.append((self._between(each.after, op)[1], number, pages))
             made_from = self._sums_from(columns)  # at this place or a later one
             self.below.add(self.below.new(1.0), made_from[:1], 1.0)
@@ -242,7 +245,7 @@ class _Joint(Builder):
             self.below.add(self.below.new(1.0), shares[-1], 1.0)
             for (end, step), column in zip(sorted(mine), shares[-1].tolist()):
                 self.live_points += [(first, column, -size), (end, column, size)]
-                self.time_terms.append(([step], [column], us * size))
+                self.before_terms.append(([step], [column], us * size))
         self.remake_columns = [shares[number] for number in group.tolist()]
         number_of = {
             (each.tensor, each.after): number for each, number in zip(self.remakes, group.tolist())
@@ -283,13 +286,16 @@ class _Joint(Builder):
                 )
             for tensor in unit.states:
                 self.live_change.append((0, self.problem.steps, share, -pages[tensor]))
-            for tensor in unit.weights:
-                away = self._between(unit.left, unit.due)
-                self.live_change.append((*away, share, -pages[tensor]))
+            for tensor in unit.inside:
+                step = int(self.step_of[self.trace.first_op[tensor]])
+                self.live_change.append((step, step + 1, share, -pages[tensor]))
+            begins: dict[int, tuple[int, ...]] = {}  # of the gaps of a weight that the update is in
+            for tensor, left, back in zip(unit.weights, unit.left, unit.back):
+                self.live_change.append((*self._between(left, back), share, -pages[tensor]))
+                begins[tensor] = left, *unit.ops
             for tensor in (*unit.gradients, *unit.states, *unit.weights):
                 for gap in self.of_tensor[tensor]:
-                    inner = tensor in unit.weights and not self._spans_update(gap, unit)
-                    if inner:
+                    if tensor in begins and self.begin_op[gap] not in begins[tensor]:
                         self.kept_gaps.append(gap)
                         limit = self.below.new(0.0)
                         self.below.add(limit, self.parts[-1].off[gap], 1.0)
@@ -317,18 +323,23 @@ class _Joint(Builder):
         self.kept_gaps += joined.tolist()
 
     def _longer_steps(self) -> None:
-        """One column for each step that choices make longer, or shorter: many rows say how long it
-        takes, and would have all of their columns."""
-        if not self.time_terms:
-            return
-        found = np.unique(np.concatenate([step for step, _, _ in self.time_terms]))
+        """One column for each step that choices make longer, or shorter, and for what runs before
+        one: many rows say how long it takes, and would have all of their columns."""
+        self.time_terms, self.before_terms = (
+            self._in_one(terms) for terms in (self.time_terms, self.before_terms)
+        )
+
+    def _in_one(self, terms: list[tuple[Any, Any, Any]]) -> list[tuple[Any, Any, Any]]:
+        if not terms:
+            return []
+        found = np.unique(np.concatenate([step for step, _, _ in terms]))
         more = self.columns.new(len(found))
         self.free += more.tolist()
         rows = self.equal.new(np.zeros(len(found)))
         self.equal.add(rows, more, -1.0)
-        for step, column, us in self.time_terms:
+        for step, column, us in terms:
             self.equal.add(rows[np.searchsorted(found, step)], column, us * self.problem.out_rate)
-        self.time_terms = [(found, more, 1 / self.problem.out_rate)]
+        return [(found, more, 1 / self.problem.out_rate)]
 
     def _in_time(self) -> None:
         """What the host takes of the updates that are due first fits between the first of their
@@ -343,8 +354,9 @@ class _Joint(Builder):
         self.equal.add(rows, begin, 1.0)
         self.equal.add(rows[1:], begin[:-1], -1.0)
         self.equal.add(rows[:-1], stall[:-1], -1.0)
-        for step, column, us in self.time_terms:
-            self.equal.add(rows[np.asarray(step) + 1], column, -us * pace)
+        for later, terms in ((1, self.time_terms), (0, self.before_terms)):
+            for step, column, us in terms:
+                self.equal.add(rows[np.asarray(step) + later], column, -us * pace)
 
         def within(terms: list[tuple[int, float]], first: int, last: int) -> None:
             row = self.below.new(0.0)
@@ -355,7 +367,10 @@ class _Joint(Builder):
                 self.below.add(row, begin[step], sign)
                 if turns:
                     self.below.add(row, begin[steps], sign * turns)
-            self.below.add(row, self.stall[first % steps], -1.0)  # moves go while it waits
+            # Moves go while it waits, and while something runs before it.
+            self.below.add(row, self.stall[first % steps], -1.0)
+            for at, column, us in self.before_terms:
+                self.below.add(row, column[at == first % steps], -us * pace)
 
         released = [
             self._absolute(max(unit.given, unit.ops[0] - 1)) + (not self.relaxed)
@@ -367,15 +382,12 @@ class _Joint(Builder):
         for number in sorted(range(len(self.units)), key=lambda n: (due[n], n)):
             unit, share = self.units[number], int(self.share[number])
             gradients = sum(self.page_count[t] for t in unit.gradients) / problem.out_rate
-            weights = sum(self.page_count[t] for t in unit.weights) / problem.in_rate
+            first = (t for t, back in zip(unit.weights, unit.back) if back == unit.due)
+            weights = sum(self.page_count[t] for t in first) / problem.in_rate
             within([(share, gradients + unit.host_us + weights)], released[number], due[number])
             work.append((share, unit.host_us))
             earliest = min(earliest, released[number])
             within(work, earliest, due[number])
-
-    def _spans_update(self, gap: int, unit: Unit) -> bool:
-        """Whether a weight's gap lies between its last use before the update and the next one."""
-        return self.begin_op[gap] in (unit.left, *unit.ops)
 
     def _groups(self) -> list[list[int]]:
         """Units by their first use after the update; small groups where that comes first."""
@@ -394,8 +406,9 @@ class _Joint(Builder):
         steps, unit_us = self.problem.steps, 1 / self.problem.out_rate
         waiting, running = self.below.new(np.zeros(steps)), self.below.new(self.problem.duration_us)
         self.below.add(waiting, self.stall, -unit_us)
-        for step, column, us in self.time_terms:
-            self.below.add(running[step], column, -us)
+        for row, terms in ((running, self.time_terms), (waiting, self.before_terms)):
+            for step, column, us in terms:
+                self.below.add(row[step], column, -us)
         busy = np.stack([waiting, running], axis=1).ravel()
         for group in self._groups():
             units = [self.units[number] for number in group]
@@ -404,7 +417,7 @@ class _Joint(Builder):
             ratio = gradients / max(1, sum(weights))
             each_us = sum(unit.host_us for unit in units) / max(1, sum(weights))
             first = 2 * min(self._absolute(unit.given) + (not self.relaxed) for unit in units)
-            last = 2 * max(self._absolute(unit.due) for unit in units) + self.relaxed
+            last = 2 * max(self._absolute(op) for unit in units for op in unit.back) + self.relaxed
             allowed = 2 * min(self._absolute(unit.ops[0]) for unit in units)
             window = np.arange(first, last + 1)
             slot, length = window % self.slots, len(window)
@@ -424,9 +437,11 @@ class _Joint(Builder):
                 self.equal.add(row, flow, sign)
             for number, unit, pages in zip(group, units, weights):
                 given = 2 * (self._absolute(unit.given) + (not self.relaxed)) - first
-                due = 2 * self._absolute(unit.due) + self.relaxed - first
                 self.equal.add(rows[0][given], self.share[number], -float(pages))
-                self.equal.add(rows[3][due], self.share[number], float(pages))
+                for tensor, back in zip(unit.weights, unit.back):
+                    due = 2 * self._absolute(back) + self.relaxed - first
+                    pages = self.page_count[tensor]
+                    self.equal.add(rows[3][due], self.share[number], float(pages))
             runs = np.flatnonzero(window % 2 == 1)
             at = slot[runs] // 2
             self.live_terms += [(at, queued[:-1][runs], ratio), (at, early[:-1][runs], 1.0)]
@@ -481,8 +496,9 @@ class _Joint(Builder):
         unit_us = 1 / self.problem.out_rate
         stalls = np.maximum(x[self.stall], 0) * unit_us
         times = self.problem.duration_us.copy()
-        for step, column, us in self.time_terms:
-            times[step] += us * x[column]
+        for terms in (self.time_terms, self.before_terms):
+            for step, column, us in terms:
+                times[step] += us * x[column]
         begins = np.concatenate([[0.0], np.cumsum(times + stalls)])
         ops = np.append(begins[self.step_of], begins[-1])
         return Shares(

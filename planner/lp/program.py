@@ -255,10 +255,12 @@ class Builder:
         self.wraps = np.flatnonzero(crossed)
         self.crossed = crossed[self.wraps].astype(np.float64)
         # What a program with choices adds: columns that change what may be off in a gap (gap,
-        # column, pages), how long a step runs (step, column, µs), what is on the device in it
-        # (step, column, pages), and flows on the link (by slot: columns, pages each).
+        # column, pages), how long a step runs, or what runs before it does (step, column, µs), what
+        # is on the device in it (step, column, pages), and flows on the link (by slot: columns,
+        # pages each).
         self.size_terms: list[tuple[Any, Any, Any]] = []
         self.time_terms: list[tuple[Any, Any, Any]] = []
+        self.before_terms: list[tuple[Any, Any, Any]] = []
         self.live_terms: list[tuple[Any, Any, Any]] = []
         self.late_terms: list[tuple[Any, Any, Any]] = []  # as live_terms, when the step ends only
         self.flow_terms: dict[bool, list[tuple[Any, Any, Any]]] = {True: [], False: []}
@@ -412,8 +414,9 @@ class Builder:
                     self.below.add(running, flow[run], 1)
                     self.below.add(waiting, flow[stall], 1)
                 self.below.add(waiting, self.stall, -rate * unit)
-                for step, column, us in self.time_terms:
-                    self.below.add(running[step], column, -rate * us)
+                for row, terms in ((running, self.time_terms), (waiting, self.before_terms)):
+                    for step, column, us in terms:
+                        self.below.add(row[step], column, -rate * us)
                 if len(group) == len(flows):
                     both = np.stack([waiting, running], axis=1).ravel()  # by slot
                     for slot, column, pages in self.flow_terms[outward]:
@@ -498,7 +501,7 @@ class Builder:
             cost[part.out] = MOVE_COST + (DISK_WRITE_COST if tier.index else 0.0)
             cost[part.into] = MOVE_COST
         cost[self.moved] += MOVE_COST
-        for _, column, us in self.time_terms:
+        for _, column, us in (*self.time_terms, *self.before_terms):
             np.add.at(cost, column, us * self.problem.out_rate)
         return cost
 

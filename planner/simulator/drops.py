@@ -24,11 +24,11 @@ def drop(pages: Pages, move: Move) -> None:
     if not pages.on_the_way(first, last) and pages.there.count(1, first, last) == last - first:
         _give_back(pages, first, last, tier)
         return
-    coming = pages.coming.find(0, first, last) < 0
-    if coming and pages.going.count(0, first, last) == last - first:
-        if pages.drops.keys().isdisjoint(range(first, last)):
-            pages.drops.update(dict.fromkeys(range(first, last), ((tier, IN),)))
-            return
+    come = pages.coming.find(0, first, last) < 0
+    come &= pages.going.count(0, first, last) == last - first
+    if come and pages.drops.keys().isdisjoint(range(first, last)):  # all wait for the same
+        pages.drops.update(dict.fromkeys(range(first, last), ((tier, IN),)))
+        return
     for page in range(first, last):
         waits = OUT * (pages.going[page] > 0) | IN * (pages.coming[page] > 0)
         if waits:

@@ -170,7 +170,7 @@ def test_a_quick_plan_chooses_too() -> None:
 
 def test_the_host_takes_of_what_has_come_the_update_that_is_due_first() -> None:
     def unit(op: int, host_us: float) -> Unit:
-        return Unit((op,), (op,), (), (), (), 0, 99, 0, host_us)
+        return Unit((op,), (op,), (), (), (), (), (0,), (99,), 99, 0, host_us)
 
     late, soon, first = unit(0, 30.0), unit(1, 10.0), unit(2, 20.0)
     releases = [Release(late, 0.0, 500.0), Release(soon, 25.0, 60.0), Release(first, 5.0, 90.0)]
@@ -261,6 +261,48 @@ def test_the_bound_of_moves_alone_is_that_of_lp() -> None:
     )  # fmt: skip
     assert all_of_it is not None
     assert all_of_it.iteration_us <= alone.iteration_us * (1 + 1e-6)
+
+
+def test_an_update_of_several_weights_gives_each_back_when_it_is_used() -> None:
+    """``late`` is not there while ``crowd`` needs its frames, nor is what the update has for
+    itself while the host is at it: 4 pages come in 10 µs each, behind ``crowd``."""
+    early, late, scratch, crowd = range(4)
+    tensors = [(early, PAGE, True), (late, 4 * PAGE, True), (scratch, 4 * PAGE, False),
+               (crowd, 8 * PAGE, False)]  # fmt: skip
+    ops = [
+        ("first", 100.0, [early], []),
+        ("crowd", 100.0, [], [crowd]),
+        ("second", 100.0, [late], []),
+        ("update", 20.0, [early, late], [early, late, scratch]),
+    ]
+    trace = make_trace(tensors, ops, page_size=PAGE, host_us=[None, None, None, 5.0])
+    hardware = Hardware(
+        9 * PAGE, float("inf"), 0, PAGE * 1e5, PAGE * 1e5, page_size=PAGE, transfer_latency_us=0.0
+    )
+    uses = Uses(trace)
+    units = find_units(trace, uses)
+    made = Planner(trace, hardware, uses, lambda *_: None).plan(Decisions((), units))
+    assert made is not None
+    taken = both_agree(trace, hardware, made.plan)
+    assert taken == pytest.approx(345.0)
+    bound = solve_joint(trace, hardware, uses, [], units, steps=100, time_limit_s=60)
+    assert bound is not None
+    assert 0.98 * taken <= bound.iteration_us <= taken * (1 + 1e-6)
+
+
+def test_pages_move_while_something_runs_again() -> None:
+    """Before the op that it runs for has its frames: over a slow link that is time won."""
+    trace = layers(3, slabs=2, clip=True)
+    times_ms = [5.2, 2.6, 52, 31, 2.6, 52, 0, 2.6, 0, 313, 26, 0, 1669, 167, *[10] * 5, 0, 104]
+    trace = replace(trace, op_duration_us=1e3 * np.array(times_ms))
+    hardware = Hardware(
+        182 * PAGE, 0, 290 * PAGE, 1.7e9, 2.9e8, disk_read_bytes_per_s=1.4e8,
+        disk_write_bytes_per_s=4.1e6, page_size=PAGE, transfer_latency_us=1.0,
+    )  # fmt: skip
+    found = plan(trace, hardware, quick=True)
+    assert found.recompute
+    assert found.bound is not None
+    assert found.bound.iteration_us <= both_agree(trace, hardware, found) * (1 + 1e-6)
 
 
 def test_what_is_made_again_is_asked_anew_where_all_updates_are_the_hosts() -> None:
