@@ -167,6 +167,7 @@ class _Search:
         self.bound_us = 0.0
         self.until = self.later = math.inf
         self.longest = 0.0  # that a candidate has taken
+        self.program_us: Floats | None = None  # when ops begin by the program of all choices
         self.tried: set[tuple[Any, ...]] = set()
         self.notes: list[str] = []
 
@@ -193,6 +194,7 @@ class _Search:
         self.until = self.later = self._until(QUICK_SECONDS if self.quick else SECONDS)
         if shares is not None:
             self._try_all(self._choices(shares))
+            self.program_us = shares.begins_us
         if not self.quick or self.best is None:
             self.until = self.later = math.inf  # of most it is soon seen that they are slow
             self._try_all(self._rules())
@@ -378,18 +380,24 @@ class _Search:
     def _polish(self) -> Iterator[Callable[[], Tried]]:
         """The moves of the best choices by the times of the plan before, and by programs of fewer,
         longer steps: their plans have fewer and larger moves, and no program knows what each costs.
-        In turns with the choices whose program promised the most."""
+        In turns with the choices whose program promised the most. Then these by the times of the
+        program of all choices, from which a plan that missed them has led away."""
         if self.quick or self.chosen is None:
             return
         promising = min(self.latest, key=lambda each: self.latest[each].least_us)
-        for part, by_due in ROUNDS * POLISHED:
-            planner = replace(
+        planners = [
+            replace(
                 self.planner,
                 most_steps=min(self.planner.most_steps, self.trace.ops) // part,
                 most_orders=1 if by_due else MOST_ORDERS,
             )
+            for part, by_due in POLISHED
+        ]
+        for planner in ROUNDS * planners:
             for decisions in dict.fromkeys((self.chosen, promising)):
                 yield partial(self._plan, decisions, self._times(self.latest[decisions]), planner)
+        for planner in planners:
+            yield partial(self._plan, promising, self.program_us, planner)
 
     def _keep(self, outcome: Outcome | None) -> bool:
         """Whether it is the fastest so far."""
