@@ -538,9 +538,8 @@ class Hosted:
             start += [StartRun(*self._whole(tensor), "host") for tensor in unit.states]
             for tensor in unit.weights:
                 whole = self._whole(tensor)
-                left = self.left.get(
-                    expanded.index[tensor], max(unit.left)
-                )  # what runs again needs it
+                # What runs again may need it longer.
+                left = self.left.get(expanded.index[tensor], max(unit.left))
                 out, due = left + 1, unit.due % ops
                 found.append((out - 0.5, Move(*whole, "host", "out", out)))
                 have = {p for _, a, n in back[whole[0]] for p in range(a, a + n)}

@@ -439,9 +439,11 @@ class _Joint(Builder):
                 given = 2 * (self._absolute(unit.given) + (not self.relaxed)) - first
                 self.equal.add(rows[0][given], self.share[number], -float(pages))
                 for tensor, back in zip(unit.weights, unit.back):
-                    due = 2 * self._absolute(back) + self.relaxed - first
-                    pages = self.page_count[tensor]
-                    self.equal.add(rows[3][due], self.share[number], float(pages))
+                    due, size = (
+                        2 * self._absolute(back) + self.relaxed - first,
+                        self.page_count[tensor],
+                    )
+                    self.equal.add(rows[3][due], self.share[number], float(size))
             runs = np.flatnonzero(window % 2 == 1)
             at = slot[runs] // 2
             self.live_terms += [(at, queued[:-1][runs], ratio), (at, early[:-1][runs], 1.0)]
