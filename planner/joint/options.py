@@ -53,9 +53,16 @@ class Unit:
     inside: tuple[int, ...]
     left: tuple[int, ...]
     back: tuple[int, ...]
-    due: int
     given: int
     host_us: float
+
+    @property
+    def due(self) -> int:
+        return min(self.back)
+
+    def gaps_begin(self) -> dict[int, tuple[int, ...]]:
+        """Of each weight, the ops before the gaps that the update lies in."""
+        return {tensor: (left, *self.ops) for tensor, left in zip(self.weights, self.left)}
 
 
 class Uses:
@@ -209,7 +216,7 @@ def _unit(trace: Trace, uses: Uses, ops: tuple[int, ...], steps: set[int]) -> Un
     us = float(trace.op_host_us[list(ops)].sum())
     return Unit(
         ops, tuple(weights), tuple(states), tuple(gradients), tuple(shared), tuple(inside),
-        tuple(left), tuple(back), min(back), given, us,
+        tuple(left), tuple(back), given, us,
     )  # fmt: skip
 
 

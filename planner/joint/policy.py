@@ -167,7 +167,6 @@ class _Search:
         self.bound_us = 0.0
         self.until = self.later = math.inf
         self.longest = 0.0  # that a candidate has taken
-        self.program_us: Floats | None = None  # when ops begin by the program of all choices
         self.tried: set[tuple[Any, ...]] = set()
         self.notes: list[str] = []
 
@@ -194,13 +193,12 @@ class _Search:
         self.until = self.later = self._until(QUICK_SECONDS if self.quick else SECONDS)
         if shares is not None:
             self._try_all(self._choices(shares))
-            self.program_us = shares.begins_us
         if not self.quick or self.best is None:
             self.until = self.later = math.inf  # of most it is soon seen that they are slow
             self._try_all(self._rules())
         self.until = self._until(POLISH_SECONDS)
         self.later = self.until + (self.until - self.began) * POOR_LONGER
-        self._try_all(self._polish())
+        self._try_all(self._polish(None if shares is None else shares.begins_us))
         refusal = self._moves_only()
         if self.best is None:
             raise refusal or PolicyRefusal("joint: no plan of the program ran in the simulator")
@@ -377,11 +375,11 @@ class _Search:
         planner = replace(planner or self.planner, cutoff_us=cutoff_us)
         return decisions, planner.plan(decisions, begins_us, rounds=1)
 
-    def _polish(self) -> Iterator[Callable[[], Tried]]:
+    def _polish(self, program_us: Floats | None) -> Iterator[Callable[[], Tried]]:
         """The moves of the best choices by the times of the plan before, and by programs of fewer,
         longer steps: their plans have fewer and larger moves, and no program knows what each costs.
         In turns with the choices whose program promised the most. Then these by the times of the
-        program of all choices, from which a plan that missed them has led away."""
+        program of all choices, ``program_us``, from which a plan that missed them has led away."""
         if self.quick or self.chosen is None:
             return
         promising = min(self.latest, key=lambda each: self.latest[each].least_us)
@@ -397,7 +395,7 @@ class _Search:
             for decisions in dict.fromkeys((self.chosen, promising)):
                 yield partial(self._plan, decisions, self._times(self.latest[decisions]), planner)
         for planner in planners:
-            yield partial(self._plan, promising, self.program_us, planner)
+            yield partial(self._plan, promising, program_us, planner)
 
     def _keep(self, outcome: Outcome | None) -> bool:
         """Whether it is the fastest so far."""

@@ -82,9 +82,9 @@ def _chosen_gaps(
     after = {each.tensor: each.after for each in remakes}
     given = {tensor: unit.given for unit in units for tensor in unit.gradients}
     given |= {tensor: -1 for unit in units for tensor in unit.states}
-    updates = {
-        tensor: (left, *unit.ops) for unit in units for tensor, left in zip(unit.weights, unit.left)
-    }
+    updates: dict[int, tuple[int, ...]] = {}
+    for unit in units:
+        updates |= unit.gaps_begin()
     return np.array(
         [
             after.get(tensor) == op
@@ -289,10 +289,9 @@ class _Joint(Builder):
             for tensor in unit.inside:
                 step = int(self.step_of[self.trace.first_op[tensor]])
                 self.live_change.append((step, step + 1, share, -pages[tensor]))
-            begins: dict[int, tuple[int, ...]] = {}  # of the gaps of a weight that the update is in
             for tensor, left, back in zip(unit.weights, unit.left, unit.back):
                 self.live_change.append((*self._between(left, back), share, -pages[tensor]))
-                begins[tensor] = left, *unit.ops
+            begins = unit.gaps_begin()
             for tensor in (*unit.gradients, *unit.states, *unit.weights):
                 for gap in self.of_tensor[tensor]:
                     if tensor in begins and self.begin_op[gap] not in begins[tensor]:
@@ -439,11 +438,9 @@ class _Joint(Builder):
                 given = 2 * (self._absolute(unit.given) + (not self.relaxed)) - first
                 self.equal.add(rows[0][given], self.share[number], -float(pages))
                 for tensor, back in zip(unit.weights, unit.back):
-                    due, size = (
-                        2 * self._absolute(back) + self.relaxed - first,
-                        self.page_count[tensor],
-                    )
-                    self.equal.add(rows[3][due], self.share[number], float(size))
+                    due = 2 * self._absolute(back) + self.relaxed - first
+                    size = float(self.page_count[tensor])
+                    self.equal.add(rows[3][due], self.share[number], size)
             runs = np.flatnonzero(window % 2 == 1)
             at = slot[runs] // 2
             self.live_terms += [(at, queued[:-1][runs], ratio), (at, early[:-1][runs], 1.0)]

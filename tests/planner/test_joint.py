@@ -170,7 +170,7 @@ def test_a_quick_plan_chooses_too() -> None:
 
 def test_the_host_takes_of_what_has_come_the_update_that_is_due_first() -> None:
     def unit(op: int, host_us: float) -> Unit:
-        return Unit((op,), (op,), (), (), (), (), (0,), (99,), 99, 0, host_us)
+        return Unit((op,), (op,), (), (), (), (), (0,), (99,), 0, host_us)
 
     late, soon, first = unit(0, 30.0), unit(1, 10.0), unit(2, 20.0)
     releases = [Release(late, 0.0, 500.0), Release(soon, 25.0, 60.0), Release(first, 5.0, 90.0)]
