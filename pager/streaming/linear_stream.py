@@ -327,11 +327,18 @@ class _CastLater(PagedStorage):
         pass  # its pages are of another storage
 
 
+def _save_factors(ctx: Any, left: torch.Tensor, right: torch.Tensor) -> None:
+    """Of a product, as PyTorch's own node does: one for the gradient of the other, if that wants
+    one. Then dense memory lives as long as beside a whole product."""
+    for_left, for_right = ctx.needs_input_grad[:2]
+    ctx.save_for_backward(left if for_right else None, right if for_left else None)
+
+
 class _InputGrad(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, grad: torch.Tensor, weight: PagedTensor) -> torch.Tensor:
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(grad, weight)
+        _save_factors(ctx, grad, weight)
         return _input_grad(plain(grad), weight)
 
     @staticmethod
@@ -351,7 +358,8 @@ class WeightGrad(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, grad: torch.Tensor, x: torch.Tensor, geometry: Geometry) -> PagedTensor:
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(grad, x)
+        _save_factors(ctx, grad, x)
+        ctx.dtype = x.dtype
         return _weight_grad(plain(grad), plain(x), geometry)
 
     @staticmethod
@@ -359,7 +367,7 @@ class WeightGrad(torch.autograd.Function):
         if grad is None:
             return None, None, None
         factor, x = (plain(tensor) for tensor in ctx.saved_tensors)
-        grad = grad.to(x.dtype)
+        grad = grad.to(ctx.dtype)
         for_factor, for_x, _ = ctx.needs_input_grad
         if type(grad) is not PagedTensor or not grad.is_contiguous():
             return x.mm(grad.t()) if for_factor else None, factor.mm(grad) if for_x else None, None

@@ -299,6 +299,30 @@ def test_twice_backward(pager) -> None:
         assert (mine - plain).abs().max() <= 1e-5 * plain.abs().max()
 
 
+@pytest.mark.parametrize("of", ["inputs", "weight", "both"])
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_saves_no_more_for_second_derivatives_than_pytorch(pager, of, with_bias) -> None:
+    """What is saved lives until then: the budget has it where the weight is whole."""
+    x, weight, bias, _ = operands()
+    found = []
+    for leaf in (weight.clone(), put(pager, weight)):
+        inputs = x.clone().requires_grad_(of != "weight")
+        leaf.requires_grad_(of != "inputs")
+        seed = torch.randn(len(x), len(weight)).requires_grad_()
+        saved: list[int] = []
+
+        def pack(tensor: torch.Tensor, saved: list[int] = saved) -> torch.Tensor:
+            saved.append(tensor.numel())
+            return tensor
+
+        out = F.linear(inputs, leaf, bias if with_bias else None)
+        wanted = [t for t in (inputs, leaf) if t.requires_grad]
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            torch.autograd.grad(out, wanted, seed, create_graph=True)
+        found.append(sorted(saved))
+    assert found[1] == found[0]
+
+
 def test_checkpoint(pager) -> None:
     x, weight, _, seed = operands()
     found = []
