@@ -8,8 +8,7 @@ PyTorch's allocator, or takes it, without copying anything.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -17,7 +16,7 @@ import torch
 
 from ..errors import PagerError
 from .cpu import private_memory
-from .device import Bytes, HostMemory
+from .device import Bytes, HostMemory, bytes_of
 
 
 def _driver() -> Any:
@@ -133,10 +132,9 @@ class _MappedRange:
 
 
 class _Batch(NamedTuple):
-    """``copies``, so many, as ``call`` takes them before a stream."""
+    """Copies, as ``call`` takes them before a stream."""
 
     call: Any
-    copies: int
     given: tuple[Any, ...]
 
 
@@ -184,6 +182,15 @@ class CudaMemory:
     def remake(self, nbytes: int, *, empty: bool) -> bool:
         raise NotImplementedError("the border moves")
 
+    def fill(self, offset: int, memory: torch.UntypedStorage, start: int, nbytes: int) -> None:
+        if memory.device != self._device:
+            self.arena[offset : offset + nbytes].copy_(bytes_of(memory, start, nbytes))
+            return
+        # What `copy_` comes to, without the tensors, which take five times as long as the call.
+        stream = torch._C._cuda_getCurrentRawStream(self._device.index)
+        source, target = memory.data_ptr() + start, self.address + offset
+        self._queue(self._cuda.cuMemcpyAsync, target, source, nbytes, stream)
+
     # -- page-locked host memory -----------------------------------------------------------------
     def host_memory(self, nbytes: int) -> list[HostMemory]:
         """One range: PyTorch's own page-locked allocator rounds sizes up to powers of two."""
@@ -209,8 +216,7 @@ class CudaMemory:
             return
         cuda = self._cuda
         flags = cuda.CU_MEMHOSTREGISTER_PORTABLE | cuda.CU_MEMHOSTREGISTER_DEVICEMAP
-        with self._in_context():
-            (code,) = cuda.cuMemHostRegister(memory.ctypes.data, memory.nbytes, flags)
+        (code,) = self._here(cuda.cuMemHostRegister, memory.ctypes.data, memory.nbytes, flags)
         if int(code) != 0:
             raise PagerError(
                 f"page-locking {memory.nbytes} bytes of host memory failed with {code.name}; lower "
@@ -219,19 +225,16 @@ class CudaMemory:
 
     def unregister_host(self, memory: Bytes) -> None:
         if memory.nbytes:
-            with self._in_context():
-                self._cuda.cuMemHostUnregister(memory.ctypes.data)
+            self._here(self._cuda.cuMemHostUnregister, memory.ctypes.data)
 
-    @contextmanager
-    def _in_context(self) -> Iterator[None]:
-        """In any thread, and whatever device is current there, the driver's calls inside are for
-        this one. (PyTorch's own calls see to that themselves.)"""
+    def _here(self, call: Any, *given: Any) -> Any:
+        """A call of the driver for this device, in any thread and whatever device is current there.
+        (PyTorch's own calls see to that themselves.)"""
         if int(self._cuda.cuCtxGetCurrent()[1]) == int(self._context):
-            yield
-            return
+            return call(*given)
         _checked(self._cuda.cuCtxPushCurrent(self._context), "entering the GPU's context")
         try:
-            yield
+            return call(*given)
         finally:
             self._cuda.cuCtxPopCurrent()
 
@@ -239,15 +242,15 @@ class CudaMemory:
         cuda = self._cuda
         if len(copies) == 1:
             source, target, nbytes = copies[0]
-            return _Batch(cuda.cuMemcpyAsync, 1, (target, source, nbytes))
+            return _Batch(cuda.cuMemcpyAsync, (target, source, nbytes))
         how = cuda.CUmemcpyAttributes()
         how.srcAccessOrder = cuda.CUmemcpySrcAccessOrder.CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
         how.flags = cuda.CUmemcpyFlags.CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE
         sources = [cuda.CUdeviceptr(source) for source, _, _ in copies]
         targets = [cuda.CUdeviceptr(target) for _, target, _ in copies]
-        sizes, count = [nbytes for _, _, nbytes in copies], len(copies)
-        given = (targets, sources, sizes, count, [how], [0], 1)
-        return _Batch(cuda.cuMemcpyBatchAsync, count, given)
+        sizes = [nbytes for _, _, nbytes in copies]
+        given = (targets, sources, sizes, len(copies), [how], [0], 1)
+        return _Batch(cuda.cuMemcpyBatchAsync, given)
 
     def copy_batch(self, batch: _Batch, stream: torch.Stream) -> None:
         handle = self._handles.get(stream.stream_id)
@@ -257,10 +260,12 @@ class CudaMemory:
                 device_index=stream.device_index,
                 device_type=stream.device_type,
             ).cuda_stream
-        with self._in_context():
-            code = batch.call(*batch.given, handle)[0]
-        if int(code) != 0:
-            raise PagerError(f"queueing {batch.copies} copies failed with {code.name}")
+        self._queue(batch.call, *batch.given, handle)
+
+    def _queue(self, call: Any, *given: Any) -> None:
+        (code,) = self._here(call, *given)
+        if code != 0:
+            raise PagerError(f"queueing a copy failed with {code.name}")
 
     # -- dense memory ----------------------------------------------------------------------------
     def limit_dense(self, nbytes: int | None) -> None:

@@ -66,6 +66,12 @@ class Copies(list[Copy]):
         self.ready: dict[Any, Any] = {}
 
 
+def bytes_of(memory: torch.UntypedStorage, start: int, nbytes: int) -> torch.Tensor:
+    """Some of them, uint8 [nbytes]."""
+    empty: Any = torch.empty(0, dtype=torch.uint8, device=memory.device)
+    return torch._C.TensorBase.set_(empty, memory, start, (nbytes,), (1,))
+
+
 @dataclass
 class HostMemory:
     """One piece of host memory that copies to and from the device run on at full speed.
@@ -110,6 +116,10 @@ class Device(Protocol):
         others afterwards. ``False``, and nothing has changed, where the budget or the device has no
         room for both at once. ``empty``: no byte counts, so the old one is given back first. If
         there is no memory for the new one, the old size is there again."""
+
+    def fill(self, offset: int, memory: torch.UntypedStorage, start: int, nbytes: int) -> None:
+        """So many bytes of the arena, from ``offset`` on, become those of ``memory`` from ``start``
+        on, wherever it is. In the order of what the calling thread queues."""
 
     def frames_view(self, offset: int, nbytes: int) -> Any:
         """Arena bytes for disk I/O in place: an array where ``host_addressable``, else a tensor."""

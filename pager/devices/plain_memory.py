@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from ..errors import PagerError
-from .device import Bytes, HostMemory
+from .device import Bytes, HostMemory, bytes_of
 
 _STATISTICS = ("allocated_bytes.all.peak", "reserved_bytes.all.peak")
 
@@ -98,6 +98,9 @@ class PlainMemory:
         if not self.knows_dense:
             return self.arena.numel()
         return int(torch.accelerator.memory_allocated(self._device))
+
+    def fill(self, offset: int, memory: torch.UntypedStorage, start: int, nbytes: int) -> None:
+        self.arena[offset : offset + nbytes].copy_(bytes_of(memory, start, nbytes))
 
     # -- page-locked host memory -----------------------------------------------------------------
     def host_memory(self, nbytes: int) -> list[HostMemory]:

@@ -33,7 +33,7 @@ class Extent:
     ``settled``: all pages are known DIRTY, so that another write changes no state.
     ``born``: how many runs were born before it. ``key``: its name in access logs, 0 for none yet;
     ``optional``: of a parameter that not every iteration uses.
-    ``pages``: int32 [count], all of them.
+    ``pages``: int64 [count], all of them; not to be written to.
     ``nbytes``: bytes in use, of shared pages all. ``parts``: pages of it that are held by
     themselves, ``None`` for none. ``overwritten``: its maker writes every byte before anyone
     reads one, so frames need not be erased for it. ``writes``: counts what may have changed
@@ -47,11 +47,11 @@ class Extent:
         "storages", "streamed", "unplaced", "writes",
     )  # fmt: skip
 
-    def __init__(self, run_id: int, first: int, count: int, kind: str) -> None:
+    def __init__(self, run_id: int, first: int, pages: Numbers, kind: str) -> None:
         self.id = run_id
         self.first = first
-        self.count = count
-        self.pages = np.arange(first, first + count)
+        self.count = len(pages)
+        self.pages = pages
         self.nbytes = 0
         self.kind = kind
         self.base = -1
@@ -150,7 +150,8 @@ class Space:
 
     def _new_run(self, count: int, kind: str) -> Extent:
         run_id = self._free_ids.pop() if self._free_ids else len(self.runs)
-        run = Extent(run_id, self.table.allocate(count, run_id), count, kind)
+        first = self.table.allocate(count, run_id)
+        run = Extent(run_id, first, self.table.numbers[first : first + count], kind)
         self.runs[run_id] = run
         run.born = self.births
         self.births += 1

@@ -30,7 +30,7 @@ from ..devices.device import Device
 from ..errors import InfeasibleBudget, TierFull
 from ..machine.ranks import about_share, ranks_sharing
 from ..memory.frame_pool import Numbers, distinct, expand, merge, sliding_max
-from ..memory.page_table import BLANK, DIRTY, PageTable
+from ..memory.page_table import BLANK, DIRTY, NONE, PageTable
 from ..memory.space import Extent, Part, Space, generations
 from ..memory.turns import Crowded, Pin, Turns
 from .mover import NOW, Mover
@@ -253,10 +253,8 @@ class Residency:
     def has_come(self, run: Extent) -> bool:
         """``run`` is there, in one piece, and may be used. ``False`` where it is not, or the host
         would have to wait for it."""
-        if not self.is_whole(run):
-            return False
-        base = int(self.table.frame[run.first])
-        if not self.mover.tickets.reach_at_once(base, run.count):
+        base = self._base_of(run)
+        if base < 0 or not self.mover.tickets.reach_at_once(base, run.count):
             return False
         run.base, run.generation, run.settled = base, next(generations), False
         return True
@@ -267,13 +265,13 @@ class Residency:
 
     def is_whole(self, run: Extent) -> bool:
         """All of it is in consecutive frames, or on its way there."""
-        frames, count = self.table.frame[run.first : run.first + run.count], run.count
-        first = int(frames[0])
-        if count == 1 or first < 0:
-            return first >= 0
-        if self.scattered or int(frames[-1]) != first + count - 1:
-            return False
-        return count == 2 or bool((frames - run.pages == first - run.first).all())
+        return self._base_of(run) >= 0
+
+    def _base_of(self, run: Extent) -> int:
+        """Its first frame, where :meth:`is_whole`; else less than 0."""
+        if self.scattered and run.count > 1:
+            return NONE
+        return self.table.base(run.first, run.count)
 
     def _frames_of(self, run: Extent) -> Numbers:
         return self.table.frame[run.first : run.first + run.count]

@@ -14,7 +14,7 @@ from ..errors import TierFull
 from ..machine.ranks import about_share
 from ..memory.frame_pool import FramePool, Numbers, expand
 from ..memory.host import HostTier
-from ..memory.page_table import LIVE, PageTable
+from ..memory.page_table import LIVE, PageTable, none_of
 from .tickets import Tickets
 
 
@@ -162,9 +162,9 @@ class Slots:
 
     def void_copies(self, pages: Numbers) -> None:
         """A write is about to happen: no copy of ``pages`` is valid any more."""
-        if (self._table.host[pages] >= 0).any():
+        if not none_of(self._table.host[pages]):
             self.drop_copies(pages, "host")
-        if (self._table.disk[pages] >= 0).any():
+        if not none_of(self._table.disk[pages]):
             self.drop_copies(pages, "disk")
 
     # -- I/O that was given up -------------------------------------------------------------------

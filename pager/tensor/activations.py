@@ -39,7 +39,7 @@ from torch.utils.weak import TensorWeakRef
 from ..core import PagedStorage
 from .lending import InPages, Lender
 from .new_pages import store_bytes
-from .paged_tensor import Form, PagedTensor, set_memory
+from .paged_tensor import Form, PagedTensor
 
 if TYPE_CHECKING:
     from ..core import Core
@@ -220,9 +220,8 @@ class SavedTensors:
         whole, nbytes = memory.nbytes(), tensor.nbytes
         if whole > _SPARSE_VIEW * nbytes:
             return self._store_range(tensor, nbytes)
-        source = torch.empty(0, dtype=torch.uint8, device=tensor.device)
-        set_memory(source, memory)
-        storage, form = store_bytes(self._pager, source, "activation"), Form.of(tensor)
+        storage = store_bytes(self._pager, memory, 0, whole, "activation")
+        form = Form.of(tensor)
         self._origins[memory._cdata] = _Origin(
             StorageWeakRef(memory),
             tensor._version,
@@ -239,9 +238,8 @@ class SavedTensors:
         if reach * size > _SPARSE_VIEW * nbytes:
             return keep(tensor)
         start = int(tensor.storage_offset()) * size
-        span = torch.empty(0, dtype=torch.uint8, device=tensor.device)
-        span.set_(tensor.untyped_storage(), start, (reach * size,), (1,))
-        storage = store_bytes(self._pager, span, "activation")
+        memory = tensor.untyped_storage()
+        storage = store_bytes(self._pager, memory, start, reach * size, "activation")
         return InPages(storage, Form.of(tensor)._replace(offset=0))
 
 

@@ -119,8 +119,10 @@ class Lender:
             self.lends, self._node, self._held, self._lent = False, -1, [], []
             if self._kept:
                 self._release_kept()
-            if any(_uses(memory._cdata) > 1 for memory, _ in lent):
-                held = self._without_kept(held, lent)
+            for memory, _ in lent:
+                if _uses(memory._cdata) > 1:
+                    held = self._without_kept(held, lent)
+                    break
             self._pager.release(held)
 
     def _without_kept(

@@ -6,6 +6,7 @@ import torch
 
 from ..budget.fits import frames_anyway
 from ..core import Core, PagedStorage
+from ..devices.device import bytes_of
 from ..errors import InfeasibleBudget
 from .paged_tensor import Form, PagedTensor, blank, blank_storage
 from .slabs import Held, put_bytes
@@ -44,7 +45,7 @@ def empty_like_geometry(
     storage.run.overwritten = False
     if storage.run.small is not None:
         zeros = torch.zeros(storage.nbytes, dtype=torch.uint8, device=pager.device)
-        write(pager, storage, zeros)
+        write(pager, storage, zeros.untyped_storage())
     return paged
 
 
@@ -52,32 +53,35 @@ def copy_in(pager: Core, dense: torch.Tensor, kind: str, *, apart: str = "") -> 
     """A PagedTensor with the values of plain, strided ``dense``."""
     if not (dense.is_contiguous() or torch.ops.aten.is_non_overlapping_and_dense(dense)):
         dense = dense.contiguous()
-    dense = dense.resolve_conj().resolve_neg()
+    if dense.is_conj() or dense.is_neg():
+        dense = dense.resolve_conj().resolve_neg()
     paged = blank(pager, dense, kind, apart)
     if dense.numel():
-        flat = dense.as_strided((dense.numel(),), (1,), dense.storage_offset())
-        write(pager, paged._storage, flat.view(torch.uint8))
+        start = int(dense.storage_offset()) * dense.element_size()
+        write(pager, paged._storage, dense.untyped_storage(), start)
     return paged
 
 
-def store_bytes(pager: Core, source: torch.Tensor, kind: str) -> PagedStorage:
-    """A new storage that holds the bytes of ``source`` (uint8, one-dimensional)."""
-    storage = blank_storage(pager, source.numel(), kind)
-    write(pager, storage, source)
+def store_bytes(
+    pager: Core, memory: torch.UntypedStorage, start: int, nbytes: int, kind: str
+) -> PagedStorage:
+    """A new storage that holds so many bytes of ``memory``, from ``start`` on."""
+    storage = blank_storage(pager, nbytes, kind)
+    write(pager, storage, memory, start)
     return storage
 
 
-def write(pager: Core, storage: PagedStorage, source: torch.Tensor) -> None:
-    """The bytes of a new ``storage`` become those of ``source`` (uint8, one-dimensional)."""
+def write(pager: Core, storage: PagedStorage, memory: torch.UntypedStorage, start: int = 0) -> None:
+    """The bytes of a new ``storage`` become those of ``memory`` from ``start`` on."""
     if pager.sees_ops and pager.watch is not None:
         with pager.watch.filling(storage.run):
-            _write(pager, storage, source)
+            _write(pager, storage, memory, start)
     else:
-        _write(pager, storage, source)
+        _write(pager, storage, memory, start)
 
 
-def _write(pager: Core, storage: PagedStorage, source: torch.Tensor) -> None:
-    run, residency, begin = storage.run, pager.residency, storage.offset
+def _write(pager: Core, storage: PagedStorage, memory: torch.UntypedStorage, start: int) -> None:
+    run, residency = storage.run, pager.residency
     needs = residency.needs
     # One page may hold other storages.
     in_parts = run.count > 1 and run.count > frames_anyway(pager.budget)
@@ -88,7 +92,7 @@ def _write(pager: Core, storage: PagedStorage, source: torch.Tensor) -> None:
             in_parts = True
     if in_parts:
         needs = residency.needs
-        put_bytes(storage, source, begin)
+        put_bytes(storage, bytes_of(memory, start, storage.nbytes), storage.offset)
         if not pager.budget.metering:
             residency.needs = max(needs[0], 1), max(needs[1], 1)  # a page at a time would do
         return
@@ -96,12 +100,13 @@ def _write(pager: Core, storage: PagedStorage, source: torch.Tensor) -> None:
         residency.needs = needs  # it could do with less, in parts
     try:
         pager.will_write([run])
+        begin, nbytes = storage.offset, storage.nbytes
         if run.base >= 0:
-            start = run.base * pager.page_size + begin
-            pager.backend.arena[start : start + source.numel()].copy_(source)
+            pager.backend.fill(run.base * pager.page_size + begin, memory, start, nbytes)
         else:
             frames = pager.table.frame[run.first : run.first + run.count]
-            Held(storage, begin, begin + source.numel(), frames).put(source, begin)
+            held = Held(storage, begin, begin + nbytes, frames)
+            held.put(bytes_of(memory, start, nbytes), begin)
     finally:
         pager.release([run])
 

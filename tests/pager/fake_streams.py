@@ -100,7 +100,7 @@ class FakeKit:
         self._streams, self._cpu = streams, cpu
         self.arena, self.address = cpu.arena, cpu.address
         self.reserved_bytes = cpu.reserved_bytes
-        self.commit, self.remake = cpu.commit, cpu.remake
+        self.commit, self.remake, self.fill = cpu.commit, cpu.remake, cpu.fill
         self.register_host = self.unregister_host = cpu.register_host
         self.limit_dense, self.close = cpu.limit_dense, cpu.close
 

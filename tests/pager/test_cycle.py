@@ -8,6 +8,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -321,7 +322,8 @@ def test_begin_and_end() -> None:
 
 
 def runs_of(counts: list[int]) -> list[Extent]:
-    return [Extent(i, 100 * i, count, "parameter") for i, count in enumerate(counts)]
+    pages = [np.arange(100 * i, 100 * i + count) for i, count in enumerate(counts)]
+    return [Extent(i, 100 * i, some, "parameter") for i, some in enumerate(pages)]
 
 
 def test_what_is_chosen_to_stay() -> None:
