@@ -4,8 +4,10 @@ A node that is PyTorch's own asks for what it has saved, runs its ops, and is do
 asks for is *lent*: it is on the device, held, and read where it lies, so that the node runs
 PyTorch's own code from beginning to end and none of its ops comes through the dispatcher. All that
 one node asks for is one access to those who look on. It is over when the next access begins: then
-all is released that nobody has any more. The storage of each tensor that was lent is its own, and
-counts who has it; what somebody still has stays where it is until nobody does.
+all is released that nobody has any more. What is lent at one place and in one form shares a storage
+with nothing else, which counts who has it; what somebody still has stays where it is until nobody
+does. That storage, and a tensor over it, are kept for the next iteration, in which a plan puts the
+same there.
 
 Others get a PagedTensor, whose ops each hold it for themselves: who may keep what is saved for any
 time (``ctx.saved_tensors`` of a Function, ``grad_fn._saved_self``), and a node that is itself
@@ -31,6 +33,7 @@ from .paged_tensor import Form, PagedTensor
 if TYPE_CHECKING:
     from ..core import Core
 
+_MOST_VIEWS = 8192  # that are kept: faults put what they bring anywhere
 _PARTS = 4  # no op, and no node with what it is lent, needs more than one of so many of the arena
 _asking = {torch.autograd.graph._engine_run_backward.__code__}  # code that is lent to
 _modes = torch._C._len_torch_dispatch_stack
@@ -54,6 +57,18 @@ class InPages(NamedTuple):
         return self.form.paged(self.storage)
 
 
+class _View(NamedTuple):
+    """Of bytes of the arena in one form. Without any other tensor over it ``memory``, the tensor's
+    storage, has two uses."""
+
+    tensor: torch.Tensor
+    memory: torch.UntypedStorage
+
+    @property
+    def in_use(self) -> bool:
+        return int(_uses(self.memory._cdata)) > 2
+
+
 class Lender:
     """Of one pager. ``lends``: something is lent for an access that goes on."""
 
@@ -62,8 +77,9 @@ class Lender:
         self._pager = pager
         self._node = -1  # whose access it is, by its sequence number
         self._held: list[Extent] = []  # for it
-        self._lent: list[tuple[torch.UntypedStorage, Extent]] = []
-        self._kept: list[tuple[list[torch.UntypedStorage], Extent]] = []  # beyond their access
+        self._lent: list[tuple[_View, Extent]] = []
+        self._kept: list[tuple[list[_View], Extent]] = []  # beyond their access
+        self._views: dict[tuple[int, int, Form], _View] = {}
 
     def lend(self, saved: InPages, asking: FrameType | None) -> torch.Tensor | None:
         """``saved`` as a plain tensor for the node that asks in this frame; ``None`` where it gets
@@ -90,9 +106,21 @@ class Lender:
             self.lends, self._node = True, number
             if run.base < 0:
                 return None
-            lent = saved.form.plain(storage, pager.address_of(storage))
-            self._lent.append((lent.untyped_storage(), run))
-        return lent
+            view = self._view(saved)
+            self._lent.append((view, run))
+            return view.tensor.detach()
+
+    def _view(self, saved: InPages) -> _View:
+        storage, form = saved
+        address = self._pager.address_of(storage)
+        key = address, storage.nbytes, form
+        view = self._views.get(key)
+        if view is None:
+            if len(self._views) >= _MOST_VIEWS:
+                self._views.clear()
+            tensor = form.plain(storage, address)
+            view = self._views[key] = _View(tensor, tensor.untyped_storage())
+        return view
 
     def _hold(self, run: Extent) -> bool:
         """Hold ``run``, and with it all that the access has, if that is known; whether."""
@@ -119,18 +147,16 @@ class Lender:
             self.lends, self._node, self._held, self._lent = False, -1, [], []
             if self._kept:
                 self._release_kept()
-            for memory, _ in lent:
-                if _uses(memory._cdata) > 1:
+            for view, _ in lent:
+                if view.in_use:
                     held = self._without_kept(held, lent)
                     break
             self._pager.release(held)
 
-    def _without_kept(
-        self, held: list[Extent], lent: list[tuple[torch.UntypedStorage, Extent]]
-    ) -> list[Extent]:
+    def _without_kept(self, held: list[Extent], lent: list[tuple[_View, Extent]]) -> list[Extent]:
         left = []
         for run in held:
-            theirs = [memory for memory, of in lent if of is run and _uses(memory._cdata) > 1]
+            theirs = [view for view, of in lent if of is run and view.in_use]
             if theirs:
                 self._kept.append((theirs, run))
             else:
@@ -139,9 +165,9 @@ class Lender:
 
     def _release_kept(self) -> None:
         kept, self._kept = self._kept, []
-        for memories, run in kept:
-            if any(_uses(memory._cdata) > 1 for memory in memories):
-                self._kept.append((memories, run))
+        for views, run in kept:
+            if any(view.in_use for view in views):
+                self._kept.append((views, run))
             else:
                 self._pager.residency.release([run])
 
