@@ -80,8 +80,9 @@ class SavedTensors:
         self._origins: dict[int, _Origin] = {}
         self.dense_allowance = 0  # bytes that may stay dense because everything fits
         self.dense_bytes = 0  # that do, at most: what died since they were counted is in it
-        # Storages that stay dense, and their bytes, by id. As in pages, one is counted once.
-        self._dense: dict[int, tuple[StorageWeakRef, int]] = {}
+        # Storages that stay dense, by id: their bytes, and the tensors that were kept of each. As
+        # in pages, one is counted once.
+        self._dense: dict[int, tuple[int, list[weakref.ref[torch.Tensor]]]] = {}
         self._uncounted = 0  # packed since they were counted
         # Storages that live on anyway (buffers) and their bytes, by id.
         self.skip: dict[int, tuple[StorageWeakRef, int]] = {}
@@ -99,8 +100,8 @@ class SavedTensors:
     def _count_dense(self) -> None:
         """Without those that have died. (Other threads may pack meanwhile.)"""
         self._uncounted = 0
-        self._dense = {k: v for k, v in self._dense.copy().items() if not v[0].expired()}
-        self.dense_bytes = sum(nbytes for _, nbytes in self._dense.values())
+        self._dense = {k: v for k, v in self._dense.copy().items() if _any_lives(v[1])}
+        self.dense_bytes = sum(nbytes for nbytes, _ in self._dense.values())
 
     def forget(self) -> None:
         """Drop the memory of storages that are gone. Called between iterations."""
@@ -179,8 +180,9 @@ class SavedTensors:
             return tensor if tensor.is_leaf else tensor.detach(), tensor._version
         memory = tensor.untyped_storage()
         key = memory._cdata
-        if key in self._dense:
-            return tensor.detach(), tensor._version
+        if key in self._dense and _any_lives(others := self._dense[key][1]):
+            others.append(weakref.ref(kept := tensor.detach()))
+            return kept, tensor._version
         if key in self.skip or key in self._pager.opened.lent_memory:
             return keep(tensor)
         if tensor.is_leaf and sys._getframe(1).f_code is _FILLS_LATER:
@@ -192,8 +194,9 @@ class SavedTensors:
             if self.dense_allowance and whole <= _SPARSE_VIEW * nbytes and self._has_room(whole):
                 self.dense_bytes += whole
                 self._uncounted += 1
-                self._dense[key] = StorageWeakRef(memory), whole
-                return tensor.detach(), tensor._version  # of a leaf too: it lives as the graph does
+                kept = tensor.detach()  # of a leaf too: it lives as the graph does
+                self._dense[key] = whole, [weakref.ref(kept)]
+                return kept, tensor._version
             packed = self.known(tensor, memory) if key in self._origins else None
             if packed is None:
                 packed = self.store(tensor, memory)
@@ -241,6 +244,12 @@ class SavedTensors:
         memory = tensor.untyped_storage()
         storage = store_bytes(self._pager, memory, start, reach * size, "activation")
         return InPages(storage, Form.of(tensor)._replace(offset=0))
+
+
+def _any_lives(tensors: list[weakref.ref[torch.Tensor]]) -> bool:
+    while tensors and tensors[-1]() is None:
+        tensors.pop()
+    return bool(tensors)
 
 
 def _reads_memory(frame: Any) -> bool:

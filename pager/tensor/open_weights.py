@@ -67,10 +67,13 @@ _uses: Any = torch._C._storage_Use_Count
 _COMPILED = os.path.join("torch", "_dynamo", "eval_frame.py")
 
 
+_OWN_USES = 2
+
+
 class _Memory:
     """A plain tensor over the pages of a weight, in a storage of its own and with the weight's
     version counter, for as long as they stay where they are. Without any other tensor over it
-    ``storage`` has two uses."""
+    ``storage`` has ``_OWN_USES``: by ``dense``, and by itself."""
 
     __slots__ = ("dense", "generation", "storage")
 
@@ -84,10 +87,6 @@ class _Memory:
             self.dense: torch.Tensor = _DETACH(paged)
         finally:
             paged._opening = None
-
-    @property
-    def in_use(self) -> bool:
-        return int(_uses(self.storage._cdata)) > 2  # by `dense`, by `storage`
 
 
 class OpenWeight:
@@ -320,10 +319,10 @@ class OpenWeights:
             self._close(weight)
         closed, self._lingering = self._lingering, []
         for memory, run in closed:
-            if memory.in_use:
+            if _uses(memory.storage._cdata) > _OWN_USES:
                 self._lingering.append((memory, run))
             else:
-                self._pager.residency.release([run])
+                run.pins -= 1
 
     def _close(self, weight: OpenWeight) -> None:
         weight.paged._open = None
