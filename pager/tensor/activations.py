@@ -6,9 +6,9 @@ from, so that q, k and v cut from one projection, or one input of three layers, 
 PagedTensor: a plain one has no end of use, and its frames would be reused under an op that still
 reads it.
 
-The memory of a storage is known by a weak reference to it (``StorageWeakRef``). While such a
-reference is held the storage's identity cannot be reused, so an address that was recycled for
-another tensor is never mistaken for the one that was saved.
+The memory of a storage is known by a tensor that has it, to which there is a weak reference. While
+that lives the storage's identity cannot be reused, so an address that was recycled for another
+tensor is never mistaken for the one that was saved.
 
 ``torch.func`` inside ``iteration()``: ``grad``, ``vjp``, ``jacrev`` and ``hessian`` work without
 hooks on saved tensors, and refuse to begin while any are on, before they do anything else; PyTorch
@@ -34,7 +34,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 import torch
 from torch._functorch import eager_transforms
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils.weak import TensorWeakRef
 
 from ..core import PagedStorage
 from .lending import InPages, Lender
@@ -57,11 +56,13 @@ _FILLS_LATER = torch.nn.functional.rrelu.__code__
 _SPARSE_VIEW = 4  # a view that uses less than 1/4 of its storage is stored by itself
 
 
-class _Origin(NamedTuple):
-    weak: StorageWeakRef
+class Origin(NamedTuple):
+    """Where the bytes of a tensor's memory are stored, as they were at its ``version``. ``root``:
+    whose version counter that is."""
+
+    root: weakref.ref[torch.Tensor]
     version: int
-    storage: Any  # weakref to the PagedStorage
-    root: TensorWeakRef  # whose version counter it is
+    storage: weakref.ref[PagedStorage]
     form: Form
 
 
@@ -77,7 +78,7 @@ class SavedTensors:
         # A call of a block that says what becomes of what it saves (``segments.py``).
         self.segment: Any = None
         self.again: frozenset[str] = frozenset()  # the blocks that do so in this iteration
-        self._origins: dict[int, _Origin] = {}
+        self._origins: dict[int, Origin] = {}
         self.dense_allowance = 0  # bytes that may stay dense because everything fits
         self.dense_bytes = 0  # that do, at most: what died since they were counted is in it
         # Storages that stay dense, by id: their bytes, and the tensors that were kept of each. As
@@ -106,7 +107,7 @@ class SavedTensors:
     def forget(self) -> None:
         """Drop the memory of storages that are gone. Called between iterations."""
         self._count_dense()
-        self._origins = {k: o for k, o in self._origins.items() if not o.weak.expired()}
+        self._origins = {k: o for k, o in self._origins.items() if o.root() is not None}
         self.skip = {k: v for k, v in self.skip.items() if not v[0].expired()}
 
     def note_buffers(self, module: torch.nn.Module) -> None:
@@ -208,12 +209,15 @@ class SavedTensors:
         origin = self._origins.get(memory._cdata)
         if origin is None or origin.version != tensor._version:
             return None
+        root = origin.root()
+        if root is None or root.untyped_storage()._cdata != memory._cdata:
+            return None  # it was of other memory with this identity
         # Pieces of one storage may count versions each on its own (unsafe_chunk): trust the number
         # for views of one base, and for exactly the tensor that was stored.
         form = Form.of(tensor)
-        if origin.root() is not _root(tensor) and origin.form != form:
+        if root is not _root(tensor) and origin.form != form:
             return None
-        storage: PagedStorage | None = origin.storage()
+        storage = origin.storage()
         if storage is None:
             return None
         return InPages(storage, form)
@@ -225,14 +229,15 @@ class SavedTensors:
             return self._store_range(tensor, nbytes)
         storage = store_bytes(self._pager, memory, 0, whole, "activation")
         form = Form.of(tensor)
-        self._origins[memory._cdata] = _Origin(
-            StorageWeakRef(memory),
-            tensor._version,
-            weakref.ref(storage),
-            TensorWeakRef(_root(tensor)),
-            form,
-        )
+        self.note_origin(tensor, memory, storage, form)
         return InPages(storage, form)
+
+    def note_origin(
+        self, tensor: torch.Tensor, memory: torch.UntypedStorage, storage: PagedStorage, form: Form
+    ) -> None:
+        """The ``memory`` of ``tensor`` is in ``storage`` too, as it is now."""
+        root, version = weakref.ref(_root(tensor)), tensor._version
+        self._origins[memory._cdata] = Origin(root, version, weakref.ref(storage), form)
 
     def _store_range(self, tensor: torch.Tensor, nbytes: int) -> Any:
         """A small view of a big storage: keep the bytes between its first and last element."""

@@ -34,12 +34,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_flatten, tree_unflatten
-from torch.utils.weak import TensorWeakRef
 
 from ..errors import PagerError
-from .activations import THRESHOLD_BYTES, SavedTensors, _Origin, unpack
+from .activations import THRESHOLD_BYTES, SavedTensors, unpack
 from .lending import InPages
 from .names import named_models
 from .paged_tensor import Form, PagedTensor, plain_copy
@@ -245,6 +243,7 @@ class _Input:
         """As the block was given it: the same kind of tensor, which asks for a gradient if that
         one did."""
         value: Any = self._value
+        paged: PagedTensor | None = None
         if self._packed is None:
             if not isinstance(value, torch.Tensor) or (self._is_leaf and self._needs_grad):
                 return value
@@ -253,22 +252,18 @@ class _Input:
             value = self._packed.paged() if inside else unpack(self._packed)
             if self._is_leaf and self._needs_grad:
                 return value
-            value = self._dense(value) if inside else value.detach()
-        if not self._needs_grad:
-            return value
-        # It was the result of an op: what saves leaves has another way for these.
-        return torch.ops.aten.alias(value.detach().requires_grad_())
-
-    def _dense(self, paged: PagedTensor) -> torch.Tensor:
-        """A plain copy. What saves that finds the pages that are there already."""
-        dense = plain_copy(paged)
-        if paged.storage_offset() == 0 and paged.stride() == dense.stride():
-            memory = dense.untyped_storage()
-            self._saved._origins[memory._cdata] = _Origin(
-                StorageWeakRef(memory), dense._version, weakref.ref(paged._storage),
-                TensorWeakRef(dense), Form.of(dense),
-            )  # fmt: skip
-        return dense
+            if inside:
+                paged, value = value, plain_copy(value)
+            else:
+                value = value.detach()
+        if self._needs_grad:
+            # It was the result of an op: what saves leaves has another way for these.
+            value = torch.ops.aten.alias(value.detach().requires_grad_())
+        if paged is not None and paged.storage_offset() == 0 and paged.stride() == value.stride():
+            # What saves the copy finds the pages that are there already.
+            memory = value.untyped_storage()
+            self._saved.note_origin(value, memory, paged._storage, Form.of(value))
+        return value
 
 
 class _Later:
