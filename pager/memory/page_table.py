@@ -28,7 +28,7 @@ import numpy.typing as npt
 import torch
 
 from ...kernels.launch import upload
-from .frame_pool import FramePool, Numbers
+from .frame_pool import FramePool, Numbers, are_consecutive, consecutive
 
 NONE = -1
 
@@ -70,8 +70,6 @@ class PageTable:
         self.flags: npt.NDArray[np.uint8] = np.empty(0, np.uint8)
         self.version: npt.NDArray[np.int64] = np.empty(0, np.int64)
         self.frame_page: Numbers = np.full(frames, NONE)
-        self.numbers: Numbers = np.empty(0, np.int64)  # 0, 1, 2 …: parts of it are runs; read only
-        self._count_up_to(frames)
 
     # -- virtual pages ---------------------------------------------------------------------------
     def allocate(self, count: int, owner: int) -> int:
@@ -128,19 +126,12 @@ class PageTable:
         version[: len(self.version)] = self.version
         self.version = version
         self.pages.resize(total)
-        self._count_up_to(total)
-
-    def _count_up_to(self, count: int) -> None:
-        if count > len(self.numbers):
-            self.numbers = np.arange(count)
-            self.numbers.flags.writeable = False
 
     def resize_frames(self, frames: int) -> None:
         """The border of the arena moved; frames behind a lowered border must be empty."""
         old = self.frame_page
         assert (old[frames:] < 0).all(), "a frame behind the new border is in use"
         self.frame_page = np.full(frames, NONE)
-        self._count_up_to(frames)
         keep = min(frames, len(old))
         self.frame_page[:keep] = old[:keep]
 
@@ -164,7 +155,7 @@ class PageTable:
         rows, frames = slice(first, first + count), slice(base, base + count)
         theirs, versions = self.frame_page[frames], self.version[rows]
         assert none_of(theirs)
-        self.frame[rows] = self.numbers[frames]
+        self.frame[rows] = consecutive(base, count)
         theirs[:] = pages
         self.flags[rows] = _BORN
         versions += 1
@@ -220,9 +211,7 @@ class PageTable:
         consecutive frames; ``NONE`` where they are not."""
         frames = self.frame[first : first + count]
         base = int(frames[0])
-        if base < 0 or frames.tobytes() != self.numbers[base : base + count].tobytes():
-            return NONE
-        return base
+        return base if base >= 0 and are_consecutive(frames) else NONE
 
     # -- what kernels read -----------------------------------------------------------------------
     def device_frames(self, first: int, count: int) -> torch.Tensor:

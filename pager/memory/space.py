@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .frame_pool import FramePool, Numbers, distinct
+from .frame_pool import FramePool, Numbers, consecutive, distinct
 from .page_table import PageTable
 
 generations = itertools.count()  # never the same for two placements, of one run or of two
@@ -47,11 +47,11 @@ class Extent:
         "storages", "streamed", "unplaced", "writes",
     )  # fmt: skip
 
-    def __init__(self, run_id: int, first: int, pages: Numbers, kind: str) -> None:
+    def __init__(self, run_id: int, first: int, count: int, kind: str) -> None:
         self.id = run_id
         self.first = first
-        self.count = len(pages)
-        self.pages = pages
+        self.count = count
+        self.pages = consecutive(first, count)
         self.nbytes = 0
         self.kind = kind
         self.base = -1
@@ -150,8 +150,7 @@ class Space:
 
     def _new_run(self, count: int, kind: str) -> Extent:
         run_id = self._free_ids.pop() if self._free_ids else len(self.runs)
-        first = self.table.allocate(count, run_id)
-        run = Extent(run_id, first, self.table.numbers[first : first + count], kind)
+        run = Extent(run_id, self.table.allocate(count, run_id), count, kind)
         self.runs[run_id] = run
         run.born = self.births
         self.births += 1

@@ -8,7 +8,6 @@ import threading
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -322,8 +321,7 @@ def test_begin_and_end() -> None:
 
 
 def runs_of(counts: list[int]) -> list[Extent]:
-    pages = [np.arange(100 * i, 100 * i + count) for i, count in enumerate(counts)]
-    return [Extent(i, 100 * i, some, "parameter") for i, some in enumerate(pages)]
+    return [Extent(i, 100 * i, count, "parameter") for i, count in enumerate(counts)]
 
 
 def test_what_is_chosen_to_stay() -> None:

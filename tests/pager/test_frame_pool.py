@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from tensorpager.pager.memory import frame_pool
 from tensorpager.pager.memory.frame_pool import FramePool, distinct
 
 
@@ -256,3 +257,18 @@ def test_distinct_numbers_are_numpys(numbers: list[int], dtype: type) -> None:
     found = distinct(several)
     assert found.tolist() == np.unique(several).tolist()
     assert found.dtype == dtype
+
+
+@pytest.mark.parametrize(
+    "first", [0, 3, frame_pool._MOST_COUNTED - 2, 3 * frame_pool._MOST_COUNTED]
+)
+def test_consecutive_numbers(first: int) -> None:
+    numbers = frame_pool.consecutive(first, 5)
+    assert numbers.tolist() == [*range(first, first + 5)]
+    assert numbers.dtype == np.int64
+    assert frame_pool.are_consecutive(numbers)
+    assert not frame_pool.are_consecutive(numbers[::-1])
+    assert not frame_pool.are_consecutive(np.append(numbers, first + 6))
+    assert frame_pool.expand([(first, 5)]).tolist() == numbers.tolist()
+    assert frame_pool.expand([(first, 2), (7, 1)]).tolist() == [first, first + 1, 7]
+    assert not len(frame_pool.expand([]))
