@@ -33,6 +33,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Iterable, Iterator
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -94,10 +95,10 @@ class OpenWeight:
 
     __slots__ = ("memory", "paged", "requires_grad", "run", "tensor")
 
-    def __init__(self, paged: PagedTensor, memory: _Memory, tensor: torch.Tensor) -> None:
+    def __init__(self, paged: PagedTensor, tensor: torch.Tensor) -> None:
         self.paged = paged
         self.run: Extent = paged._storage.run
-        self.memory = memory
+        self.memory: _Memory = paged._memory
         self.requires_grad = paged.requires_grad
         self.tensor: torch.Tensor | None = tensor
 
@@ -109,12 +110,11 @@ class _Saved(torch.autograd.Function):
         return torch.empty(0)
 
 
-def _in_place_of(several: list[PagedTensor], memory: list[_Memory]) -> Iterator[torch.Tensor]:
+def _in_place_of(several: list[PagedTensor]) -> Iterator[torch.Tensor]:
     """The leaves that autograd takes for ``several``, which require gradients: with their
-    ``AccumulateGrad`` nodes, over ``memory``. They are what autograd makes of leaves that it has
-    saved, when hooks bring them back."""
-    numbers, dense = iter(range(len(several))), [one.dense for one in memory]
-    with saved_tensors_hooks(lambda _: next(numbers), dense.__getitem__):
+    ``AccumulateGrad`` nodes, over their ``_memory``. They are what autograd makes of leaves that it
+    has saved, when hooks bring them back."""
+    with saved_tensors_hooks(attrgetter("_memory"), attrgetter("dense")):
         result = _Saved.apply(*several)  # type: ignore[no-untyped-call]
     node = result.grad_fn  # PyTorch 2.11 frees what it has saved with its result
     for paged, leaf, (accumulates, _) in zip(several, node.saved_tensors, node.next_functions):
@@ -126,19 +126,14 @@ def _in_place_of(several: list[PagedTensor], memory: list[_Memory]) -> Iterator[
         yield leaf
 
 
-def _as_view_of(paged: PagedTensor, memory: _Memory) -> torch.Tensor:
+def _as_view_of(paged: PagedTensor) -> torch.Tensor:
     """What autograd takes for a view of ``paged``, which has no gradient."""
-    paged._opening = threading.get_ident(), memory.dense
+    paged._opening = threading.get_ident(), paged._memory.dense
     try:
         view: torch.Tensor = _ALIAS(paged)
     finally:
         paged._opening = None
     return view
-
-
-class _Known(NamedTuple):
-    paged: weakref.ref[PagedTensor]
-    memory: _Memory
 
 
 class _Lent(NamedTuple):
@@ -158,7 +153,7 @@ class OpenWeights:
         self._pager = pager
         self.native = False
         self._open: list[OpenWeight] = []
-        self._known: dict[int, _Known] = {}  # opened in iterations before, by id
+        self._known: dict[int, weakref.ref[PagedTensor]] = {}  # opened before, by id
         self._lingering: list[tuple[_Memory, Extent]] = []  # closed, still in use
         self._lent: list[tuple[torch.nn.Module, list[_Lent]]] = []  # to calls that run
         self.lent_memory: set[int] = set()  # storages of these tensors, as `_cdata`
@@ -179,8 +174,8 @@ class OpenWeights:
             with torch.inference_mode(False), torch.enable_grad():
                 again = []
                 for key, known in list(self._known.items()):
-                    paged = known.paged()
-                    if paged is None or not is_candidate(paged):
+                    paged = known()
+                    if paged is None or paged._memory is None or not is_candidate(paged):
                         del self._known[key]
                     elif self._can_open(paged):
                         again.append(paged)
@@ -284,31 +279,23 @@ class OpenWeights:
         return paged._storage.run.base >= 0 and pager.fits and not pager.sees_ops
 
     def _open_now(self, several: list[PagedTensor]) -> None:
-        memory = [self._memory_of(paged) for paged in several]
-        learn = [number for number, paged in enumerate(several) if paged.requires_grad]
-        tensors = [one.dense for one in memory]
-        if learn:
-            leaves = _in_place_of([several[i] for i in learn], [memory[i] for i in learn])
-            for number, leaf in zip(learn, leaves):
-                tensors[number] = leaf
-        for paged, where, tensor in zip(several, memory, tensors):
-            if tensor is where.dense:
-                tensor = _as_view_of(paged, where)
-            opened = paged._open = OpenWeight(paged, where, tensor)
+        for paged in several:
+            memory: _Memory | None = paged._memory
+            if memory is None or memory.generation != paged._storage.run.generation:
+                paged._memory = _Memory(paged)
+            self._known.setdefault(id(paged), weakref.ref(paged))
+        learn = [paged for paged in several if paged.requires_grad]
+        leaves = _in_place_of(learn) if learn else iter(())
+        for paged in several:
+            tensor = next(leaves) if paged.requires_grad else _as_view_of(paged)
+            opened = paged._open = OpenWeight(paged, tensor)
             opened.run.pins += 1  # at hand, which is no use of it
             self._open.append(opened)
-
-    def _memory_of(self, paged: PagedTensor) -> _Memory:
-        known = self._known.get(id(paged))
-        generation = paged._storage.run.generation
-        if known is None or known.paged() is not paged or known.memory.generation != generation:
-            known = self._known[id(paged)] = _Known(weakref.ref(paged), _Memory(paged))
-        return known.memory
 
     def forget(self, paged: PagedTensor) -> None:
         """``paged`` has another geometry now."""
         with self._pager.lock:
-            self._known.pop(id(paged), None)
+            paged._memory = None
             if paged._open is not None:
                 self.close()
 

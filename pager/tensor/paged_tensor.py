@@ -43,6 +43,7 @@ class PagedTensor(Interop, torch.Tensor):
     _is_complex: bool
     _shaped: int = 0  # how often its geometry was changed in place
     _open: Any = None  # see open_weights.py
+    _memory: Any = None  # that it had when it was opened
     _opening: tuple[int, torch.Tensor] | None = None  # by which thread, over what
     _saved: Any = None  # of a state dict: has its `image`, once it was asked for (images.py)
 
