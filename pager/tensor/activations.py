@@ -88,10 +88,8 @@ class SavedTensors:
         # Storages that live on anyway (buffers) and their bytes, by id.
         self.skip: dict[int, tuple[StorageWeakRef, int]] = {}
 
-    def _has_room(self, nbytes: int) -> bool:
-        """Whether ``nbytes`` more may stay dense."""
-        if self.dense_bytes + nbytes <= self.dense_allowance:
-            return True
+    def _makes_room(self, nbytes: int) -> bool:
+        """Whether ``nbytes`` more may stay dense if they are counted again."""
         if 4 * self._uncounted < len(self._dense):  # counting for every tensor would take too long
             self._uncounted += 1
             return False
@@ -192,7 +190,11 @@ class SavedTensors:
             packed = self.segment.pack(tensor, memory)
         else:
             whole = memory.nbytes()
-            if self.dense_allowance and whole <= _SPARSE_VIEW * nbytes and self._has_room(whole):
+            if (
+                self.dense_allowance
+                and whole <= _SPARSE_VIEW * nbytes
+                and (self.dense_bytes + whole <= self.dense_allowance or self._makes_room(whole))
+            ):
                 self.dense_bytes += whole
                 self._uncounted += 1
                 kept = tensor.detach()  # of a leaf too: it lives as the graph does

@@ -71,15 +71,19 @@ _COMPILED = os.path.join("torch", "_dynamo", "eval_frame.py")
 _OWN_USES = 2
 
 
-class _Memory:
-    """A plain tensor over the pages of a weight, in a storage of its own and with the weight's
-    version counter, for as long as they stay where they are. Without any other tensor over it
-    ``storage`` has ``_OWN_USES``: by ``dense``, and by itself."""
+class OpenWeight:
+    """A plain tensor over the pages of a weight (``dense``), in a storage of its own and with the
+    weight's version counter, for as long as they stay where they are, open or not. Without any
+    other tensor over it the storage has ``_OWN_USES``: by ``dense``, and by itself.
 
-    __slots__ = ("dense", "generation", "storage")
+    ``tensor``: what ops are given. It, and ``paged``, whose it is, are ``None`` while it is closed.
+    """
+
+    __slots__ = ("dense", "generation", "paged", "requires_grad", "run", "storage", "tensor")
 
     def __init__(self, paged: PagedTensor) -> None:
         where = paged._storage
+        self.run: Extent = where.run
         self.generation = where.run.generation
         dense = dense_view(paged, where.pager.address_of(where))
         self.storage = dense.untyped_storage()
@@ -88,19 +92,9 @@ class _Memory:
             self.dense: torch.Tensor = _DETACH(paged)
         finally:
             paged._opening = None
-
-
-class OpenWeight:
-    """``tensor``: what ops are given, ``None`` once it is closed."""
-
-    __slots__ = ("memory", "paged", "requires_grad", "run", "tensor")
-
-    def __init__(self, paged: PagedTensor, tensor: torch.Tensor) -> None:
-        self.paged = paged
-        self.run: Extent = paged._storage.run
-        self.memory: _Memory = paged._memory
-        self.requires_grad = paged.requires_grad
-        self.tensor: torch.Tensor | None = tensor
+        self.requires_grad = False
+        self.paged: PagedTensor | None = None
+        self.tensor: torch.Tensor | None = None
 
 
 class _Saved(torch.autograd.Function):
@@ -110,12 +104,16 @@ class _Saved(torch.autograd.Function):
         return torch.empty(0)
 
 
+# Past what `Function.apply` does for functorch: no transform goes on where a weight is opened.
+_save: Any = super(torch.autograd.Function, _Saved).apply
+
+
 def _in_place_of(several: list[PagedTensor]) -> Iterator[torch.Tensor]:
     """The leaves that autograd takes for ``several``, which require gradients: with their
-    ``AccumulateGrad`` nodes, over their ``_memory``. They are what autograd makes of leaves that it
-    has saved, when hooks bring them back."""
-    with saved_tensors_hooks(attrgetter("_memory"), attrgetter("dense")):
-        result = _Saved.apply(*several)  # type: ignore[no-untyped-call]
+    ``AccumulateGrad`` nodes, over the memory that they open as. They are what autograd makes of
+    leaves that it has saved, when hooks bring them back."""
+    with saved_tensors_hooks(attrgetter("_opens_as"), attrgetter("dense")):
+        result = _save(*several)
     node = result.grad_fn  # PyTorch 2.11 frees what it has saved with its result
     for paged, leaf, (accumulates, _) in zip(several, node.saved_tensors, node.next_functions):
         leaf._weight = paged
@@ -128,7 +126,7 @@ def _in_place_of(several: list[PagedTensor]) -> Iterator[torch.Tensor]:
 
 def _as_view_of(paged: PagedTensor) -> torch.Tensor:
     """What autograd takes for a view of ``paged``, which has no gradient."""
-    paged._opening = threading.get_ident(), paged._memory.dense
+    paged._opening = threading.get_ident(), paged._opens_as.dense
     try:
         view: torch.Tensor = _ALIAS(paged)
     finally:
@@ -154,7 +152,7 @@ class OpenWeights:
         self.native = False
         self._open: list[OpenWeight] = []
         self._known: dict[int, weakref.ref[PagedTensor]] = {}  # opened before, by id
-        self._lingering: list[tuple[_Memory, Extent]] = []  # closed, still in use
+        self._lingering: list[OpenWeight] = []  # closed, still in use
         self._lent: list[tuple[torch.nn.Module, list[_Lent]]] = []  # to calls that run
         self.lent_memory: set[int] = set()  # storages of these tensors, as `_cdata`
         self._traced_pages = False  # code was compiled around paged parameters
@@ -172,13 +170,15 @@ class OpenWeights:
             if not self.native:
                 return
             with torch.inference_mode(False), torch.enable_grad():
-                again = []
-                for key, known in list(self._known.items()):
+                again, gone = [], []
+                for key, known in self._known.items():
                     paged = known()
-                    if paged is None or paged._memory is None or not is_candidate(paged):
-                        del self._known[key]
+                    if paged is None or not _still_opens(paged):
+                        gone.append(key)
                     elif self._can_open(paged):
                         again.append(paged)
+                for key in gone:
+                    del self._known[key]
                 self._open_now(again)
 
     def _keep_native(self, native: bool) -> None:
@@ -204,6 +204,7 @@ class OpenWeights:
         of the parent may have held."""
         self._keep_native(False)
         for weight in self._open:
+            assert weight.paged is not None
             weight.paged._open = None
         self._open.clear()
 
@@ -216,7 +217,7 @@ class OpenWeights:
             before = paged._open
             if before is not None:  # for another value of requires_grad
                 self._open.remove(before)
-                self._close(before)
+                self._close([before])
             with torch.inference_mode(False), torch.enable_grad():
                 self._open_now([paged])
             opened: OpenWeight = paged._open
@@ -279,42 +280,46 @@ class OpenWeights:
         return paged._storage.run.base >= 0 and pager.fits and not pager.sees_ops
 
     def _open_now(self, several: list[PagedTensor]) -> None:
+        learn = []
         for paged in several:
-            memory: _Memory | None = paged._memory
-            if memory is None or memory.generation != paged._storage.run.generation:
-                paged._memory = _Memory(paged)
-            self._known.setdefault(id(paged), weakref.ref(paged))
-        learn = [paged for paged in several if paged.requires_grad]
+            weight: OpenWeight | None = paged._opens_as
+            if weight is None or weight.generation != paged._storage.run.generation:
+                weight = paged._opens_as = OpenWeight(paged)
+                self._known[id(paged)] = weakref.ref(paged)
+            weight.requires_grad = paged.requires_grad
+            if weight.requires_grad:
+                learn.append(paged)
         leaves = _in_place_of(learn) if learn else iter(())
         for paged in several:
-            tensor = next(leaves) if paged.requires_grad else _as_view_of(paged)
-            opened = paged._open = OpenWeight(paged, tensor)
-            opened.run.pins += 1  # at hand, which is no use of it
-            self._open.append(opened)
+            weight = paged._open = paged._opens_as
+            weight.paged = paged
+            weight.tensor = next(leaves) if weight.requires_grad else _as_view_of(paged)
+            weight.run.pins += 1  # at hand, which is no use of it
+            self._open.append(weight)
 
     def forget(self, paged: PagedTensor) -> None:
         """``paged`` has another geometry now."""
         with self._pager.lock:
-            paged._memory = None
+            paged._opens_as = None
             if paged._open is not None:
                 self.close()
 
     def close(self) -> None:
         """Close all, under the pager's lock: pages may move again, but for what is in use."""
         opened, self._open = self._open, []
-        for weight in opened:
-            self._close(weight)
-        closed, self._lingering = self._lingering, []
-        for memory, run in closed:
-            if _uses(memory.storage._cdata) > _OWN_USES:
-                self._lingering.append((memory, run))
-            else:
-                run.pins -= 1
+        self._close(opened)
 
-    def _close(self, weight: OpenWeight) -> None:
-        weight.paged._open = None
-        weight.tensor = None
-        self._lingering.append((weight.memory, weight.run))
+    def _close(self, opened: list[OpenWeight]) -> None:
+        """And those that were closed before, and were in use."""
+        for weight in opened:
+            assert weight.paged is not None
+            weight.paged._open = weight.paged = weight.tensor = None
+        closed, self._lingering = self._lingering + opened, []
+        for weight in closed:
+            if _uses(weight.storage._cdata) > _OWN_USES:
+                self._lingering.append(weight)
+            else:
+                weight.run.pins -= 1
 
     @property
     def in_use(self) -> bool:
@@ -358,6 +363,11 @@ def is_candidate(tensor: PagedTensor) -> bool:
         and (tensor._storage.run.kind == "parameter" or tensor.requires_grad)
         and not (tensor.dtype.is_complex or tensor.is_neg() or tensor.is_inference())
     )
+
+
+def _still_opens(paged: PagedTensor) -> bool:
+    """Whether one that was a candidate is one still."""
+    return paged.is_leaf and (paged._storage.run.kind == "parameter" or paged.requires_grad)
 
 
 def run_opened(func: Any, args: Any, kwargs: dict[str, Any] | None) -> Any:

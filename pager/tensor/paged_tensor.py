@@ -42,8 +42,8 @@ class PagedTensor(Interop, torch.Tensor):
     _view_generation: int
     _is_complex: bool
     _shaped: int = 0  # how often its geometry was changed in place
-    _open: Any = None  # see open_weights.py
-    _memory: Any = None  # that it had when it was opened
+    _opens_as: Any = None  # see open_weights.py: what it is when it is open,
+    _open: Any = None  # and what it is now
     _opening: tuple[int, torch.Tensor] | None = None  # by which thread, over what
     _saved: Any = None  # of a state dict: has its `image`, once it was asked for (images.py)
 
