@@ -76,11 +76,18 @@ def upload(table: torch.Tensor, device: torch.device) -> torch.Tensor:
     """
     if table.device == device or table.device.type != "cpu" or not table.numel():
         return table.to(device, non_blocking=True)
+    return upload_to(torch.empty_like(table, device=device), table)
+
+
+def upload_to(there: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+    """The same into memory that is there already, which is given back."""
+    if there.device.type == "cpu":
+        return there.copy_(table)
     try:
         table = table.pin_memory()
     except (RuntimeError, NotImplementedError):  # a device without: the copy blocks
-        return table.to(device)
-    return table.to(device, non_blocking=True)
+        return there.copy_(table)
+    return there.copy_(table, non_blocking=True)
 
 
 def launch(

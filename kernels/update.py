@@ -23,7 +23,7 @@ from .blockwise import (
     scale_addresses,
 )
 from .launch import ARENA_ALIGNMENT_BYTES as ALIGNMENT_BYTES
-from .launch import launch, tl, triton, upload
+from .launch import launch, tl, triton, upload, upload_to
 from .pieces import Operand, cut, dtype_name, memory_of, numel_of, stretches
 from .quantize import decode_reference, encode_reference, load_blocks, store_blocks
 from .rounding import (
@@ -220,6 +220,7 @@ class KeptTables:
         lengths = np.minimum(LONGEST, np.array(numels, np.int64)[self._group] - starts)
         self._offsets = starts * sizes[:, None]
         self._bases: npt.NDArray[np.int64] | None = None
+        self._tables: Tables  # of these
         self._fixed = [
             upload(torch.from_numpy(table), device)
             for table in (lengths.astype(np.int32), self._group, starts)
@@ -231,12 +232,19 @@ class KeptTables:
 
     def at(self, bases: npt.NDArray[np.int64]) -> Tables:
         """bases : int64 [operands, groups], the address of each one's first element."""
-        if self._bases is None or not np.array_equal(bases, self._bases):
-            addresses = bases[:, self._group] + self._offsets
-            on_device = upload(torch.from_numpy(addresses), self.device)
+        if self._bases is None:
+            addresses = torch.empty(self._offsets.shape, dtype=torch.int64, device=self.device)
+            changed = np.arange(len(bases))
+        else:
+            addresses = self._tables.addresses
+            changed = (bases != self._bases).any(1).nonzero()[0]
+        for row in changed.tolist():  # of gradients in most steps, and of what has moved
+            theirs = bases[row][self._group] + self._offsets[row]
+            upload_to(addresses[row], torch.from_numpy(theirs))
+        if len(changed):
             aligned = not (bases % ALIGNMENT_BYTES).any()  # LONGEST elements are a multiple too
             self._tables = Tables(
-                *(on_device, *self._fixed, self._longest, aligned)  # type: ignore[arg-type]
+                *(addresses, *self._fixed, self._longest, aligned)  # type: ignore[arg-type]
             )
             self._bases = bases.copy()
         return self._tables

@@ -49,6 +49,14 @@ _FEW = 64  # places: that many are looked at as fast as their maximum is found
 Places = tuple[str, Numbers]  # a tier, and frames or slots of it
 
 
+def _distinct(numbers: npt.NDArray[np.int64]) -> set[int]:
+    """Often they are one: that of what has come, or left, together."""
+    few = numbers[:1]
+    if few.tobytes() * len(numbers) == numbers.tobytes():
+        return set(few.tolist())
+    return set(numbers.tolist())
+
+
 class MoveFailed(Exception):  # noqa: N818 - never the user's: ``Mover.drain`` deals with it
     """What was waited for has failed; ``__cause__`` says how."""
 
@@ -134,7 +142,7 @@ class Tickets:
         for tier, numbers in places:
             theirs = self._of_places(tier, numbers)
             if len(theirs) < _FEW or theirs.max() >= oldest:
-                found.update(theirs.tolist())
+                found |= _distinct(theirs)
         live = self._live
         return [live[number] for number in sorted(found) if number in live]
 
@@ -146,7 +154,7 @@ class Tickets:
         live = self._live
         if live:
             # The column ends with the last ticket's.
-            found = live.keys() & self._columns["device"][first : first + count].tolist()
+            found = live.keys() & _distinct(self._columns["device"][first : first + count])
             if found:
                 theirs = [live[number] for number in sorted(found)]
                 for ticket in theirs:
