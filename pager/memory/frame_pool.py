@@ -23,6 +23,7 @@ Run = tuple[int, int]
 # long, and lets other threads go first.
 Numbers = npt.NDArray[np.int64]
 _ZERO = np.zeros(1, np.int64)
+_FEW = 128  # numbers: NumPy is no faster with them than Python
 _MOST_COUNTED = 1 << 20  # numbers, 8 MiB of them
 _Whole = TypeVar("_Whole", bound=np.integer[Any])
 
@@ -221,6 +222,15 @@ def distinct(numbers: npt.NDArray[_Whole]) -> npt.NDArray[_Whole]:
     first = np.ones(len(numbers), np.bool_)
     np.not_equal(numbers[1:], numbers[:-1], out=first[1:])
     return numbers[first]
+
+
+def values_of(numbers: Numbers) -> set[int]:
+    """Those that there are, where neighbours are often alike: what pages that came together have in
+    common."""
+    if len(numbers) < _FEW:
+        return set(numbers.tolist())
+    ends = (numbers[1:] != numbers[:-1]).nonzero()[0]
+    return {int(numbers[-1]), *numbers[ends].tolist()}
 
 
 def merge(left: Numbers, right: Numbers) -> list[tuple[int, int, int]]:

@@ -29,7 +29,7 @@ import torch
 from ..devices.device import Device
 from ..errors import InfeasibleBudget, TierFull
 from ..machine.ranks import about_share, ranks_sharing
-from ..memory.frame_pool import Numbers, distinct, expand, merge, sliding_max
+from ..memory.frame_pool import Numbers, distinct, expand, merge, sliding_max, values_of
 from ..memory.page_table import BLANK, DIRTY, NONE, PageTable
 from ..memory.space import Extent, Part, Space, generations
 from ..memory.turns import Crowded, Pin, Turns
@@ -422,13 +422,13 @@ class Residency:
 
     def settle_all(self, pages: Numbers) -> None:
         """The runs of these pages; what came may be more than there ever was."""
-        for owner in set(self.table.owner[pages].tolist()):
+        for owner in values_of(self.table.owner[pages]):
             self.settle(self.space.runs[owner])
         self._note_peak()
 
     def unsettle(self, pages: Numbers) -> None:
         """The runs of these pages, which are on their way: whoever uses them waits."""
-        for owner in set(self.table.owner[pages].tolist()):
+        for owner in values_of(self.table.owner[pages]):
             run = self.space.runs[owner]
             run.base, run.generation, run.settled = -1, next(generations), False
         self._note_peak()

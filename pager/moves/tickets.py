@@ -39,22 +39,13 @@ import numpy.typing as npt
 from ..devices.device import Mark
 from ..disk.watch import IoWatch, Patience
 from ..errors import HungDisk, PagerError
-from ..memory.frame_pool import Numbers
+from ..memory.frame_pool import Numbers, values_of
 
 if TYPE_CHECKING:
     from .transfers import Shift, Transfer
 
 _WATCHDOG_SECONDS = 60.0
-_FEW = 64  # places: that many are looked at as fast as their maximum is found
 Places = tuple[str, Numbers]  # a tier, and frames or slots of it
-
-
-def _distinct(numbers: npt.NDArray[np.int64]) -> set[int]:
-    """Often they are one: that of what has come, or left, together."""
-    few = numbers[:1]
-    if few.tobytes() * len(numbers) == numbers.tobytes():
-        return set(few.tolist())
-    return set(numbers.tolist())
 
 
 class MoveFailed(Exception):  # noqa: N818 - never the user's: ``Mover.drain`` deals with it
@@ -138,11 +129,8 @@ class Tickets:
         if not self._live:
             return []
         found: set[int] = set()
-        oldest = next(iter(self._live))
         for tier, numbers in places:
-            theirs = self._of_places(tier, numbers)
-            if len(theirs) < _FEW or theirs.max() >= oldest:
-                found |= _distinct(theirs)
+            found |= values_of(self._of_places(tier, numbers))
         live = self._live
         return [live[number] for number in sorted(found) if number in live]
 
@@ -154,7 +142,7 @@ class Tickets:
         live = self._live
         if live:
             # The column ends with the last ticket's.
-            found = live.keys() & _distinct(self._columns["device"][first : first + count])
+            found = live.keys() & values_of(self._columns["device"][first : first + count])
             if found:
                 theirs = [live[number] for number in sorted(found)]
                 for ticket in theirs:
