@@ -103,7 +103,7 @@ class Accelerator:
         self.can_unmap, self.caps_dense = kit.can_unmap, kit.caps_dense
         self.knows_dense, self.takes_drives = kit.knows_dense, kit.takes_drives
         self.batches_copies = kit.batches_copies
-        self.arena, self.address = kit.arena, kit.address
+        self.arena, self.address, self.fill = kit.arena, kit.address, kit.fill
         self._copies = {(lane, way): torch.Stream(device) for lane in LANES for way in (0, 1)}
         self._compute = self._here()
         self._others: list[torch.Stream] = []  # that pages were used on before
@@ -145,9 +145,6 @@ class Accelerator:
         is about to be needed."""
         torch.accelerator.synchronize(self.device)
         torch.accelerator.empty_cache()
-
-    def fill(self, offset: int, memory: torch.UntypedStorage, start: int, nbytes: int) -> None:
-        self.kit.fill(offset, memory, start, nbytes)
 
     def frames_view(self, offset: int, nbytes: int) -> torch.Tensor:
         return self.arena[offset : offset + nbytes]

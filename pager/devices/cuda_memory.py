@@ -183,13 +183,14 @@ class CudaMemory:
         raise NotImplementedError("the border moves")
 
     def fill(self, offset: int, memory: torch.UntypedStorage, start: int, nbytes: int) -> None:
-        if memory.device != self._device:
-            self.arena[offset : offset + nbytes].copy_(bytes_of(memory, start, nbytes))
-            return
-        # What `copy_` comes to, without the tensors, which take five times as long as the call.
-        stream = torch._C._cuda_getCurrentRawStream(self._device.index)
-        source, target = memory.data_ptr() + start, self.address + offset
-        self._queue(self._cuda.cuMemcpyAsync, target, source, nbytes, stream)
+        index = self._device.index
+        if memory.device == self._device and torch._C._cuda_getDevice() == index:
+            # What `copy_` comes to, without the tensors, which take five times as long as the call.
+            stream = torch._C._cuda_getCurrentRawStream(index)
+            source, target = memory.data_ptr() + start, self.address + offset
+            if self._cuda.cuMemcpyAsync(target, source, nbytes, stream)[0] == 0:
+                return
+        self.arena[offset : offset + nbytes].copy_(bytes_of(memory, start, nbytes))
 
     # -- page-locked host memory -----------------------------------------------------------------
     def host_memory(self, nbytes: int) -> list[HostMemory]:
@@ -260,10 +261,7 @@ class CudaMemory:
                 device_index=stream.device_index,
                 device_type=stream.device_type,
             ).cuda_stream
-        self._queue(batch.call, *batch.given, handle)
-
-    def _queue(self, call: Any, *given: Any) -> None:
-        (code,) = self._here(call, *given)
+        (code,) = self._here(batch.call, *batch.given, handle)
         if code != 0:
             raise PagerError(f"queueing a copy failed with {code.name}")
 

@@ -229,7 +229,8 @@ def _share_memory(steps: list[torch.Tensor]) -> list[torch.Tensor]:
 
 def _stream_of(device: torch.device) -> torch.Stream | None:
     """That ops are queued on now."""
-    return None if device.type == "cpu" else torch.accelerator.current_stream(device.index)
+    # Asked so, it takes a tenth of the time.
+    return None if device.type == "cpu" else torch._C._accelerator_getStream(device.index)
 
 
 def _settings(group: dict[str, Any]) -> list[Any]:
