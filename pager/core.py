@@ -315,6 +315,7 @@ class Core:
         self.cut_short: str | None = None
         self.replaced: dict[int, tuple[Any, Any]] = {}
         self.iterations = self.gathers = 0
+        self.changed_in_place = 0  # how often a tensor got another geometry, or other pages
         self.stall_us = 0.0
         self._guests: set[int] = set()  # threads that use pages beside the iteration that runs
         self.had_guests = False

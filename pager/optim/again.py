@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
-from itertools import chain
+from itertools import chain, repeat
 from operator import attrgetter, is_, itemgetter
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from ..core import Core
 
 _GRAD, _STORAGE, _SHAPED = attrgetter("grad"), attrgetter("_storage"), attrgetter("_shaped")
+_DTYPE, _LAYOUT, _RUN = attrgetter("dtype"), attrgetter("layout"), attrgetter("run")
 _SETTINGS = ("amsgrad", "maximize", "foreach", "fused", "differentiable", "capturable")
 
 
@@ -87,6 +88,7 @@ class BatchAgain:
         self._paged = [value for value in chain(*columns) if type(value) is PagedTensor]
         self._storages = [*map(_STORAGE, self._paged)]
         self._shaped = [*map(_SHAPED, self._paged)]
+        self._changes = -1  # of geometries when they were looked at
         self._runs = [storage.run for storage in self._storages]
         self._written = list(dict.fromkeys(self._runs))
         self._frames: list[int] = []  # of the first page of each of these
@@ -127,10 +129,13 @@ class BatchAgain:
             return False
         if self._stream != _stream_of(self._tables.device):
             return False  # tables are on the device in the order of that stream
-        dtype, strided = self._grad_dtype, torch.strided
-        for grad in map(_GRAD, some):  # on the parameter's device, as PyTorch sees to it
-            if grad.dtype is not dtype or grad.layout is not strided or not grad.is_contiguous():
-                return False
+        grads = [*map(_GRAD, some)]  # on the parameter's device, as PyTorch sees to it
+        if not all(map(is_, map(_DTYPE, grads), repeat(self._grad_dtype))):
+            return False
+        if not all(map(is_, map(_LAYOUT, grads), repeat(torch.strided))):
+            return False
+        if not all(map(torch.Tensor.is_contiguous, grads)):
+            return False
         if not all(map(is_, map(paged.optimizer.state.get, some), self._states)):
             return False
         try:
@@ -143,8 +148,14 @@ class BatchAgain:
             return False
         if [*map(torch.Tensor.data_ptr, self._steps)] != self._step_addresses:
             return False
-        in_place = all(map(is_, map(_STORAGE, self._paged), self._storages))
-        return in_place and [*map(_SHAPED, self._paged)] == self._shaped
+        changes = paged.pager.changed_in_place
+        if changes != self._changes:
+            in_place = all(map(is_, map(_STORAGE, self._paged), self._storages))
+            in_place = in_place and all(map(is_, map(_RUN, self._storages), self._runs))
+            if not in_place or [*map(_SHAPED, self._paged)] != self._shaped:
+                return False
+            self._changes = changes
+        return True
 
     @contextmanager
     def held(self, pager: Core) -> Iterator[npt.NDArray[np.int64] | None]:

@@ -124,5 +124,6 @@ def enlarge(storage: PagedStorage, nbytes: int) -> None:
         setattr(storage, name, other)
         setattr(larger, name, mine)
     storage.untyped = None  # it has another size
+    pager.changed_in_place += 1
     with pager.lock:
         pager.opened.close()  # what is open lies in the smaller one

@@ -170,6 +170,7 @@ class PagedTensor(Interop, torch.Tensor):
             mine.offset, shared.offset = shared.offset, mine.offset
             mine.label, shared.label = shared.label, None
             self._storage = mine
+            pager.changed_in_place += 1
             for storage in (mine, shared):
                 pager.residency.settle(storage.run)  # what they have made of it is stale
 
@@ -372,4 +373,5 @@ def take_over(tensor: PagedTensor, dense: torch.Tensor) -> None:
 def _forget_views(tensor: PagedTensor) -> None:
     tensor._view = None
     tensor._shaped += 1
+    tensor._storage.pager.changed_in_place += 1
     tensor._storage.pager.opened.forget(tensor)
