@@ -179,8 +179,10 @@ class SavedTensors:
             return tensor if tensor.is_leaf else tensor.detach(), tensor._version
         memory = tensor.untyped_storage()
         key = memory._cdata
-        if key in self._dense and _any_lives(others := self._dense[key][1]):
-            others.append(weakref.ref(kept := tensor.detach()))
+        known = self._dense.get(key)
+        if known is not None and _any_lives(known[1]):
+            kept = tensor.detach()
+            known[1].append(weakref.ref(kept))
             return kept, tensor._version
         if key in self.skip or key in self._pager.opened.lent_memory:
             return keep(tensor)
@@ -254,6 +256,7 @@ class SavedTensors:
 
 
 def _any_lives(tensors: list[weakref.ref[torch.Tensor]]) -> bool:
+    """Whether one does; some that do not are dropped."""
     while tensors and tensors[-1]() is None:
         tensors.pop()
     return bool(tensors)
