@@ -238,10 +238,11 @@ class KeptTables:
         else:
             addresses = self._tables.addresses
             changed = (bases != self._bases).any(1).nonzero()[0]
-        for row in changed.tolist():  # of gradients in most steps, and of what has moved
-            theirs = bases[row][self._group] + self._offsets[row]
-            upload_to(addresses[row], torch.from_numpy(theirs))
         if len(changed):
+            one = int(changed[0])  # in most steps only gradients are elsewhere
+            rows = slice(one, one + 1) if len(changed) == 1 else slice(None)
+            theirs = bases[rows, self._group] + self._offsets[rows]
+            upload_to(addresses[rows], torch.from_numpy(theirs))
             aligned = not (bases % ALIGNMENT_BYTES).any()  # LONGEST elements are a multiple too
             self._tables = Tables(
                 *(addresses, *self._fixed, self._longest, aligned)  # type: ignore[arg-type]

@@ -13,7 +13,7 @@ import torch
 from .dense_allocator import Account, AllocatorMeter, load, loaded
 from .dense_meter import NO_TIMELINE, DenseMeter, Timeline, allocated_bytes
 from .dense_refusal import Peak
-from .device import URGENT, Bytes, Copy, HostMemory, Mark, bytes_of
+from .device import URGENT, Bytes, Copy, HostMemory, Mark, fill_by_torch
 from .heap import ROOMY_BYTES, TIGHT_BYTES, give_back_idle, map_blocks_from
 from .memory import Region
 
@@ -69,7 +69,7 @@ class Cpu:
         raise NotImplementedError("the border moves")
 
     def fill(self, offset: int, memory: torch.UntypedStorage, start: int, nbytes: int) -> None:
-        self.arena[offset : offset + nbytes].copy_(bytes_of(memory, start, nbytes))
+        fill_by_torch(self.arena, offset, memory, start, nbytes)
 
     def frames_view(self, offset: int, nbytes: int) -> Bytes:
         return self._bytes[offset : offset + nbytes]

@@ -16,7 +16,7 @@ import torch
 
 from ..errors import PagerError
 from .cpu import private_memory
-from .device import Bytes, HostMemory, bytes_of
+from .device import Bytes, HostMemory, fill_by_torch
 
 
 def _driver() -> Any:
@@ -190,7 +190,7 @@ class CudaMemory:
             source, target = memory.data_ptr() + start, self.address + offset
             if self._cuda.cuMemcpyAsync(target, source, nbytes, stream)[0] == 0:
                 return
-        self.arena[offset : offset + nbytes].copy_(bytes_of(memory, start, nbytes))
+        fill_by_torch(self.arena, offset, memory, start, nbytes)
 
     # -- page-locked host memory -----------------------------------------------------------------
     def host_memory(self, nbytes: int) -> list[HostMemory]:

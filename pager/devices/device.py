@@ -72,6 +72,13 @@ def bytes_of(memory: torch.UntypedStorage, start: int, nbytes: int) -> torch.Ten
     return torch._C.TensorBase.set_(empty, memory, start, (nbytes,), (1,))
 
 
+def fill_by_torch(
+    arena: torch.Tensor, offset: int, memory: torch.UntypedStorage, start: int, nbytes: int
+) -> None:
+    """See :meth:`Device.fill`."""
+    arena[offset : offset + nbytes].copy_(bytes_of(memory, start, nbytes))
+
+
 @dataclass
 class HostMemory:
     """One piece of host memory that copies to and from the device run on at full speed.

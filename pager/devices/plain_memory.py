@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from ..errors import PagerError
-from .device import Bytes, HostMemory, bytes_of
+from .device import Bytes, HostMemory, fill_by_torch
 
 _STATISTICS = ("allocated_bytes.all.peak", "reserved_bytes.all.peak")
 
@@ -100,7 +100,7 @@ class PlainMemory:
         return int(torch.accelerator.memory_allocated(self._device))
 
     def fill(self, offset: int, memory: torch.UntypedStorage, start: int, nbytes: int) -> None:
-        self.arena[offset : offset + nbytes].copy_(bytes_of(memory, start, nbytes))
+        fill_by_torch(self.arena, offset, memory, start, nbytes)
 
     # -- page-locked host memory -----------------------------------------------------------------
     def host_memory(self, nbytes: int) -> list[HostMemory]:

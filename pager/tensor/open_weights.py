@@ -301,6 +301,7 @@ class OpenWeights:
         """``paged`` has another geometry now."""
         with self._pager.lock:
             paged._opens_as = None
+            self._known.pop(id(paged), None)
             if paged._open is not None:
                 self.close()
 
@@ -358,15 +359,14 @@ def is_candidate(tensor: PagedTensor) -> bool:
     """Whether ``tensor`` is opened in iterations in which everything fits. Always says the same of
     a tensor while a graph has it. To be called without torch functions of subclasses."""
     return (
-        tensor.is_leaf
+        _still_opens(tensor)
         and tensor._storage.pager.opened.native
-        and (tensor._storage.run.kind == "parameter" or tensor.requires_grad)
         and not (tensor.dtype.is_complex or tensor.is_neg() or tensor.is_inference())
     )
 
 
 def _still_opens(paged: PagedTensor) -> bool:
-    """Whether one that was a candidate is one still."""
+    """Whether one that was a candidate, and has its geometry still, is one still."""
     return paged.is_leaf and (paged._storage.run.kind == "parameter" or paged.requires_grad)
 
 

@@ -49,6 +49,23 @@ def test_memory_that_cannot_be_page_locked_harms_no_later_call(
         assert pager.core.host.capacity_bytes == 64 * MIB
 
 
+@pytest.mark.parametrize("where", ["cuda", "cpu"])
+def test_any_thread_fills_the_arena_from_any_memory(kit: CudaMemory, where: str) -> None:
+    source = torch.from_numpy(np.arange(64, dtype=np.uint8)).to(where)
+    before = kit.arena[:MIB].cpu()
+
+    def in_a_thread(offset: int) -> None:
+        kit.fill(offset, source.untyped_storage(), 16, 32)
+
+    in_a_thread(4096)
+    thread = threading.Thread(target=in_a_thread, args=(8192,))
+    thread.start()
+    thread.join()
+    for offset in (4096, 8192):
+        before[offset : offset + 32] = torch.arange(16, 48, dtype=torch.uint8)
+    assert torch.equal(kit.arena[:MIB].cpu(), before)
+
+
 def test_any_thread_may_page_lock(kit: CudaMemory) -> None:
     memory = np.zeros(MIB, np.uint8)
     done: list[bool] = []

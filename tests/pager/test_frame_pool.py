@@ -272,3 +272,9 @@ def test_consecutive_numbers(first: int) -> None:
     assert frame_pool.expand([(first, 5)]).tolist() == numbers.tolist()
     assert frame_pool.expand([(first, 2), (7, 1)]).tolist() == [first, first + 1, 7]
     assert not len(frame_pool.expand([]))
+
+
+@pytest.mark.parametrize("count", [0, 1, frame_pool._FEW - 1, frame_pool._FEW, 1000])
+def test_values_are_those_that_there_are(count: int) -> None:
+    numbers = np.repeat([5, 3, 5, 9, 3], 1 + count // 5)[:count]
+    assert frame_pool.values_of(numbers) == set(numbers.tolist())

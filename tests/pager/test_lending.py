@@ -15,7 +15,7 @@ from tensorpager.pager.debug.check import check_invariants
 from tensorpager.pager.memory.page_table import PageTable
 from tensorpager.pager.memory.space import Space
 from tensorpager.pager.tensor import lending
-from tensorpager.pager.tensor.paged_tensor import PagedTensor
+from tensorpager.pager.tensor.paged_tensor import Form, PagedTensor
 
 from .models import make_pager
 from .test_planned import planned_pager
@@ -262,3 +262,28 @@ def test_a_dead_page_that_is_held_gets_nothing_new() -> None:
     other, _ = space.allocate(64, "activation")
     assert other is not run
     space.forget(run)
+
+
+def test_what_was_lent_is_lent_again_over_the_same_view(
+    monkeypatch: pytest.MonkeyPatch, one_thread: None
+) -> None:
+    """In planned iterations, which have the same tensors at the same places."""
+    with planned_pager(frames=100) as pager:
+        model = pager.page_module(Net())
+        made: list[int] = []
+        plain = Form.plain
+
+        def noted(form: Form, *args: Any) -> torch.Tensor:
+            made[-1] += 1
+            return plain(form, *args)
+
+        monkeypatch.setattr(Form, "plain", noted)
+        for step in range(6):
+            made.append(0)
+            with pager.iteration():
+                model(torch.randn(SHAPE)).backward()
+                model.zero_grad()
+            if step > 1:
+                pager.plan(wait=True)
+        assert pager.stats()["mode"] == "planned"
+        assert made[1] > 0 == made[-1]
