@@ -48,6 +48,7 @@ from ..tensor.op_info import our_modes
 from ..tensor.operands import operand
 from ..tensor.paged_tensor import PagedTensor
 from ..tensor.slabs import TABLE_SHARE, fair_share, pages_of, stream
+from ..tensor.tensor_bytes import array_of
 from .gradients import (
     add_gradients,
     can_be_whole,
@@ -193,7 +194,7 @@ def look_up(table: PagedTensor, indices: torch.Tensor) -> torch.Tensor:
     shape = *indices.shape, table.size(1)
     result = torch.empty(shape, dtype=table.dtype, device=table.device)
     out, indices = result.view(-1, table.size(1)), indices.reshape(-1)
-    places = indices.cpu().numpy()
+    places = array_of(indices)
     rows = distinct(places)
     table._storage.pager.check_open()
     with closing(row_groups(table, rows)) as groups:
@@ -409,7 +410,7 @@ def _add_sparse(table: Any, values: Any, *, alpha: Any = 1) -> Any:
     if not _are_rows_of(values, table):
         return NotImplemented
     indices = values._indices()[0]
-    host = indices.cpu().numpy()
+    host = array_of(indices)
     rows = distinct(host)
     with closing(row_groups(table, rows, write=True)) as groups:
         for group in groups:

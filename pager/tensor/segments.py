@@ -41,6 +41,7 @@ from .activations import THRESHOLD_BYTES, SavedTensors, unpack
 from .lending import InPages
 from .names import named_models
 from .paged_tensor import Form, PagedTensor, plain_copy
+from .tensor_bytes import array_of
 
 if TYPE_CHECKING:
     from ..core import Core
@@ -485,8 +486,7 @@ def _bytes_of(buffer: Any) -> bytes:
     """Batch norms change theirs without counting a version."""
     if type(buffer) is not torch.Tensor or buffer.nbytes > _LARGE or not buffer.numel():
         return b""
-    plain = buffer.detach().cpu().contiguous().reshape(-1)
-    return plain.view(torch.uint8).numpy().tobytes()
+    return array_of(buffer.detach().contiguous().reshape(-1).view(torch.uint8)).tobytes()
 
 
 def _size_of(value: Any) -> tuple[Any, ...]:

@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing
 from typing import Any, Protocol
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from ...kernels.pieces import stretches
@@ -116,7 +118,13 @@ def pages_at_once(pager: Core) -> int:
 
 
 def _bytes_of(flat: torch.Tensor) -> memoryview:
-    return memoryview(flat.cpu().view(torch.uint8).numpy())
+    return memoryview(array_of(flat.view(torch.uint8)))
+
+
+def array_of(plain: torch.Tensor) -> npt.NDArray[Any]:
+    """Its values, to be read: its memory itself, if that is the CPU's. (``Tensor.numpy`` would make
+    it a storage that nobody can resize any more, and it may be the user's.)"""
+    return np.from_dlpack(plain.detach().cpu())
 
 
 # -- without moving a page -------------------------------------------------------------------------

@@ -148,6 +148,13 @@ def test_what_formats_cannot_hold_is_refused(tight_pager: tp.Pager, tmp_path: Pa
     assert os.listdir(tmp_path) == []
 
 
+@pytest.mark.parametrize("name", ["x.pt", "x.safetensors"])
+def test_what_was_saved_may_be_resized(name: str, tight_pager: tp.Pager, tmp_path: Path) -> None:
+    dense = torch.arange(5.0)
+    save(tight_pager.core, tmp_path / name, {"dense": dense})
+    assert dense.resize_(50).shape == (50,)
+
+
 def test_views_into_pages_are_saved(few_frames: tp.Pager, tmp_path: Path) -> None:
     """Those that begin amid a page, are transposed, have gaps, or nothing at all."""
     values = torch.randn(300, 400)

@@ -83,6 +83,13 @@ def test_ten_times_the_arena(lane: str, padding: str) -> None:
         assert is_paged(table.grad)
 
 
+def test_indices_may_be_resized_afterwards() -> None:
+    indices = lookups()
+    with tight() as pager:
+        F.embedding(indices, paged_table(pager, torch.randn(ROWS, WIDTH))).sum().backward()
+    assert indices.resize_(2, *indices.shape).numel() > 0
+
+
 def test_sums_of_gradients_have_torchs_bits() -> None:
     """A half plus a product is rounded otherwise at the end of what a thread does than before."""
     torch.set_num_threads(2)

@@ -294,6 +294,18 @@ class Draws(nn.Module):
         return x * random.random()
 
 
+class Observes(nn.Module):
+    """As observers of quantization do, per channel: the buffer gets its size in the first call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("largest", torch.zeros(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.largest.resize_(WIDTH).copy_(x.detach().amax(0))
+        return x
+
+
 class InPlace(Block):
     def forward(self, x: torch.Tensor, scale: float = 1.0, also: Any = None) -> torch.Tensor:
         x += self.narrow(F.gelu(self.wide(x))).detach()
@@ -305,6 +317,7 @@ FIXED = {
         lambda: Block(nn.BatchNorm1d(WIDTH)),
         "changes inner.running_mean in place",
     ),
+    "a buffer of another size": (lambda: Block(Observes()), "changes inner.largest in place"),
     "an attribute": (lambda: Block(Calls()), "changes inner.calls"),
     "a list": (lambda: Block(Remembers()), "changes inner.seen"),
     "random numbers": (lambda: Block(Draws()), "changes Python's random numbers"),
