@@ -23,12 +23,14 @@ The address is that of ``untyped_storage().data_ptr()``, so tensors compare as p
 from __future__ import annotations
 
 import os
+import sys
 import threading
 import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import closing, contextmanager, suppress
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 
@@ -42,6 +44,15 @@ from .tensor_bytes import BUFFER_BYTES, chunks, fill
 
 IN_MEMORY_BYTES = BUFFER_BYTES
 """Of all images of a pager together; those beyond are in files."""
+
+
+# Their code asks for addresses to see which tensors are the same, and reads nothing there: peft as
+# it merges adapters into a model whose embeddings are tied.
+_COMPARE = ("peft.tuners.tuners_utils",)
+
+
+def _compares(frame: Any) -> bool:
+    return frame.f_globals.get("__name__") in _COMPARE
 
 
 class Image:
@@ -176,11 +187,11 @@ class Images:
             return 0
         tensor._storage.pager.check_open()
         saved = tensor._saved
-        if saved is None and not self._blocks:
+        if saved is None and not self._blocks and not _compares(sys._getframe(2)):
             remedy = "read it inside 'with pager.saving():', as libraries that save do"
             refuse(tensor, "data_ptr()", f"{remedy}, {VIEW}")
         untyped: PagedUntypedStorage = tensor.untyped_storage()  # type: ignore[assignment]
-        if tensor.device.type == "cpu":
+        if tensor.device.type == "cpu" and (saved is not None or self._blocks):
             with self._alone():
                 image = self._image(tensor._storage, untyped)
                 if saved is not None:

@@ -25,8 +25,8 @@ DENSE_BYTES = 2 << 20
 STEPS = 8
 
 
-def lora(dtype: torch.dtype = torch.float32, *, zero: bool = True) -> Any:
-    model = llama(layers=4, width=128).to(dtype)
+def lora(dtype: torch.dtype = torch.float32, *, zero: bool = True, tied: bool = False) -> Any:
+    model = llama(layers=4, width=128, tied=tied).to(dtype)
     torch.manual_seed(2)
     config = peft.LoraConfig(
         r=4,
@@ -151,13 +151,14 @@ def test_a_base_on_disk_is_written_once_as_the_system_counts(tmp_path: Path) -> 
         assert max(written[1:]) < base // 10, "adapters' gradients and states"
 
 
-def test_adapters_are_loaded_merged_and_taken_off_again(tmp_path: Path) -> None:
-    other = lora(zero=False)
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_adapters_are_loaded_merged_and_taken_off_again(tmp_path: Path, tied: bool) -> None:
+    other = lora(zero=False, tied=tied)
     other.save_pretrained(tmp_path)
     x = {"input_ids": texts(2)[0]["input_ids"][None]}
     ends = []
     for paged in (False, True):
-        model = lora()
+        model = lora(tied=tied)
         pager = tp.Pager(**half_of_base(model)) if paged else None
         if pager is not None:
             pager.page_module(model)
@@ -175,6 +176,7 @@ def test_adapters_are_loaded_merged_and_taken_off_again(tmp_path: Path) -> None:
             merged = model.merge_and_unload()
             found.append(plain(merged(**x).logits))
             found.append(plain(merged.state_dict()))
+        assert merged.config.tie_word_embeddings is tied
         merged.save_pretrained(tmp_path / f"{paged}")
         ends.append(found)
         if pager is not None:
