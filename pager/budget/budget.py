@@ -104,7 +104,9 @@ class DeviceBudget(Border):
             if self._grow(frames):
                 return True
             self.meter_instead()
-        if self.settled or frames > self._most_frames():
+        if self.settled:
+            return self._grow(frames)
+        if frames > self._most_frames():
             return False
         self.residency.resize(frames)
         self._cap_metered()
@@ -230,7 +232,8 @@ class DeviceBudget(Border):
         self._most_before = self._most
         self.placement.start(self.dense_peak)
         of_ops = self._of_ops  # a step takes more again when its way is chosen
-        self.residency.needs = self.placement.choices(of_ops)[0].frames, of_ops
+        frames = self.placement.choices(of_ops)[0].frames
+        self.residency.needs = max(frames, self._expected_need), of_ops
         self.metering, self.checked, self._stuck = True, False, False
         self.refusal, self.steps.foreseen, self._due = None, [], set()
         self.settled, self._expected_frames = False, 0
@@ -371,6 +374,9 @@ class DeviceBudget(Border):
     def _count(self, choice: Choice, *, least: bool) -> None:
         """What is needed if these weights are whole, and the steps go so."""
         frames, dense = self.steps.beside(Room(choice.frames, choice.dense), least=least)
+        weights = self.placement.weights.values()
+        if all(weight in choice.whole or weight.run.streamed for weight in weights):  # as before
+            frames = max(frames, self._expected_need)
         self.dense_peak, self.residency.needs = dense, (frames, self.residency.rigid_need)
 
     def _hints(self) -> str:
@@ -443,7 +449,7 @@ class DeviceBudget(Border):
         self.backend.meter_forget()
         self.place(dense_extra, spare=spare, roomy=roomy)
         if self.changed:  # what streams from now on was not metered so
-            self.settled = False
+            self.settled, self._expected_need = False, 0
             if self._most > self.bytes:
                 self.most_whole = max(self.most_whole, self._most)
                 self._most = self._most_before
@@ -501,7 +507,8 @@ class DeviceBudget(Border):
         dense = self.taken()
         self.backend.cap_dense(None)
         if self.is_expected:
-            self._least_frames = max(self._least_frames, self.residency.largest_need)
+            self._expected_need = max(self._expected_need, self.residency.largest_need)
+            self._least_frames = max(self._least_frames, self._expected_need)
         room = self.bytes - self._least_frames * self.page_size
         most = room if self.fixed_reserve is None else self.reserve
         if self.settled and self.backend.most_held() and dense > most:  # nothing could refuse it

@@ -160,6 +160,48 @@ def test_other_kinds_of_calls_are_metered(one_thread: None) -> None:
         assert not metered(x)
 
 
+class Wide(nn.Module):
+    """Its activations need more of the device at once than its weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(12))
+        self.wide, self.narrow = nn.Linear(64, 256), nn.Linear(256, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.relu(layer(x))
+        narrow: torch.Tensor = self.narrow(nn.functional.gelu(self.wide(x)))
+        return narrow
+
+
+def test_what_was_expected_to_need_more_needs_it_after_a_metered_one_too(
+    one_thread: None, allocator: object
+) -> None:
+    with open_pager("1800000") as pager:
+        model = pager.page_module(Wide())
+        optimizer = pager.optimizer(torch.optim.AdamW(model.parameters()))
+
+        def step(rows: int) -> bool:
+            with pager.iteration():
+                model(torch.randn(rows, 64)).square().mean().backward()
+                metered = pager.core.budget.metering
+                optimizer.step()
+                optimizer.zero_grad()
+            return metered
+
+        assert [*map(step, (100, 330, 400))] == [True, True, False]
+        needed = pager.core.residency.largest_need
+        model.eval()
+        with pager.iteration(), torch.no_grad():
+            model(torch.randn(100, 64))
+            assert pager.core.budget.metering
+        model.train()
+        assert pager.core.residency.frames >= needed
+        assert not step(400)
+        assert_inside(pager)
+
+
 def test_a_module_in_the_place_of_one_that_is_gone_is_metered(one_thread: None) -> None:
     """Python gives its number, ``id``, to the next one that is made there."""
     with make_pager() as pager:
