@@ -104,9 +104,7 @@ class DeviceBudget(Border):
             if self._grow(frames):
                 return True
             self.meter_instead()
-        if self.settled:
-            return self._grow(frames)
-        if frames > self._most_frames():
+        if self.settled or frames > self._most_frames():
             return False
         self.residency.resize(frames)
         self._cap_metered()
