@@ -64,7 +64,7 @@ class Border:
         self._most = 0  # bytes of frames and dense memory at once, so far
         self._peak_outside: int | None = None  # in steps outside of iterations
         self._least_frames = 1  # that one op needs where not everything fits, as metered
-        self._expected_need = 0  # that one op has needed in iterations that were expected to
+        self._expected_need = 0  # likewise, in larger iterations that were not metered (`expect`)
         self._expected_frames = 0  # of this iteration, where its inputs are larger
 
     # -- where it belongs ------------------------------------------------------------------------

@@ -372,9 +372,11 @@ class DeviceBudget(Border):
     def _count(self, choice: Choice, *, least: bool) -> None:
         """What is needed if these weights are whole, and the steps go so."""
         frames, dense = self.steps.beside(Room(choice.frames, choice.dense), least=least)
-        weights = self.placement.weights.values()
-        if all(weight in choice.whole or weight.run.streamed for weight in weights):  # as before
-            frames = max(frames, self._expected_need)
+        if frames < self._expected_need:
+            weights = self.placement.weights.values()
+            # That was with the weights whole that are whole now.
+            if all(weight in choice.whole or weight.run.streamed for weight in weights):
+                frames = self._expected_need
         self.dense_peak, self.residency.needs = dense, (frames, self.residency.rigid_need)
 
     def _hints(self) -> str:

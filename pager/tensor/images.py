@@ -30,7 +30,6 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import closing, contextmanager, suppress
 from types import SimpleNamespace
-from typing import Any
 
 import torch
 
@@ -45,14 +44,9 @@ from .tensor_bytes import BUFFER_BYTES, chunks, fill
 IN_MEMORY_BYTES = BUFFER_BYTES
 """Of all images of a pager together; those beyond are in files."""
 
-
-# Their code asks for addresses to see which tensors are the same, and reads nothing there: peft as
-# it merges adapters into a model whose embeddings are tied.
 _COMPARE = ("peft.tuners.tuners_utils",)
-
-
-def _compares(frame: Any) -> bool:
-    return frame.f_globals.get("__name__") in _COMPARE
+"""Modules that ask for addresses to see which tensors are the same, and read nothing there: peft's
+does as it merges adapters into a model whose embeddings are tied."""
 
 
 class Image:
@@ -187,11 +181,12 @@ class Images:
             return 0
         tensor._storage.pager.check_open()
         saved = tensor._saved
-        if saved is None and not self._blocks and not _compares(sys._getframe(2)):
-            remedy = "read it inside 'with pager.saving():', as libraries that save do"
-            refuse(tensor, "data_ptr()", f"{remedy}, {VIEW}")
         untyped: PagedUntypedStorage = tensor.untyped_storage()  # type: ignore[assignment]
-        if tensor.device.type == "cpu" and (saved is not None or self._blocks):
+        if saved is None and not self._blocks:
+            if sys._getframe(2).f_globals.get("__name__") not in _COMPARE:  # who asks `data_ptr`
+                remedy = "read it inside 'with pager.saving():', as libraries that save do"
+                refuse(tensor, "data_ptr()", f"{remedy}, {VIEW}")
+        elif tensor.device.type == "cpu":
             with self._alone():
                 image = self._image(tensor._storage, untyped)
                 if saved is not None:

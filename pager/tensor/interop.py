@@ -82,7 +82,8 @@ class Interop:
 
     def data_ptr(self) -> int:
         """Where the bytes can be read: inside ``pager.saving()``, and always for what
-        ``model.state_dict()`` gives. Raises ``PagerError`` elsewhere. ``saving`` says more."""
+        ``model.state_dict()`` gives. Raises ``PagerError`` elsewhere, but where a library is known
+        to compare addresses only. ``saving`` says more."""
         return self._storage.pager.images.address_of(self)  # type: ignore[attr-defined,no-any-return]
 
     const_data_ptr = data_ptr
