@@ -59,21 +59,21 @@ class Needs:
     def __init__(self) -> None:
         self._growth = Growth()
         self._growth.add(0, [0.0] * 3)
-        self._largest = 0
+        self.largest = 0
         self._taken = 0, 0, 0
 
     def add(self, size: int, dense: int, frames: int, transient: int) -> None:
-        if size > self._largest:
-            self._largest, self._taken = size, (dense, frames, transient)
+        if size > self.largest:
+            self.largest, self._taken = size, (dense, frames, transient)
             self._growth.add(size**2, self._taken)
 
     @property
     def is_known(self) -> bool:
-        return self._largest > 0
+        return self.largest > 0
 
     def foresee(self, size: int) -> tuple[int, int, int]:
         """Of a larger input than any so far."""
-        more = self._growth.ratio(self._largest**2, size**2)
+        more = self._growth.ratio(self.largest**2, size**2)
         dense, frames, transient = (int(np.ceil(taken)) for taken in more * self._taken)
         return dense, frames, transient
 
@@ -147,6 +147,7 @@ class ProfileRun:
         self._fresh_shapes.clear()
         self._sizes.clear()
         self._first = None
+        self._pager.saved.scale(0, 0)
         budget = self._pager.budget
         if not budget.settled:
             self._meter(go_on=False)
@@ -184,6 +185,8 @@ class ProfileRun:
         if not self._sizes:
             self._begins_with(calls, size)
         self._sizes[calls] = max(size, self._sizes.get(calls, 0))
+        if not self._pager.fits:
+            self._pager.saved.scale(size, calls.needs.largest)
         if calls.shapes.cover(dims):
             return
         self._fresh_shapes.add((calls, dims))

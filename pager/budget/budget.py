@@ -507,7 +507,7 @@ class DeviceBudget(Border):
         dense = self.taken()
         self.backend.cap_dense(None)
         if self.is_expected:
-            self._expected_need = max(self._expected_need, self.residency.largest_need)
+            self._expected_need = max(self._expected_need, self.residency.rigid_need)
             self._least_frames = max(self._least_frames, self._expected_need)
         room = self.bytes - self._least_frames * self.page_size
         most = room if self.fixed_reserve is None else self.reserve

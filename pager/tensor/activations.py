@@ -79,6 +79,7 @@ class SavedTensors:
         self.segment: Any = None
         self.again: frozenset[str] = frozenset()  # the blocks that do so in this iteration
         self._origins: dict[int, Origin] = {}
+        self.threshold = THRESHOLD_BYTES  # what is smaller stays dense: see `scale`
         self.dense_allowance = 0  # bytes that may stay dense because everything fits
         self.dense_bytes = 0  # that do, at most: what died since they were counted is in it
         # Storages that stay dense, by id: their bytes, and the tensors that were kept of each. As
@@ -124,6 +125,14 @@ class SavedTensors:
     def forget_storage(self, memory: torch.UntypedStorage) -> None:
         """``memory`` may change without its version being counted."""
         self._origins.pop(memory._cdata, None)
+
+    def scale(self, size: int, largest: int) -> None:
+        """The inputs from here on have ``size`` elements, and had ``largest`` where most was
+        measured. What goes into pages is what did then: if a shorter batch kept dense what a longer
+        one had in pages, it could take more dense memory than that."""
+        self.threshold = THRESHOLD_BYTES
+        if 0 < size < largest:
+            self.threshold = max(1, THRESHOLD_BYTES * size // largest)
 
     # -- on and off ------------------------------------------------------------------------------
     def put_on(self) -> None:
@@ -172,7 +181,7 @@ class SavedTensors:
             return _keep_weight(weight, tensor)
         nbytes = tensor.nbytes if tensor.layout is torch.strided else 0
         if (
-            nbytes < THRESHOLD_BYTES
+            nbytes < self.threshold
             or tensor.device.type != self.device_type
             or (tensor.is_leaf and tensor.requires_grad)
         ):  # most by far, so without a call: `keep`

@@ -37,7 +37,7 @@ from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ..errors import PagerError
-from .activations import THRESHOLD_BYTES, SavedTensors, unpack
+from .activations import SavedTensors, unpack
 from .lending import InPages
 from .names import named_models
 from .paged_tensor import Form, PagedTensor, plain_copy
@@ -229,7 +229,7 @@ class _Input:
             return
         self._needs_grad, self._is_leaf = value.requires_grad, value.is_leaf
         self._value = None
-        small = value.nbytes < THRESHOLD_BYTES or value.device.type != saved.device_type
+        small = value.nbytes < saved.threshold or value.device.type != saved.device_type
         kind: Any = type(value)
         if kind is PagedTensor or not small:
             self._packed = saved.pack(value)

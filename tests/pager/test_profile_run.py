@@ -304,3 +304,76 @@ def test_what_classes_of_lengths_take() -> None:
     lengths.add(1024, 9000)  # classes are twice as wide
     assert lengths.longest(1) == 128
     assert lengths.dense(1) == 1300
+
+
+def encoder() -> nn.Module:
+    layers = [
+        nn.TransformerEncoderLayer(64, 4, 192, dropout=0.0, batch_first=True) for _ in range(3)
+    ]
+    return nn.Sequential(nn.Embedding(200, 64), *layers, nn.Linear(64, 50))
+
+
+Inputs = list[tuple[int, int]]
+
+
+def train_on(budget: int, make: Callable[[], nn.Module], inputs: Inputs) -> None:
+    """One iteration per shape of inputs; those below 0 are evaluations."""
+    torch.manual_seed(0)
+    with open_pager(str(budget)) as pager:
+        model = pager.page_module(make())
+        optimizer = pager.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        for rows, length in inputs:
+            model.train(rows > 0)
+            with pager.iteration(), torch.set_grad_enabled(rows > 0):
+                loss = model(torch.randint(0, 200, (abs(rows), length))).square().mean()
+                if rows > 0:
+                    loss.backward()
+                    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                    optimizer.step()
+                    optimizer.zero_grad()
+        assert_inside(pager)
+
+
+def named(make: Callable[[], nn.Module], inputs: Inputs) -> int:
+    """The budget that works, after those that were refused."""
+    budget = 300_000
+    for _ in range(8):
+        try:
+            train_on(budget, make, inputs)
+        except tp.InfeasibleBudget as refusal:
+            budget = refusal.minimum
+        else:
+            return budget
+    raise AssertionError(f"{budget} was refused too")
+
+
+def test_the_named_budget_is_enough_for_shorter_batches(
+    one_thread: None, allocator: object
+) -> None:
+    """Saved tensors that have pages in the longest batch have some in shorter ones too, though
+    these are small."""
+    budget = named(encoder, [(4, 52)])
+    train_on(budget, encoder, [(4, length) for length in (52, 30, 25, 20, 15, 10, 5, 52)])
+
+
+class Convolutions(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(200, 64)
+        self.first, self.second = nn.Conv1d(64, 128, 3, padding=1), nn.Conv1d(128, 64, 1)
+        self.norm = nn.BatchNorm1d(128)
+        self.last = nn.Linear(64, 50)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.second(self.norm(torch.relu(self.first(self.embedding(x).mT))))
+        result: torch.Tensor = self.last(x.mT)
+        return result
+
+
+def test_budgets_above_one_that_works_do_too(one_thread: None, allocator: object) -> None:
+    """Where there is more room a step takes more. After an evaluation with larger inputs than
+    before, longer batches can have that all the same."""
+    inputs = [(2, 50), (4, 42), (-4, 28), (-2, 47), (4, 50)]
+    budget = named(Convolutions, inputs)
+    for more in range(1, 9):
+        train_on(budget + more * (8 << 10), Convolutions, inputs)

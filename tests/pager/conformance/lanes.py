@@ -5,14 +5,12 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
-from unittest import mock
 
 import torch
 from torch.utils._pytree import tree_map
 
 import tensorpager as tp
 from tensorpager.pager.debug.chaos import chaos, scattered
-from tensorpager.pager.tensor import activations
 
 FULL = os.environ.get("TENSORPAGER_FULL") == "1"
 
@@ -58,7 +56,7 @@ class Lane:
             if self.opened or self.lent or self.saved:
                 stack.enter_context(_iteration(pager, fits=self.opened))
             if self.saved:
-                stack.enter_context(mock.patch.object(activations, "THRESHOLD_BYTES", 1))
+                pager.core.saved.threshold = 1  # type: ignore[attr-defined]
             yield
 
 
