@@ -153,7 +153,9 @@ def linear_in_slabs(inputs: torch.Tensor, weight: PagedTensor, bias: Any, *, nat
     inputs, dtype, bias = _as_autocast_has_it(inputs, weight, bias)
     if not _go_together(inputs, weight, dtype, bias):
         return NotImplemented
-    flat = plain(inputs).reshape(-1, weight.size(1))
+    if not inputs.is_contiguous():
+        inputs = plain(inputs)
+    flat = inputs.reshape(-1, weight.size(1))
     one_each = bias is None or tuple(bias.shape) == (weight.size(0),)
     saved = _as_pytorch_saves(inputs, weight, bias) if native and inputs.requires_grad else None
     out = product(flat, weight, plain(bias) if one_each else None, saved)
@@ -164,11 +166,12 @@ def linear_in_slabs(inputs: torch.Tensor, weight: PagedTensor, bias: Any, *, nat
 def product(
     x: torch.Tensor, weight: PagedTensor, bias: torch.Tensor | None, saved: _Saved | None = None
 ) -> torch.Tensor:
-    """x @ weight.T + bias for plain x [M, K] and bias [N] of one dtype; differentiable, twice."""
+    """x @ weight.T + bias for x [M, K], plain or paged, and plain bias [N] of one dtype;
+    differentiable, twice. A paged x is saved as it is."""
     tensors = (x, weight) if bias is None else (x, weight, bias)
     if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
         return _Product.apply(x, bias, weight, saved)  # type: ignore[no-any-return,no-untyped-call]
-    return _product(x, weight, bias)
+    return _product(plain(x), weight, bias)
 
 
 def input_grad(grad: torch.Tensor, weight: PagedTensor) -> torch.Tensor:
@@ -243,7 +246,7 @@ class _Product(torch.autograd.Function):
         factor, ctx.turned = x if for_weight else None, saved is not None and saved.first
         kept = weight if saved is None and for_x and not here else saved and saved.weight
         ctx.save_for_backward(*((kept, factor) if ctx.turned else (factor, kept)))
-        return _product(x, weight, bias)
+        return _product(plain(x), weight, bias)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor | None) -> Any:

@@ -323,6 +323,26 @@ def test_saves_no_more_for_second_derivatives_than_pytorch(pager, of, with_bias)
     assert found[1] == found[0]
 
 
+def test_paged_inputs_are_saved_in_their_pages(pager) -> None:
+    """As a whole product saves them: a block of a checkpoint that runs again is given such."""
+    x, weight, bias, seed = operands()
+    results = []
+    for paged in (False, True):
+        inputs = (pager.page(x) if paged else x.clone()).requires_grad_()
+        leaf = put(pager, weight)
+        out = F.linear(inputs, leaf, bias)
+        node = out.grad_fn.next_functions[0][0]
+        kept = [t for t in node.saved_tensors if t is not None and t.shape == x.shape]
+        assert [type(t) is tp.PagedTensor for t in kept] == [paged]
+        if paged:
+            assert kept[0]._storage is inputs._storage
+        del kept, node
+        out.backward(seed)
+        results.append([dense(t) for t in (out, inputs.grad, leaf.grad)])
+    for mine, plain in zip(*results, strict=True):
+        assert torch.equal(mine, plain)
+
+
 def test_checkpoint(pager) -> None:
     x, weight, _, seed = operands()
     found = []
