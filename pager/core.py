@@ -18,7 +18,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from threading import RLock, get_ident
+from threading import Lock, RLock, get_ident
 from typing import Any, Protocol
 
 import torch
@@ -45,7 +45,8 @@ from .moves.residency import Residency
 
 _MAX_REACH = 1 << 45  # bytes of address space; no page of it costs memory before it is used
 
-_left_to_others: list[object] = []  # arenas that plain tensors still lie in
+_left_to_others: list[Core] = []  # closed, and plain tensors still lie in their arenas
+_closing = Lock()
 _left_to_the_disk: list[tuple[object, ...]] = []  # tiers of cores closed while it did not answer
 
 
@@ -116,10 +117,12 @@ class IterationListener(Protocol):
 
 # What rooms above give a Core to hold; rooms between them and this one ask it for no more.
 class Opened(Protocol):
-    """Weights that are open as plain tensors (``open_weights.py``). ``lent_memory``: storages of
-    those that stand for parameters in compiled code that runs."""
+    """Weights that are open as plain tensors (``open_weights.py``). ``as_before``: those of the
+    iteration before. ``lent_memory``: storages of those that stand for parameters in compiled code
+    that runs."""
 
     native: bool
+    as_before: bool
     lent_memory: set[int]
 
     @property
@@ -151,8 +154,9 @@ class Lender(Protocol):
 class Saved(Protocol):
     """What autograd saves (``activations.py``). ``skip``: dense storages that live on anyway, and
     their bytes; ``dense_allowance``: bytes that need no pages, ``dense_bytes``: that have none;
-    ``again``: blocks that run again."""
+    ``again``: blocks that run again; ``kept_all``: nothing of this iteration went into pages."""
 
+    kept_all: bool
     skip: dict[int, tuple[StorageWeakRef, int]]
     dense_allowance: int
     dense_bytes: int
@@ -160,10 +164,13 @@ class Saved(Protocol):
 
     @property
     def lender(self) -> Lender: ...
+    @property
+    def is_on(self) -> bool: ...
     def scale(self, size: int, largest: int) -> None: ...
     def note_buffers(self, module: torch.nn.Module) -> None: ...
     def count(self) -> None: ...
     def put_on(self) -> None: ...
+    def put_on_again(self) -> None: ...
     def take_off(self) -> None: ...
 
 
@@ -181,6 +188,7 @@ class ProfileRun(Protocol):
     @property
     def needed_bytes(self) -> int: ...
     def note_shapes(self, module: Any, args: Any, kwargs: Any) -> None: ...
+    def does_more(self) -> bool: ...
     def begin(self) -> None: ...
     def end(self) -> None: ...
 
@@ -717,13 +725,25 @@ class Core:
             if self.disk is not None:
                 self.disk.close()
             self.host.close()
+            _left_to_others.append(self)
+        close_arenas()
+
+    def close_arena(self) -> bool:
+        """Once it is closed. Not as long as somebody has a plain tensor in it: a graph that has
+        saved weights as they were open would read freed memory."""
+        with self.lock:
             self.opened.stop()
             self.saved.lender.end()
-            # A graph that was kept past our hooks would read freed memory.
             if self.opened.in_use or self.saved.lender.in_use:
-                _left_to_others.append(self.backend)
-            else:
-                self.backend.close()
+                return False
+            self.backend.close()
+            return True
+
+
+def close_arenas() -> None:
+    """Of pagers that were closed, as far as nobody has tensors there any more."""
+    with _closing:
+        _left_to_others[:] = [core for core in _left_to_others if not core.close_arena()]
 
 
 class PagedStorage:

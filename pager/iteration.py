@@ -169,6 +169,7 @@ class Running:
         for listener in list(pager.on_iteration):
             listener.begin()
         pager.opened.begin()
+        pager.saved.kept_all = True
         pager.saved.put_on()
 
     def end(self) -> None:

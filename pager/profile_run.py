@@ -12,6 +12,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
+from threading import get_ident
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
@@ -137,6 +138,8 @@ class ProfileRun:
         self._fresh_shapes: set[tuple[Calls, tuple[int, ...]]] = set()
         self._sizes: dict[Calls, int] = {}
         self._first: tuple[Calls, int] | None = None
+        self._is_roomy = False  # all fits, and much is left
+        self._allowance: int | None = None  # of other iterations, where this one has less
         pager.budget.make_dense_room = self._make_dense_room
         pager.budget.optimizers_due = lambda: optimizers_due(pager)
         pager.budget.step_room = room_of_step
@@ -148,6 +151,7 @@ class ProfileRun:
         self._sizes.clear()
         self._first = None
         self._pager.saved.scale(0, 0)
+        self._give_back_allowance()
         budget = self._pager.budget
         if not budget.settled:
             self._meter(go_on=False)
@@ -187,11 +191,44 @@ class ProfileRun:
         self._sizes[calls] = max(size, self._sizes.get(calls, 0))
         if not self._pager.fits:
             self._pager.saved.scale(size, calls.needs.largest)
-        if calls.shapes.cover(dims):
+        covered = calls.shapes.cover(dims)
+        if covered and size and not self._fresh_shapes and self._needs_no_pages():
+            if self._pager.saved.is_on:
+                self._pager.saved.take_off()
+                self._pager.budget.cap_as_measured(self._pager.saved.dense_allowance)
+        else:
+            self._pager.saved.put_on_again()
+        if covered:
             return
         self._fresh_shapes.add((calls, dims))
         if self._pager.budget.settled and not self._has_room(calls.needs, size):
             self._meter(go_on=True)
+
+    def _needs_no_pages(self) -> bool:
+        """Whether all that autograd saves stays dense, in calls of known shapes, so that no hooks
+        have to see it. A graph holds open weights then: not where their pages may have to move."""
+        pager, opened = self._pager, self._pager.opened
+        known = pager.fits and pager.budget.settled and opened.native and opened.as_before
+        return known and self._is_roomy and pager.turns.is_home()
+
+    def does_more(self) -> bool:
+        """This iteration takes more than others with inputs of these shapes (more layers, or
+        rounds), or may do so: what autograd saves from here on stays dense only beside what it has
+        saved so far. ``False`` where that is nothing new."""
+        pager, saved = self._pager, self._pager.saved
+        if saved.is_on or not pager.fits or self._allowance is not None:
+            return False
+        if pager.inferring or get_ident() != pager.turns.home:
+            return False
+        pager.budget.takes_more = True
+        self._allowance = saved.dense_allowance
+        saved.dense_allowance = max(0, saved.dense_allowance - pager.backend.meter_alive())
+        saved.put_on_again()
+        return True
+
+    def _give_back_allowance(self) -> None:
+        if self._allowance is not None:
+            self._pager.saved.dense_allowance, self._allowance = self._allowance, None
 
     def _begins_with(self, calls: Calls, size: int) -> None:
         """The first call of the iteration. Where not everything fits, the border goes to where
@@ -248,6 +285,7 @@ class ProfileRun:
         pager = self._pager
         pager.saved.dense_allowance = 0
         pager.fits = False
+        pager.saved.put_on_again()
         with pager.lock:
             pager.opened.close()
             if pager.follower is not None:
@@ -267,6 +305,10 @@ class ProfileRun:
             with pager.quiet():
                 budget.give_while_metering(missing)
             return True
+        if self.does_more():
+            missing = budget.uncap(missing)
+            if missing <= 0:
+                return True
         has_room = budget.can_give(missing)
         if not has_room and not budget.is_expected:
             return self._collect_garbage(missing)
@@ -294,6 +336,7 @@ class ProfileRun:
         """End of an iteration: where it was metered, or took more dense memory than was known,
         place the border, and keep things dense if all fits."""
         pager, budget = self._pager, self._pager.budget
+        self._give_back_allowance()
         taken = budget.taken()
         if budget.metering:
             budget.end()
@@ -358,6 +401,7 @@ class ProfileRun:
         with pager.lock:
             frames, gave = residency.pool.count, budget.gave
             roomy = pager.fits and 4 * (arena + transient + dense) <= 3 * budget.bytes
+            self._is_roomy = roomy
             extra = transient if pager.fits else pager.in_backward.extra_dense()
             spare = 0
             if pager.fits and not pager.backend.host_addressable:

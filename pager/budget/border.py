@@ -54,6 +54,7 @@ class Border:
         self.make_dense_room: Callable[[int], bool] = lambda missing: False
         self.gave = False  # frames to dense memory, since the border was placed
         self.inferring = False
+        self.takes_more = False  # this iteration, than one of its kind did before
         self.moved = False  # the border is where inference has it, or shorter batches
         self._placed = 0  # frames of the arena where batches of all lengths have room
         self._for_steps = 0  # likewise, in which an optimizer's step finds room
@@ -173,7 +174,7 @@ class Border:
     def open(self) -> None:
         """Dense memory has the reserve. What goes beyond it asks ``make_dense_room``, in the middle
         of an op."""
-        self._cap, self._expected_frames = self._foreseen, 0
+        self._cap, self._expected_frames, self.takes_more = self._foreseen, 0, False
         self.backend.cap_dense(self._cap, self.make_dense_room)
 
     @property
@@ -184,6 +185,22 @@ class Border:
     def _cap_as_foreseen(self) -> None:
         self._cap = self._foreseen
         self.backend.raise_cap(self._cap)
+
+    def cap_as_measured(self, allowance: int) -> None:
+        """What is beyond the measured peak, ``allowance`` and a margin asks ``make_dense_room``
+        too, until :meth:`uncap`."""
+        dense = self.dense_peak + allowance
+        beyond = self.reserve - dense - margin(dense)
+        if beyond > 0:
+            self._cap = self._foreseen - beyond
+            self.backend.raise_cap(self._cap)
+
+    def uncap(self, missing: int) -> int:
+        """How many of ``missing`` bytes are missing beside the whole reserve, as far as it was
+        foreseen; it is the cap from now on."""
+        missing = self._beyond(missing)
+        self._cap_as_foreseen()
+        return missing
 
     def expect(self, dense: int, frames: int) -> int | None:
         """This iteration, which is not metered, has larger inputs than those that were, and takes

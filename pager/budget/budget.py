@@ -98,7 +98,7 @@ class DeviceBudget(Border):
     def _make_room(self, frames: int) -> bool:
         """More frames for one op: allowed while the border is not settled, or where dense memory
         does not use them now and nothing was metered."""
-        if self.inferring:
+        if self.inferring or self.takes_more:
             return self._grow(frames)
         if self.is_expected:
             if self._grow(frames):
@@ -234,7 +234,7 @@ class DeviceBudget(Border):
         self.residency.needs = max(frames, self._expected_need), of_ops
         self.metering, self.checked, self._stuck = True, False, False
         self.refusal, self.steps.foreseen, self._due = None, [], set()
-        self.settled, self._expected_frames = False, 0
+        self.settled, self._expected_frames, self.takes_more = False, 0, False
         self.backend.limit_dense(None)
         if not go_on:
             self.written = False

@@ -18,6 +18,9 @@ pagers are taken off until the transform is done, and what is saved meanwhile st
 others are refused as before. (A guard on ``disable_saved_tensors_hooks``, which refuses, would be
 in the way of ``torch.compile``: that knows this function by its identity.)
 
+Where everything fits and the program does what it did before, no hooks are on
+(``profile_run.py``): PyTorch saves by itself.
+
 Compiled code reads memory, not tensors, and so do kernels of others, which autograd knows as
 Functions: what these have saved is a dense copy again when their backward pass asks for it.
 """
@@ -29,6 +32,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from threading import get_ident
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import torch
@@ -36,6 +40,7 @@ from torch._functorch import eager_transforms
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..core import PagedStorage
+from ..devices.dense_meter import in_backward
 from .lending import InPages, Lender
 from .new_pages import store_bytes
 from .paged_tensor import Form, PagedTensor
@@ -80,6 +85,7 @@ class SavedTensors:
         self.again: frozenset[str] = frozenset()  # the blocks that do so in this iteration
         self._origins: dict[int, Origin] = {}
         self.threshold = THRESHOLD_BYTES  # what is smaller stays dense: see `scale`
+        self.kept_all = True  # nothing of this iteration went into pages
         self.dense_allowance = 0  # bytes that may stay dense because everything fits
         self.dense_bytes = 0  # that do, at most: what died since they were counted is in it
         # Storages that stay dense, by id: their bytes, and the tensors that were kept of each. As
@@ -135,12 +141,24 @@ class SavedTensors:
             self.threshold = max(1, THRESHOLD_BYTES * size // largest)
 
     # -- on and off ------------------------------------------------------------------------------
+    @property
+    def is_on(self) -> bool:
+        return self._on is not None
+
     def put_on(self) -> None:
         """On this thread; inside a transform they stay off."""
         self.take_off()  # what was left here when they were taken off on another thread
         self._on = self.pack, unpack
         if _autograd._saved_tensors_hooks_is_enabled():
             _push(self._on)
+
+    def put_on_again(self) -> None:
+        """Where an iteration goes on that has taken them off; not in the middle of a backward pass,
+        whose threads have what was on when it began."""
+        pager = self._pager
+        goes_on = pager.inside and not pager.inferring and get_ident() == pager.turns.home
+        if self._on is None and goes_on and not in_backward():
+            self.put_on()
 
     def take_off(self) -> None:
         """From below those of others too; nothing happens where they are not on this thread."""
@@ -213,6 +231,7 @@ class SavedTensors:
                 return kept, tensor._version
             packed = self.known(tensor, memory) if key in self._origins else None
             if packed is None:
+                self.kept_all = False
                 packed = self.store(tensor, memory)
         return _ReadDirectly(packed) if _reads_memory(sys._getframe(1)) else packed
 

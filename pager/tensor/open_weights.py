@@ -5,7 +5,7 @@ In such an iteration a weight is *opened* when it is first used: its pages are p
 of ``TAKE_OPEN`` are given a plain tensor over them. To autograd that is the parameter itself, a
 leaf with its ``AccumulateGrad`` node and version counter. So graphs, hooks, errors and the order in
 which a gradient is added up are PyTorch's own, second derivatives included, and below the op no
-Python of ours runs in either direction but for the hooks on saved tensors.
+Python of ours runs in either direction but for the hooks on saved tensors, where these are on.
 
 ::
 
@@ -14,13 +14,13 @@ Python of ours runs in either direction but for the hooks on saved tensors.
     pages have to move  all are closed: ``Residency.still`` asks for it before anything moves
     iteration ends      all are closed
 
-The plain tensor never reaches the user: ops of ``TAKE_OPEN`` give new memory and write to no
-operand, and what autograd saves of it becomes the parameter again (``activations.py``). The one
-exception is what ``torch.compile`` traces, which no paged tensor can be a part of: while a compiled
+The plain tensor does not reach the user: ops of ``TAKE_OPEN`` give new memory and write to no
+operand, and what autograd saves of it becomes the parameter again where hooks are on
+(``activations.py``); else it stays in the graph. The one exception is what ``torch.compile`` traces, which no paged tensor can be a part of: while a compiled
 model, or a compiled part of one, is called, its parameters *are* the plain tensors. What writes to
 one there is noted when the call is over, as its pages cannot leave before. Closing may
 happen at any time. What still uses the memory then (an op of another thread, a graph that saved it
-past our hooks) is known by the storage's use count, and until it is gone the pages stay pinned.
+without our hooks) is known by the storage's use count, and until it is gone the pages stay pinned.
 
 An iteration that began with everything fitting keeps to PyTorch's nodes to its end, open or not:
 activation checkpointing must see the same nodes again in the backward pass.
@@ -54,9 +54,8 @@ TAKE_OPEN = frozenset(
         torch.mul, torch.Tensor.mul, torch.add, torch.Tensor.add,
     }
 )  # fmt: skip
-NATIVE: set[int] = (
-    set()
-)  # pagers whose iteration keeps to PyTorch's nodes: where none does, no op asks
+# Of pagers whose iteration keeps to PyTorch's nodes, by id: where there is none, no op asks.
+NATIVE: dict[int, weakref.ref[OpenWeights]] = {}
 _ALIAS = torch.ops.aten.alias.default
 _DETACH = torch.ops.aten.detach.default
 # Asked before each op, so without the way through `torch` and `torch._C`.
@@ -69,6 +68,7 @@ _COMPILED = os.path.join("torch", "_dynamo", "eval_frame.py")
 
 
 _OWN_USES = 2
+_made = _most = 0  # ops on open weights in this iteration, and in earlier ones of its pager
 
 
 class OpenWeight:
@@ -145,11 +145,13 @@ class _Lent(NamedTuple):
 
 
 class OpenWeights:
-    """Of one pager. ``native``: this iteration keeps to PyTorch's nodes."""
+    """Of one pager. ``native``: this iteration keeps to PyTorch's nodes; ``as_before``: with the
+    weights of the one before, which require gradients as they did."""
 
     def __init__(self, pager: Core) -> None:
         self._pager = pager
-        self.native = False
+        self.native = self.as_before = False
+        self._ops = 0  # of an iteration in which nothing that was saved went into pages
         self._open: list[OpenWeight] = []
         self._known: dict[int, weakref.ref[PagedTensor]] = {}  # opened before, by id
         self._lingering: list[OpenWeight] = []  # closed, still in use
@@ -159,6 +161,7 @@ class OpenWeights:
 
     def begin(self) -> None:
         """An iteration begins."""
+        global _made, _most
         pager = self._pager
         self._keep_native(pager.fits and pager.after_op is None)
         if self.native and self._traced_pages and not _is_called_by_compiled():
@@ -179,15 +182,26 @@ class OpenWeights:
                         again.append(paged)
                 for key in gone:
                     del self._known[key]
+                same = all(p._opens_as.requires_grad is p.requires_grad for p in again)
+                self.as_before = same and self._ops > 0
+                _made, _most = 0, self._ops + 1
                 self._open_now(again)
 
     def _keep_native(self, native: bool) -> None:
         self.native = native
-        (NATIVE.add if native else NATIVE.discard)(id(self))
+        if native:
+            NATIVE[id(self)] = weakref.ref(self)
+        else:
+            NATIVE.pop(id(self), None)
+
+    def do_more(self) -> None:
+        self._pager.profile_run.does_more()
 
     def end(self) -> None:
         """The iteration is over."""
         self._take_back()
+        if self.native and self._pager.saved.kept_all:
+            self._ops = max(self._ops, _made)
         self._keep_native(False)
         if self._open or self._lingering:
             with self._pager.lock:
@@ -211,6 +225,8 @@ class OpenWeights:
     def open(self, paged: PagedTensor) -> OpenWeight | None:
         """Open a candidate (:func:`is_candidate`); ``None`` where that cannot be now. To be called
         without torch functions of subclasses."""
+        self.as_before = False
+        self._pager.saved.put_on_again()
         with self._pager.lock:
             if not self._can_open(paged):
                 return None
@@ -376,6 +392,12 @@ def run_opened(func: Any, args: Any, kwargs: dict[str, Any] | None) -> Any:
 
     Weights that cannot be opened now, and other paged operands, are used through the dispatcher.
     """
+    global _made
+    _made += 1
+    if _made == _most:
+        for opened in [*NATIVE.values()]:
+            if (weights := opened()) is not None:
+                weights.do_more()
     with _no_overrides():
         if _modes() or _any_autocast() or _functorch_level() is not None:
             return NotImplemented

@@ -74,6 +74,8 @@ def _iteration(pager: tp.Pager, *, fits: bool) -> Iterator[None]:
     profile_run.note_shapes = lambda *args: None  # type: ignore[method-assign]
     try:
         with pager.iteration():
+            if fits:
+                pager.core.saved.take_off()  # as where shapes are known
             yield
     finally:
         pager.core.fits, pager.core.budget.settled = before
