@@ -194,10 +194,10 @@ class ProfileRun:
         covered = calls.shapes.cover(dims)
         if covered and size and not self._fresh_shapes and self._needs_no_pages():
             if self._pager.saved.is_on:
-                self._pager.saved.take_off()
+                self._pager.saved.pause()
                 self._pager.budget.cap_as_measured(self._pager.saved.dense_allowance)
         else:
-            self._pager.saved.put_on_again()
+            self._pager.saved.go_on()
         if covered:
             return
         self._fresh_shapes.add((calls, dims))
@@ -223,7 +223,7 @@ class ProfileRun:
         pager.budget.takes_more = True
         self._allowance = saved.dense_allowance
         saved.dense_allowance = max(0, saved.dense_allowance - pager.backend.meter_alive())
-        saved.put_on_again()
+        saved.go_on()
         return True
 
     def _give_back_allowance(self) -> None:
@@ -285,7 +285,7 @@ class ProfileRun:
         pager = self._pager
         pager.saved.dense_allowance = 0
         pager.fits = False
-        pager.saved.put_on_again()
+        pager.saved.go_on()
         with pager.lock:
             pager.opened.close()
             if pager.follower is not None:

@@ -77,6 +77,7 @@ class SavedTensors:
 
     def __init__(self, pager: Core) -> None:
         self._on: _Pair | None = None
+        self._below = 0  # hooks of others, when these came on
         self._pager = pager
         self.lender = Lender(pager)
         self.device_type = pager.device.type
@@ -150,27 +151,33 @@ class SavedTensors:
         self.take_off()  # what was left here when they were taken off on another thread
         self._on = self.pack, unpack
         if _autograd._saved_tensors_hooks_is_enabled():
+            others = _taken()
+            self._below = len(others)
+            _put(others)
             _push(self._on)
 
-    def put_on_again(self) -> None:
-        """Where an iteration goes on that has taken them off; not in the middle of a backward pass,
-        whose threads have what was on when it began."""
+    def pause(self) -> None:
+        """Off, for the rest of an iteration or until :meth:`go_on`."""
+        if self._on is not None and not in_backward():
+            self.take_off()
+
+    def go_on(self) -> None:
+        """On again, below those of others that came on later, if an iteration goes on that has
+        paused them; not in the middle of a backward pass, whose threads have what was on when it
+        began."""
         pager = self._pager
-        goes_on = pager.inside and not pager.inferring and get_ident() == pager.turns.home
-        if self._on is None and goes_on and not in_backward():
+        here = pager.inside and not pager.inferring and get_ident() == pager.turns.home
+        if self._on is None and here and not in_backward():
+            later = _taken()
+            earlier = later[len(later) - self._below :] if len(later) > self._below else later
+            _put(earlier)
             self.put_on()
+            _put(later[: len(later) - len(earlier)])
 
     def take_off(self) -> None:
         """From below those of others too; nothing happens where they are not on this thread."""
         self._on = None
-        above = []
-        while (top := _top()) is not None:
-            _autograd._pop_saved_tensors_default_hooks()
-            if _owner(top) is self:
-                break
-            above.append(top)
-        for pair in reversed(above):
-            _push(pair)
+        _put([pair for pair in _taken() if _owner(pair) is not self])
 
     def are_asked(self) -> bool:
         """Whether these hooks, and nobody else's, are asked on this thread."""
@@ -425,6 +432,21 @@ def _without_pagers() -> Iterator[None]:
 
 def _top() -> _Pair | None:
     return _autograd._top_saved_tensors_default_hooks(True)  # type: ignore[no-any-return]
+
+
+def _taken() -> list[_Pair]:
+    """Those of this thread, the topmost first, which are off then."""
+    taken = []
+    while (top := _top()) is not None:
+        _autograd._pop_saved_tensors_default_hooks()
+        taken.append(top)
+    return taken
+
+
+def _put(pairs: list[_Pair]) -> None:
+    """What :func:`_taken` has given."""
+    for pair in reversed(pairs):
+        _push(pair)
 
 
 def _push(pair: _Pair) -> None:

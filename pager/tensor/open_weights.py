@@ -16,11 +16,12 @@ Python of ours runs in either direction but for the hooks on saved tensors, wher
 
 The plain tensor does not reach the user: ops of ``TAKE_OPEN`` give new memory and write to no
 operand, and what autograd saves of it becomes the parameter again where hooks are on
-(``activations.py``); else it stays in the graph. The one exception is what ``torch.compile`` traces, which no paged tensor can be a part of: while a compiled
-model, or a compiled part of one, is called, its parameters *are* the plain tensors. What writes to
-one there is noted when the call is over, as its pages cannot leave before. Closing may
-happen at any time. What still uses the memory then (an op of another thread, a graph that saved it
-without our hooks) is known by the storage's use count, and until it is gone the pages stay pinned.
+(``activations.py``); else it stays in the graph. The one exception is what ``torch.compile``
+traces, which no paged tensor can be a part of: while a compiled model, or a compiled part of one,
+is called, its parameters *are* the plain tensors. What writes to one there is noted when the call
+is over, as its pages cannot leave before. Closing may happen at any time. What still uses the
+memory then (an op of another thread, a graph that saved it without our hooks) is known by the
+storage's use count, and until it is gone the pages stay pinned.
 
 An iteration that began with everything fitting keeps to PyTorch's nodes to its end, open or not:
 activation checkpointing must see the same nodes again in the backward pass.
@@ -226,7 +227,7 @@ class OpenWeights:
         """Open a candidate (:func:`is_candidate`); ``None`` where that cannot be now. To be called
         without torch functions of subclasses."""
         self.as_before = False
-        self._pager.saved.put_on_again()
+        self._pager.saved.go_on()
         with self._pager.lock:
             if not self._can_open(paged):
                 return None

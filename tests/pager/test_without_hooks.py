@@ -1,10 +1,10 @@
-"""Where everything fits with much to spare, calls of known shapes save as in plain PyTorch: no hooks
-on saved tensors are on. Whatever takes more than before has them on, and what it saves in pages."""
+"""Where everything fits with much to spare, calls of known shapes save as in plain PyTorch: no
+hooks on saved tensors are on. Whatever takes more than before has them on."""
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -13,6 +13,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 import tensorpager as tp
+from tensorpager.pager import core
 
 from .models import assert_same, plain
 
@@ -85,6 +86,12 @@ def both(script: Callable[[Training], object], budget: int) -> list[bool]:
     return training.were_on
 
 
+@pytest.fixture(autouse=True)
+def nothing_stays_on() -> Iterator[None]:
+    yield
+    assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+
+
 @pytest.fixture(scope="module")
 def need() -> int:
     with_room = Training(256 * MIB)
@@ -154,6 +161,48 @@ def test_hooks_of_the_user_are_asked(one_thread: None, need: int) -> None:
     assert packed[:half] == packed[half:]
 
 
+def test_they_come_on_again_below_those_of_others(one_thread: None, need: int) -> None:
+    """Which end theirs by taking off the topmost."""
+
+    def script(training: Training) -> None:
+        for _ in range(4):
+            training.step()
+        if training.pager is None:
+            training.model.deeper = True
+            training.losses.append(training.model(torch.randn(ROWS, WIDTH)).sum().item())
+            return
+        saved = training.pager.core.saved
+        with training.pager.iteration(), saved_tensors_hooks(lambda t: t, lambda t: t):
+            with saved_tensors_hooks(lambda t: t, lambda t: t):
+                training.model(torch.zeros(ROWS, WIDTH))
+                assert not saved.is_on
+                training.model.deeper = True
+                training.losses.append(training.model(torch.randn(ROWS, WIDTH)).sum().item())
+                assert saved.is_on
+            assert not saved.are_asked()
+
+    both(script, 4 * need)
+
+
+def test_hooks_that_were_on_before_are_below(one_thread: None, need: int) -> None:
+    training = Training(4 * need)
+    assert training.pager is not None
+    with training.pager:
+        for _ in range(3):
+            training.step()
+        saved = training.pager.core.saved
+        before, after = (saved_tensors_hooks(lambda t: t, lambda t: t) for _ in range(2))
+        with before, training.pager.iteration():
+            with after:
+                training.model(torch.zeros(ROWS, WIDTH))
+                assert not saved.is_on
+                training.model.deeper = True
+                training.model(torch.zeros(ROWS, WIDTH))
+                assert saved.is_on
+                assert not saved.are_asked()
+            assert saved.are_asked()
+
+
 def test_a_weight_that_was_changed_is_pytorchs_error(one_thread: None, need: int) -> None:
     errors = []
     for budget in (None, 4 * need):
@@ -180,8 +229,8 @@ def test_a_weight_that_was_changed_is_pytorchs_error(one_thread: None, need: int
 
 
 def test_an_arena_goes_when_the_last_graph_has_gone(one_thread: None, need: int) -> None:
-    from tensorpager.pager import core
-
+    gc.collect()
+    core.close_arenas()  # of other tests
     training = Training(4 * need)
     for _ in range(3):
         training.step()
