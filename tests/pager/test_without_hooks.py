@@ -172,8 +172,8 @@ def test_they_come_on_again_below_those_of_others(one_thread: None, need: int) -
             training.losses.append(training.model(torch.randn(ROWS, WIDTH)).sum().item())
             return
         saved = training.pager.core.saved
-        with training.pager.iteration(), saved_tensors_hooks(lambda t: t, lambda t: t):
-            with saved_tensors_hooks(lambda t: t, lambda t: t):
+        with training.pager.iteration(), saved_tensors_hooks(torch.Tensor.detach, lambda t: t):
+            with saved_tensors_hooks(torch.Tensor.detach, lambda t: t):
                 training.model(torch.zeros(ROWS, WIDTH))
                 assert not saved.is_on
                 training.model.deeper = True
@@ -191,7 +191,7 @@ def test_hooks_that_were_on_before_are_below(one_thread: None, need: int) -> Non
         for _ in range(3):
             training.step()
         saved = training.pager.core.saved
-        before, after = (saved_tensors_hooks(lambda t: t, lambda t: t) for _ in range(2))
+        before, after = (saved_tensors_hooks(torch.Tensor.detach, lambda t: t) for _ in range(2))
         with before, training.pager.iteration():
             with after:
                 training.model(torch.zeros(ROWS, WIDTH))
