@@ -197,7 +197,7 @@ class ProfileRun:
                 self._pager.saved.pause()
                 self._pager.budget.cap_as_measured(self._pager.saved.dense_allowance)
         else:
-            self._pager.saved.go_on()
+            self.does_more()
         if covered:
             return
         self._fresh_shapes.add((calls, dims))
@@ -211,20 +211,19 @@ class ProfileRun:
         known = pager.fits and pager.budget.settled and opened.native and opened.as_before
         return known and self._is_roomy and pager.turns.is_home()
 
-    def does_more(self) -> bool:
+    def does_more(self, missing: int = 0) -> int:
         """This iteration takes more than others with inputs of these shapes (more layers, or
         rounds), or may do so: what autograd saves from here on stays dense only beside what it has
-        saved so far. ``False`` where that is nothing new."""
+        saved so far. How many of ``missing`` dense bytes are missing then."""
         pager, saved = self._pager, self._pager.saved
         if saved.is_on or not pager.fits or self._allowance is not None:
-            return False
+            return missing
         if pager.inferring or get_ident() != pager.turns.home:
-            return False
-        pager.budget.takes_more = True
+            return missing
         self._allowance = saved.dense_allowance
         saved.dense_allowance = max(0, saved.dense_allowance - pager.backend.meter_alive())
         saved.go_on()
-        return True
+        return pager.budget.take_more(missing)
 
     def _give_back_allowance(self) -> None:
         if self._allowance is not None:
@@ -305,10 +304,9 @@ class ProfileRun:
             with pager.quiet():
                 budget.give_while_metering(missing)
             return True
-        if self.does_more():
-            missing = budget.uncap(missing)
-            if missing <= 0:
-                return True
+        missing = self.does_more(missing)
+        if missing <= 0:
+            return True
         has_room = budget.can_give(missing)
         if not has_room and not budget.is_expected:
             return self._collect_garbage(missing)

@@ -187,18 +187,19 @@ class Border:
         self.backend.raise_cap(self._cap)
 
     def cap_as_measured(self, allowance: int) -> None:
-        """What is beyond the measured peak, ``allowance`` and a margin asks ``make_dense_room``
-        too, until :meth:`uncap`."""
+        """What is beyond the measured peak, ``allowance`` and half of the margin asks
+        ``make_dense_room`` too, until :meth:`take_more`."""
         dense = self.dense_peak + allowance
-        beyond = self.reserve - dense - margin(dense)
+        beyond = self.reserve - dense - margin(dense) // 2
         if beyond > 0:
             self._cap = self._foreseen - beyond
             self.backend.raise_cap(self._cap)
 
-    def uncap(self, missing: int) -> int:
-        """How many of ``missing`` bytes are missing beside the whole reserve, as far as it was
-        foreseen; it is the cap from now on."""
+    def take_more(self, missing: int) -> int:
+        """This iteration may have the whole reserve, and an op frames that dense memory does not
+        use. How many of ``missing`` bytes are missing beside that."""
         missing = self._beyond(missing)
+        self.takes_more = True
         self._cap_as_foreseen()
         return missing
 

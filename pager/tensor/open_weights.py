@@ -195,9 +195,6 @@ class OpenWeights:
         else:
             NATIVE.pop(id(self), None)
 
-    def do_more(self) -> None:
-        self._pager.profile_run.does_more()
-
     def end(self) -> None:
         """The iteration is over."""
         self._take_back()
@@ -227,7 +224,7 @@ class OpenWeights:
         """Open a candidate (:func:`is_candidate`); ``None`` where that cannot be now. To be called
         without torch functions of subclasses."""
         self.as_before = False
-        self._pager.saved.go_on()
+        self._pager.profile_run.does_more()
         with self._pager.lock:
             if not self._can_open(paged):
                 return None
@@ -398,7 +395,7 @@ def run_opened(func: Any, args: Any, kwargs: dict[str, Any] | None) -> Any:
     if _made == _most:
         for opened in [*NATIVE.values()]:
             if (weights := opened()) is not None:
-                weights.do_more()
+                weights._pager.profile_run.does_more()
     with _no_overrides():
         if _modes() or _any_autocast() or _functorch_level() is not None:
             return NotImplemented
