@@ -33,7 +33,9 @@ from .paged_tensor import Form, PagedTensor
 if TYPE_CHECKING:
     from ..core import Core
 
-_MOST_VIEWS = 8192  # that are kept: faults put what they bring anywhere
+# That are kept, as faults put what they bring anywhere. Each takes RAM, of which a CPU's budgets
+# are.
+_MOST_VIEWS, _MOST_IN_RAM = 8192, 32
 _PARTS = 4  # no op, and no node with what it is lent, needs more than one of so many of the arena
 _asking = {torch.autograd.graph._engine_run_backward.__code__}  # code that is lent to
 _modes = torch._C._len_torch_dispatch_stack
@@ -80,6 +82,7 @@ class Lender:
         self._lent: list[tuple[_View, Extent]] = []
         self._kept: list[tuple[list[_View], Extent]] = []  # beyond their access
         self._views: dict[tuple[int, int, Form], _View] = {}
+        self._most_views = _MOST_IN_RAM if pager.device.type == "cpu" else _MOST_VIEWS
 
     def lend(self, saved: InPages, asking: FrameType | None) -> torch.Tensor | None:
         """``saved`` as a plain tensor for the node that asks in this frame; ``None`` where it gets
@@ -116,7 +119,7 @@ class Lender:
         key = address, storage.nbytes, form
         view = self._views.get(key)
         if view is None:
-            if len(self._views) >= _MOST_VIEWS:
+            if len(self._views) >= self._most_views:
                 self._views.clear()
             tensor = form.plain(storage, address)
             view = self._views[key] = _View(tensor, tensor.untyped_storage())
