@@ -193,8 +193,7 @@ class ProfileRun:
             self._pager.saved.scale(size, calls.needs.largest)
         covered = calls.shapes.cover(dims)
         if covered and size and not self._fresh_shapes and self._needs_no_pages():
-            if self._pager.saved.is_on:
-                self._pager.saved.pause()
+            if self._pager.saved.pause():
                 self._pager.budget.cap_as_measured(self._pager.saved.dense_allowance)
         else:
             self.does_more()
@@ -209,7 +208,8 @@ class ProfileRun:
         have to see it. A graph holds open weights then: not where their pages may have to move."""
         pager, opened = self._pager, self._pager.opened
         known = pager.fits and pager.budget.settled and opened.native and opened.as_before
-        return known and self._is_roomy and pager.turns.is_home()
+        usual = self._is_roomy and self._allowance is None
+        return known and usual and pager.turns.is_home()
 
     def does_more(self, missing: int = 0) -> int:
         """This iteration takes more than others with inputs of these shapes (more layers, or

@@ -156,10 +156,13 @@ class SavedTensors:
             _put(others)
             _push(self._on)
 
-    def pause(self) -> None:
-        """Off, for the rest of an iteration or until :meth:`go_on`."""
-        if self._on is not None and not in_backward():
-            self.take_off()
+    def pause(self) -> bool:
+        """Off, for the rest of an iteration or until :meth:`go_on`. Whether they were on, and can
+        be taken off here: not in a backward pass."""
+        if self._on is None or in_backward():
+            return False
+        self.take_off()
+        return True
 
     def go_on(self) -> None:
         """On again, below those of others that came on later, if an iteration goes on that has

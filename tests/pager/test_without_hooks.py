@@ -124,6 +124,23 @@ def test_more_rounds_than_before(one_thread: None, need: int, what: str, rounds:
     both(script, int(share * need))
 
 
+def test_they_stay_on_in_an_iteration_that_did_more(one_thread: None, need: int) -> None:
+    training = Training(4 * need)
+    assert training.pager is not None
+    with training.pager:
+        for _ in range(3):
+            training.step()
+        saved = training.pager.core.saved
+        with training.pager.iteration():
+            for rounds, on in ((1, False), (2, True), (1, True)):
+                training.model.rounds = rounds
+                training.model(torch.randn(ROWS, WIDTH)).sum().backward()
+                assert saved.are_asked() is on
+            training.optimizer.zero_grad()
+        training.step()
+        assert not training.were_on[-1]
+
+
 def test_layers_that_were_not_used_before(one_thread: None, need: int) -> None:
     def script(training: Training) -> None:
         for deeper in (False, False, False, True, True, False):
