@@ -247,7 +247,7 @@ class Placement:
         self._casts[run] = weight
 
     def note_step(self, began: float) -> None:
-        """One has just ended. What it takes, if it goes slab by slab, is counted by itself."""
+        """One has just ended that may go slab by slab. What it takes then is counted by itself."""
         self._products.append(_Product(None, began, time.perf_counter(), Taken(0, 0)))
 
     # -- before the step, and at the end ---------------------------------------------------------

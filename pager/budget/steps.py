@@ -65,6 +65,11 @@ class Steps:
         """``room``: ``None`` where that cannot be found out."""
         self.foreseen.append(_Step(self.of(optimizer), beside, room))
 
+    def may_go_otherwise(self, optimizer: Any) -> bool:
+        """Its step of this iteration: slab by slab from now on."""
+        rooms = (step.room for step in self.foreseen if step.frames is self.of(optimizer))
+        return any(room is not None and room.room != room.least for room in rooms)
+
     def most_frames_but(self, optimizers: Iterable[Any]) -> int:
         """That steps take, but those of this iteration, and of ``optimizers``."""
         mine = [step.frames for step in self.foreseen] + [self.of(each) for each in optimizers]

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from functools import partial
+from types import FunctionType
 from typing import Any, NamedTuple
 
 import torch
@@ -20,16 +23,21 @@ from .fused_states import is_big_dense
 from .paged_optimizer import PagedOptimizer
 
 _PROBE_DIM = 64
+_TRIED = 12  # steps of a class of somebody else's
 _Member = tuple[dict[str, Any], torch.Tensor]  # a parameter with a gradient, and its group
 
 
 class StepNeed(NamedTuple):
     """Per byte of a parameter: ``dense`` bytes alive at once during its step, and ``state`` bytes
-    kept. ``operands``: tensors of its size that one op of the step touches, at most."""
+    kept. ``operands``: tensors of its size that one op of the step touches, at most. ``second`` and
+    ``others``: dense bytes per byte of the second largest parameter that the same step updates, and
+    of all others: what a loop still has of the one before, and what is made of all at once."""
 
     state: float
     dense: float
     operands: int
+    second: float = 0.0
+    others: float = 0.0
 
 
 class _Watch(TorchDispatchMode):
@@ -134,9 +142,9 @@ def _slab_room(paged: PagedOptimizer, among: Sequence[_Member], measure: Measure
 
 def _room_of(paged: PagedOptimizer, need: StepNeed | None, among: Sequence[_Member]) -> Room:
     assert need is not None
-    nbytes = _largest(among)[1].nbytes
-    pages = -(-nbytes // paged.pager.page_size)
-    return Room(need.operands * pages, int(need.dense * nbytes))
+    first, second, *others = *sorted((p.nbytes for _, p in among), reverse=True), 0
+    dense = need.dense * first + need.second * second + need.others * sum(others)
+    return Room(need.operands * -(-first // paged.pager.page_size), int(dense))
 
 
 def probe_step(
@@ -156,31 +164,74 @@ def probe_step(
         state = sum(shape.nbytes for shape in fused.state_shapes(paged, [largest]))
         operands = fused.least_pages(paged, group, largest)
         return StepNeed(state / max(1, largest.nbytes), dense / max(1, nbytes), operands)
-    shape = _shape_of_twin(largest.shape)
-    twin = torch.zeros(shape, dtype=largest.dtype, device=largest.device, requires_grad=True)
-    twin.grad = torch.ones_like(twin)
-    plain = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in group.items()}
-    probe: Any = object.__new__(paged.kind)
     devices = [] if paged.pager.backend.host_addressable else [largest.device]
     try:
-        probe.__setstate__(
-            {
-                "defaults": paged.optimizer.defaults,
-                "state": defaultdict(dict),
-                "param_groups": [{**plain, "params": [twin]}],
-            }
-        )
         with torch.random.fork_rng(devices):
-            paged.run(probe)  # makes the states
+            probe, twin = _stand_in(paged, group, largest, 1)
             big = [value for value in probe.state[twin].values() if is_big_dense(value)]
-            dense = measure(lambda: paged.run(probe))
+            one = two = three = measure(partial(_steps, paged, probe))
             with _Watch([twin, twin.grad, *big]) as watch:
                 paged.run(probe)
+            if not paged.is_torchs and len(among) > 1:
+                more = (_stand_in(paged, group, largest, count)[0] for count in (2, 3))
+                two, three = (measure(partial(_steps, paged, each)) for each in more)
     except Exception:  # an optimizer of the user's that needs more than this: nothing is known
         return None
-    state = sum(value.nbytes for value in big)
-    dense += watch.out_bytes
-    return StepNeed(state / twin.nbytes, dense / twin.nbytes, watch.operands)
+    state, nbytes = sum(value.nbytes for value in big), twin.nbytes
+    dense = one + watch.out_bytes
+    second, others = (max(0, now - before) for before, now in ((one, two), (two, three)))
+    return StepNeed(
+        state / nbytes, dense / nbytes, watch.operands, second / nbytes, others / nbytes
+    )
+
+
+def _steps(paged: PagedOptimizer, probe: Any) -> None:
+    """The next one; of a class of somebody else's, which may go another way later on, the next
+    few."""
+    for _ in range(1 if paged.is_torchs else _TRIED):
+        paged.run(probe)
+
+
+def _stand_in(
+    paged: PagedOptimizer, group: dict[str, Any], of: torch.Tensor, count: int
+) -> tuple[Any, torch.Tensor]:
+    """An optimizer like it, of ``count`` small parameters like ``of``, one of which comes too, that
+    has made its states."""
+    shape = _shape_of_twin(of.shape)
+    twins = [
+        torch.zeros(shape, dtype=of.dtype, device=of.device, requires_grad=True)
+        for _ in range(count)
+    ]
+    for twin in twins:
+        twin.grad = torch.ones_like(twin)
+    plain = {key: _own(value) for key, value in group.items()}
+    probe: Any = object.__new__(paged.kind)
+    for key, value in vars(paged.optimizer).items():  # what it was told to do may be one of these
+        is_function = isinstance(value, FunctionType) and not hasattr(paged.kind, key)
+        if is_function or _is_setting(value):
+            setattr(probe, key, _own(value))
+    probe.__setstate__(
+        {
+            "defaults": paged.optimizer.defaults,
+            "state": defaultdict(dict),
+            "param_groups": [{**plain, "params": twins}],
+        }
+    )
+    paged.run(probe)
+    return probe, twins[0]
+
+
+def _own(value: Any) -> Any:
+    """A copy, if it may be written to."""
+    if isinstance(value, torch.Tensor):
+        return value.clone()
+    return copy.deepcopy(value) if _is_setting(value) else value
+
+
+def _is_setting(value: Any) -> bool:
+    if isinstance(value, list | tuple):
+        return all(map(_is_setting, value))
+    return isinstance(value, bool | int | float | str | None | torch.dtype | torch.device)
 
 
 def check_states(paged: PagedOptimizer) -> None:

@@ -124,9 +124,21 @@ def page_module(pager: Core, module: torch.nn.Module) -> None:
             if paged is None:
                 paged = page_parameter(pager, parameter, _join(prefix, name), lists[prefix])
                 pager.replaced[id(parameter)] = (weakref.ref(parameter), weakref.ref(paged))
-            setattr(child, name, paged)
+            _set(child, name, paged)
         if mark_saved not in child._state_dict_hooks.values():
             child.register_state_dict_post_hook(mark_saved)
+
+
+def _set(module: torch.nn.Module, name: str, paged: PagedTensor) -> None:
+    if "." not in name:
+        setattr(module, name, paged)
+        return
+    tree: Any = module  # tensordict's parameters, which have a name for each leaf of a tree
+    locked = tree.is_locked
+    tree.unlock_()
+    tree.set(tuple(name.split(".")), paged)
+    if locked:
+        tree.lock_()
 
 
 def note_model(pager: Core, model: torch.nn.Module) -> None:

@@ -182,3 +182,89 @@ def test_a_step_is_tried_out_without_drawing_random_numbers(one_thread: None) ->
     torch.randn(256, 256)
     torch.randn(256)
     assert torch.equal(found, torch.randn(3))
+
+
+# -- what their steps take -------------------------------------------------------------------------
+class Lists(torch.optim.Optimizer):
+    """Makes lists as large as all parameters, three of them at once from its fourth step on, one of
+    them by a function that is an attribute of its own. ``hidden``: it has something else, too,
+    without which it cannot be tried out."""
+
+    def __init__(self, parameters: Any, *, hidden: bool) -> None:
+        super().__init__(parameters, {"lr": 1e-2, "step": 0})
+        self.clip = lambda tensors: torch._foreach_clamp_max(tensors, 1.0)
+        self.factors = [1.0, 2.0]
+        self.hidden = {"all": 1.0} if hidden else 1.0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            group["step"] += 1
+            parameters = [p for p in group["params"] if p.grad is not None]
+            grads = [p.grad for p in parameters]
+            twice = torch._foreach_mul(grads, self.factors[1])
+            if group["step"] > 3:
+                both = torch._foreach_add(twice, grads)
+                clipped = self.clip(both)
+                twice = torch._foreach_add(clipped, both)
+            assert self.hidden
+            torch._foreach_add_(parameters, twice, alpha=-group["lr"])
+
+
+class Loop(torch.optim.Optimizer):
+    """Makes two tensors as large as the parameter that it is at."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 1e-2})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                change = (p.grad * 2.0).clamp_max(1.0)
+                p.add_(change, alpha=-group["lr"])
+
+
+LAYERS, LAYER = 12, 4 * 128 * 128
+
+
+def smallest(make: Any, steps: int = 8, budget: int = 4 * PAGE) -> list[int]:
+    """The budgets that are named for so many steps, until one is enough for them."""
+    named: list[int] = []
+    while True:
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Linear(128, 128, bias=False) for _ in range(LAYERS)))
+        with tp.Pager(budget, "32MiB", page_size=PAGE, device="cpu") as pager:
+            pager.page_module(model)
+            optimizer = pager.optimizer(make(model.parameters()))
+            try:
+                for _ in range(steps):
+                    with pager.iteration():
+                        model(torch.randn(4, 128)).square().mean().backward()
+                        optimizer.step()
+                        optimizer.zero_grad()
+            except tp.InfeasibleBudget as error:
+                assert error.minimum is not None
+                assert error.minimum > budget
+                named.append(budget := error.minimum)
+                continue
+            peak = pager.stats()["peak_bytes"]["device"]
+            assert 2 * LAYER <= peak <= budget
+        return named
+
+
+def test_what_is_made_of_all_parameters_at_once_counts(one_thread: None) -> None:
+    """In the first refusal, though it does so in later steps only."""
+    (named,) = smallest(lambda parameters: Lists(parameters, hidden=False))
+    assert named > 3 * LAYERS * LAYER
+
+
+def test_what_cannot_be_tried_out_is_refused_when_it_was_seen(one_thread: None) -> None:
+    """It was trained with in any budget, however much its steps took."""
+    named = smallest(lambda parameters: Lists(parameters, hidden=True))
+    assert named[-1] > 3 * LAYERS * LAYER
+
+
+def test_what_a_loop_makes_counts_for_one_parameter(one_thread: None) -> None:
+    (named,) = smallest(Loop, budget=2 * PAGE)
+    assert named < 6 * LAYER + 6 * PAGE

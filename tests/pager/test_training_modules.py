@@ -356,3 +356,56 @@ def test_a_class_that_adds_nothing_to_parameters_is_paged() -> None:
     with make_pager() as pager:
         pager.page_module(model)
         assert type(model.weight) is tp.PagedTensor
+
+
+class _Tree(nn.Module):
+    """A module of parameters alone, in a tree, with a name with dots for each leaf of it, as
+    tensordict's ``TensorDictParams`` is. It is changed leaf by leaf, while it is not locked."""
+
+    def __init__(self, **leaves: torch.Tensor) -> None:
+        super().__init__()
+        self.tree: dict[tuple[str, str], Any] = {}
+        self.is_locked = False
+        for name, leaf in leaves.items():
+            self.set(("linear", name), nn.Parameter(leaf))
+        self.lock_()
+
+    def set(self, path: tuple[str, str], leaf: Any) -> None:
+        assert not self.is_locked
+        self.tree[path] = self._parameters[".".join(path)] = leaf
+
+    def lock_(self) -> None:
+        self.is_locked = True
+
+    def unlock_(self) -> None:
+        self.is_locked = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, self.tree["linear", "weight"], self.tree["linear", "bias"])
+
+
+def test_parameters_in_a_tree_are_paged_leaf_by_leaf(same) -> None:
+    """Their names with dots were refused, after some had been paged."""
+
+    def script(world: World) -> object:
+        weight, bias = 0.1 * torch.randn(512, 512), torch.randn(512)
+        tree = _Tree(weight=weight, bias=bias)
+        model = world.module(nn.Sequential(nn.Linear(128, 512), tree, nn.Linear(512, 10)))
+        assert tree.is_locked
+        optimizer = world.optimizer(torch.optim.AdamW(model.parameters()))
+        return train(world, model, optimizer), model
+
+    same(script)
+
+
+def test_tensordicts_parameters_are_paged() -> None:
+    params = pytest.importorskip("tensordict.nn").TensorDictParams
+    tree = pytest.importorskip("tensordict").TensorDict
+    model, inputs = mlp(), torch.randn(4, 128)
+    leaves = params(tree.from_module(model), lock=True)
+    expected = model(inputs)
+    with make_pager() as pager:
+        pager.page_module(leaves)
+        assert all(type(p) is tp.PagedTensor for p in leaves.parameters())
+        with leaves.to_module(model):
+            assert torch.equal(plain(model(inputs)), expected)
