@@ -194,7 +194,7 @@ def _steps(paged: PagedOptimizer, probe: Any) -> None:
 
 def _stand_in(
     paged: PagedOptimizer, group: dict[str, Any], of: torch.Tensor, count: int
-) -> tuple[Any, torch.Tensor]:
+) -> tuple[Any, Any]:
     """An optimizer like it, of ``count`` small parameters like ``of``, one of which comes too, that
     has made its states."""
     shape = _shape_of_twin(of.shape)
