@@ -329,7 +329,8 @@ uint64_t charge(State& s, size_t nbytes) {
           current,
           " bytes in a reserve of ",
           limit,
-          " bytes.");
+          " bytes, which is what the budget has beside the pages in use. Raise device_budget, or "
+          "make the batch smaller.");
     }
   }
 }
