@@ -330,7 +330,7 @@ class DeviceBudget(Border):
             yield
         finally:
             self.residency.step = None
-            if self.metering and self.steps.may_go_otherwise(optimizer):
+            if self.metering and self.steps.goes_by_slabs(optimizer):
                 self.placement.note_step(began)
 
     def _choices(self, optimizers: Sequence[Any] = ()) -> list[Choice]:

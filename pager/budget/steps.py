@@ -30,10 +30,11 @@ class Room(NamedTuple):
 
 class StepRoom(NamedTuple):
     """``room``: of the step as it will be taken. ``least``: of one in which all goes slab by slab
-    that can."""
+    that can, if any can (``by_slabs``)."""
 
     room: Room
     least: Room
+    by_slabs: bool
 
 
 class _Step(NamedTuple):
@@ -65,10 +66,10 @@ class Steps:
         """``room``: ``None`` where that cannot be found out."""
         self.foreseen.append(_Step(self.of(optimizer), beside, room))
 
-    def may_go_otherwise(self, optimizer: Any) -> bool:
-        """Its step of this iteration: slab by slab from now on."""
+    def goes_by_slabs(self, optimizer: Any) -> bool:
+        """Its step of this iteration, or it may from now on."""
         rooms = (step.room for step in self.foreseen if step.frames is self.of(optimizer))
-        return any(room is not None and room.room != room.least for room in rooms)
+        return any(room is not None and room.by_slabs for room in rooms)
 
     def most_frames_but(self, optimizers: Iterable[Any]) -> int:
         """That steps take, but those of this iteration, and of ``optimizers``."""

@@ -123,7 +123,7 @@ def step_room(paged: PagedOptimizer, measure: Measure) -> StepRoom | None:
         for _, parameter in free:
             _note_too_much(paged, parameter, True)
         room = least
-    return StepRoom(room, least)
+    return StepRoom(room, least, by_slabs=bool(streamed or free))
 
 
 def _note_too_much(paged: PagedOptimizer, parameter: torch.Tensor, too_much: bool) -> None:

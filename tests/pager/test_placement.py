@@ -255,14 +255,14 @@ class Own(torch.optim.Optimizer):
 
     def __init__(self, parameters: Any) -> None:
         super().__init__(parameters, {})
-        self.rate = 1e-2
+        self.rates = {"all": 1e-2}
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
             for p in group["params"]:
                 if p.grad is not None:
-                    p.add_(p.grad.cos_(), alpha=-self.rate)
+                    p.add_(p.grad.cos_(), alpha=-self.rates["all"])
 
 
 def test_a_step_that_nobody_knows_beforehand_counts_once_it_was_taken(one_thread: None) -> None:
