@@ -552,12 +552,25 @@ def paged_optimizer(
     if host_step not in ("auto", True, False):
         raise ValueError(f"host_step={host_step!r}; choose 'auto', True or False")
     inner = unwrapped(optimizer)
-    paged = _page(pager, inner, chosen)
-    paged.host_step = host_step
-    pager.in_backward.switch(paged, overlap)
+    several = [inner, *_inside(inner)]
+    paged = [_page(pager, one, chosen) for one in several]
+    for one in paged:
+        one.host_step = host_step
+    pager.in_backward.switch(paged[0], overlap)
     refresh_wrapper(optimizer)
-    pager.optimizers.append(weakref.ref(inner))
+    pager.optimizers += map(weakref.ref, several)
     return optimizer
+
+
+def _inside(optimizer: torch.optim.Optimizer) -> Iterator[torch.optim.Optimizer]:
+    """Others that step its parameters for it, as lookahead, SAM and schedule-free wrappers have."""
+    mine = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    for value in vars(optimizer).values():
+        if not isinstance(value, torch.optim.Optimizer) or value is optimizer:
+            continue
+        if any(id(p) in mine for group in value.param_groups for p in group["params"]):
+            yield value
+            yield from _inside(value)
 
 
 def _page(pager: Core, optimizer: torch.optim.Optimizer, chosen: Format) -> PagedOptimizer:

@@ -83,6 +83,27 @@ class Twice(torch.optim.SGD):
         return loss
 
 
+class Ahead(torch.optim.Optimizer):
+    """Lookahead: another optimizer steps, and every second time parameters go half the way back."""
+
+    def __init__(self, parameters: Any) -> None:
+        self.inner = torch.optim.AdamW(parameters, lr=1e-2)
+        super().__init__(self.inner.param_groups, {})
+        self.param_groups = self.inner.param_groups
+        self.calls = 0
+
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        loss = self.inner.step(closure)
+        self.calls += 1
+        with torch.no_grad():
+            for group in self.param_groups:
+                for p in group["params"]:
+                    slow = self.state[p].setdefault("slow", p.detach().clone())
+                    if self.calls % 2 == 0:
+                        p.copy_(slow.lerp_(p, 0.5))
+        return loss
+
+
 Train = Callable[[nn.Module, torch.optim.Optimizer, torch.Tensor, int], torch.Tensor]
 
 
@@ -142,9 +163,12 @@ def same(expected: list[Any], found: list[Any]) -> None:
 @pytest.mark.parametrize("budget", ["16MiB", "1280KiB"])
 @pytest.mark.parametrize(
     ("make", "one"),
-    [(Everything, in_turns), (Everything, by_closure), (Twice, by_closure), (Own, by_closure)],
-    ids=["everything", "everything by closure", "twice", "own defaults"],
-)
+    [
+        (Everything, in_turns), (Everything, by_closure), (Twice, by_closure), (Own, by_closure),
+        (Ahead, by_closure),
+    ],
+    ids=["everything", "everything by closure", "twice", "own defaults", "ahead"],
+)  # fmt: skip
 def test_a_step_is_one_step(make: Any, one: Train, budget: str, one_thread: None) -> None:
     """Each parameter had a step of its own: counters went up with each, and norms were of one."""
     expected = train(make, one, None)
@@ -171,6 +195,15 @@ def test_states_are_in_pages_as_they_are_made(one_thread: None) -> None:
         optimizer.step()
         weight = optimizer.param_groups[0]["params"][0]
         assert type(optimizer.state[weight]["mean"]) is tp.PagedTensor
+
+
+def test_states_of_an_optimizer_inside_another_are_in_pages(one_thread: None) -> None:
+    """They were dense, and the refusal said that the optimizer was not paged."""
+    with iteration_of(Ahead) as optimizer:
+        optimizer.step()
+        weight = optimizer.param_groups[0]["params"][0]
+        states = [optimizer.state[weight]["slow"], optimizer.inner.state[weight]["exp_avg"]]
+        assert all(type(state) is tp.PagedTensor for state in states)
 
 
 def test_a_step_is_tried_out_without_drawing_random_numbers(one_thread: None) -> None:
