@@ -251,7 +251,8 @@ class Pager:
         ``"master"``. It is what is updated, and the parameter is rounded from it. States are fp32
         then, unless said otherwise. What is written to a parameter by hand is taken over.
 
-        A wrapper, such as ``Accelerator.prepare`` gives, goes on working; what it wraps is paged.
+        A wrapper, such as ``Accelerator.prepare`` gives, goes on working; what it wraps is paged,
+        and so is what an optimizer such as lookahead or SAM has step for it.
 
         Raises ``TypeError`` for LBFGS, which needs all parameters at once, and for ``states`` or
         ``master_weights`` with other classes; ``ValueError`` for unknown ``states``, and where
