@@ -18,7 +18,8 @@ def _again(kind: type[PagerError], args: tuple[Any, ...]) -> PagerError:
 class InfeasibleBudget(PagerError):  # noqa: N818 (public name, fixed by the design)
     """The device budget is smaller than the largest working set.
 
-    ``minimum`` is the smallest device budget in bytes that works for what was asked.
+    ``minimum`` is the smallest device budget in bytes that works for what was asked. In inference,
+    where nothing goes on beyond the budget, it works for what was done so far.
     """
 
     def __init__(self, message: str, *, minimum: int) -> None:

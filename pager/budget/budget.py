@@ -196,6 +196,8 @@ class DeviceBudget(Border):
         fixed = self.fixed_reserve
         dense = self.dense_peak if fixed is None else fixed
         dense = max(dense, self.reserve if self.settled else 0)
+        if self.inferring:
+            dense = max(dense, self.taken())
         nbytes = dense + frames * self.page_size
         return nbytes if fixed is not None else to_name(nbytes)
 

@@ -228,6 +228,18 @@ def test_dense_memory_takes_from_the_arena_what_it_asks_for(one_thread: None) ->
         assert pager.stats()["peak_bytes"]["device"] <= pager.core.budget_bytes["device"]
 
 
+def test_a_refusal_names_more_than_there_is(one_thread: None) -> None:
+    """It named the pages of one op, also where dense tensors had the rest of the budget."""
+    layer = nn.Linear(WIDTH, WIDTH, bias=False)
+    budget = 16 * PAGE_BYTES
+    with tp.Pager(budget, "4MiB", page_size=PAGE_BYTES, device="cpu") as pager:
+        pager.page_module(layer)
+        rows = budget // (4 * WIDTH) - 8
+        with pytest.raises(tp.InfeasibleBudget) as refusal, pager.inference():
+            layer(torch.ones(rows, WIDTH)[:1])
+        assert refusal.value.minimum > budget
+
+
 @pytest.mark.parametrize("policy", ["lp", "lru"])
 @pytest.mark.parametrize("inside", [True, False])
 def test_between_steps(policy: str, inside: bool, one_thread: None) -> None:
