@@ -7,8 +7,8 @@
 Each is trained for five steps in plain PyTorch, with room for everything, with what the pager says
 is needed for that, and with half of it, by a plan where one is there in time; then it completes a
 prompt, with half of its weights on the device. Losses, parameters and tokens have to be the same
-bits, and device memory inside the budget. What transformers cannot build or train so small is left
-out, with its error.
+bits, and device memory, as the pager counts it, inside the budget. What transformers cannot build
+or train so small is left out, with its error; an error in pages ends the run.
 """
 
 from __future__ import annotations

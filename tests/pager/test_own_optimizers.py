@@ -55,11 +55,14 @@ class Noise(torch.optim.Optimizer):
     def __init__(self, parameters: Any) -> None:
         super().__init__(parameters, {"lr": 1e-2})
 
+    def change(self, p: torch.Tensor) -> torch.Tensor:
+        return torch.randn_like(p)
+
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
             for p in group["params"]:
-                p.add_(torch.randn_like(p), alpha=-group["lr"])
+                p.add_(self.change(p), alpha=-group["lr"])
 
 
 class Own(torch.optim.AdamW):
@@ -244,18 +247,12 @@ class Lists(torch.optim.Optimizer):
             torch._foreach_add_(parameters, twice, alpha=-group["lr"])
 
 
-class Loop(torch.optim.Optimizer):
+class Loop(Noise):
     """Makes two tensors as large as the parameter that it is at."""
 
-    def __init__(self, parameters: Any) -> None:
-        super().__init__(parameters, {"lr": 1e-2})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            for p in group["params"]:
-                change = (p.grad * 2.0).clamp_max(1.0)
-                p.add_(change, alpha=-group["lr"])
+    def change(self, p: torch.Tensor) -> torch.Tensor:
+        assert p.grad is not None
+        return (p.grad * 2.0).clamp_max(1.0)
 
 
 LAYERS, LAYER = 12, 4 * 128 * 128

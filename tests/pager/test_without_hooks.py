@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -86,6 +87,16 @@ def both(script: Callable[[Training], object], budget: int) -> list[bool]:
     return training.were_on
 
 
+@contextmanager
+def after_three_steps(budget: int) -> Iterator[tuple[Training, tp.Pager]]:
+    training = Training(budget)
+    assert training.pager is not None
+    with training.pager as pager:
+        for _ in range(3):
+            training.step()
+        yield training, pager
+
+
 @pytest.fixture(autouse=True)
 def nothing_stays_on() -> Iterator[None]:
     yield
@@ -125,13 +136,9 @@ def test_more_rounds_than_before(one_thread: None, need: int, what: str, rounds:
 
 
 def test_they_stay_on_in_an_iteration_that_did_more(one_thread: None, need: int) -> None:
-    training = Training(4 * need)
-    assert training.pager is not None
-    with training.pager:
-        for _ in range(3):
-            training.step()
-        saved = training.pager.core.saved
-        with training.pager.iteration():
+    with after_three_steps(4 * need) as (training, pager):
+        saved = pager.core.saved
+        with pager.iteration():
             for rounds, on in ((1, False), (2, True), (1, True)):
                 training.model.rounds = rounds
                 training.model(torch.randn(ROWS // 4, WIDTH))
@@ -201,14 +208,10 @@ def test_they_come_on_again_below_those_of_others(one_thread: None, need: int) -
 
 
 def test_hooks_that_were_on_before_are_below(one_thread: None, need: int) -> None:
-    training = Training(4 * need)
-    assert training.pager is not None
-    with training.pager:
-        for _ in range(3):
-            training.step()
-        saved = training.pager.core.saved
+    with after_three_steps(4 * need) as (training, pager):
+        saved = pager.core.saved
         before, after = (saved_tensors_hooks(torch.Tensor.detach, lambda t: t) for _ in range(2))
-        with before, training.pager.iteration():
+        with before, pager.iteration():
             with after:
                 training.model(torch.zeros(ROWS, WIDTH))
                 assert not saved.is_on
