@@ -396,7 +396,10 @@ class _Linear(torch.autograd.Function):
         ctx.is_column_major = _is_column_major(rows)
         (inputs,) = given
         out = _on_views_at_hand(LINEAR, inputs, weight, bias)
-        return _product_otherwise(inputs, weight, bias) if out is NOT_QUICK else out
+        if out is NOT_QUICK:
+            out = _product_otherwise(inputs, weight, bias)
+        # Of more than two dimensions it is a view of rows, which users could not change in place.
+        return out.data if out._is_view() else out
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:

@@ -23,8 +23,9 @@ def pager():
         yield pager
 
 
-def both_ways(pager, inputs, weight, bias, *, frozen=(), twice=False):
-    """Results and gradients on plain tensors and with weight and bias in pages."""
+def both_ways(pager, inputs, weight, bias, *, frozen=(), twice=False, change=None):
+    """Results and gradients on plain tensors and with weight and bias in pages. ``change``: the
+    result, in place."""
     found = []
     for paged in (False, True):
         leaves = [None if t is None else t.detach().clone() for t in (inputs, weight, bias)]
@@ -36,6 +37,8 @@ def both_ways(pager, inputs, weight, bias, *, frozen=(), twice=False):
                 leaf.requires_grad_()
         out = F.linear(*leaves)
         assert type(out) is torch.Tensor
+        if change is not None:
+            change(out)
         results = [out]
         if out.requires_grad:
             wanted = [t for t in leaves if t is not None and t.requires_grad]
@@ -66,6 +69,24 @@ def test_same_bits(pager, shape, with_bias, dtype):
     inputs, weight = torch.randn(shape, dtype=dtype), torch.randn(6, 7, dtype=dtype)
     bias = torch.randn(6, dtype=dtype) if with_bias else None
     assert_same(*both_ways(pager, inputs, weight, bias))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda out: out.relu_(),
+        lambda out: out.mul_(2).add_(out.detach().clone()),
+        lambda out: out[..., 1:3].mul_(0.5),
+        lambda out: out.view(-1, 6).masked_fill_(out.detach().view(-1, 6) > 0, 1.0),
+        lambda out: F.dropout(out, 1.0, True, True),
+    ],
+    ids=["relu", "twice", "a part", "a view", "dropout"],
+)
+@pytest.mark.parametrize("with_bias", [True, False])
+@pytest.mark.parametrize("shape", [(5, 7), (3, 4, 7), (2, 3, 4, 7), (7,)], ids=str)
+def test_results_are_changed_in_place(pager, shape, with_bias, change):
+    bias = torch.randn(6) if with_bias else None
+    assert_same(*both_ways(pager, torch.randn(shape), torch.randn(6, 7), bias, change=change))
 
 
 @pytest.mark.parametrize("frozen", [(0,), (1,), (2,), (0, 1), (1, 2), (0, 2), (0, 1, 2)])
