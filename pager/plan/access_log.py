@@ -234,6 +234,14 @@ class Names:
         """Key of a stream through runs with these keys, each written or not."""
         return self._streams.setdefault(tuple(runs), FIRST_STREAM + len(self._streams))
 
+    def through(self, key: int) -> Keys:
+        """Of the runs that the access with this key goes through, if it is a stream; or the key."""
+        if key < FIRST_STREAM:
+            return (key,)
+        return next(
+            tuple(run for run, _ in runs) for runs, of in self._streams.items() if of == key
+        )
+
     def facts_of(self, log: AccessLog) -> dict[int, Facts]:
         """Of every run that ``log`` may name; those that are gone until ``forget_dead``."""
         runs = self.runs | log.newborn

@@ -159,11 +159,13 @@ class Recorder(Watcher):
         log = self.log
         if log is None or not log.keys:
             return True
-        before = log.keys[-1]
-        keys = before + self._named(runs, log)
+        before, more = log.keys[-1], self._named(runs, log)
+        keys = before + more
         had, has = ordered(before), ordered(keys)
         if self.plan is not None or (had and not has):
             return False
+        if self.on_access is not None:
+            self.on_access(more, ordered(more))
         log.keys[-1] = keys
         if had:
             log.order[-1] = has

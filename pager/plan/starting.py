@@ -8,6 +8,7 @@ that order says; everything else is paged on demand. The first use that is anoth
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -98,7 +99,7 @@ class StartingPlan:
         for run in found.values():
             if not run.key:
                 recorder.names.name(run)
-        self._pager, self._planned = pager, planned
+        self._pager, self._planned, self._names = pager, planned, recorder.names
         self._found, self._of_key = found, {run.key: n for n, run in found.items()}
         self._order: list[tuple[int, frozenset[int]]] = []
         for op, some in self._uses:
@@ -146,7 +147,9 @@ class StartingPlan:
     def accessed(self, _: Keys, of_order: Keys) -> None:
         """An access begins. What it uses is of the op that runs in the plan, or of the next one if
         all of that was used; anything else is where training and plan differ."""
-        for key in of_order if self.runs else ():
+        if not self.runs:
+            return
+        for key in chain.from_iterable(map(self._names.through, of_order)):
             number = self._of_key.get(key)
             if number is None:
                 continue

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import runpy
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -30,6 +31,21 @@ def deep():
         for _ in range(5):
             layers += [nn.Linear(256, 256), nn.GELU()]
         return nn.Sequential(*layers, nn.Linear(256, 10)), torch.zeros(64, 128)
+
+class Transposed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((256, 256), 0.01))
+    def forward(self, x):
+        return torch.addmm(x, x, self.weight)
+
+def transposed():
+    layers = [nn.Linear(128, 256), *(Transposed() for _ in range(5)), nn.Linear(256, 10)]
+    return nn.Sequential(*layers), torch.zeros(64, 128)
+
+def one_is_large():
+    layers = [nn.Linear(128, 256), nn.Linear(256, 704), nn.Linear(704, 64), nn.Linear(64, 10)]
+    return nn.Sequential(*layers), torch.zeros(64, 128)
 """
 
 
@@ -43,15 +59,19 @@ def training(world: World, steps: int, make: Callable[[], nn.Module] = deep) -> 
     return train(world, model, optimizer, steps), model, optimizer
 
 
-@pytest.fixture(scope="module")
-def plan_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("plan")
+def estimated(folder: Path, function: str) -> Path:
     (folder / "model.py").write_text(MODULE)
-    words = ["estimate", f"{folder / 'model.py'}:deep", "--hardware", "cpu", "--page-size", "64KiB"]
-    words += ["--device-budget", f"{FRAMES * 64}KiB", "--out", str(folder / "t.parquet")]
-    result = CliRunner().invoke(main, [*words, "--plan", str(folder / "plan.json")])
+    words = ["estimate", f"{folder / 'model.py'}:{function}", "--hardware", "cpu"]
+    words += ["--page-size", "64KiB", "--device-budget", f"{FRAMES * 64}KiB", "--no-speeds"]
+    words += ["--out", str(folder / "t.parquet"), "--plan", str(folder / "plan.json")]
+    result = CliRunner().invoke(main, words)
     assert result.exit_code == 0, result.output
     return folder / "plan.json"
+
+
+@pytest.fixture(scope="module")
+def plan_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return estimated(tmp_path_factory.mktemp("plan"), "deep")
 
 
 def starting(plan: Path | None, **options: Any) -> tp.Pager:
@@ -72,6 +92,26 @@ def test_moves_of_the_file_are_made_and_the_bits_are_the_same(one_thread, plan_f
         assert follower.planned.prefetched > 0
         assert "plan.json was followed in 5 iterations" in pager.explain()
         assert pager.stats()["planned_iterations"] == 0
+
+
+@pytest.mark.parametrize("function", ["transposed", "one_is_large"])
+def test_nodes_of_autograd_and_streams_use_what_they_are_lent(
+    one_thread, tmp_path: Path, function: str
+) -> None:
+    """A backward pass of PyTorch's own reads a weight, a step goes slab by slab."""
+    plan = estimated(tmp_path, function)
+    make = runpy.run_path(str(tmp_path / "model.py"))[function]
+
+    def made() -> nn.Module:
+        torch.manual_seed(0)
+        return make()[0]
+
+    with starting(plan, frames=FRAMES - 6) as pager:  # too few for the largest step
+        compare_runs(lambda world: training(world, 4, made), World(pager))
+        follower = pager.core.follower
+        assert follower.starting.refused is None
+        assert follower.starting.iterations == 3
+        assert follower.starting.moves > 0
 
 
 def test_a_plan_of_the_training_takes_its_place(one_thread, plan_file: Path) -> None:
