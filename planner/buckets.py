@@ -45,6 +45,12 @@ def bucketed(trace: Trace, most_ops: int) -> Trace:
     return join(trace, groups, names, trace.page_size, SLAB_BYTES)
 
 
+def updates_in_slabs(trace: Trace) -> Trace:
+    """The same ops, but those that update a large parameter, each of which is several."""
+    groups = [[op] for op in range(trace.ops)]
+    return join(trace, groups, trace.op_names, trace.page_size, SLAB_BYTES)
+
+
 def even_groups(trace: Trace, kinds: list[Any], most_ops: int) -> list[list[int]]:
     """So many groups at most, as even as can be."""
     low, high = 0.0, max(trace.ideal_us, SMALL_US)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .buckets import bucketed
+from .buckets import bucketed, updates_in_slabs
 from .hardware import Hardware
 from .joint.policy import ALLOWED, Best, Bounds
 from .lifetimes import live_bytes_by_kind, live_pages, working_set_pages
@@ -66,9 +66,10 @@ def outlook(
     progress = progress or (lambda what, share: None)
     page = hardware.page_size
     peak = int(live_pages(trace, page).max(initial=0)) * page
-    working = working_set_pages(trace, page)
+    slabs = updates_in_slabs(trace)
+    working = working_set_pages(slabs, page)
     smallest = int(working.max(initial=0)) * page
-    joined = bucketed(trace, BUCKETS) if trace.ops > BUCKETS else trace
+    joined = bucketed(trace, BUCKETS) if trace.ops > BUCKETS else slabs
     top = int(min(hardware.device_bytes // page * page, peak))
     fits, runs = top >= peak, top >= smallest
     points: list[Point] = []
@@ -97,7 +98,7 @@ def outlook(
         _need(trace),
         peak,
         smallest,
-        trace.op_names[int(working.argmax())] if trace.ops else "",
+        slabs.op_names[int(working.argmax())] if trace.ops else "",
         fits,
         points,
         mechanisms,

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.flop_counter import flop_registry
 
@@ -38,6 +38,32 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "sgd-momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, foreach=False),
 }
 aten = torch.ops.aten
+
+
+def _grouped_mm(
+    a: torch.Tensor, b: torch.Tensor, offs: torch.Tensor | None = None, *_: Any, **__: Any
+) -> torch.Tensor:
+    """What the op returns, which PyTorch itself knows for bfloat16 only."""
+    if a.dim() == b.dim():
+        groups = a.shape[0] if offs is None else offs.shape[0]
+        return a.new_empty(groups, a.shape[-2], b.shape[-1])
+    return a.new_empty(a.shape[-2], b.shape[-1])
+
+
+def _grouped_mm_flops(a: torch.Tensor, b: torch.Tensor, *_: Any) -> int:
+    """Of all groups together: of two matrices, one is cut into them by its rows or columns."""
+    rows, columns = a.shape[-2], b.shape[-1]
+    groups = a.shape[0] if a.dim() == b.dim() == 3 else 1
+    return 2 * groups * rows * b.shape[-2] * columns
+
+
+def _reserve(inputs: torch.Tensor, hidden: int) -> torch.Tensor:
+    """What a layer of an LSTM keeps for its backward pass, of which PyTorch says that it is empty.
+    Measured on the CPU, in bytes: 36 for each of ``hidden``, 26 for the wider of both sides."""
+    nbytes = 36 * hidden + 26 * max(hidden, inputs.shape[-1])
+    return torch.empty(inputs.shape[0] * inputs.shape[1] * nbytes, dtype=torch.uint8)
+
+
 # The CPU's attention does what the GPU's does, and has no formula of its own.
 SAME_FLOPS = {
     aten._scaled_dot_product_flash_attention_for_cpu: (
@@ -62,36 +88,41 @@ class Training:
 
 
 def training_of_hf(path: Path, batch: int, seq: int, dtype: str | None) -> Training:
-    """The language model that a Hugging Face configuration describes. Within a fake mode."""
+    """The model of tokens that a Hugging Face configuration describes: of the class that it names
+    in ``architectures``, or else a language model. Within a fake mode."""
     try:
         content = json.loads(path.read_bytes())
     except OSError as error:
         raise PagerError(f"--hf {path}: cannot be read: {error.strerror}") from error
     except ValueError as error:
         raise PagerError(f"--hf {path}: not JSON ({error}); it is a model's config.json") from error
-    if not isinstance(content, dict) or not isinstance(content.get("model_type"), str):
+    kind = content.get("model_type") if isinstance(content, dict) else None
+    if not isinstance(kind, str):
         raise PagerError(
             f"--hf {path}: no Hugging Face configuration, which has a model_type; for another "
             "model write FILE.py:function"
         )
     try:
-        from transformers import AutoConfig, AutoModelForCausalLM
+        from transformers import CONFIG_MAPPING
     except ImportError as error:
         raise PagerError(
             f"--hf needs transformers: pip install 'tensorpager[hf]' ({error})"
         ) from error
-    kind = content.pop("model_type")
     try:
-        config = AutoConfig.for_model(kind, **content)
-        if type(config) not in AutoModelForCausalLM._model_mapping:
+        config = CONFIG_MAPPING[kind].from_json_file(path) if kind in CONFIG_MAPPING else None
+        model, inputs = _model_of(config)
+        if model is None or model.main_input_name != "input_ids":
             raise PagerError(
-                f"--hf {path}: model_type {kind!r} is no causal language model, the only kind that "
-                "is known here; write FILE.py:function with a function that returns the module"
+                f"--hf {path}: transformers has no model of tokens of model_type {kind!r}, the "
+                "only kind that is known here; write FILE.py:function with a function that returns "
+                "the module and its inputs"
             )
         wanted = DTYPES.get(dtype or "", torch.float32 if dtype else None)
-        module = AutoModelForCausalLM.from_config(
-            config, dtype=wanted or getattr(config, "dtype", None) or torch.float32
-        )
+        with torch.device("meta"):  # there no weight gets its first values, some by looking at them
+            module = model._from_config(
+                config, dtype=wanted or getattr(config, "dtype", None) or torch.float32
+            )
+        _fake_parameters(module, None)
     except PagerError:
         raise
     except Exception as error:
@@ -103,12 +134,28 @@ def training_of_hf(path: Path, batch: int, seq: int, dtype: str | None) -> Train
             "max_position_embeddings"
         )
     tokens = torch.zeros(batch, seq, dtype=torch.int64)
-    return Training(
-        f"{type(module).__name__} of {path}",
-        module,
-        lambda: module(input_ids=tokens, labels=tokens).loss,
-        batch * seq,
-    )
+    given = dict.fromkeys(inputs, tokens)
+    name = f"{type(module).__name__} of {path}"
+    return Training(name, module, lambda: _loss(name, module(**given), tokens), batch * seq)
+
+
+def _model_of(config: Any) -> tuple[Any, tuple[str, ...]]:
+    """The class of a model, None where there is none, and by which names it takes tokens."""
+    import transformers
+    from transformers.models.auto import modeling_auto as auto
+
+    both = ("input_ids", "labels")
+    families = ("CAUSAL_LM", "SEQ_TO_SEQ_CAUSAL_LM", "MASKED_LM")
+    for name in getattr(config, "architectures", None) or ():
+        model = getattr(transformers, str(name), None)
+        if isinstance(model, type) and issubclass(model, transformers.PreTrainedModel):
+            names = [getattr(auto, f"MODEL_FOR_{family}_MAPPING_NAMES") for family in families]
+            return model, both if any(name in known.values() for known in names) else both[:1]
+    for family in families:
+        models = getattr(auto, f"MODEL_FOR_{family}_MAPPING")
+        if type(config) in models:
+            return models[type(config)], both
+    return None, ()
 
 
 def training_of_function(target: str, batch: int, seq: int | None, dtype: str | None) -> Training:
@@ -223,6 +270,8 @@ def _loss(target: str, output: Any, tokens: torch.Tensor | None) -> torch.Tensor
     loss = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
     if isinstance(loss, torch.Tensor):
         return loss
+    if isinstance(output, dict):
+        output = tuple(output.values())
     if isinstance(output, tuple | list) and output:
         output = output[0]
     if not isinstance(output, torch.Tensor):
@@ -258,6 +307,10 @@ WORKSPACES = {
     "convolution": (1.9, 1.9),
     "convolution_backward": (1.0, 1.3),
     "scatter": (0.0, 2.0),
+    "scatter_": (0.0, 2.0),
+    "scatter_add": (0.0, 2.0),
+    "scatter_add_": (0.0, 2.0),
+    "_safe_softmax": (0.25, 0.5),
 }
 NOTHING_INSIDE = frozenset(
     """
@@ -269,7 +322,10 @@ NOTHING_INSIDE = frozenset(
     _scaled_dot_product_flash_attention_for_cpu_backward _adaptive_avg_pool2d repeat tril copy_
     mse_loss_backward zeros ones full empty new_ones new_zeros new_full ones_like zeros_like
     full_like empty_like arange scalar_tensor lift_fresh _local_scalar_dense _unsafe_view view
-    detach alias is_nonzero all any _reshape_alias fill_ zero_
+    detach alias is_nonzero all any _reshape_alias fill_ zero_ new_empty new_empty_strided rand
+    rand_like bernoulli_ uniform_ normal_ softplus_backward masked_fill masked_fill_ triu flip roll
+    index_put index_put_ index_add index_add_ floor_divide histc native_group_norm avg_pool2d
+    _grouped_mm
     """.split()  # noqa: SIM905
 )
 
@@ -281,7 +337,24 @@ class _Log(IterationLog):
         super().__init__()
         self.flops = 0
         self.unknown: Counter[str] = Counter()  # ops that may allocate inside → how often
+        self.taken_false: Counter[str] = Counter()  # modules that asked for a value → how often
         self._compute = compute
+
+    def run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        if func._overloadpacket is aten._grouped_mm and args[0].dtype is not torch.bfloat16:
+            return _grouped_mm(*args, **kwargs)
+        try:
+            result = super().run(func, args, kwargs)
+            if func._overloadpacket is aten.mkldnn_rnn_layer:
+                result = (*result[:3], _reserve(args[0], args[10]))
+            return result
+        except DataDependentOutputException:
+            if func is not aten._local_scalar_dense.default or args[0].dtype is not torch.bool:
+                raise
+            # What a model asks for is mostly an exception: to drop a layer, to mend what is not
+            # finite, attention from some tokens to all.
+            self.taken_false[self._modules[-1][1] if self._modules else ""] += 1
+            return False
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -293,7 +366,7 @@ class _Log(IterationLog):
         return result
 
     def _seconds(self, func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> float:
-        if func.is_view or func.namespace != "aten":
+        if func.is_view:
             return 0.0
         results = list(_tensors(result))
         operands = [*_tensors(list(args)), *_tensors(list(kwargs.values()))]
@@ -324,6 +397,11 @@ class _Log(IterationLog):
 
 def _flops(func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> int:
     packet = func._overloadpacket
+    if packet is aten._grouped_mm:
+        return _grouped_mm_flops(*args)
+    if packet in (aten.mkldnn_rnn_layer, aten.mkldnn_rnn_layer_backward):
+        times = 2 if packet is aten.mkldnn_rnn_layer else 4
+        return times * args[0].shape[0] * args[0].shape[1] * (args[1].numel() + args[2].numel())
     if packet in SAME_FLOPS:
         packet, count = SAME_FLOPS[packet]
         *before, query, key, value = args[:count]
@@ -348,11 +426,13 @@ def fake() -> Iterator[None]:
 @dataclass(frozen=True)
 class Iteration:
     """``trace`` of version 2; ``flops`` of it; ``unknown``: ops that may allocate inside what is
-    not in the trace, and how often they run."""
+    not in the trace, and how often they run; ``taken_false``: modules that asked whether something
+    holds for values that there are not, and how often: it was said not to."""
 
     trace: Trace
     flops: int
     unknown: dict[str, int]
+    taken_false: dict[str, int]
 
 
 def _step(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> None:
@@ -423,4 +503,4 @@ def fake_iteration(
             f"{training.name} cannot be run with tensors that have no values: {_line(error)}; "
             "'tensorpager record' records a real run"
         ) from error
-    return Iteration(trace, log.flops, dict(log.unknown))
+    return Iteration(trace, log.flops, dict(log.unknown), dict(log.taken_false))

@@ -89,8 +89,8 @@ def estimate(
     """Say what training a model needs and how fast it can be, before it is run.
 
     The model need not fit into this machine: nothing is computed, and no memory is taken. It is the
-    language model of a Hugging Face configuration, or what a function of yours returns: a module on
-    the meta device, or the module and a tuple or dict of its inputs.
+    model of tokens of a Hugging Face configuration, or what a function of yours returns: a module
+    on the meta device, or the module and a tuple or dict of its inputs.
 
     An iteration is recorded with tensors that have shapes only. Times are a roofline of the device,
     speeds are bounds: no plan with these budgets is faster. A trace from `--out` has the ops of a
@@ -189,7 +189,7 @@ def _written(
     """Trace and plan, if they are wanted; what the machine model says of the plan."""
     import json
 
-    from ...planner.buckets import bucketed
+    from ...planner.buckets import bucketed, updates_in_slabs
     from ...planner.commands.plan import checked
     from ...planner.commands.tables import predicted_json
     from ...planner.plan import plan_to_json
@@ -202,8 +202,7 @@ def _written(
     if plan_path is None:
         write_trace(out_path, trace)
         return None
-    if trace.ops > PLANNED_OPS:
-        trace = bucketed(trace, PLANNED_OPS)
+    trace = bucketed(trace, PLANNED_OPS) if trace.ops > PLANNED_OPS else updates_in_slabs(trace)
     trace = write_trace(out_path, trace)
     with progress_bar() as progress:
         plan = checked(trace, hardware, make_plan("joint", trace, hardware, progress=progress))
@@ -255,6 +254,7 @@ def _answer(
         "best_choice": _best_choice(found),
         "pager": {f"{tier}_budget": _size(nbytes, tier) for tier, nbytes in found.budgets.items()},
         "unknown_workspaces": iteration.unknown,
+        "taken_false": iteration.taken_false,
     }
 
 
@@ -339,6 +339,9 @@ def _parts(
     if answer["unknown_workspaces"]:
         names = ", ".join(sorted(answer["unknown_workspaces"]))
         parts += ["", f"not known what these allocate inside: {names}"]
+    if answer["taken_false"]:
+        names = ", ".join(name or "the loss" for name in answer["taken_false"])
+        parts += ["", f"these look at values, and go on as if what they ask were false: {names}"]
     return parts
 
 

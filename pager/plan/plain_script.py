@@ -134,7 +134,7 @@ class IterationLog(TorchDispatchMode):
             return func(*args, **(kwargs or {}))
         operands = self._used((*args, *kwargs.values()) if kwargs else args, -1)
         begun = _now()
-        result = func(*args, **kwargs) if kwargs else func(*args)
+        result = self.run(func, args, kwargs or {})
         ended = _now()
         made = self._used((result,), len(self._noted))
         keys = tuple(kwargs) if kwargs else ()
@@ -142,6 +142,10 @@ class IterationLog(TorchDispatchMode):
         self.durations.append(ended - begun + entered - self._last)
         self._last = _now()
         return result
+
+    def run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """What the op returns."""
+        return func(*args, **kwargs) if kwargs else func(*args)
 
     def _used(self, values: Any, op: int) -> list[Any]:
         """Of operands, or what ``op`` returned: the numbers of their storages; a list for a list,

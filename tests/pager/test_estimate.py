@@ -71,14 +71,20 @@ def number():
 def broken():
     raise ValueError("no such\\nthing")
 
+class Peek(torch.nn.Module):
+    def __init__(self, what):
+        super().__init__()
+        self.layer = torch.nn.Linear(8, 8)
+        self.what = what
+    def forward(self, x):
+        return x if self.what(x) else self.layer(x)
+
 def by_value():
-    class Peek(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = torch.nn.Linear(8, 8)
-        def forward(self, x):
-            return self.layer(x) if x.sum().item() > 0 else x
-    return Peek()
+    return Peek(lambda x: x.sum().item() > 0)
+
+def by_truth():
+    rarely, never = (lambda x: torch.rand([]) < 0.1), (lambda x: x.isnan().any())
+    return torch.nn.Sequential(Peek(rarely), Peek(never))
 """
 
 
@@ -109,18 +115,22 @@ def bytes_of_kinds(trace: Trace) -> Counter[str]:
 
 
 # -- against a recording ---------------------------------------------------------------------------
-@pytest.mark.parametrize("optimizer", ["adamw", "sgd-momentum"])
+@pytest.mark.parametrize(
+    ("family", "optimizer"), [("Llama", "adamw"), ("Llama", "sgd-momentum"), ("Mixtral", "adamw")]
+)
 def test_as_the_same_training_recorded(
-    tmp_path: Path, optimizer: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, family: str, optimizer: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Pagers of other tests may still be there.
     monkeypatch.setattr("tensorpager.pager.plan.plain_script._pages", lambda: False)
-    config = llama(tmp_path, **TINY)
+    described = getattr(transformers, f"{family}Config")(**TINY)
+    config = tmp_path / "config.json"
+    config.write_text(described.to_json_string())
     with fake():
         training = training_of_hf(config, 2, 64, None)
         estimated = fake_iteration(training, optimizer, COMPUTER, 1e9).trace
     torch.manual_seed(0)
-    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**TINY)).train()
+    model = getattr(transformers, f"{family}ForCausalLM")(described).train()
     made: torch.optim.Optimizer = torch.optim.AdamW(model.parameters())
     if optimizer != "adamw":
         made = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -229,6 +239,71 @@ def test_eight_billion_parameters_on_a_card(tmp_path: Path) -> None:
     assert answer["best_choice"] == "moves, host steps"
 
 
+FEW = {
+    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1,
+    "num_attention_heads": 2, "num_key_value_heads": 2,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("config", "name"),
+    [
+        (
+            {"model_type": "t5", "d_model": 32, "num_layers": 1, "decoder_start_token_id": 0},
+            "T5ForConditionalGeneration",
+        ),
+        ({**FEW, "model_type": "bert", "architectures": ["BertForMaskedLM"]}, "BertForMaskedLM"),
+        ({**FEW, "model_type": "distilbert"}, "DistilBertForMaskedLM"),
+        (
+            {**FEW, "model_type": "mistral", "architectures": ["MistralForTokenClassification"]},
+            "MistralForTokenClassification",
+        ),
+        ({**FEW, "model_type": "llama", "architectures": ["OfMyOwn"]}, "LlamaForCausalLM"),
+        # Not finite, as transformers writes it.
+        (
+            {
+                **FEW, "model_type": "mamba2", "num_heads": 4, "head_dim": 16, "n_groups": 1,
+                "state_size": 8, "time_step_limit": [0.0, {"__float__": "Infinity"}],
+            },
+            "Mamba2ForCausalLM",
+        ),
+        # Its first weights depend on values.
+        (
+            {**FEW, "model_type": "modernbert-decoder", "pad_token_id": 0},
+            "ModernBertDecoderForCausalLM",
+        ),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)  # fmt: skip
+def test_models_of_tokens(tmp_path: Path, config: dict[str, Any], name: str) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(config))
+    with fake():
+        training = training_of_hf(path, 2, 16, None)
+        found = fake_iteration(training, "sgd", COMPUTER, 1e9)
+    assert type(training.module).__name__ == name
+    assert training.tokens == 32
+    assert found.flops > 0
+    assert found.trace.has_choices
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_experts_are_computed_too(tmp_path: Path, dtype: str) -> None:
+    config = transformers.MixtralConfig(**FEW, num_local_experts=4, num_experts_per_tok=2)
+    path = tmp_path / "config.json"
+    path.write_text(config.to_json_string())
+    with fake():
+        found = fake_iteration(training_of_hf(path, 2, 16, dtype), "sgd", COMPUTER, 1e9)
+    names, times = found.trace.op_names, found.trace.op_duration_us
+    ops = [op for op, name in enumerate(names) if name == "aten::_grouped_mm"]
+    # Of gates and values together, and of what they give; then two products for each of these.
+    widths = [2 * 64 * 32, 32 * 64]
+    flops = [2 * 2 * 32 * width for width in widths + 2 * widths[:1] + 2 * widths[1:]]
+    rate = 0.5e12 if dtype == "float32" else 1e12
+    assert sum(times[op] for op in ops) >= 1e6 * sum(flops) / rate
+    assert found.flops > sum(flops)
+
+
 # -- models by functions -----------------------------------------------------------------------
 def test_what_is_shared_stays_shared(module: Path) -> None:
     trace = of_function(f"{module}:tied", seq=5).trace
@@ -255,6 +330,42 @@ def test_functions_that_are_no_model(module: Path, what: str, says: str) -> None
     assert "\n" not in str(caught.value)
 
 
+def test_what_a_recurrent_layer_keeps_counts(tmp_path: Path) -> None:
+    path = tmp_path / "module.py"
+    path.write_text(
+        "import torch\n"
+        "def make():\n"
+        "    return torch.nn.LSTM(64, 128, 2, batch_first=True), torch.zeros(8, 32, 64)\n"
+    )
+    found = of_function(f"{path}:make")
+    sizes = [
+        n for n, at in zip(found.trace.tensor_bytes, found.trace.tensor_kinds) if at != "workspace"
+    ]
+    layers = [torch.nn.LSTM(width, 128) for width in (64, 128)]
+    kept: list[int] = []
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        kept.append(tensor.untyped_storage().nbytes())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        for layer in layers:
+            layer(torch.zeros(32, 8, layer.input_size, requires_grad=True))
+    for nbytes in sorted(kept)[-2:]:
+        assert min(abs(size / nbytes - 1) for size in sizes) < 0.2
+    cells = sum(4 * 128 * (layer.input_size + 128) for layer in layers)
+    assert found.flops == 6 * 8 * 32 * cells
+
+
+def test_what_a_model_asks_of_values_is_false(module: Path) -> None:
+    found = of_function(f"{module}:by_truth")
+    assert found.taken_false == {"0": 1, "1": 1}
+    assert found.trace.op_names.count("aten::addmm") == 2
+    words = ["estimate", f"{module}:by_truth", "--hardware", "cpu", "--no-speeds"]
+    printed = CliRunner().invoke(main, words).stdout
+    assert "as if what they ask were false: 0, 1" in " ".join(printed.split())
+
+
 # -- what ops allocate inside ------------------------------------------------------------------
 def test_workspaces_are_what_ops_allocate(allocator: DenseAllocator) -> None:
     aten = torch.ops.aten
@@ -273,6 +384,8 @@ def test_workspaces_are_what_ops_allocate(allocator: DenseAllocator) -> None:
     try:
         for column, dtype in enumerate((torch.float32, torch.bfloat16)):
             x, y = torch.randn(2, 1024, 1024).to(dtype)
+            some, last = torch.arange(0, 1024, 4), torch.zeros(1024, 1, dtype=torch.int64)
+            ends = torch.tensor([100, 1024], dtype=torch.int32)
             cases = {
                 "logsumexp": (aten.logsumexp, x, [1]),
                 "native_dropout": (aten.native_dropout, x, 0.1, True),
@@ -282,6 +395,20 @@ def test_workspaces_are_what_ops_allocate(allocator: DenseAllocator) -> None:
                 "_log_softmax": (aten._log_softmax, x, 1, False),
                 "sum": (aten.sum, x, [0], True),
                 "cat": (lambda a, b: aten.cat([a, b]), x, y),
+                "_safe_softmax": (aten._safe_softmax, x, 1),
+                "softplus_backward": (aten.softplus_backward, x, y, 1.0, 20.0),
+                "bernoulli_": (aten.bernoulli_, x.clone(), 0.5),
+                "masked_fill": (aten.masked_fill, x, x > 0, 0.0),
+                "triu": (aten.triu, x),
+                "flip": (aten.flip, x, [0]),
+                "roll": (aten.roll, x, [1], [0]),
+                "index_put": (lambda a, i, b: aten.index_put(a, [i], b), x, some, y[:256]),
+                "index_add": (aten.index_add, x, 0, some, y[:256]),
+                "scatter": (aten.scatter, x, 1, last, 1.0),
+                "scatter_add": (aten.scatter_add, x, 1, last, y[:, :1]),
+                "_grouped_mm": (aten._grouped_mm, x, y, ends),
+                "native_group_norm": (aten.native_group_norm, x, None, None, 4, 256, 1024, 8, 1e-5),
+                "avg_pool2d": (aten.avg_pool2d, x.view(1, 1, 1024, 1024), [2, 2]),
             }
             for name, (op, *operands) in cases.items():
                 assert (name in WORKSPACES) != (name in NOTHING_INSIDE)
@@ -397,8 +524,10 @@ def test_a_device_that_is_too_small(module: Path) -> None:
         (["--hf", "missing.json"], "cannot be read"),
         (["--hf", "list.json"], "model_type"),
         (["--hf", "text.json"], "not JSON"),
-        (["--hf", "odd.json"], "transformers refuses it"),
-        (["--hf", "vision.json"], "no causal language model"),
+        (["--hf", "odd.json"], "transformers has no model of tokens of model_type 'no-such-model'"),
+        (["--hf", "vision.json"], "transformers has no model of tokens of model_type 'vit'"),
+        (["--hf", "pixels.json"], "transformers has no model of tokens of model_type 'vit'"),
+        (["--hf", "wrong.json"], "transformers refuses it"),
         (["--hf", "short.json", "--seq", "64"], "more than the 32 positions"),
         (["module.py:model", "--plan", "p.json"], "--out"),
         (["module.py:model", "--hardware", "rtx9"], "no preset"),
@@ -415,6 +544,8 @@ def test_bad_input_is_one_line(
         "text.json": "model",
         "odd.json": '{"model_type": "no-such-model"}',
         "vision.json": '{"model_type": "vit"}',
+        "pixels.json": '{"model_type": "vit", "architectures": ["ViTForImageClassification"]}',
+        "wrong.json": '{"model_type": "llama", "hidden_size": "wide"}',
         "short.json": '{"model_type": "llama", "max_position_embeddings": 32}',
         "plain.toml": 'device_bytes = "1GiB"\n',
         "odd.toml": 'device_bytes = "1GiB"\n[compute]\nflops = 1\n',

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-import numpy as np
+from collections.abc import Callable
 
-from tensorpager.planner.buckets import SLAB_BYTES, UPDATES, bucketed
+import numpy as np
+import pytest
+
+from tensorpager.planner.buckets import SLAB_BYTES, UPDATES, bucketed, updates_in_slabs
 from tensorpager.planner.lifetimes import live_pages
-from tensorpager.planner.trace import READ, READWRITE, WRITE, make_trace
+from tensorpager.planner.trace import READ, READWRITE, WRITE, Trace, make_trace
 from tensorpager.planner.trace_file import decode_trace, encode_trace
 
 PAGE = 1 << 16
@@ -97,7 +100,8 @@ def test_a_short_trace_is_as_it_was() -> None:
     assert joined.access_mode.tolist() == trace.access_mode.tolist()
 
 
-def test_large_updates_are_in_slabs_of_all_pages() -> None:
+@pytest.mark.parametrize("shorten", [lambda trace: bucketed(trace, 100), updates_in_slabs])
+def test_large_updates_are_in_slabs_of_all_pages(shorten: Callable[[Trace], Trace]) -> None:
     nbytes = 2 * SLAB_BYTES + 5
     trace = make_trace(
         [(0, nbytes, True), (1, 2 * nbytes, True), (2, nbytes, False)],
@@ -106,7 +110,7 @@ def test_large_updates_are_in_slabs_of_all_pages() -> None:
         kinds={0: "parameter", 1: "optimizer", 2: "gradient"},
         host_us=[None, 30.0],
     )
-    joined = bucketed(trace, 100)
+    joined = shorten(trace)
     assert joined.op_names == ["backward"] + ["update.w"] * 3
     assert joined.op_host_us[1:].tolist() == [10.0] * 3
     for tensor in range(3):

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from tensorpager.planner.buckets import SLAB_BYTES
 from tensorpager.planner.hardware import Hardware
 from tensorpager.planner.outlook import BUDGETS, MECHANISMS, outlook
+from tensorpager.planner.trace import make_trace
 
 from .test_buckets import PAGE, chain
 
@@ -49,6 +51,20 @@ def test_a_device_that_is_too_small_has_no_speeds() -> None:
     assert found.smallest_bytes == 8 * PAGE
     assert found.points == []
     assert not found.fits
+
+
+def test_a_large_update_needs_a_slab_at_once() -> None:
+    pages = 3 * SLAB_BYTES // PAGE
+    trace = make_trace(
+        [(0, pages * PAGE, True), (1, pages * PAGE, True), (2, pages * PAGE, False)],
+        [("backward", 1.0, [0], [2]), ("update.w", 3.0, [0, 1, 2], [0, 1])],
+        page_size=PAGE,
+        kinds={0: "parameter", 1: "optimizer", 2: "gradient"},
+        host_us=[None, 30.0],
+    )
+    found = outlook(trace, machine(4 * pages), speeds=False)
+    assert found.smallest_bytes == 2 * pages * PAGE
+    assert found.smallest_op == "backward"
 
 
 @pytest.mark.parametrize("pages", [9])
