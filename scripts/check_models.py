@@ -39,23 +39,25 @@ WAIT_SECONDS = 30.0
 PROMPT, TOKENS = 9, 8
 
 # Of any configuration that has such a setting.
-SMALL: dict[str, Any] = {
+WIDTHS: dict[str, int] = {
     "hidden_size": 64, "n_embd": 64, "d_model": 64, "dim": 64, "embedding_size": 64,
-    "num_hidden_layers": 2, "n_layer": 2, "n_layers": 2, "num_layers": 2,
-    "encoder_layers": 2, "decoder_layers": 2, "num_decoder_layers": 2, "num_encoder_layers": 2,
-    "num_attention_heads": 4, "n_head": 4, "n_heads": 4, "num_heads": 4,
-    "encoder_attention_heads": 4, "decoder_attention_heads": 4, "num_key_value_heads": 2,
     "head_dim": 16, "d_kv": 16, "rotary_dim": 8, "attention_hidden_size": 64,
     "intermediate_size": 128, "ffn_dim": 128, "d_ff": 128, "hidden_dim": 128, "n_inner": 128,
     "encoder_ffn_dim": 128, "decoder_ffn_dim": 128, "ffn_hidden_size": 128,
     "moe_intermediate_size": 64, "shared_expert_intermediate_size": 64,
+    "q_lora_rank": 32, "kv_lora_rank": 32, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8,
+    "v_head_dim": 16, "qk_head_dim": 16, "lru_width": 64, "mamba_d_head": 16,
+}  # fmt: skip
+COUNTS: dict[str, int] = {
+    "num_hidden_layers": 2, "n_layer": 2, "n_layers": 2, "num_layers": 2,
+    "encoder_layers": 2, "decoder_layers": 2, "num_decoder_layers": 2, "num_encoder_layers": 2,
+    "num_attention_heads": 4, "n_head": 4, "n_heads": 4, "num_heads": 4,
+    "encoder_attention_heads": 4, "decoder_attention_heads": 4, "num_key_value_heads": 2,
     "num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4, "moe_num_experts": 4,
     "num_experts_per_tok": 2, "moe_k": 2, "n_group": 1, "topk_group": 1,
     "first_k_dense_replace": 1, "num_nextn_predict_layers": 0,
-    "q_lora_rank": 32, "kv_lora_rank": 32, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8,
-    "v_head_dim": 16, "qk_head_dim": 16,
-    "state_size": 8, "expand": 2, "conv_kernel": 4, "time_step_rank": 8, "lru_width": 64,
-    "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_n_groups": 1, "mamba_d_state": 16,
+    "state_size": 8, "expand": 2, "conv_kernel": 4, "time_step_rank": 8,
+    "mamba_n_heads": 8, "mamba_n_groups": 1, "mamba_d_state": 16,
     "vocab_size": 256, "max_position_embeddings": 128, "n_positions": 128, "max_seq_len": 128,
 }  # fmt: skip
 TOKEN_IDS = {
@@ -81,7 +83,8 @@ def classes() -> dict[str, str]:
     return dict(sorted(found.items()))
 
 
-def build(kind: str, name: str) -> Any:
+def build(kind: str, name: str, wide: int = 1) -> Any:
+    """``wide``: so many times the least widths."""
     import transformers
 
     try:
@@ -89,11 +92,12 @@ def build(kind: str, name: str) -> Any:
         layers = vars(config).get("layer_types") or ()
         two = [*layers[:2]] if len({*layers[:2]}) > 1 else [*layers[-2:]]
         own = vars(config)
-        small = {**SMALL, "layer_types": two}
+        small: dict[str, Any] = {**COUNTS, "layer_types": two}
+        small |= {key: wide * width for key, width in WIDTHS.items()}
         if "qk_rope_head_dim" in own:
-            small["head_dim"] = SMALL["qk_rope_head_dim"]
+            small["head_dim"] = small["qk_rope_head_dim"]
         if "expand" in own:
-            small["num_heads"] = SMALL["expand"] * SMALL["hidden_size"] // SMALL["head_dim"]
+            small["num_heads"] = small["expand"] * small["hidden_size"] // small["head_dim"]
         for key, value in small.items():
             if key in own:
                 with suppress(AttributeError):  # it follows from others
@@ -105,7 +109,7 @@ def build(kind: str, name: str) -> Any:
             parameters = sum(p.numel() for p in model(config).parameters())
     except Exception as error:
         raise LeftOutError(f"{type(error).__name__}: {error}") from error
-    if parameters > MOST_PARAMETERS:
+    if parameters > wide * MOST_PARAMETERS:
         raise LeftOutError(f"{parameters / 1e6:.0f} million parameters")
     torch.manual_seed(0)
     return model(config).train()
