@@ -401,7 +401,8 @@ def _flops(func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> int:
         return _grouped_mm_flops(*args)
     if packet in (aten.mkldnn_rnn_layer, aten.mkldnn_rnn_layer_backward):
         times = 2 if packet is aten.mkldnn_rnn_layer else 4
-        return times * args[0].shape[0] * args[0].shape[1] * (args[1].numel() + args[2].numel())
+        steps = args[0].shape[0] * args[0].shape[1]
+        return int(times * steps * (args[1].numel() + args[2].numel()))
     if packet in SAME_FLOPS:
         packet, count = SAME_FLOPS[packet]
         *before, query, key, value = args[:count]

@@ -380,7 +380,7 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, rows: torch.Tensor, bias: Any, weight: PagedTensor, given: tuple[torch.Tensor]
-    ) -> torch.Tensor:
+    ) -> Any:
         _take_sequence_nr()  # for `_Late`
         for_inputs, _, for_weight, _ = ctx.needs_input_grad
         kept = ctx.parameter = ctx.again = None
