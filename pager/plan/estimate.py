@@ -128,7 +128,7 @@ def training_of_hf(path: Path, batch: int, seq: int, dtype: str | None) -> Train
     except Exception as error:
         raise PagerError(f"--hf {path}: transformers refuses it: {_line(error)}") from error
     longest = getattr(config, "max_position_embeddings", None)
-    if isinstance(longest, int) and seq > longest:
+    if isinstance(longest, int) and 0 < longest < seq:  # XLNet says −1: it has no end
         raise PagerError(
             f"--seq {seq} is more than the {longest} positions of {path}; lower --seq, or raise "
             "max_position_embeddings"

@@ -254,6 +254,7 @@ FEW = {
         ),
         ({**FEW, "model_type": "bert", "architectures": ["BertForMaskedLM"]}, "BertForMaskedLM"),
         ({**FEW, "model_type": "distilbert"}, "DistilBertForMaskedLM"),
+        ({"model_type": "xlnet", "d_model": 32, "n_layer": 1, "n_head": 2}, "XLNetLMHeadModel"),
         (
             {**FEW, "model_type": "mistral", "architectures": ["MistralForTokenClassification"]},
             "MistralForTokenClassification",
