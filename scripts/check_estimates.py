@@ -15,17 +15,15 @@ What transformers cannot make or train so small is left out, with its error.
 from __future__ import annotations
 
 import json
-import logging
 import tempfile
-import warnings
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import click
 import torch
-from check_models import LENGTH, PAGE, ROWS, LeftOutError, build, classes, enough, plainly, train
-from lm.report import run_facts, write_json
+from check_models import LENGTH, PAGE, ROWS, build, check_each, enough, finish, plainly, train
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import tensorpager as tp
@@ -120,7 +118,7 @@ def started(kind: str, name: str, trace: Trace, path: Path) -> str:
     return "followed" if starting.iterations else "nothing to follow"
 
 
-def check(kind: str, name: str, folder: Path) -> dict[str, Any]:
+def check(kind: str, name: str, _: int, folder: Path) -> dict[str, Any]:
     theirs = plainly(recorded, build(kind, name, WIDE))
     try:
         ours = estimated(build(kind, name, WIDE), kind, folder / "config.json")
@@ -135,21 +133,8 @@ def check(kind: str, name: str, folder: Path) -> dict[str, Any]:
 @click.argument("kinds", nargs=-1)
 @click.option("--json", "json_path", type=click.Path(path_type=Path))
 def main(kinds: tuple[str, ...], json_path: Path | None) -> None:
-    warnings.filterwarnings("ignore")
-    logging.disable(logging.WARNING)
-    torch.set_num_threads(1)
-    known = classes()
-    if unknown := [kind for kind in kinds if kind not in known]:
-        raise click.UsageError(f"{unknown[0]!r} is none of {', '.join(known)}")
-    rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
-        for kind in kinds or known:
-            try:
-                row = check(kind, known[kind], Path(folder))
-            except LeftOutError as error:
-                row = {"model": known[kind], "estimate": f"left out: {str(error)[:120]}"}
-            rows.append(row)
-            click.echo("  ".join(map(str, row.values())))
+        rows = check_each(kinds, partial(check, folder=Path(folder)), "estimate")
     made = [row for row in rows if row["estimate"] == "made"]
     bad = [
         row
@@ -166,11 +151,7 @@ def main(kinds: tuple[str, ...], json_path: Path | None) -> None:
         "followed": sum(row["plan"] == "followed" for row in made),
         "off": [row["model"] for row in bad],
     }
-    click.echo(totals)
-    if json_path is not None:
-        write_json(json_path, {**run_facts("cpu"), "totals": totals, "rows": rows})
-    if bad:
-        raise SystemExit(1)
+    finish(json_path, totals, rows, bad=bool(bad))
 
 
 if __name__ == "__main__":

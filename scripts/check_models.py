@@ -157,8 +157,9 @@ def plainly(use: Any, *given: Any) -> Any:
         raise LeftOutError(f"{type(error).__name__}: {error}") from error
 
 
-def check(kind: str, name: str, policy: str) -> dict[str, Any]:
+def check(kind: str, name: str, number: int) -> dict[str, Any]:
     """What came of it. Raises ``LeftOutError``."""
+    policy = ("lp", "joint")[number % 2]
     losses, values = plainly(train, build(kind, name), None)
     row: dict[str, Any] = {"model": name, "policy": policy, "trained": "same bits"}
     stats: dict[str, Any] = {}
@@ -215,10 +216,10 @@ def complete_paged(model: Any, prompt: torch.Tensor, budget: int) -> torch.Tenso
         return found
 
 
-@click.command(help=__doc__)
-@click.argument("kinds", nargs=-1)
-@click.option("--json", "json_path", type=click.Path(path_type=Path))
-def main(kinds: tuple[str, ...], json_path: Path | None) -> None:
+def check_each(
+    kinds: tuple[str, ...], check: Callable[[str, str, int], dict[str, Any]], column: str
+) -> list[dict[str, Any]]:
+    """A printed row for each of ``kinds``, or of all; ``column`` says why one is left out."""
     warnings.filterwarnings("ignore")
     logging.disable(logging.WARNING)
     torch.set_num_threads(1)
@@ -228,11 +229,29 @@ def main(kinds: tuple[str, ...], json_path: Path | None) -> None:
     rows: list[dict[str, Any]] = []
     for number, kind in enumerate(kinds or known):
         try:
-            row = check(kind, known[kind], ("lp", "joint")[number % 2])
+            row = check(kind, known[kind], number)
         except LeftOutError as error:
-            row = {"model": known[kind], "trained": f"left out: {str(error)[:120]}"}
+            row = {"model": known[kind], column: f"left out: {str(error)[:120]}"}
         rows.append(row)
         click.echo("  ".join(map(str, row.values())))
+    return rows
+
+
+def finish(
+    json_path: Path | None, totals: dict[str, Any], rows: list[dict[str, Any]], *, bad: bool
+) -> None:
+    click.echo(totals)
+    if json_path is not None:
+        write_json(json_path, {**run_facts("cpu"), "totals": totals, "rows": rows})
+    if bad:
+        raise SystemExit(1)
+
+
+@click.command(help=__doc__)
+@click.argument("kinds", nargs=-1)
+@click.option("--json", "json_path", type=click.Path(path_type=Path))
+def main(kinds: tuple[str, ...], json_path: Path | None) -> None:
+    rows = check_each(kinds, check, "trained")
     trained = [row for row in rows if "left out" not in row["trained"]]
     bad = [row for row in trained if "DIFFERS" in f"{row['trained']} {row['sampled']}"]
     totals = {
@@ -242,11 +261,7 @@ def main(kinds: tuple[str, ...], json_path: Path | None) -> None:
         "sampled": sum("left out" not in row["sampled"] for row in trained),
         "different": len(bad),
     }
-    click.echo(totals)
-    if json_path is not None:
-        write_json(json_path, {**run_facts("cpu"), "totals": totals, "rows": rows})
-    if bad:
-        raise SystemExit(1)
+    finish(json_path, totals, rows, bad=bool(bad))
 
 
 if __name__ == "__main__":

@@ -57,6 +57,12 @@ def _grouped_mm_flops(a: torch.Tensor, b: torch.Tensor, *_: Any) -> int:
     return 2 * groups * rows * b.shape[-2] * columns
 
 
+def _lstm_flops(times: int, inputs: torch.Tensor, *weights: Any) -> int:
+    """``times``: of floating-point operations for a number of both matrices, at each step."""
+    steps = inputs.shape[0] * inputs.shape[1]
+    return int(times * steps * (weights[0].numel() + weights[1].numel()))
+
+
 def _reserve(inputs: torch.Tensor, hidden: int) -> torch.Tensor:
     """What a layer of an LSTM keeps for its backward pass, of which PyTorch says that it is empty.
     Measured on the CPU, in bytes: 36 for each of ``hidden``, 26 for the wider of both sides."""
@@ -64,6 +70,12 @@ def _reserve(inputs: torch.Tensor, hidden: int) -> torch.Tensor:
     return torch.empty(inputs.shape[0] * inputs.shape[1] * nbytes, dtype=torch.uint8)
 
 
+# What PyTorch has no formula for, by the op's operands.
+FLOPS: dict[Any, Callable[..., int]] = {
+    aten._grouped_mm: _grouped_mm_flops,
+    aten.mkldnn_rnn_layer: partial(_lstm_flops, 2),
+    aten.mkldnn_rnn_layer_backward: partial(_lstm_flops, 4),
+}
 # The CPU's attention does what the GPU's does, and has no formula of its own.
 SAME_FLOPS = {
     aten._scaled_dot_product_flash_attention_for_cpu: (
@@ -397,12 +409,8 @@ class _Log(IterationLog):
 
 def _flops(func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> int:
     packet = func._overloadpacket
-    if packet is aten._grouped_mm:
-        return _grouped_mm_flops(*args)
-    if packet in (aten.mkldnn_rnn_layer, aten.mkldnn_rnn_layer_backward):
-        times = 2 if packet is aten.mkldnn_rnn_layer else 4
-        steps = args[0].shape[0] * args[0].shape[1]
-        return int(times * steps * (args[1].numel() + args[2].numel()))
+    if packet in FLOPS:
+        return FLOPS[packet](*args)
     if packet in SAME_FLOPS:
         packet, count = SAME_FLOPS[packet]
         *before, query, key, value = args[:count]
