@@ -1,6 +1,7 @@
 """A trace that is too long to be planned, planned in fewer ops.
 
-Neighbouring ops are joined, as for bounds, and so are tensors that these use alike: there are as
+Of micro-batches that are all alike a few are planned (``repeats.py``). Where that is not enough,
+neighbouring ops are joined, as for bounds, and so are tensors that these use alike: there are as
 many weights and activations as a planner can tell apart. Its plan is one for the long trace, too,
 where moves of a tensor's pages are those of the tensors that it stands for, and what is queued,
 runs again or is the host's at one of its ops is so at the ops in its place.
@@ -11,6 +12,7 @@ from __future__ import annotations
 import bisect
 import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
@@ -21,31 +23,56 @@ from .buckets import blocks_of, even_groups, groups_of, join, kinds_of
 from .errors import InfeasibleBudget, PolicyRefusal
 from .hardware import Hardware
 from .plan import Move, Plan, Recompute, StartRun
+from .repeats import find_repeats
 from .simulator import simulate
 from .trace import Segment, Trace
 
+Search = Callable[[Trace], Plan]
 LONG_OPS, SHORT_OPS = 3000, 2400  # more are planned in so many
+# That are planned: what the first and the last one do is theirs alone, and all that is done again
+# is done by some of the others.
+FEWEST_REPEATS, MOST_REPEATS = 4, 8
 SEARCHED_OPS = 12_000  # of so many all are planned, too, in minutes, where that is not enough
 
 
-def plan_shorter(trace: Trace, hardware: Hardware, search: Callable[[Trace], Plan]) -> Plan | None:
+def plan_shorter(trace: Trace, hardware: Hardware, search: Search) -> Plan | None:
     """What ``search`` plans for a shorter trace, as a plan for this one, with what it takes there.
-    ``None`` if the trace is not long, or nothing comes of it: all that its ops use one after the
+    ``None`` if the trace is not long, or nothing comes of it: all that joined ops use one after the
     other has to fit at once in the shorter one."""
     if trace.ops <= LONG_OPS:
         return None
+    for candidates in (_with_fewer_repeats, _with_joined_ops):
+        for given in candidates(trace, hardware, search):
+            simulation = simulate(trace, hardware, given)
+            if simulation.predicted is not None:
+                return replace(given, predicted=simulation.predicted)
+    return None
+
+
+def _with_fewer_repeats(trace: Trace, hardware: Hardware, search: Search) -> Iterator[Plan]:
+    repeats = find_repeats(trace)
+    if repeats is None:
+        return
+    others = trace.ops - repeats.count * repeats.period
+    count = min(max(FEWEST_REPEATS, (SHORT_OPS - others) // repeats.period), MOST_REPEATS)
+    if count < repeats.count:
+        fewer = repeats.fewer(count)
+        made = _found(search, fewer.trace)
+        given = made and fewer.plan(made)
+        if given is not None:
+            yield given
+
+
+def _with_joined_ops(trace: Trace, hardware: Hardware, search: Search) -> Iterator[Plan]:
     short = shorter(trace, hardware.page_size, SHORT_OPS)
-    if short.trace.ops > LONG_OPS:
-        return None
-    try:
-        made = search(short.trace)
-    except (InfeasibleBudget, PolicyRefusal):
-        return None
-    for late in (False, True):
-        given = short.plan(made, late=late)
-        simulation = simulate(trace, hardware, given)
-        if simulation.predicted is not None:
-            return replace(given, predicted=simulation.predicted)
+    if short.trace.ops <= LONG_OPS and (made := _found(search, short.trace)) is not None:
+        for late in (False, True):
+            yield short.plan(made, late=late)
+
+
+def _found(search: Search, trace: Trace) -> Plan | None:
+    with suppress(InfeasibleBudget, PolicyRefusal):
+        return search(trace)
     return None
 
 

@@ -92,7 +92,7 @@ ROOMS = (
 PLANNER_ROOMS = (
     "errors", "files", "sizes", "shown", "hardware", "trace", "plan", "simulation", "lifetimes",
     "buckets", "ranks", "iteration", "trace_check", "trace_file", "request", "simulator",
-    "validator", "shorter", "policies", "lp", "joint",
+    "validator", "repeats", "shorter", "policies", "lp", "joint",
     "registry", "places", "timeline", "tier_usage", "sweep", "target", "outlook", "background",
     "packing", "offsets", "importers", "difference", "perfetto", "report", "commands",
 )  # fmt: skip
