@@ -296,7 +296,8 @@ class Ledger:
         self.void.discard(page)
         self.leaving_to[page] = NOWHERE
         self._give_frames(1)
-        self._arrived(page, "out")
+        if self.drops:
+            self._arrived(page, "out")
 
     def may_begin_in(self, page: int, tier: int) -> bool:
         """Whether the copy that the page comes from is complete, and no host step writes it."""
@@ -314,7 +315,8 @@ class Ledger:
         self.place[page] = HERE
         self.coming_from[page] = NOWHERE
         self.changes += 1
-        self._arrived(page, "in")
+        if self.drops:
+            self._arrived(page, "in")
 
     # What can be asked.
 

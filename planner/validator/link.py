@@ -40,6 +40,8 @@ class Queue:
         self.head_ready = 0  # tick when the head job's latency is over
         self.page: int | None = None  # the page that is moving
         self.arrival: int | None = None  # tick, unless none is moving or its rate is 0
+        self.turned = False  # busy or idle, since rates were set
+        self.moved = 0  # pages in this iteration
         self._latency = ticks(latency_us)
         self._page_size = page_size
         self._left_bytes = 0.0
@@ -61,7 +63,7 @@ class Queue:
     def begin(self, now: int) -> None:
         """The candidate starts to move; ``set_rate`` follows before time goes on."""
         assert self.page is None
-        self.page = self.jobs[0].pages[0]
+        self.page, self.turned = self.jobs[0].pages[0], True
         self._left_bytes, self._rate, self._since = float(self._page_size), 0.0, now
 
     def set_rate(self, rate: float, now: int) -> None:
@@ -78,7 +80,8 @@ class Queue:
     def finish(self, now: int) -> int:
         """The moving page has arrived; the next job's latency begins if it was the job's last."""
         assert self.page is not None
-        page, self.page, self.arrival = self.page, None, None
+        page, self.page, self.arrival, self.turned = self.page, None, None, True
+        self.moved += 1
         assert self.jobs[0].pages.popleft() == page
         if not self.jobs[0].pages:
             self._next_head(now)
@@ -87,7 +90,7 @@ class Queue:
     def forget(self, begin: int, end: int, now: int) -> None:
         """Pages [begin, end) died: none of them is transferred any more."""
         if self.page is not None and begin <= self.page < end:
-            self.page, self.arrival = None, None
+            self.page, self.arrival, self.turned = None, None, True
         head = self.jobs[0] if self.jobs else None
         for job in self.jobs:
             job.pages = deque(page for page in job.pages if not begin <= page < end)
@@ -118,7 +121,10 @@ class Direction:
         self._host_left = link - self._disk_share if math.isfinite(link) else math.inf
 
     def share(self, now: int) -> None:
-        """Sets both queues' rates as of ``now``."""
+        """Sets both queues' rates as of ``now``, if one of them got busy or idle."""
+        if not (self.disk.turned or self.host.turned):
+            return
+        self.disk.turned = self.host.turned = False
         if self.disk.page is not None:
             self.disk.set_rate(self._disk_share, now)
         if self.host.page is not None:

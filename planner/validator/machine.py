@@ -76,7 +76,6 @@ class _Machine:
         self.missing: set[int] = set()  # pages that the waiting op lacks
         self.iteration_began = 0
         self.durations: list[float] = []  # of past iterations, µs
-        self.moved = dict.fromkeys(((t, a) for t in (HOST, DISK) for a in ("out", "in")), 0)
         self.settled = False
         # Of the recomputation that goes on: pages that it has written, and the temporary ones.
         self.remade: set[int] = set()
@@ -142,21 +141,22 @@ class _Machine:
         self.pages.audit(len(self.temporary))
 
     def _next_event(self) -> int:
-        times = [queue.next_event(self.now) for queue in self.queues.values()]
+        busy = (queue for queue in self.queues.values() if queue.jobs)
+        times = [queue.next_event(self.now) for queue in busy]
         ahead = [time for time in (*times, self.op_end, self.host.end) if time is not None]
         if not ahead:
             raise Infeasible(f"{self._where()} {self._deadlock()}")
         return max(self.now, min(ahead))
 
     def _arrive(self) -> None:
-        for (tier, action), queue in self.queues.items():
-            if queue.arrival is None or queue.arrival > self.now + INSTANT:
+        latest = self.now + INSTANT
+        for queue in self.queues.values():
+            if queue.arrival is None or queue.arrival > latest:
                 continue
             page = queue.finish(self.now)
-            self.moved[tier, action] += 1
             try:
-                if action == "out":
-                    self.pages.end_out(page, tier)
+                if queue.action == "out":
+                    self.pages.end_out(page, queue.tier)
                 else:
                     self.pages.end_in(page)
                     self.missing.discard(page)
@@ -166,6 +166,8 @@ class _Machine:
     def _begin_transfers(self) -> None:
         pages, now = self.pages, self.now
         for (tier, action), queue in self.queues.items():  # both outs, disk in, host in
+            if queue.page is not None or not queue.jobs:
+                continue
             page = queue.candidate(now)
             if page is None:
                 continue
@@ -422,11 +424,12 @@ class _Machine:
         before_us, self.host_left_us = self.host_left_us, self.host.left_us(self.now)
         self.durations.append((self.now - self.iteration_began) / TICKS_PER_US)
         self.last = _Iteration(
-            self.iteration_began, self.moved, self.op_times, self.queued_at, self.again_times,
+            self.iteration_began, self._moved(), self.op_times, self.queued_at, self.again_times,
             self.host.log,
         )  # fmt: skip
         self.iteration_began = self.now
-        self.moved = dict.fromkeys(self.moved, 0)
+        for queue in self.queues.values():
+            queue.moved = 0
         self.op_times, self.queued_at, self.again_times = {}, {}, []
         self.host.log = []
         self.at = 0
@@ -444,6 +447,9 @@ class _Machine:
                     f"{behind_us:.3f} µs more than one iteration before"
                 )
             self.settled = True
+
+    def _moved(self) -> dict[tuple[int, str], int]:
+        return {key: queue.moved for key, queue in self.queues.items()}
 
     def _check_end_state(self) -> None:
         """After all queued moves have arrived, pages are where ``start`` says."""
@@ -508,7 +514,7 @@ class _Machine:
     def result(self) -> Simulation:
         ideal_us, iteration_us = self.trace.ideal_us, self.durations[-1]
         size, last = self.page_size, self.last
-        moved = last.moved if last else self.moved
+        moved = last.moved if last else self._moved()
         acts = self.schedule.acts
         took_us = self.trace.op_duration_us
         again_us = sum(float(took_us[act.op]) for act in acts if act.how == ONCE_MORE)
