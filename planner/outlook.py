@@ -15,6 +15,7 @@ from .hardware import Hardware
 from .joint.policy import ALLOWED, Best, Bounds
 from .lifetimes import live_bytes_by_kind, live_pages, working_set_pages
 from .lp.program import Unsolved
+from .repeats import Repeats
 from .trace import Trace
 
 BUCKETS = 400  # ops that bounds are computed for
@@ -61,15 +62,24 @@ def outlook(
     progress: Callable[[str, float], None] | None = None,
     *,
     speeds: bool = True,
+    repeats: Repeats | None = None,
+    batches: int = 1,
 ) -> Outlook:
-    """Bounds, if ``speeds`` are asked for, are for the trace in ``BUCKETS`` ops, if it has more."""
+    """Bounds, if ``speeds`` are asked for, are for the trace in ``BUCKETS`` ops, if it has more.
+
+    ``batches``: that are added up before a step, of which ``repeats`` are all but the first one in
+    the trace. Times are those of one batch and its step then, and for each further one what it
+    takes in a row of them."""
     progress = progress or (lambda what, share: None)
     page = hardware.page_size
     peak = int(live_pages(trace, page).max(initial=0)) * page
     slabs = updates_in_slabs(trace)
     working = working_set_pages(slabs, page)
     smallest = int(working.max(initial=0)) * page
-    joined = bucketed(trace, BUCKETS) if trace.ops > BUCKETS else slabs
+    parts = [(1, trace)]
+    if repeats is not None:
+        parts = [(1, repeats.fewer(0).trace), (batches - 1, repeats.one())]
+    parts = [(times, _joined(part, BUCKETS)) for times, part in parts]
     top = int(min(hardware.device_bytes // page * page, peak))
     fits, runs = top >= peak, top >= smallest
     points: list[Point] = []
@@ -84,7 +94,7 @@ def outlook(
         half = (peak - top) // 2 // page * page
         if hardware.disk_bytes and half:
             asked.append((largest.with_(host_bytes=half), ALLOWED))
-        found = _solved(Bounds(joined), asked, progress)
+        found = _solved(parts, asked, progress)
         everything = [
             Point(at, best) for (at, allow), best in zip(asked, found) if allow == ALLOWED
         ]
@@ -94,7 +104,7 @@ def outlook(
         mechanisms = {name: by_choice[allow] for name, allow in MECHANISMS.items()}
     host = int(min(hardware.host_bytes // page * page, peak))
     return Outlook(
-        trace.ideal_us,
+        sum(times * part.ideal_us for times, part in parts),
         _need(trace),
         peak,
         smallest,
@@ -111,18 +121,50 @@ def outlook(
     )
 
 
+def _joined(trace: Trace, most_ops: int) -> Trace:
+    return bucketed(trace, most_ops) if trace.ops > most_ops else updates_in_slabs(trace)
+
+
+def _lasting_bytes(trace: Trace) -> int:
+    return int(trace.tensor_bytes[trace.tensor_persistent].sum())
+
+
+def _beside(hardware: Hardware, nbytes: int) -> Hardware:
+    """The machine with what is left below by so many bytes that no op uses; the disk has them if it
+    has room."""
+    on_host = max(0.0, nbytes - hardware.disk_bytes)
+    return hardware.with_(
+        host_bytes=max(0.0, hardware.host_bytes - on_host),
+        disk_bytes=max(0.0, hardware.disk_bytes - nbytes),
+    )
+
+
 def _solved(
-    bounds: Bounds,
+    parts: list[tuple[int, Trace]],
     asked: list[tuple[Hardware, Choices]],
     progress: Callable[[str, float], None],
 ) -> list[Best | None]:
-    """Side by side: the solver runs outside of Python's lock."""
+    """Side by side: the solver runs outside of Python's lock. What ``parts`` take, each as often as
+    it says."""
+    bounds = [(times, part, Bounds(part)) for times, part in parts]
+    lasting = max(_lasting_bytes(part) for _, part in parts)
 
     def solve(task: tuple[Hardware, Choices]) -> Best | None:
-        try:
-            return bounds.best(*task)
-        except Unsolved:
-            return None
+        hardware, allow = task
+        total = Best(0.0)
+        for times, part, bound in bounds:
+            try:
+                best = bound.best(_beside(hardware, lasting - _lasting_bytes(part)), allow)
+            except Unsolved:
+                return None
+            if best is None:
+                return None
+            total = Best(
+                total.iteration_us + times * best.iteration_us,
+                total.recompute_us + times * best.recompute_us,
+                total.host_us + times * best.host_us,
+            )
+        return total
 
     found = []
     with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:

@@ -82,6 +82,86 @@ class Repeats:
         )
         return Fewer(self, short, count)
 
+    def one(self) -> Trace:
+        """One of them, as an iteration: what they share lives on from each to the next."""
+        trace, begin, end = self.trace, self.end - self.period, self.end
+        low, high = trace.access_offsets[[begin, end]].tolist()
+        index, met = number_by_appearance(trace.access_tensor[low:high])
+        tensors = trace.access_tensor[low:high][met]
+        own = (trace.first_op[tensors] >= begin) & (trace.last_op[tensors] < end)
+        us = trace.op_duration_us[begin:end]
+        return replace(
+            trace,
+            op_names=trace.op_names[begin:end],
+            op_start_us=np.concatenate([[0.0], np.cumsum(us)[:-1]]),
+            op_duration_us=us,
+            tensor_ids=trace.tensor_ids[tensors],
+            tensor_names=[trace.tensor_names[tensor] for tensor in tensors.tolist()],
+            tensor_bytes=trace.tensor_bytes[tensors],
+            tensor_kinds=[trace.tensor_kinds[tensor] for tensor in tensors.tolist()],
+            tensor_persistent=trace.tensor_persistent[tensors] | ~own,
+            access_op=trace.access_op[low:high] - begin,
+            access_tensor=index,
+            access_mode=trace.access_mode[low:high],
+            access_first_page=trace.access_first_page[low:high],
+            access_page_count=trace.access_page_count[low:high],
+            op_rerun=trace.op_rerun[begin:end],
+            op_host_us=trace.op_host_us[begin:end],
+            segments=tuple(
+                Segment(first - begin, last - begin, name)
+                for first, last, name in trace.segments
+                if begin <= first and last < end
+            ),
+        )
+
+    def more(self, count: int) -> Trace:
+        """With ``count`` more of them, each as the last one; tensors have new numbers."""
+        trace, period = self.trace, self.period
+        begin, end = self.end - period, self.end
+        ops = np.arange(trace.ops)
+        source = np.concatenate([ops[:end], np.tile(ops[begin:end], count), ops[end:]])
+        starts = trace.access_offsets
+        rows = np.arange(len(trace.access_op))
+        again = rows[starts[begin] : starts[end]]
+        row = np.concatenate([rows[: starts[end]], np.tile(again, count), rows[starts[end] :]])
+        copy = np.zeros(len(row), np.int64)
+        copy[starts[end] :][: len(again) * count] = np.repeat(np.arange(count) + 1, len(again))
+        tensor = trace.access_tensor[row]
+        own = (trace.first_op >= begin) & (trace.last_op < end) & ~trace.tensor_persistent
+        index, met = number_by_appearance(tensor + trace.tensors * copy * own[tensor])
+        tensors = tensor[met]
+        lengths = np.diff(starts)[source]
+        us = trace.op_duration_us[source]
+        segments = [s for s in trace.segments if s.first_op < end]
+        inner = [s for s in segments if s.first_op >= begin]
+        for number in range(1, count + 1):
+            segments += [Segment(a + number * period, b + number * period, n) for a, b, n in inner]
+        segments += [
+            Segment(a + count * period, b + count * period, name)
+            for a, b, name in trace.segments
+            if a >= end
+        ]
+        return replace(
+            trace,
+            op_names=[trace.op_names[op] for op in source.tolist()],
+            op_start_us=np.concatenate([[0.0], np.cumsum(us)[:-1]]),
+            op_duration_us=us,
+            tensor_ids=np.arange(len(tensors), dtype=np.int64),
+            tensor_names=[trace.tensor_names[each] for each in tensors.tolist()],
+            tensor_bytes=trace.tensor_bytes[tensors],
+            tensor_kinds=[trace.tensor_kinds[each] for each in tensors.tolist()],
+            tensor_persistent=trace.tensor_persistent[tensors],
+            access_op=np.repeat(np.arange(len(source)), lengths),
+            access_tensor=index,
+            access_mode=trace.access_mode[row],
+            access_first_page=trace.access_first_page[row],
+            access_page_count=trace.access_page_count[row],
+            sha256="",
+            op_rerun=trace.op_rerun[source],
+            op_host_us=trace.op_host_us[source],
+            segments=tuple(segments),
+        )
+
 
 @dataclass(frozen=True, eq=False)
 class Fewer:
@@ -476,13 +556,13 @@ class _Walk:
                 now.here[whole], now.copies[:, whole], now.gone[whole] = False, False, False
 
 
-def find_repeats(trace: Trace) -> Repeats | None:
-    """The longest stretch of a trace that is some ops again and again."""
+def find_repeats(trace: Trace, fewest: int = FEWEST) -> Repeats | None:
+    """The longest stretch of a trace that is some ops again and again, so many times at least."""
     marks = _marks(trace)
     found = ((*_longest(marks, period), period) for period in _periods(marks))
     for begin, ops, period in sorted(found, key=lambda each: (-each[1], each[2])):
-        repeats = _aligned(trace, begin, period, ops)
-        if repeats is not None:
+        repeats = _aligned(trace, begin, period, ops) if ops >= fewest * period else None
+        if repeats is not None and repeats.count >= fewest:
             return repeats
     return None
 
@@ -551,8 +631,6 @@ def _aligned(trace: Trace, begin: int, period: int, ops: int) -> Repeats | None:
     starts = trace.access_offsets
     # Rows of one repetition, and those that come after a period, have to be of the same tensors or
     # of those in their place.
-    if ops < FEWEST * period:
-        return None
     low, high = int(starts[begin]), int(starts[begin + ops])
     rows = int(starts[begin + period]) - low
     if not rows:
@@ -581,6 +659,6 @@ def _aligned(trace: Trace, begin: int, period: int, ops: int) -> Repeats | None:
         first = begin + phase
         count = (begin + ops - first) // period
         bounds = first + period * np.arange(count + 1)
-        if count >= FEWEST and not alive[bounds].any():
+        if not alive[bounds].any():
             return Repeats(trace, first, period, int(count))
     return None

@@ -31,7 +31,7 @@ Search = Callable[[Trace], Plan]
 LONG_OPS, SHORT_OPS = 3000, 2400  # more are planned in so many
 # That are planned: what the first and the last one do is theirs alone, and all that is done again
 # is done by some of the others.
-FEWEST_REPEATS, MOST_REPEATS = 4, 8
+FEWEST_REPEATS, MOST_REPEATS, REPEATED_OPS = 4, 8, 1500
 SEARCHED_OPS = 12_000  # of so many all are planned, too, in minutes, where that is not enough
 
 
@@ -54,7 +54,7 @@ def _with_fewer_repeats(trace: Trace, hardware: Hardware, search: Search) -> Ite
     if repeats is None:
         return
     others = trace.ops - repeats.count * repeats.period
-    count = min(max(FEWEST_REPEATS, (SHORT_OPS - others) // repeats.period), MOST_REPEATS)
+    count = min(max(FEWEST_REPEATS, (REPEATED_OPS - others) // repeats.period), MOST_REPEATS)
     if count < repeats.count:
         fewer = repeats.fewer(count)
         made = _found(search, fewer.trace)

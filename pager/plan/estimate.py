@@ -457,16 +457,21 @@ def fake_iteration(
     autocast: bool = False,
     overlap: bool = False,
     clip: bool = False,
+    batches: int = 1,
 ) -> Iteration:
     """An iteration that is not the first one: the optimizer has its states. Within a fake mode.
 
     ``overlap``: each parameter is updated right after its gradient is there. ``clip``: gradients
-    are scaled by the norm of all of them before the step, so it is at the end.
+    are scaled by the norm of all of them before the step, so it is at the end. ``batches``: of
+    which gradients are added up before it.
 
     Raises ``PagerError`` if the model cannot run without values, has nothing to train, or is to do
-    both."""
-    if overlap and clip:
-        raise PagerError("updates in the backward pass cannot wait for the norm: overlap or clip")
+    ``overlap`` with one of the others."""
+    if overlap and (clip or batches > 1):
+        raise PagerError(
+            "updates in the backward pass cannot wait for the norm, or for other batches: overlap, "
+            "or clip and accumulate"
+        )
     parameters = [p for p in training.module.parameters() if p.requires_grad]
     if not parameters:
         raise PagerError(f"{training.name} has no parameter that is trained")
@@ -488,9 +493,10 @@ def fake_iteration(
         try:
             for one in made:
                 one.zero_grad()
-            with torch.autocast("cpu", torch.bfloat16) if autocast else nullcontext():
-                loss = training.call()
-            loss.backward()
+            for _ in range(batches):
+                with torch.autocast("cpu", torch.bfloat16) if autocast else nullcontext():
+                    loss = training.call()
+                (loss / batches if batches > 1 else loss).backward()
             if clip:
                 torch.nn.utils.clip_grad_norm_(parameters, 1.0, foreach=False)
             for one in () if overlap else made:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,7 @@ from ...planner.commands.options import F, Machine, hardware_options, json_optio
 from ...planner.commands.output import emit, emit_json, output_path, progress_bar
 from ...planner.commands.ranks import Fleet, network_options
 from ...planner.commands.tables import format_percent, format_us, pairs, table
+from ...planner.errors import PagerError
 from ...planner.files import whole_file
 from ...planner.hardware import describe, load_compute
 from ...planner.sizes import format_bytes
@@ -31,6 +33,7 @@ DTYPES |= {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 OPTIMIZERS = ("adamw", "adam", "sgd", "sgd-momentum")
 PLANNED_OPS = 1200  # of a trace that --plan plans, if it has more
 PAGE_SIZE = 2 << 20
+BATCHES = 3  # that are recorded if gradients are added up: the later ones are alike
 
 
 def _file(name: str, help_text: str) -> Callable[[F], F]:
@@ -46,6 +49,14 @@ def _file(name: str, help_text: str) -> Callable[[F], F]:
 @click.option("--batch", type=click.IntRange(min=1), default=1, show_default=True)
 @click.option(
     "--seq", type=click.IntRange(min=1), help="Tokens of a sequence.  [default: 2048 with --hf]"
+)
+@click.option(
+    "--accumulate",
+    type=click.IntRange(min=1),
+    default=1,
+    show_default=True,
+    metavar="N",
+    help="Gradients of so many batches are added up before each step.",
 )
 @click.option(
     "--dtype",
@@ -74,6 +85,7 @@ def estimate(
     hf: Path | None,
     batch: int,
     seq: int | None,
+    accumulate: int,
     dtype: str | None,
     optimizer: str,
     overlap: bool,
@@ -93,9 +105,10 @@ def estimate(
     on the meta device, or the module and a tuple or dict of its inputs.
 
     An iteration is recorded with tensors that have shapes only. Times are a roofline of the device,
-    speeds are bounds: no plan with these budgets is faster. A trace from `--out` has the ops of a
-    recorded one; with `--plan` neighbouring ops are joined if there are more than 1200. A training
-    starts from the plan with `tp.Pager(plan=…)`.
+    speeds are bounds: no plan with these budgets is faster (with `--accumulate`, by more than what
+    a step takes). A trace from `--out` has the ops of a recorded one; with `--plan` neighbouring
+    ops are joined if there are more than 1200. A training starts from the plan with
+    `tp.Pager(plan=…)`.
 
     With `--ranks` it is one of N devices that train together by FSDP2, each on `--batch`: what it
     holds, gathers and waits for the network. `--hardware` is a node then, whose ranks share host
@@ -117,6 +130,16 @@ def estimate(
             "--overlap updates before all gradients are there, --clip needs all of them first: "
             "leave out one of the two."
         )
+    if accumulate > 1 and overlap:
+        raise click.UsageError(
+            "--overlap updates before the gradients of other batches are there, --accumulate needs "
+            "them first: leave out one of the two."
+        )
+    if accumulate > 1 and fleet is not None:
+        raise click.UsageError(
+            "what ranks gather and reduce is known of one batch before a step: leave out "
+            "--accumulate or --ranks."
+        )
     if plan_path is not None and out_path is None:
         raise click.UsageError("--plan is for a trace: add --out TRACE.")
     compute = load_compute(machine.name)
@@ -124,6 +147,7 @@ def estimate(
         if progress is not None:
             progress("an iteration without values", 0.0)
         from ...planner.outlook import outlook
+        from ...planner.repeats import find_repeats
         from .estimate import fake, fake_iteration, training_of_function, training_of_hf
 
         with fake():
@@ -133,16 +157,28 @@ def estimate(
                 training = training_of_hf(hf, batch, seq or 2048, kind)
             else:
                 training = training_of_function(str(function), batch, seq, kind)
-            rate = machine.base.host_adam_bytes_per_s
-            iteration = fake_iteration(
+            record = partial(
+                fake_iteration,
                 training,
                 optimizer,
                 compute,
-                rate,
+                machine.base.host_adam_bytes_per_s,
                 autocast=dtype == "autocast",
                 overlap=overlap,
                 clip=clip,
             )
+            iteration = record(batches=1 if accumulate == 1 else BATCHES)
+        repeats = None
+        if accumulate > 1:
+            repeats = find_repeats(iteration.trace, BATCHES - 1)
+            if repeats is None:
+                raise PagerError(
+                    f"{training.name} does not do the same ops for each batch; estimate it without "
+                    "--accumulate"
+                )
+            flops = iteration.flops * accumulate // BATCHES
+            iteration = replace(iteration, flops=flops)
+            training = replace(training, tokens=training.tokens * accumulate)
         hardware = _hardware(machine, iteration.trace)
         if fleet is not None:
             from ...planner.ranks import rank_trace
@@ -153,9 +189,12 @@ def estimate(
             iteration = replace(iteration, trace=rank)
             training = replace(training, tokens=training.tokens * fleet.ranks)
         trace = iteration.trace
-        found = outlook(trace, hardware, progress, speeds=speeds)
-    made = _written(trace, hardware, out_path, plan_path)
+        found = outlook(
+            trace, hardware, progress, speeds=speeds, repeats=repeats, batches=accumulate
+        )
+    made = _written(trace, hardware, out_path, plan_path, accumulate)
     answer = _answer(training, iteration, hardware, found)
+    answer["ops"] += (accumulate - BATCHES) * repeats.period if repeats is not None else 0
     answer |= {"plan": made} if made else {}
     parts = _parts(training, optimizer, answer, hardware, found)
     if html_path is not None:
@@ -184,9 +223,10 @@ def _hardware(machine: Machine, trace: Trace) -> Hardware:
 
 
 def _written(
-    trace: Trace, hardware: Hardware, out_path: Path | None, plan_path: Path | None
+    trace: Trace, hardware: Hardware, out_path: Path | None, plan_path: Path | None, batches: int
 ) -> dict[str, Any] | None:
-    """Trace and plan, if they are wanted; what the machine model says of the plan."""
+    """Trace and plan, if they are wanted, of so many batches; what the machine model says of the
+    plan."""
     import json
 
     from ...planner.buckets import bucketed, updates_in_slabs
@@ -194,16 +234,26 @@ def _written(
     from ...planner.commands.tables import predicted_json
     from ...planner.plan import plan_to_json
     from ...planner.registry import make_plan
+    from ...planner.repeats import find_repeats
     from ...planner.trace_file import write_trace
     from .starting import uses_by_name
 
     if out_path is None:
         return None
-    if plan_path is None:
-        write_trace(out_path, trace)
-        return None
-    trace = bucketed(trace, PLANNED_OPS) if trace.ops > PLANNED_OPS else updates_in_slabs(trace)
+    if plan_path is not None:
+        trace = bucketed(trace, PLANNED_OPS) if trace.ops > PLANNED_OPS else updates_in_slabs(trace)
+    if batches > 1:
+        repeats = find_repeats(trace, BATCHES - 1)
+        if repeats is None:
+            raise PagerError(
+                f"batches are not alike in the {trace.ops} ops that are planned; write the trace "
+                "without --plan"
+            )
+        more = batches - BATCHES
+        trace = repeats.more(more) if more > 0 else repeats.fewer(batches - 1).trace
     trace = write_trace(out_path, trace)
+    if plan_path is None:
+        return None
     with progress_bar() as progress:
         plan = checked(trace, hardware, make_plan("joint", trace, hardware, progress=progress))
     plan.extra["accesses"] = uses_by_name(trace)

@@ -7,6 +7,7 @@ import re
 import resource
 from collections import Counter
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -102,7 +103,7 @@ def llama(folder: Path, **changes: Any) -> Path:
     return path
 
 
-def of_function(target: str, batch: int = 4, seq: int | None = None, **how: bool) -> Iteration:
+def of_function(target: str, batch: int = 4, seq: int | None = None, **how: Any) -> Iteration:
     with fake():
         training = training_of_function(target, batch, seq, None)
         return fake_iteration(training, "adamw", COMPUTER, 1e9, **how)
@@ -117,10 +118,16 @@ def bytes_of_kinds(trace: Trace) -> Counter[str]:
 
 # -- against a recording ---------------------------------------------------------------------------
 @pytest.mark.parametrize(
-    ("family", "optimizer"), [("Llama", "adamw"), ("Llama", "sgd-momentum"), ("Mixtral", "adamw")]
+    ("family", "optimizer", "batches"),
+    [
+        ("Llama", "adamw", 1),
+        ("Llama", "sgd-momentum", 1),
+        ("Mixtral", "adamw", 1),
+        ("Llama", "adamw", 3),
+    ],
 )
 def test_as_the_same_training_recorded(
-    tmp_path: Path, family: str, optimizer: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, family: str, optimizer: str, batches: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Pagers of other tests may still be there.
     monkeypatch.setattr("tensorpager.pager.plan.plain_script._pages", lambda: False)
@@ -129,7 +136,7 @@ def test_as_the_same_training_recorded(
     config.write_text(described.to_json_string())
     with fake():
         training = training_of_hf(config, 2, 64, None)
-        estimated = fake_iteration(training, optimizer, COMPUTER, 1e9).trace
+        estimated = fake_iteration(training, optimizer, COMPUTER, 1e9, batches=batches).trace
     torch.manual_seed(0)
     model = getattr(transformers, f"{family}ForCausalLM")(described).train()
     made: torch.optim.Optimizer = torch.optim.AdamW(model.parameters())
@@ -138,14 +145,16 @@ def test_as_the_same_training_recorded(
     Watch(Report(tmp_path / "recorded.parquet", 3, None))
     tokens = torch.randint(0, TINY["vocab_size"], (2, 64))
     for _ in range(4):
-        model(input_ids=tokens, labels=tokens).loss.backward()
+        for _ in range(batches):
+            loss = model(input_ids=tokens, labels=tokens).loss
+            (loss / batches if batches > 1 else loss).backward()
         made.step()
         made.zero_grad()
     recorded = read_trace(tmp_path / "recorded.parquet")
     assert estimated.op_names == recorded.op_names
     assert estimated.op_rerun.tolist() == recorded.op_rerun.tolist()
     assert estimated.segments == recorded.segments
-    assert [s.name for s in estimated.segments] == ["model.layers.0", "model.layers.1"]
+    assert [s.name for s in estimated.segments] == batches * ["model.layers.0", "model.layers.1"]
     assert (estimated.device, recorded.device) == ("estimated", "cpu")
     assert estimated.tensor_names == recorded.tensor_names
     ours, theirs = bytes_of_kinds(estimated), bytes_of_kinds(recorded)
@@ -175,7 +184,7 @@ def test_clipping_reads_all_gradients_before_the_first_update(module: Path) -> N
     assert not [name for name in plain.op_names if "norm" in name]
     assert len(norms) >= 4
     assert max(norms) < first
-    with pytest.raises(PagerError, match="overlap or clip"):
+    with pytest.raises(PagerError, match="overlap, or clip"):
         of_function(f"{module}:model", overlap=True, clip=True)
 
 
@@ -472,6 +481,36 @@ def test_the_answer(module: Path, tmp_path: Path) -> None:
     assert max(map(len, printed.stdout.splitlines())) <= 80
 
 
+@pytest.mark.parametrize("batches", [2, 3, 6])
+def test_batches_that_are_added_up(module: Path, tmp_path: Path, batches: int) -> None:
+    """Three of them are recorded. The trace is that of all."""
+    out = tmp_path / "trace.parquet"
+    words = ["estimate", f"{module}:model", "--batch", "64", "--hardware", "cpu", "--json"]
+    words += ["--device-bytes", "60%"]
+    once = json.loads(CliRunner().invoke(main, words).stdout)
+    words += ["--accumulate", str(batches), "--out", str(out)]
+    result = CliRunner().invoke(main, words)
+    assert result.exit_code == 0, result.stderr
+    answer = json.loads(result.stdout)
+    trace = read_trace(out)
+    whole = of_function(f"{module}:model", 64, batches=batches)
+    assert trace.op_names == whole.trace.op_names
+    for column in ("op", "tensor", "mode", "first_page", "page_count"):
+        ours, theirs = (getattr(each, f"access_{column}") for each in (trace, whole.trace))
+        assert (ours == theirs).all()
+    assert (trace.tensor_bytes == whole.trace.tensor_bytes).all()
+    assert trace.segments == whole.trace.segments
+    assert answer["ops"] == trace.ops
+    assert answer["flops"] == whole.flops
+    assert answer["samples"] == batches * once["samples"]
+    assert answer["ideal_us"] == pytest.approx(trace.ideal_us)
+    assert answer["ideal_us"] < batches * once["ideal_us"], "there is one update"
+    assert answer["peak_bytes"] == live_pages(trace, trace.page_size).max() * trace.page_size
+    speeds = [speed["iteration_us"] for speed in answer["speeds"]]
+    assert speeds[0] >= answer["ideal_us"] * 0.99 - sum(trace.op_duration_us[-4:])
+    assert all(more >= 0.9999 * less for less, more in pairwise(speeds[:4]))
+
+
 def test_one_of_several_ranks(module: Path) -> None:
     """It holds its part, gathers one layer after another, and waits for a slow network."""
     words = ["estimate", f"{module}:model", "--batch", "512", "--hardware", "cpu", "--json"]
@@ -534,6 +573,8 @@ def test_a_device_that_is_too_small(module: Path) -> None:
         (["--hf", "short.json", "--seq", "64"], "more than the 32 positions"),
         (["module.py:model", "--plan", "p.json"], "--out"),
         (["module.py:model", "--hardware", "rtx9"], "no preset"),
+        (["module.py:model", "--accumulate", "2", "--overlap"], "leave out one of the two"),
+        (["module.py:model", "--accumulate", "2", "--ranks", "4"], "--accumulate or --ranks"),
         (["module.py:model", "--hardware", "plain.toml"], "[compute]"),
         (["module.py:model", "--hardware", "odd.toml"], "compute.flops is unknown"),
     ],

@@ -91,6 +91,31 @@ def test_micro_batches_are_found() -> None:
         }
 
 
+def test_more_of_them() -> None:
+    few, many = accumulated(4, 5), accumulated(4, 9)
+    repeats = find_repeats(few)
+    assert repeats
+    made = repeats.more(4)
+    for name in ("op", "tensor", "mode", "first_page", "page_count"):
+        assert (getattr(made, f"access_{name}") == getattr(many, f"access_{name}")).all()
+    assert (made.tensor_bytes == many.tensor_bytes).all()
+    assert (made.op_rerun == many.op_rerun).all()
+    assert [each[:2] for each in made.segments] == [each[:2] for each in many.segments]
+    again = find_repeats(made)
+    assert again
+    assert again.count == repeats.count + 4
+
+
+def test_one_of_them_is_an_iteration() -> None:
+    trace = steps(6)
+    repeats = find_repeats(trace)
+    assert repeats
+    one = repeats.one()
+    assert one.op_names == ["forward.5", "idle.5", "backward.5"]
+    assert one.tensor_ids[one.tensor_persistent].tolist() == [0, 1]  # the gradient goes on, too
+    assert repeats.fewer(0).trace.op_names == ["begin", "end"]
+
+
 def test_repetitions_take_what_they_take_on_the_average() -> None:
     trace = steps(9)
     repeats = find_repeats(trace)
@@ -273,7 +298,7 @@ def test_a_long_trace_is_planned_with_fewer_repetitions(monkeypatch: pytest.Monk
     for name, make in (("joint", plan_jointly), ("lp", plan_moves)):
         with monkeypatch.context() as patch:
             patch.setattr(module, "LONG_OPS", 180)
-            patch.setattr(module, "SHORT_OPS", 150)
+            patch.setattr(module, "REPEATED_OPS", 150)
             patch.setattr(module, "shorter", lambda *_: planned.append(1))
             made = make(trace, hardware)
         both_agree(trace, hardware, made)
