@@ -76,11 +76,11 @@ def outlook(
     slabs = updates_in_slabs(trace)
     working = working_set_pages(slabs, page)
     smallest = int(working.max(initial=0)) * page
-    parts = [(1, trace)]
+    parts = [(1, _joined(trace))]
     if repeats is not None:
-        parts = [(1, repeats.fewer(0).trace), (batches - 1, repeats.one())]
-    parts = [(times, _joined(part, BUCKETS)) for times, part in parts]
-    top = int(min(hardware.device_bytes // page * page, peak))
+        first, one = repeats.fewer(0).trace, repeats.one()
+        parts = [(1, _joined(first)), (batches - 1, _joined(one))]
+    top = int(min(hardware.device_bytes, peak) // page * page)
     fits, runs = top >= peak, top >= smallest
     points: list[Point] = []
     mechanisms: dict[str, Best | None] = {}
@@ -102,7 +102,7 @@ def outlook(
         with_disk = next((p for p in everything if p not in points), None)
         by_choice = {allow: best for (at, allow), best in zip(asked, found) if at == largest}
         mechanisms = {name: by_choice[allow] for name, allow in MECHANISMS.items()}
-    host = int(min(hardware.host_bytes // page * page, peak))
+    host = int(min(hardware.host_bytes, peak) // page * page)
     return Outlook(
         sum(times * part.ideal_us for times, part in parts),
         _need(trace),
@@ -121,22 +121,8 @@ def outlook(
     )
 
 
-def _joined(trace: Trace, most_ops: int) -> Trace:
-    return bucketed(trace, most_ops) if trace.ops > most_ops else updates_in_slabs(trace)
-
-
-def _lasting_bytes(trace: Trace) -> int:
-    return int(trace.tensor_bytes[trace.tensor_persistent].sum())
-
-
-def _beside(hardware: Hardware, nbytes: int) -> Hardware:
-    """The machine with what is left below by so many bytes that no op uses; the disk has them if it
-    has room."""
-    on_host = max(0.0, nbytes - hardware.disk_bytes)
-    return hardware.with_(
-        host_bytes=max(0.0, hardware.host_bytes - on_host),
-        disk_bytes=max(0.0, hardware.disk_bytes - nbytes),
-    )
+def _joined(trace: Trace) -> Trace:
+    return bucketed(trace, BUCKETS) if trace.ops > BUCKETS else updates_in_slabs(trace)
 
 
 def _solved(
@@ -144,17 +130,15 @@ def _solved(
     asked: list[tuple[Hardware, Choices]],
     progress: Callable[[str, float], None],
 ) -> list[Best | None]:
-    """Side by side: the solver runs outside of Python's lock. What ``parts`` take, each as often as
-    it says."""
-    bounds = [(times, part, Bounds(part)) for times, part in parts]
-    lasting = max(_lasting_bytes(part) for _, part in parts)
+    """What ``parts`` take, each so many times. Side by side: the solver runs outside of Python's
+    lock."""
+    bounds = [(times, Bounds(part)) for times, part in parts]
 
     def solve(task: tuple[Hardware, Choices]) -> Best | None:
-        hardware, allow = task
         total = Best(0.0)
-        for times, part, bound in bounds:
+        for times, bound in bounds:
             try:
-                best = bound.best(_beside(hardware, lasting - _lasting_bytes(part)), allow)
+                best = bound.best(*task)
             except Unsolved:
                 return None
             if best is None:

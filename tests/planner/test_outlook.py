@@ -6,10 +6,14 @@ import pytest
 
 from tensorpager.planner.buckets import SLAB_BYTES
 from tensorpager.planner.hardware import Hardware
+from tensorpager.planner.joint.policy import Bounds
 from tensorpager.planner.outlook import BUDGETS, MECHANISMS, outlook
+from tensorpager.planner.repeats import find_repeats
 from tensorpager.planner.trace import make_trace
 
 from .test_buckets import PAGE, chain
+from .test_joint import machine as link
+from .test_shorter import accumulated
 
 
 def machine(pages: int) -> Hardware:
@@ -73,3 +77,27 @@ def test_progress_ends_at_one(pages: int) -> None:
     outlook(chain(), machine(pages), lambda what, share: told.append(share))
     assert told[-1] == 1.0
     assert told == sorted(told)
+
+
+def test_batches_take_what_one_takes_in_a_row_of_them() -> None:
+    trace = accumulated(4, 3)
+    repeats = find_repeats(trace, 2)
+    assert repeats
+    assert repeats.count == 2
+
+    hardware = link(trace, 0.5, rate=1e9)  # without limit below
+
+    def us(batches: int) -> float:
+        found = outlook(trace, hardware, repeats=repeats, batches=batches)
+        ideal = [part.ideal_us for part in (repeats.fewer(0).trace, repeats.one())]
+        assert found.ideal_us == pytest.approx(ideal[0] + (batches - 1) * ideal[1])
+        best = found.points[0].best
+        assert best
+        return best.iteration_us
+
+    each = us(3) - us(2)
+    assert each > repeats.one().ideal_us
+    assert us(6) - us(3) == pytest.approx(3 * each, rel=1e-3)
+    whole = Bounds(trace).best(outlook(trace, hardware).points[0].hardware)
+    assert whole
+    assert us(3) == pytest.approx(whole.iteration_us, rel=0.1)
