@@ -45,6 +45,11 @@ def bucketed(trace: Trace, most_ops: int) -> Trace:
     return join(trace, groups, names, trace.page_size, SLAB_BYTES)
 
 
+def shortened(trace: Trace, most_ops: int) -> Trace:
+    """In buckets if it has more ops; large updates by slabs in any case."""
+    return bucketed(trace, most_ops) if trace.ops > most_ops else updates_in_slabs(trace)
+
+
 def updates_in_slabs(trace: Trace) -> Trace:
     """The same ops, but those that update a large parameter, each of which is several."""
     groups = [[op] for op in range(trace.ops)]

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .buckets import bucketed, updates_in_slabs
+from .buckets import shortened, updates_in_slabs
 from .hardware import Hardware
 from .joint.policy import ALLOWED, Best, Bounds
 from .lifetimes import live_bytes_by_kind, live_pages, working_set_pages
@@ -76,10 +76,9 @@ def outlook(
     slabs = updates_in_slabs(trace)
     working = working_set_pages(slabs, page)
     smallest = int(working.max(initial=0)) * page
-    parts = [(1, _joined(trace))]
+    parts = [(1, trace)]
     if repeats is not None:
-        first, one = repeats.fewer(0).trace, repeats.one()
-        parts = [(1, _joined(first)), (batches - 1, _joined(one))]
+        parts = [(1, repeats.fewer(0).trace), (batches - 1, repeats.one())]
     top = int(min(hardware.device_bytes, peak) // page * page)
     fits, runs = top >= peak, top >= smallest
     points: list[Point] = []
@@ -121,10 +120,6 @@ def outlook(
     )
 
 
-def _joined(trace: Trace) -> Trace:
-    return bucketed(trace, BUCKETS) if trace.ops > BUCKETS else updates_in_slabs(trace)
-
-
 def _solved(
     parts: list[tuple[int, Trace]],
     asked: list[tuple[Hardware, Choices]],
@@ -132,7 +127,7 @@ def _solved(
 ) -> list[Best | None]:
     """What ``parts`` take, each so many times. Side by side: the solver runs outside of Python's
     lock."""
-    bounds = [(times, Bounds(part)) for times, part in parts]
+    bounds = [(times, Bounds(shortened(part, BUCKETS))) for times, part in parts]
 
     def solve(task: tuple[Hardware, Choices]) -> Best | None:
         total = Best(0.0)

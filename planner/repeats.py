@@ -43,124 +43,74 @@ class Repeats:
     def end(self) -> int:
         return self.begin + self.count * self.period
 
+    @property
+    def last(self) -> range:
+        return range(self.end - self.period, self.end)
+
     def fewer(self, count: int) -> Fewer:
-        """With only so many of them."""
-        trace = self.trace
-        gone = range(self.begin + count * self.period, self.end)
-        kept = np.ones(trace.ops, np.bool_)
-        kept[gone.start : gone.stop] = False
-        rows = kept[trace.access_op]
-        index, met = number_by_appearance(trace.access_tensor[rows])
-        tensors = trace.access_tensor[rows][met]
-        us = trace.op_duration_us.copy()
+        """With only so many of them, each of which takes what they take on the average."""
+        us = self.trace.op_duration_us.copy()
         alike = us[self.begin : self.end].reshape(self.count, self.period)
         alike[:] = alike.mean(axis=0)
-        us = us[kept]
-        place = np.cumsum(kept) - 1
-        short = replace(
-            trace,
-            op_names=[name for name, yes in zip(trace.op_names, kept.tolist()) if yes],
-            op_start_us=np.concatenate([[0.0], np.cumsum(us)[:-1]]),
-            op_duration_us=us,
-            tensor_ids=trace.tensor_ids[tensors],
-            tensor_names=[trace.tensor_names[tensor] for tensor in tensors.tolist()],
-            tensor_bytes=trace.tensor_bytes[tensors],
-            tensor_kinds=[trace.tensor_kinds[tensor] for tensor in tensors.tolist()],
-            tensor_persistent=trace.tensor_persistent[tensors],
-            access_op=place[trace.access_op[rows]],
-            access_tensor=index,
-            access_mode=trace.access_mode[rows],
-            access_first_page=trace.access_first_page[rows],
-            access_page_count=trace.access_page_count[rows],
-            op_rerun=trace.op_rerun[kept],
-            op_host_us=trace.op_host_us[kept],
-            segments=tuple(
-                Segment(int(place[first]), int(place[last]), name)
-                for first, last, name in trace.segments
-                if kept[first] and kept[last]
-            ),
-        )
-        return Fewer(self, short, count)
+        before, behind = range(self.begin + count * self.period), range(self.end, self.trace.ops)
+        return Fewer(self, _made_of(replace(self.trace, op_duration_us=us), before, behind), count)
 
     def one(self) -> Trace:
-        """One of them, as an iteration: what they share lives on from each to the next."""
-        trace, begin, end = self.trace, self.end - self.period, self.end
-        low, high = trace.access_offsets[[begin, end]].tolist()
-        index, met = number_by_appearance(trace.access_tensor[low:high])
-        tensors = trace.access_tensor[low:high][met]
-        own = (trace.first_op[tensors] >= begin) & (trace.last_op[tensors] < end)
-        us = trace.op_duration_us[begin:end]
-        return replace(
-            trace,
-            op_names=trace.op_names[begin:end],
-            op_start_us=np.concatenate([[0.0], np.cumsum(us)[:-1]]),
-            op_duration_us=us,
-            tensor_ids=trace.tensor_ids[tensors],
-            tensor_names=[trace.tensor_names[tensor] for tensor in tensors.tolist()],
-            tensor_bytes=trace.tensor_bytes[tensors],
-            tensor_kinds=[trace.tensor_kinds[tensor] for tensor in tensors.tolist()],
-            tensor_persistent=trace.tensor_persistent[tensors] | ~own,
-            access_op=trace.access_op[low:high] - begin,
-            access_tensor=index,
-            access_mode=trace.access_mode[low:high],
-            access_first_page=trace.access_first_page[low:high],
-            access_page_count=trace.access_page_count[low:high],
-            op_rerun=trace.op_rerun[begin:end],
-            op_host_us=trace.op_host_us[begin:end],
-            segments=tuple(
-                Segment(first - begin, last - begin, name)
-                for first, last, name in trace.segments
-                if begin <= first and last < end
-            ),
-        )
+        """The last of them, as an iteration: what they share lives on from each to the next."""
+        trace, ops = self.trace, self.last
+        shared = (trace.first_op < ops.start) | (trace.last_op >= ops.stop)
+        return _made_of(replace(trace, tensor_persistent=trace.tensor_persistent | shared), ops)
 
     def more(self, count: int) -> Trace:
-        """With ``count`` more of them, each as the last one; tensors have new numbers."""
-        trace, period = self.trace, self.period
-        begin, end = self.end - period, self.end
-        ops = np.arange(trace.ops)
-        source = np.concatenate([ops[:end], np.tile(ops[begin:end], count), ops[end:]])
-        starts = trace.access_offsets
-        rows = np.arange(len(trace.access_op))
-        again = rows[starts[begin] : starts[end]]
-        row = np.concatenate([rows[: starts[end]], np.tile(again, count), rows[starts[end] :]])
-        copy = np.zeros(len(row), np.int64)
-        copy[starts[end] :][: len(again) * count] = np.repeat(np.arange(count) + 1, len(again))
-        tensor = trace.access_tensor[row]
-        own = (trace.first_op >= begin) & (trace.last_op < end) & ~trace.tensor_persistent
-        index, met = number_by_appearance(tensor + trace.tensors * copy * own[tensor])
-        tensors = tensor[met]
-        lengths = np.diff(starts)[source]
-        us = trace.op_duration_us[source]
-        segments = [s for s in trace.segments if s.first_op < end]
-        inner = [s for s in segments if s.first_op >= begin]
-        for number in range(1, count + 1):
-            segments += [Segment(a + number * period, b + number * period, n) for a, b, n in inner]
+        """With ``count`` more of them, each as the last one."""
+        before, behind = range(self.last.start), range(self.end, self.trace.ops)
+        return _made_of(self.trace, before, *[self.last] * (count + 1), behind)
+
+
+def _made_of(trace: Trace, *stretches: range) -> Trace:
+    """Stretches of its ops one after the other. What is alive in one stretch only is there anew,
+    with a number of its own, each time that this comes again."""
+    ops = np.concatenate([np.arange(each.start, each.stop) for each in stretches])
+    starts, lengths = trace.access_offsets, np.diff(trace.access_offsets)
+    rows = np.concatenate([np.arange(starts[s.start], starts[s.stop]) for s in stretches])
+    copies, segments, before = [], [], 0
+    for number, stretch in enumerate(stretches):
+        copy = stretches[:number].count(stretch)
+        copies.append(np.full(starts[stretch.stop] - starts[stretch.start], copy, np.int64))
         segments += [
-            Segment(a + count * period, b + count * period, name)
-            for a, b, name in trace.segments
-            if a >= end
+            Segment(first - stretch.start + before, last - stretch.start + before, name)
+            for first, last, name in trace.segments
+            if first >= stretch.start and last < stretch.stop
         ]
-        return replace(
-            trace,
-            op_names=[trace.op_names[op] for op in source.tolist()],
-            op_start_us=np.concatenate([[0.0], np.cumsum(us)[:-1]]),
-            op_duration_us=us,
-            tensor_ids=np.arange(len(tensors), dtype=np.int64),
-            tensor_names=[trace.tensor_names[each] for each in tensors.tolist()],
-            tensor_bytes=trace.tensor_bytes[tensors],
-            tensor_kinds=[trace.tensor_kinds[each] for each in tensors.tolist()],
-            tensor_persistent=trace.tensor_persistent[tensors],
-            access_op=np.repeat(np.arange(len(source)), lengths),
-            access_tensor=index,
-            access_mode=trace.access_mode[row],
-            access_first_page=trace.access_first_page[row],
-            access_page_count=trace.access_page_count[row],
-            sha256="",
-            op_rerun=trace.op_rerun[source],
-            op_host_us=trace.op_host_us[source],
-            segments=tuple(segments),
-        )
+        before += len(stretch)
+    again = np.concatenate(copies)
+    for stretch in {each for each in stretches if stretches.count(each) > 1}:
+        inside = (trace.first_op >= stretch.start) & (trace.last_op < stretch.stop)
+        again *= (inside & ~trace.tensor_persistent)[trace.access_tensor[rows]]
+    index, met = number_by_appearance(trace.access_tensor[rows] + trace.tensors * again)
+    tensors, copied = trace.access_tensor[rows][met], again[met] > 0
+    ids = trace.tensor_ids[tensors]
+    ids[copied] = int(trace.tensor_ids.max(initial=0)) + 1 + np.arange(int(copied.sum()))
+    us = trace.op_duration_us[ops]
+    return replace(
+        trace,
+        op_names=[trace.op_names[op] for op in ops.tolist()],
+        op_start_us=np.concatenate([[0.0], np.cumsum(us)[:-1]]),
+        op_duration_us=us,
+        tensor_ids=ids,
+        tensor_names=[trace.tensor_names[tensor] for tensor in tensors.tolist()],
+        tensor_bytes=trace.tensor_bytes[tensors],
+        tensor_kinds=[trace.tensor_kinds[tensor] for tensor in tensors.tolist()],
+        tensor_persistent=trace.tensor_persistent[tensors],
+        access_op=np.repeat(np.arange(len(ops)), lengths[ops]),
+        access_tensor=index,
+        access_mode=trace.access_mode[rows],
+        access_first_page=trace.access_first_page[rows],
+        access_page_count=trace.access_page_count[rows],
+        op_rerun=trace.op_rerun[ops],
+        op_host_us=trace.op_host_us[ops],
+        segments=tuple(segments),
+    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -174,7 +124,7 @@ class Fewer:
     def plan(self, plan: Plan) -> Plan | None:
         """Of a plan for ``trace``, one for the trace with all repetitions, without what it takes
         there; ``None`` where what it does in one of them is about another one, and for more pages
-        than can be looked at one by one."""
+        than can be looked at one by one. Deferred updates, as no policy has any, are not known."""
         whole = self.repeats
         if self.trace.pages(plan.page_size).sum() > MOST_PAGES:
             return None
@@ -448,7 +398,7 @@ class _Walk:
     """Through a plan for ``trace`` in the order of its ops."""
 
     def __init__(self, trace: Trace, plan: Plan) -> None:
-        self.trace, self.plan = trace, plan
+        self.trace = trace
         self.sizes = trace.pages(plan.page_size).tolist()
         ends = np.cumsum(self.sizes)
         self.base = (ends - self.sizes).tolist()

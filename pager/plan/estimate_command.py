@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -157,8 +156,7 @@ def estimate(
                 training = training_of_hf(hf, batch, seq or 2048, kind)
             else:
                 training = training_of_function(str(function), batch, seq, kind)
-            record = partial(
-                fake_iteration,
+            iteration = fake_iteration(
                 training,
                 optimizer,
                 compute,
@@ -166,8 +164,8 @@ def estimate(
                 autocast=dtype == "autocast",
                 overlap=overlap,
                 clip=clip,
+                batches=1 if accumulate == 1 else BATCHES,
             )
-            iteration = record(batches=1 if accumulate == 1 else BATCHES)
         repeats = None
         if accumulate > 1:
             repeats = find_repeats(iteration.trace, BATCHES - 1)
@@ -229,7 +227,7 @@ def _written(
     plan."""
     import json
 
-    from ...planner.buckets import bucketed, updates_in_slabs
+    from ...planner.buckets import shortened
     from ...planner.commands.plan import checked
     from ...planner.commands.tables import predicted_json
     from ...planner.plan import plan_to_json
@@ -241,7 +239,7 @@ def _written(
     if out_path is None:
         return None
     if plan_path is not None:
-        trace = bucketed(trace, PLANNED_OPS) if trace.ops > PLANNED_OPS else updates_in_slabs(trace)
+        trace = shortened(trace, PLANNED_OPS)
     if batches > 1:
         repeats = find_repeats(trace, BATCHES - 1)
         if repeats is None:
