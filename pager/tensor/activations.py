@@ -28,11 +28,13 @@ Functions: what these have saved is a dense copy again when their backward pass 
 from __future__ import annotations
 
 import functools
+import inspect
 import sys
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from threading import get_ident
+from types import FrameType
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import torch
@@ -55,6 +57,7 @@ _Pair = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
 THRESHOLD_BYTES = 32 << 10  # smaller tensors cost more in bookkeeping than they free
 _FUNCTIONS = "torch/autograd/function.py"  # ends the file name of what calls a Function
 _COMPILED = "_aot_autograd"  # in the name of the module that has those of compiled parts
+_ENGINE = torch.autograd.graph._engine_run_backward.__code__  # runs PyTorch's own nodes
 _USE_TENSORS = "torch.", __name__.partition(".")[0]  # modules whose Functions call ops of PyTorch
 # Its op fills the noise that it saves after it was saved: copied then, it would be what lay there.
 _FILLS_LATER = torch.nn.functional.rrelu.__code__
@@ -204,7 +207,7 @@ class SavedTensors:
             else getattr(tensor if base is None else base, "_weight", None)
         )
         if weight is not None:
-            if self._pager.opened.lent_memory and _reads_memory(sys._getframe(1)):
+            if self._pager.opened.lent_memory and _is_compiled(sys._getframe(1)):
                 return keep(tensor)  # of compiled code: the weight is pinned as long as it is kept
             return _keep_weight(weight, tensor)
         nbytes = tensor.nbytes if tensor.layout is torch.strided else 0
@@ -243,7 +246,7 @@ class SavedTensors:
             if packed is None:
                 self.kept_all = False
                 packed = self.store(tensor, memory)
-        return _ReadDirectly(packed) if _reads_memory(sys._getframe(1)) else packed
+        return packed
 
     # -- storing ---------------------------------------------------------------------------------
     def known(self, tensor: torch.Tensor, memory: torch.UntypedStorage) -> InPages | None:
@@ -300,26 +303,27 @@ def _any_lives(tensors: list[weakref.ref[torch.Tensor]]) -> bool:
     return bool(tensors)
 
 
-def _reads_memory(frame: Any) -> bool:
-    """Whether what calls autograd in ``frame`` is a Function that may read memory by itself."""
-    if not frame.f_code.co_filename.endswith(_FUNCTIONS):
-        return False
-    module = getattr(frame.f_locals.get("cls"), "__module__", "")
-    return _COMPILED in module or not module.startswith(_USE_TENSORS)
+def _is_compiled(frame: FrameType) -> bool:
+    """Whether what saves a tensor in ``frame`` is the Function of a compiled part, or about to
+    apply it: from PyTorch 2.14 on ``apply`` has no frame of its own."""
+    if frame.f_code.co_filename.endswith(_FUNCTIONS) and frame.f_back is not None:
+        frame = frame.f_back
+    return _COMPILED in frame.f_code.co_filename
 
 
-class _ReadDirectly:
-    """What such a Function has saved: dense when it is asked for."""
-
-    __slots__ = ("_packed",)
-
-    def __init__(self, packed: Any) -> None:
-        self._packed = packed
-
-    def give(self) -> tuple[torch.Tensor, int]:
-        tensor = unpack(self._packed)
-        dense = tensor.to_dense() if type(tensor) is PagedTensor else tensor
-        return dense, dense._version
+def _reads_memory(asking: FrameType | None) -> bool:
+    """Whether what asks in this frame is a Function that may read memory by itself: one that is
+    neither PyTorch's own nor ours, or that of a compiled part. Its context is then the first
+    argument of its ``backward``, which is at the bottom of the stack or was called by it."""
+    while asking is not None and asking.f_code is not _ENGINE:
+        code = asking.f_code
+        if code.co_argcount or code.co_flags & inspect.CO_VARARGS:
+            first = asking.f_locals.get(code.co_varnames[0])
+            if isinstance(first, torch.autograd.function.BackwardCFunction):
+                module = first._forward_cls.__module__  # type: ignore[attr-defined]
+                return _COMPILED in module or not module.startswith(_USE_TENSORS)
+        asking = asking.f_back
+    return False
 
 
 def keep(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
@@ -332,9 +336,12 @@ def unpack(packed: Any) -> torch.Tensor:
     """What was packed, unless it was changed since."""
     while type(packed) is not tuple:
         if type(packed) is InPages:
-            lent = packed.storage.pager.saved.lender.lend(packed, sys._getframe().f_back)
-            return packed.paged() if lent is None else lent
-        packed = packed.give()  # of a segment that has to run again, or read directly
+            asking = sys._getframe().f_back
+            lent = packed.storage.pager.saved.lender.lend(packed, asking)
+            if lent is not None:
+                return lent
+            return packed.paged().to_dense() if _reads_memory(asking) else packed.paged()
+        packed = packed.give()  # of a segment that has to run again
     if len(packed) == 3:
         return _give_weight(*packed)
     tensor: torch.Tensor

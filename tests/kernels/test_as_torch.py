@@ -181,6 +181,6 @@ def test_dtypes_of_results() -> None:
     assert result_dtype(aten.add.Tensor, add) is FP32
     assert result_dtype(aten.add_.Tensor, add) is BF16
     assert result_dtype(aten.mul.Tensor, {"self": half, "other": torch.tensor(0.5)}) is BF16
-    assert result_dtype(aten.mul.Tensor, {"self": half, "other": 2j}).is_complex
+    assert result_dtype(aten.mul.Tensor, {"self": x, "other": 2j}).is_complex
     with pytest.raises(RuntimeError, match="dtype"):
         result_dtype(aten.lerp.Scalar, {"self": half, "end": x, "weight": 0.5})
