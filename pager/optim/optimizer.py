@@ -50,7 +50,7 @@ from .fused_states import (
     is_special,
     page_state,
 )
-from .paged_optimizer import PagedOptimizer, alone, in_place, paged_of
+from .paged_optimizer import Before, PagedOptimizer, alone, cannot_compile, in_place, paged_of
 from .step_need import check_states, step_room
 
 if TYPE_CHECKING:
@@ -107,10 +107,35 @@ def _step(
             if paged.is_torchs:
                 _step_all(paged)
             else:
-                loss = _step_whole(paged, closure, *given, **named)
+                loss = _step_of_others(paged, closure, *given, **named)
         if ahead is not None:
             ahead.stepped()
     return loss
+
+
+def _step_of_others(
+    paged: PagedOptimizer, closure: Callable[[], Any] | None, *given: Any, **named: Any
+) -> Any:
+    """The step of somebody else's class. One that is compiled in one piece, which its first step
+    shows before it has updated anything, runs op by op."""
+    if paged.stepped or paged.op_by_op or closure is not None:
+        return _step_whole(paged, closure, *given, **named)
+    before = Before(paged.optimizer)
+    try:
+        return _step_whole(paged, None, *given, **named)
+    except Exception as error:
+        if not (cannot_compile(error) and before.restore()):
+            raise
+    paged.op_by_op = True
+    warnings.warn(
+        f"{paged.name} compiles its step in one piece (fullgraph=True), which cannot take pages: "
+        "it runs op by op, as with torch.compiler.set_stance('force_eager')",
+        UserWarning,
+        stacklevel=5,
+    )
+    if not paged.pager.budget.check(paged.optimizer):  # op by op it takes more
+        return None
+    return _step_whole(paged, None, *given, **named)
 
 
 def _step_whole(

@@ -6,9 +6,10 @@ many, or plain views in place of pages, or this rank's shards, it is shown only 
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -43,6 +44,7 @@ class PagedOptimizer:
     too_much : parameters of which PyTorch's own update takes more than the budget has.
     again : batches of updates to be made again (``again.py``), by the id of the first parameter.
     stepped : it has made the states that it makes.
+    op_by_op : it compiles its step in one piece, which cannot take pages: it runs as written.
     in_backward : what it updates ahead of ``step()`` (``in_backward.py``), or ``None``.
     host_step : whether the host takes steps (``host_steps.py``): ``True``, ``False``, ``"auto"``.
     """
@@ -57,7 +59,7 @@ class PagedOptimizer:
         self.versions: dict[int, int] = {}
         self.too_much: weakref.WeakSet[PagedStorage] = weakref.WeakSet()
         self.again: dict[int, Any] = {}
-        self.stepped = False
+        self.stepped = self.op_by_op = False
         self.in_backward: Any = None
         self.host_step: bool | str = "auto"
         self.ref = weakref.ref(optimizer)
@@ -102,7 +104,45 @@ class PagedOptimizer:
         """The class's own step without PyTorch's hooks, which run once, around ours."""
         step: Any = self.kind.step
         step = step.__wrapped__ if getattr(step, "hooked", False) else step
-        return step(self.optimizer if optimizer is None else optimizer, *given, **named)
+        with torch.compiler.set_stance("force_eager") if self.op_by_op else nullcontext():
+            return step(self.optimizer if optimizer is None else optimizer, *given, **named)
+
+
+class Before:
+    """What the settings and states of an optimizer were, and which values it had, before a step
+    that may break off at once."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+        self._groups = [dict(group) for group in optimizer.param_groups]
+        self._states = {p: dict(state) for p, state in optimizer.state.items()}
+        parameters = [p for group in self._groups for p in group["params"]]
+        parts = [values.values() for values in (*self._groups, *self._states.values())]
+        held = [*parameters, *(v for some in parts for v in some if isinstance(v, torch.Tensor))]
+        with torch._C.DisableTorchFunctionSubclass():
+            self._versions = [(tensor, tensor._version) for tensor in held if tensor.numel() != 1]
+            self._numbers = [(t, t.detach().clone()) for t in held if t.numel() == 1]
+
+    def restore(self) -> bool:
+        """As it was; ``False``, and nothing done, if more than numbers were written to."""
+        optimizer = self._optimizer
+        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+            if any(tensor._version != version for tensor, version in self._versions):
+                return False
+            for number, value in self._numbers:
+                number.copy_(value)
+        for group, before in zip(optimizer.param_groups, self._groups):
+            group.clear()
+            group.update(before)
+        optimizer.state.clear()
+        optimizer.state.update(self._states)
+        return True
+
+
+def cannot_compile(error: Exception) -> bool:
+    """Whether it is of ``torch.compile``, which was not to leave anything out."""
+    module = sys.modules.get("torch._dynamo.exc")
+    return module is not None and isinstance(error, module.TorchDynamoException)
 
 
 def _is_of_torch(thing: Any) -> bool:

@@ -51,6 +51,7 @@ from .linear_stream import (
 
 LINEAR = torch.nn.functional.linear
 _PRODUCTS = "AddmmBackward", "MmBackward", "BmmBackward"  # names of PyTorch's nodes
+_data: Any = torch._C.TensorBase.data  # without the guard that looks who keeps this memory
 _STRIDED, _mm, _MM = torch.strided, torch.mm, torch.ops.aten.mm.default
 _MATRIX = "_tensorpager_matrix"  # on a dense view: what `_note_matrix` found
 # Asked before each linear, so without the way through `torch` and `torch._C`.
@@ -399,7 +400,7 @@ class _Linear(torch.autograd.Function):
         if out is NOT_QUICK:
             out = _product_otherwise(inputs, weight, bias)
         # Of more than two dimensions it is a view of rows, which users could not change in place.
-        return out.data if out._is_view() else out
+        return _data.__get__(out) if out._is_view() else out
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:

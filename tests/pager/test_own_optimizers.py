@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map_only
 
 import tensorpager as tp
 
@@ -107,6 +108,44 @@ class Ahead(torch.optim.Optimizer):
         return loss
 
 
+def _momentum(p: torch.Tensor, grad: torch.Tensor, mean: torch.Tensor, count: torch.Tensor) -> None:
+    mean.lerp_(grad, 0.1)
+    p.add_(mean / (1 - 0.9**count), alpha=-0.01)
+
+
+class Compiled(torch.optim.Optimizer):
+    """Its update is one graph, as those of torchao's optimizers are; it counts before."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"begun": 0})
+        self.update = torch.compile(_momentum, backend="eager", fullgraph=True, dynamic=False)
+
+    def prepare(self, p: torch.Tensor) -> None:
+        pass
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            group["begun"] += 1
+            for p in group["params"]:
+                state = self.state[p]
+                if not state:
+                    state["mean"], state["count"] = torch.zeros_like(p), torch.zeros(())
+                state["count"] += 1
+                self.prepare(p)
+                self.update(p.detach(), p.grad, state["mean"], state["count"])
+        return loss
+
+
+class DecaysFirst(Compiled):
+    def prepare(self, p: torch.Tensor) -> None:
+        p.mul_(0.999)
+
+
 Train = Callable[[nn.Module, torch.optim.Optimizer, torch.Tensor, int], torch.Tensor]
 
 
@@ -180,6 +219,61 @@ def test_a_step_is_one_step(make: Any, one: Train, budget: str, one_thread: None
         stats = pager.stats()
         assert stats["peak_bytes"]["device"] <= stats["budget_bytes"]["device"]
         assert stats["fits"] is (budget == "16MiB")
+
+
+def plainly(
+    model: nn.Module, optimizer: torch.optim.Optimizer, inputs: torch.Tensor, turn: int
+) -> torch.Tensor:
+    loss = (model(inputs) - inputs).square().mean()
+    loss.backward()
+    optimizer.step()
+    return loss
+
+
+@pytest.mark.parametrize("budget", ["16MiB", "1280KiB"])
+@pytest.mark.filterwarnings("ignore:Compiled compiles its step")
+def test_a_step_that_is_one_graph_runs_op_by_op(budget: str, one_thread: None) -> None:
+    """It ended with the error of torch.compile."""
+    torch._dynamo.reset()
+    expected = train(Compiled, plainly, None)
+    with tp.Pager(budget, "32MiB", page_size=PAGE, device="cpu") as pager:
+        same(expected, train(Compiled, plainly, pager))
+        stats = pager.stats()
+        assert stats["peak_bytes"]["device"] <= stats["budget_bytes"]["device"]
+        assert stats["fits"] is (budget == "16MiB")
+    torch._dynamo.reset()
+
+
+def test_such_a_step_says_so_and_counts_once_when_states_were_loaded(one_thread: None) -> None:
+    torch._dynamo.reset()
+    with iteration_of(Compiled) as optimizer:
+        with pytest.warns(UserWarning, match=r"Compiled compiles its step .* op by op"):
+            optimizer.step()
+        saved = tree_map_only(tp.PagedTensor, tp.PagedTensor.to_dense, optimizer.state_dict())
+    torch._dynamo.reset()
+    with iteration_of(Compiled) as optimizer:
+        optimizer.load_state_dict(saved)
+        with pytest.warns(UserWarning, match="Compiled compiles its step"):
+            optimizer.step()
+        counts = [int(state["count"]) for state in optimizer.state.values()]
+        assert counts == [2, 2]
+        assert optimizer.param_groups[0]["begun"] == 2
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("kind", [DecaysFirst, Compiled])
+def test_one_that_has_written_or_asked_before_ends_with_the_error(
+    kind: type, one_thread: None
+) -> None:
+    """It could not be begun anew."""
+    torch._dynamo.reset()
+    closure = None if kind is DecaysFirst else lambda: torch.zeros(())
+    with (
+        pytest.raises(torch._dynamo.exc.TorchDynamoException),
+        iteration_of(kind) as optimizer,
+    ):
+        optimizer.step(closure)
+    torch._dynamo.reset()
 
 
 @contextmanager
