@@ -101,10 +101,13 @@ class PagedOptimizer:
         return [(group, p) for group in groups for p in group["params"] if p.grad is not None]
 
     def run(self, optimizer: Any = None, *given: Any, **named: Any) -> Any:
-        """The class's own step without PyTorch's hooks, which run once, around ours."""
+        """The class's own step without PyTorch's hooks, which run once, around ours. ``optimizer``:
+        a stand-in. What that compiled for its small operands would be compiled again for operands
+        of any size, which are other bits."""
         step: Any = self.kind.step
         step = step.__wrapped__ if getattr(step, "hooked", False) else step
-        with torch.compiler.set_stance("force_eager") if self.op_by_op else nullcontext():
+        eager = self.op_by_op or (optimizer is not None and not self.is_torchs)
+        with torch.compiler.set_stance("force_eager") if eager else nullcontext():
             return step(self.optimizer if optimizer is None else optimizer, *given, **named)
 
 
@@ -140,9 +143,14 @@ class Before:
 
 
 def cannot_compile(error: Exception) -> bool:
-    """Whether it is of ``torch.compile``, which was not to leave anything out."""
+    """Whether it is of ``torch.compile``, which was not to leave anything out. (Up to PyTorch 2.13
+    a function that could not be compiled once is not tried again, which is an error as well.)"""
     module = sys.modules.get("torch._dynamo.exc")
-    return module is not None and isinstance(error, module.TorchDynamoException)
+    if module is None:
+        return False
+    return isinstance(error, module.TorchDynamoException) or (
+        isinstance(error, RuntimeError) and "fullgraph=True" in str(error)
+    )
 
 
 def _is_of_torch(thing: Any) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from types import FunctionType
 from typing import Any
 
 import pytest
@@ -118,7 +119,9 @@ class Compiled(torch.optim.Optimizer):
 
     def __init__(self, parameters: Any) -> None:
         super().__init__(parameters, {"begun": 0})
-        self.update = torch.compile(_momentum, backend="eager", fullgraph=True, dynamic=False)
+        # New code: up to PyTorch 2.13 what could not be compiled once is never compiled again.
+        update = FunctionType(_momentum.__code__.replace(), globals())
+        self.update = torch.compile(update, backend="eager", fullgraph=True, dynamic=False)
 
     def prepare(self, p: torch.Tensor) -> None:
         pass
@@ -144,6 +147,28 @@ class Compiled(torch.optim.Optimizer):
 class DecaysFirst(Compiled):
     def prepare(self, p: torch.Tensor) -> None:
         p.mul_(0.999)
+
+
+class PartlyCompiled(torch.optim.Optimizer):
+    """As Muon: what is compiled gets plain tensors. ``shapes``: of them, when it was compiled."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {})
+        self.shapes: list[Any] = []
+
+        def backend(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
+            self.shapes += [x.shape for x in inputs if isinstance(x, torch.Tensor)]
+            return graph
+
+        self.normed = torch.compile(lambda x: x / (x.norm() + 1e-7), backend=backend)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                mean = self.state[p].setdefault("mean", torch.zeros_like(p))
+                mean.lerp_(p.grad, 0.05)
+                p.add_(self.normed(p.grad.lerp(mean, 0.95)), alpha=-0.02)
 
 
 Train = Callable[[nn.Module, torch.optim.Optimizer, torch.Tensor, int], torch.Tensor]
@@ -234,23 +259,35 @@ def plainly(
 @pytest.mark.filterwarnings("ignore:Compiled compiles its step")
 def test_a_step_that_is_one_graph_runs_op_by_op(budget: str, one_thread: None) -> None:
     """It ended with the error of torch.compile."""
-    torch._dynamo.reset()
-    expected = train(Compiled, plainly, None)
+    with torch.compiler.set_stance("force_eager"):
+        expected = train(Compiled, plainly, None)
     with tp.Pager(budget, "32MiB", page_size=PAGE, device="cpu") as pager:
         same(expected, train(Compiled, plainly, pager))
         stats = pager.stats()
         assert stats["peak_bytes"]["device"] <= stats["budget_bytes"]["device"]
         assert stats["fits"] is (budget == "16MiB")
-    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_what_a_step_compiles_is_compiled_for_its_own_shapes(whole: bool, one_thread: None) -> None:
+    """It was compiled for the small operands of a step that was tried out, and for the real ones
+    then with sizes that may change: other bits than plain PyTorch's."""
+    with make_pager() as pager:
+        model = pager.page_module(nn.Linear(512, 256, bias=False))
+        optimizer = pager.optimizer(PartlyCompiled(model.parameters()))
+        step = torch.compile(optimizer.step, backend="eager") if whole else optimizer.step
+        for _ in range(2):
+            with pager.iteration():
+                model(torch.randn(4, 512)).sum().backward()
+                step()
+        assert optimizer.shapes == [torch.Size([256, 512])]
 
 
 def test_such_a_step_says_so_and_counts_once_when_states_were_loaded(one_thread: None) -> None:
-    torch._dynamo.reset()
     with iteration_of(Compiled) as optimizer:
         with pytest.warns(UserWarning, match=r"Compiled compiles its step .* op by op"):
             optimizer.step()
         saved = tree_map_only(tp.PagedTensor, tp.PagedTensor.to_dense, optimizer.state_dict())
-    torch._dynamo.reset()
     with iteration_of(Compiled) as optimizer:
         optimizer.load_state_dict(saved)
         with pytest.warns(UserWarning, match="Compiled compiles its step"):
@@ -258,7 +295,6 @@ def test_such_a_step_says_so_and_counts_once_when_states_were_loaded(one_thread:
         counts = [int(state["count"]) for state in optimizer.state.values()]
         assert counts == [2, 2]
         assert optimizer.param_groups[0]["begun"] == 2
-    torch._dynamo.reset()
 
 
 @pytest.mark.parametrize("kind", [DecaysFirst, Compiled])
@@ -266,14 +302,12 @@ def test_one_that_has_written_or_asked_before_ends_with_the_error(
     kind: type, one_thread: None
 ) -> None:
     """It could not be begun anew."""
-    torch._dynamo.reset()
     closure = None if kind is DecaysFirst else lambda: torch.zeros(())
     with (
         pytest.raises(torch._dynamo.exc.TorchDynamoException),
         iteration_of(kind) as optimizer,
     ):
         optimizer.step(closure)
-    torch._dynamo.reset()
 
 
 @contextmanager
