@@ -163,11 +163,14 @@ def mapped_tensor(hole: torch.Tensor, mapped: MappedFile, start: int = 0) -> tor
             f"{mapped.what} has a tensor of shape {shape[0]}, layout {hole.layout}, that cannot be "
             "mapped; torch.load the file and load its parts yourself"
         )
-    nbytes, width = hole.untyped_storage().nbytes(), hole.element_size()
+    width = hole.element_size()
+    # As far as it is used: PyTorch 2.10 gives the storage too many bytes, by the element's size.
+    reach = int(hole.storage_offset()) + sum((n - 1) * step for n, step in zip(*shape)) + 1
+    count = min(hole.untyped_storage().nbytes() // width, reach) if hole.numel() else 0
     if (start + offset) % width:  # others do not align tensors
-        flat = mapped.tensor(start + offset, nbytes, torch.uint8).clone().view(hole.dtype)
+        flat = mapped.tensor(start + offset, count * width, torch.uint8).clone().view(hole.dtype)
     else:
-        flat = mapped.tensor(start + offset, nbytes // width, hole.dtype)
+        flat = mapped.tensor(start + offset, count, hole.dtype)
     if not flat.numel():
         return torch.empty_strided(*shape, dtype=hole.dtype)
     return flat.as_strided(*shape, hole.storage_offset())
