@@ -133,8 +133,6 @@ def _step_of_others(
         UserWarning,
         stacklevel=5,
     )
-    if not paged.pager.budget.check(paged.optimizer):  # op by op it takes more
-        return None
     return _step_whole(paged, None, *given, **named)
 
 

@@ -112,16 +112,19 @@ class PagedOptimizer:
 
 
 class Before:
-    """What the settings and states of an optimizer were, and which values it had, before a step
-    that may break off at once."""
+    """What an optimizer's settings, states and numbers were before a step that may break off at
+    once. Some keep a number beside the states of parameters, or as an attribute."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
+        self._own = {k: v for k, v in vars(optimizer).items() if isinstance(v, int | float)}
         self._groups = [dict(group) for group in optimizer.param_groups]
-        self._states = {p: dict(state) for p, state in optimizer.state.items()}
-        parameters = [p for group in self._groups for p in group["params"]]
-        parts = [values.values() for values in (*self._groups, *self._states.values())]
-        held = [*parameters, *(v for some in parts for v in some if isinstance(v, torch.Tensor))]
+        states = optimizer.state.items()
+        self._states = {k: dict(v) if isinstance(v, dict) else v for k, v in states}
+        held = [p for group in self._groups for p in group["params"]]
+        for values in (*self._groups, *self._states.values()):
+            some = values.values() if isinstance(values, dict) else [values]
+            held += [value for value in some if isinstance(value, torch.Tensor)]
         with torch._C.DisableTorchFunctionSubclass():
             self._versions = [(tensor, tensor._version) for tensor in held if tensor.numel() != 1]
             self._numbers = [(t, t.detach().clone()) for t in held if t.numel() == 1]
@@ -134,6 +137,7 @@ class Before:
                 return False
             for number, value in self._numbers:
                 number.copy_(value)
+        vars(optimizer).update(self._own)
         for group, before in zip(optimizer.param_groups, self._groups):
             group.clear()
             group.update(before)
